@@ -1,0 +1,1 @@
+"""The machine: actors, scheduling, cache, model execution. Knows nothing of HTTP."""

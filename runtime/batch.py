@@ -1,0 +1,108 @@
+"""One step's work as plain host arrays, and what comes back from it.
+
+A batch is made by `schedule.fill`, frozen, and read by the runner, in this process or in a worker's. Nothing in
+it refers to a device, and the runner never looks inside a Sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.request import LogprobParams, Logprobs
+
+if TYPE_CHECKING:
+    from runtime.sequence import Sequence
+
+Ints = NDArray[np.int32]
+Longs = NDArray[np.int64]
+Floats = NDArray[np.float32]
+
+UNKNOWN = -1  # in Batch.token_ids: the token that this slot sampled last, known on the device only
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """B rows; row b computes positions starts[b] .. starts[b] + counts[b] - 1, T tokens in all.
+
+    KV of every row is stored before any row attends, layer by layer, so rows may share pages that are written
+    in this very step.
+    """
+
+    number: int
+    sequences: tuple[Sequence, ...]  # [B], for the scheduler alone
+    starts: Ints  # [B]
+    counts: Ints  # [B], each >= 1
+    slots: Ints  # [B], where the row's last sampled token is kept on the device
+    token_ids: Ints  # [T], rows one after the other, UNKNOWN where only the device knows
+    page_table: Ints  # [B, pages of the longest row], padded with 0 beyond a row's own pages
+    sampling: Sampling | None  # None: no row reaches its end
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sampling:
+    """The R rows whose last position yields a token, and how each chooses it. Stateless but for penalties.
+
+    Order on the logits: penalties, bias (with -inf for forbidden tokens), temperature, then top-k, top-p and
+    min-p on the probabilities, then the row's uniform number picks by inverse distribution function.
+    """
+
+    rows: Ints  # [R], index into the batch, ascending
+    greedy: NDArray[np.bool_]  # [R]
+    temperature: Floats  # [R]
+    top_k: Ints  # [R]; 2**30 is off
+    top_p: Floats  # [R]
+    min_p: Floats  # [R]
+    uniform: Floats  # [R] in [0, 1), from (sequence seed, output position): independent of the batch
+    bias: Bias | None = None
+    penalties: Penalties | None = None
+    logprobs: tuple[LogprobParams | None, ...] | None = None  # [R]; None: nobody asked
+
+
+class Bias(NamedTuple):
+    """Additive changes to single logits; -inf forbids. N entries over all rows."""
+
+    rows: Longs  # [N], index into Sampling.rows
+    token_ids: Longs  # [N]
+    values: Floats  # [N]
+
+
+class Penalties(NamedTuple):
+    """The Q sampling rows with penalties. Counts live on the device by slot."""
+
+    rows: Longs  # [Q], index into Sampling.rows
+    slots: Longs  # [Q]
+    frequency: Floats  # [Q]
+    presence: Floats  # [Q]
+    repetition: Floats  # [Q]
+    fresh: tuple[FreshSlot, ...]  # slots whose counts start anew in this step
+
+
+class FreshSlot(NamedTuple):
+    """A sequence (re)enters a slot: what the device must count before the first penalty."""
+
+    slot: int
+    prompt_ids: Ints
+    output_ids: Ints
+
+
+class PromptLogprobs(NamedTuple):
+    """Logprobs of prompt tokens: position `offset + i` of the flat batch predicts `targets[i]`."""
+
+    row: int
+    offset: int  # into [T]
+    targets: Ints  # [N]
+    params: LogprobParams
+
+
+class Tokens(NamedTuple):
+    """What a step produced, on the host."""
+
+    ids: list[int]  # [B]; UNKNOWN where the row did not sample
+    broken: list[int]  # rows whose logits were not finite numbers
+    logprobs: list[Logprobs | None] | None = None  # [B], of the sampled token
+    prompt_logprobs: list[tuple[int, Logprobs]] = []  # (row, of its wanted prompt positions)  # noqa: RUF012

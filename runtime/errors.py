@@ -1,0 +1,110 @@
+"""Everything that Penstock raises on purpose.
+
+    PenstockError
+    ├── ConfigurationError        refused before start; says what to use instead
+    │   └── CheckpointError       the files are not the model they claim to be
+    ├── RequestError              the sender's mistake; carries an HTTP status and the parameter's path
+    │   ├── InvalidRequest        400
+    │   │   └── ContextOverflow   400, the prompt does not fit
+    │   ├── Unauthorized          401
+    │   ├── NotFound              404
+    │   └── PayloadTooLarge       413
+    ├── Overloaded                503, try again later (Retry-After)
+    └── EngineFailure             500, our mistake
+        ├── StepFailed            a forward failed; its requests are lost, the engine goes on
+        └── EngineClosed          503, the engine is gone or going
+
+Messages of foreign libraries never reach a client: a door sends the text of these and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class PenstockError(Exception):
+    """The root of the tree."""
+
+
+class ConfigurationError(PenstockError):
+    """What the user asked for cannot be done here.
+
+    All refusals are collected before anything heavy is touched; `refusals` holds one sentence each.
+    """
+
+    def __init__(self, *refusals: str) -> None:
+        self.refusals: Sequence[str] = refusals
+        super().__init__("\n".join(refusals))
+
+
+class CheckpointError(ConfigurationError):
+    """A checkpoint is missing, unreadable, or its tensors do not fit the model (each is named)."""
+
+
+class RequestError(PenstockError):
+    """One request is wrong; nobody else is affected. `param` is the dotted path of the culprit."""
+
+    status = 400
+    kind = "BadRequestError"
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        self.message = message
+        self.param = param
+        super().__init__(message)
+
+
+class InvalidRequest(RequestError):
+    """A value of the wrong type or outside its range, or a combination that makes no sense."""
+
+
+class ContextOverflow(InvalidRequest):
+    """The prompt (with what is to be generated) is longer than the model or the pool can hold."""
+
+
+class Unauthorized(RequestError):
+    status = 401
+    kind = "AuthenticationError"
+
+
+class NotFound(RequestError):
+    status = 404
+    kind = "NotFoundError"
+
+
+class PayloadTooLarge(RequestError):
+    status = 413
+    kind = "PayloadTooLargeError"
+
+
+class Overloaded(PenstockError):
+    """Too much is waiting. `retry_after_s` is a hint for the sender."""
+
+    status = 503
+    kind = "ServiceUnavailableError"
+
+    def __init__(self, message: str, *, retry_after_s: int = 1) -> None:
+        self.message = message
+        self.retry_after_s = retry_after_s
+        super().__init__(message)
+
+
+class EngineFailure(PenstockError):
+    """Something of ours broke. The cause is chained for the log, never for the client."""
+
+    status = 500
+    kind = "InternalServerError"
+
+    def __init__(self, message: str = "The engine failed.") -> None:
+        self.message = message
+        super().__init__(message)
+
+
+class StepFailed(EngineFailure):
+    """The forward pass that held this request failed."""
+
+
+class EngineClosed(EngineFailure):
+    """The engine is shut down or shutting down."""
+
+    status = 503
+    kind = "ServiceUnavailableError"

@@ -1,0 +1,80 @@
+"""The scheduler's own record of one choice of one request. Mutable; never leaves the scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from runtime.request import Finish, Request, SamplingParams
+
+
+class Sequence:
+    """Tokens known, tokens computed, pages held.
+
+    `ids` holds the prompt and every output token known on the host. `num_pending` counts tokens that steps
+    in flight will still sample; they have a place (position) but no value here yet. `num_computed` counts the
+    tokens whose KV is, or will be once the launched steps are done, in `pages`. So a step computes positions
+    [num_computed, len(ids) + num_pending) or a part of them: one rule for prefill, decode and recomputation.
+    """
+
+    __slots__ = (
+        "finish",
+        "ids",
+        "index",
+        "lock",
+        "max_tokens",
+        "num_cached",
+        "num_computed",
+        "num_pending",
+        "num_prompt",
+        "num_shared",
+        "pages",
+        "request",
+        "sampling",
+        "seed",
+        "slot",
+        "stop_ids",
+    )
+
+    def __init__(
+        self,
+        request: Request,
+        index: int,
+        ids: Seq[int],
+        *,
+        max_tokens: int,
+        stop_ids: frozenset[int],
+        seed: int,
+    ) -> None:
+        self.request = request
+        self.index = index  # which of the request's n choices
+        self.sampling: SamplingParams = request.sampling
+        self.ids: list[int] = list(ids)
+        self.num_prompt = len(self.ids)
+        self.max_tokens = max_tokens  # prompt and output together, never more than the context
+        self.stop_ids = stop_ids  # ends the sequence when sampled (empty with ignore_eos)
+        self.seed = seed  # 64 bits; with the output position it fixes every random choice
+        self.num_computed = 0
+        self.num_pending = 0
+        self.num_cached = -1  # prompt tokens found in the prefix tree at first admission; -1 before it
+        self.num_shared = 0  # leading tokens whose pages the prefix tree owns
+        self.pages: list[int] = []
+        self.lock: Any = None  # what the prefix tree gave for holding the shared pages
+        self.slot = -1  # row in the per-sequence tables while running
+        self.finish: Finish | None = None
+
+    @property
+    def num_output(self) -> int:
+        """Output tokens so far, the pending ones included."""
+        return len(self.ids) + self.num_pending - self.num_prompt
+
+    @property
+    def num_tokens(self) -> int:
+        """Known and pending tokens."""
+        return len(self.ids) + self.num_pending
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence({self.request.id}.{self.index} {self.num_prompt}+{self.num_output} tokens, "
+            f"computed {self.num_computed}, slot {self.slot}, {self.finish})"
+        )
