@@ -169,6 +169,18 @@ class Logprobs(NamedTuple):
     picked: list[list[tuple[float, int]] | None]  # [N], empty when none were asked for
 
 
+class Delta(NamedTuple):
+    """What one step added to one choice: from the scheduler to the detokenizer, at most one per step."""
+
+    request_id: int
+    index: int
+    ids: list[int]  # new token ids; the token that matched a stop id is included
+    finish: Finish | None
+    usage: Usage
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
+
+
 class Chunk(NamedTuple):
     """A piece of one choice's output, as it leaves the detokenizer."""
 

@@ -1,0 +1,1 @@
+"""The coroutines that share mailboxes: tokenizer, scheduler, detokenizer, and the engine that holds them."""

@@ -1,0 +1,1 @@
+"""Running a batch on the device beside the event loop."""
