@@ -1,0 +1,193 @@
+"""The detokenizer actor: ids to text, piece by piece, with stop strings found across the pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from runtime.actors.mailbox import Mailbox
+from runtime.actors.reply import Reply, join_logprobs
+from runtime.request import Chunk, Delta, Finish, Logprobs
+from runtime.text.incremental import Incremental
+from runtime.text.stop import StopMatcher
+from runtime.text.tokenizer import Tokenizer
+
+
+class DetokenizerActor:
+    """Reads one list of deltas per step from `inbox`; puts chunks into the replies.
+
+    `stop_early` is told (request id, choice index) when a stop string ended a choice that the scheduler
+    still runs; `forget` is told the request id when its last choice has ended.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        replies: Mapping[int, Reply],
+        *,
+        stop_early: Callable[[int, int], None],
+        forget: Callable[[int], None],
+        stream_interval: int = 1,
+    ) -> None:
+        self.inbox: Mailbox[list[Delta]] = Mailbox()
+        self._tokenizer = tokenizer
+        self._replies = replies
+        self._stop_early = stop_early
+        self._forget = forget
+        self._stream_interval = stream_interval
+        self._choices: dict[tuple[int, int], _Choice] = {}
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            for deltas in await self.inbox.take_all():
+                self.process(deltas)
+
+    def process(self, deltas: list[Delta]) -> None:
+        """Turn one step's deltas into chunks; deltas of requests that are gone are dropped."""
+        choices = self._choices
+        for delta in deltas:
+            key = (delta.request_id, delta.index)
+            choice = choices.get(key)
+            if choice is None:
+                reply = self._replies.get(delta.request_id)
+                if reply is None:
+                    continue
+                choice = choices[key] = _Choice(reply, self._tokenizer, self._stream_interval)
+            if choice.ended:
+                continue
+            chunk = choice.push(delta)
+            if chunk is None:
+                continue
+            choice.reply.put(chunk)
+            if chunk.finish is not None:
+                self._end(key, choice, early=delta.finish is None)
+
+    def drop(self, request_id: int, num_choices: int) -> None:
+        """Forget a request that failed."""
+        for index in range(num_choices):
+            self._choices.pop((request_id, index), None)
+
+    def _end(self, key: tuple[int, int], choice: _Choice, *, early: bool) -> None:
+        choice.ended = True
+        if early:
+            self._stop_early(*key)
+        if choice.reply.finished:
+            self.drop(key[0], choice.reply.request.sampling.n)
+            self._forget(key[0])
+
+
+class _Choice:
+    """The text state of one choice."""
+
+    __slots__ = (
+        "_held_ids",
+        "_held_logprobs",
+        "_held_text",
+        "_incremental",
+        "_interval",
+        "_matcher",
+        "_prompt_logprobs",
+        "_since_sent",
+        "_trim_stop_token",
+        "ended",
+        "reply",
+    )
+
+    def __init__(self, reply: Reply, tokenizer: Tokenizer | None, stream_interval: int) -> None:
+        request = reply.request
+        sampling = request.sampling
+        self.reply = reply
+        self.ended = False
+        self._interval = sampling.stream_interval or stream_interval
+        self._since_sent = self._interval - 1  # so that the first token is sent at once
+        self._trim_stop_token = not sampling.no_stop_trim
+        self._held_text = ""
+        self._held_ids: list[int] = []
+        self._held_logprobs: list[Logprobs] = []
+        self._prompt_logprobs: Logprobs | None = None
+        self._incremental: Incremental | None = None
+        if tokenizer is not None:
+            self._incremental = Incremental(
+                tokenizer,
+                request.ids or (),
+                sampling.skip_special_tokens,
+                sampling.spaces_between_special_tokens,
+            )
+        self._matcher = StopMatcher(sampling.stop, sampling.no_stop_trim) if sampling.stop else None
+
+    def push(self, delta: Delta) -> Chunk | None:
+        """The chunk to send now; None while everything is held back."""
+        ids, finish = delta.ids, delta.finish
+        text = ""
+        if self._incremental is not None:
+            text, ids, finish = self._decode(self._incremental, ids, finish)
+        self._held_text += text
+        self._held_ids += ids
+        self._since_sent += len(ids)
+        if delta.logprobs is not None:
+            self._held_logprobs.append(_first(delta.logprobs, len(ids)))
+        if delta.prompt_logprobs is not None:
+            self._prompt_logprobs = delta.prompt_logprobs
+        return self._send(delta, finish)
+
+    def _send(self, delta: Delta, finish: Finish | None) -> Chunk | None:
+        if finish is None:
+            if self._since_sent < self._interval:
+                return None
+            if not self._held_text and self._incremental is not None:
+                return None
+        chunk = Chunk(
+            delta.index,
+            self._held_text,
+            self._held_ids,
+            finish,
+            delta.usage,
+            join_logprobs(self._held_logprobs) if self._held_logprobs else None,
+            self._prompt_logprobs,
+        )
+        self._held_text = ""
+        self._held_ids = []
+        self._held_logprobs = []
+        self._prompt_logprobs = None
+        self._since_sent = 0
+        return chunk
+
+    def _decode(
+        self, incremental: Incremental, ids: list[int], finish: Finish | None
+    ) -> tuple[str, list[int], Finish | None]:
+        """Text that is certain, the ids that belong to it, and the finish, which a stop string may replace."""
+        shown = ids
+        if finish is not None and finish.kind == "stop" and self._trim_stop_token:
+            shown = ids[:-1]
+        if self._matcher is None:
+            text = incremental.push(shown)
+            return (text + incremental.flush() if finish else text), ids, finish
+        return self._match(incremental, self._matcher, shown, ids, finish)
+
+    def _match(
+        self,
+        incremental: Incremental,
+        matcher: StopMatcher,
+        shown: list[int],
+        ids: list[int],
+        finish: Finish | None,
+    ) -> tuple[str, list[int], Finish | None]:
+        sent = ""
+        for count, token_id in enumerate(shown, start=1):
+            text, matched = matcher.push(incremental.push([token_id]))
+            sent += text
+            if matched is not None:
+                return sent, ids[:count], Finish("stop", matched=matched)
+        if finish is not None:
+            text, matched = matcher.push(incremental.flush())
+            sent += text
+            if matched is not None:
+                return sent, ids, Finish("stop", matched=matched)
+            sent += matcher.flush()
+        return sent, ids, finish
+
+
+def _first(logprobs: Logprobs, count: int) -> Logprobs:
+    if len(logprobs.chosen) <= count:
+        return logprobs
+    return Logprobs(logprobs.chosen[:count], logprobs.top[:count], logprobs.picked[:count])

@@ -1,0 +1,206 @@
+"""The scheduler actor: the step loop. The rules are in `runtime.schedule`; this is the shell around them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from runtime.actors.mailbox import Mailbox
+from runtime.batch import Batch, Tokens
+from runtime.errors import PenstockError, StepFailed
+from runtime.plan import SchedulePlan
+from runtime.request import Delta, Finish
+from runtime.schedule.schedule import Schedule
+from runtime.sequence import Sequence
+
+logger = logging.getLogger("penstock.scheduler")
+
+
+class Step(Protocol):
+    """A launched batch."""
+
+    async def tokens(self) -> Tokens:
+        """Its tokens, when they are on the host. Raises what the forward raised."""
+        ...
+
+
+class Runner(Protocol):
+    """Runs batches in order, beside the loop."""
+
+    def launch(self, batch: Batch) -> Step:
+        """Enqueue the batch; returns at once."""
+        ...
+
+
+class Admit(NamedTuple):
+    """New sequences of one request."""
+
+    sequences: list[Sequence]
+
+
+class Abort(NamedTuple):
+    """End a request wherever it is; its reply gets a last chunk with `finish`."""
+
+    request_id: int
+    finish: Finish
+
+
+class StopEarly(NamedTuple):
+    """The detokenizer ended a choice; nothing more is to be sent for it."""
+
+    request_id: int
+    index: int
+
+
+class SchedulerActor:
+    """Fill, launch, apply, for ever.
+
+    With overlap, step n+1 is filled and launched before the tokens of step n are known. `emit` takes each
+    step's deltas; `fail` takes a request id and the error for its sender.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        runner: Runner,
+        plan: SchedulePlan,
+        *,
+        emit: Callable[[list[Delta]], None],
+        fail: Callable[[int, PenstockError], None],
+    ) -> None:
+        self.inbox: Mailbox[Admit | Abort | StopEarly] = Mailbox()
+        self.schedule = schedule
+        self.progress = Progress(plan.log_interval_steps)
+        self._runner = runner
+        self._depth = 1 if plan.overlap else 0  # steps in flight while the next one is filled
+        self._emit = emit
+        self._fail = fail
+        self._in_flight: deque[tuple[Batch, Step]] = deque()
+
+    @property
+    def busy_since(self) -> float | None:
+        """When the oldest step in flight began to be waited for (time.monotonic); None while idle."""
+        return self.progress.last_step_s if self._in_flight else None
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            self._receive()
+            batch = self.schedule.fill()
+            if batch is not None:
+                if not self._in_flight:
+                    self.progress.last_step_s = time.monotonic()
+                self._in_flight.append((batch, self._runner.launch(batch)))
+            if self._in_flight and (batch is None or len(self._in_flight) > self._depth):
+                await self._complete()
+            elif batch is None:
+                await self.inbox.wait()
+
+    async def _complete(self) -> None:
+        batch, step = self._in_flight[0]
+        try:
+            tokens = await step.tokens()
+        except Exception as error:  # the step boundary: whatever the forward raised costs only its requests
+            await self._recover(error)
+            return
+        self._in_flight.popleft()
+        deltas = self.schedule.apply(batch, tokens)
+        if deltas:
+            self._emit(deltas)
+        self.progress.note(self.schedule, batch, deltas)
+
+    async def _recover(self, error: Exception) -> None:
+        """A step failed: what was in flight is lost, the ledger is as new, everything else goes on."""
+        logger.error("a step failed", exc_info=error)
+        for _, step in list(self._in_flight)[1:]:
+            try:
+                await step.tokens()
+            except Exception as another:  # they ran behind a failed step; their outcome does not matter
+                logger.error("a step behind it failed too: %s", another)
+        batches = [batch for batch, _ in self._in_flight]
+        self._in_flight.clear()
+        for request_id in self.schedule.fail(batches):
+            self._fail(request_id, StepFailed("The forward pass failed; the request is lost."))
+
+    def _receive(self) -> None:
+        for message in self.inbox.take():
+            if isinstance(message, Admit):
+                self._admit(message.sequences)
+            elif isinstance(message, Abort):
+                deltas = self.schedule.abort(message.request_id, message.finish)
+                if deltas:
+                    self._emit(deltas)
+            else:
+                self.schedule.finish_early(message.request_id, message.index)
+
+    def _admit(self, sequences: list[Sequence]) -> None:
+        request_id = sequences[0].request.id
+        try:
+            for sequence in sequences:
+                self.schedule.add(sequence)
+        except PenstockError as error:
+            self.schedule.abort(request_id, Finish("abort"))
+            self._fail(request_id, error)
+
+
+class Progress:
+    """What the logs and the watchdog want to know about the steps."""
+
+    def __init__(self, log_interval_steps: int) -> None:
+        self.num_steps = 0
+        self.num_generated = 0
+        self.gen_throughput = 0.0  # tokens per second over the last log interval
+        self.last_step_s = time.monotonic()
+        self._interval = log_interval_steps
+        self._mark_s = time.monotonic()
+        self._mark_generated = 0
+        self._num_decode_steps = 0
+
+    def note(self, schedule: Schedule, batch: Batch, deltas: list[Delta]) -> None:
+        """After every applied step."""
+        self.num_steps += 1
+        self.last_step_s = time.monotonic()
+        self.num_generated += sum(len(delta.ids) for delta in deltas)
+        if len(batch.token_ids) > len(batch.sequences):
+            self._log_prefill(schedule, batch)
+            return
+        self._num_decode_steps += 1
+        if self._num_decode_steps % self._interval == 0:
+            self._log_decode(schedule)
+
+    def _log_prefill(self, schedule: Schedule, batch: Batch) -> None:
+        if not logger.isEnabledFor(logging.INFO):
+            return
+        new = [
+            sequence
+            for sequence, count, start in zip(batch.sequences, batch.counts, batch.starts, strict=True)
+            if count > 1 and start == max(sequence.num_cached, 0)
+        ]
+        logger.info(
+            "Prefill batch. #new-seq: %d, #new-token: %d, #cached-token: %d, token usage: %.2f, "
+            "#running-req: %d, #queue-req: %d, ",
+            len(new),
+            len(batch.token_ids),
+            sum(max(sequence.num_cached, 0) for sequence in new),
+            schedule.token_usage,
+            schedule.num_running,
+            schedule.num_waiting,
+        )
+
+    def _log_decode(self, schedule: Schedule) -> None:
+        seconds = self.last_step_s - self._mark_s
+        self.gen_throughput = (self.num_generated - self._mark_generated) / max(seconds, 1e-9)
+        self._mark_s, self._mark_generated = self.last_step_s, self.num_generated
+        logger.info(
+            "Decode batch. #running-req: %d, #token: %d, token usage: %.2f, "
+            "gen throughput (token/s): %.2f, #queue-req: %d, ",
+            schedule.num_running,
+            schedule.num_used_tokens,
+            schedule.token_usage,
+            self.gen_throughput,
+            schedule.num_waiting,
+        )
