@@ -148,7 +148,9 @@ class Core:
         reply = self._replies.get(request_id)
         if reply is not None and not reply.closing:
             reply.closing = True
-            self._scheduler_actor.inbox.put(Abort(request_id, Finish("abort", message="Aborted by the user.")))
+            self._scheduler_actor.inbox.put(
+                Abort(request_id, Finish("abort", message="Aborted by the user."))
+            )
 
     def abort_label(self, label: str) -> int:
         """Abort every request whose label starts with `label`; returns how many."""

@@ -18,7 +18,17 @@ class Reply:
     `close`, before the end aborts the request and gives its pages back.
     """
 
-    __slots__ = ("_abort", "_error", "_num_open", "_unread", "_unread_chars", "_waiter", "_whole", "closing", "request")
+    __slots__ = (
+        "_abort",
+        "_error",
+        "_num_open",
+        "_unread",
+        "_unread_chars",
+        "_waiter",
+        "_whole",
+        "closing",
+        "request",
+    )
 
     def __init__(self, request: Request, abort: Callable[[int], None]) -> None:
         self.request = request

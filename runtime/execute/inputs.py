@@ -88,12 +88,16 @@ class Staging:
     def copy(self, arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
         """int64 tensors on the device, of the arrays' shapes, ready for the current stream."""
         if not self._cuda:
-            return {name: torch.from_numpy(array.astype(np.int64, copy=False)) for name, array in arrays.items()}
+            return {
+                name: torch.from_numpy(array.astype(np.int64, copy=False)) for name, array in arrays.items()
+            }
         total = sum(array.size for array in arrays.values())
         host = self._next_buffer(total)
         offset = 0
         for array in arrays.values():
-            host[offset : offset + array.size] = torch.from_numpy(array.astype(np.int64, copy=False).reshape(-1))
+            host[offset : offset + array.size] = torch.from_numpy(
+                array.astype(np.int64, copy=False).reshape(-1)
+            )
             offset += array.size
         current = torch.cuda.current_stream(self._device)
         with torch.cuda.stream(self._stream):

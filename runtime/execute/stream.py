@@ -53,7 +53,9 @@ class DeviceStream:
         names = {"penstock-device": self._run_launches}
         if separate_collect:
             names["penstock-collect"] = self._run_collects
-        self._threads = [threading.Thread(target=target, name=name, daemon=True) for name, target in names.items()]
+        self._threads = [
+            threading.Thread(target=target, name=name, daemon=True) for name, target in names.items()
+        ]
         for thread in self._threads:
             thread.start()
 
