@@ -1,0 +1,111 @@
+"""Options about kernels: which implementation of attention runs, and its details."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from runtime.args.knob import Knob, inert, planned
+
+ATTENTION = (
+    "triton", "torch_native", "cutlass_mla", "fa3", "flashinfer", "flashmla", "trtllm_mla", "trtllm_mha",
+    "dual_chunk_flash_attn", "hybrid_linear_attn", "aiter", "wave", "intel_amx", "ascend",
+)  # fmt: skip
+ATTENTION_NEEDS = {
+    "triton": "a GPU and the triton package",
+    "cutlass_mla": "an NVIDIA Blackwell GPU",
+    "fa3": "an NVIDIA Hopper GPU",
+    "flashinfer": "an NVIDIA GPU and the flashinfer package",
+    "flashmla": "an NVIDIA Hopper GPU",
+    "trtllm_mla": "an NVIDIA Blackwell GPU",
+    "trtllm_mha": "an NVIDIA Blackwell GPU",
+    "dual_chunk_flash_attn": "an NVIDIA GPU",
+    "hybrid_linear_attn": "an NVIDIA GPU",
+    "aiter": "an AMD GPU",
+    "wave": "an AMD GPU",
+    "intel_amx": "an Intel CPU with AMX",
+    "ascend": "an Ascend accelerator",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelArgs:
+    """Kernels."""
+
+    attention_backend: Annotated[
+        str | None,
+        Knob(
+            "Implementation of attention. torch_native is plain torch and runs everywhere. Default: the "
+            "fastest one that this machine can run.",
+            choices=ATTENTION,
+            built=("torch_native",),
+            needs=ATTENTION_NEEDS,
+        ),
+    ] = None
+    prefill_attention_backend: Annotated[
+        str | None,
+        Knob(
+            "Implementation of attention for prompts only. Default: that of --attention-backend.",
+            choices=ATTENTION,
+            built=("torch_native",),
+            needs=ATTENTION_NEEDS,
+        ),
+    ] = None
+    decode_attention_backend: Annotated[
+        str | None,
+        Knob(
+            "Implementation of attention for output tokens only. Default: that of --attention-backend.",
+            choices=ATTENTION,
+            built=("torch_native",),
+            needs=ATTENTION_NEEDS,
+        ),
+    ] = None
+    mm_attention_backend: Annotated[
+        str | None,
+        planned("Implementation of attention in image encoders.", choices=("sdpa", "fa3", "triton_attn")),
+    ] = None
+    triton_attention_num_kv_splits: Annotated[
+        int,
+        planned("Largest number of parts into which the Triton decode kernel splits one sequence.", low=1),
+    ] = 8
+    triton_attention_split_tile_size: Annotated[
+        int | None,
+        planned(
+            "Tokens in each part of a sequence in the Triton decode kernel, which makes results independent "
+            "of the batch. Default: --triton-attention-num-kv-splits decides.",
+            low=1,
+        ),
+    ] = None
+    triton_attention_reduce_in_fp32: Annotated[
+        bool,
+        inert(
+            "Add up attention in float32.",
+            because="sums are always kept in float32 here, and where it comes from only double sparsity reads it",
+        ),
+    ] = False
+    flashinfer_mla_disable_ragged: Annotated[
+        bool,
+        planned("Compute prompts of MLA models from the paged cache in FlashInfer, not from plain tensors."),
+    ] = False
+    enable_flashinfer_mla: Annotated[
+        bool, planned("Old spelling of --attention-backend flashinfer for MLA models.", instead="drop it")
+    ] = False
+    disable_chunked_prefix_cache: Annotated[
+        bool, planned("For MLA models: read a cached prefix in one piece instead of chunk by chunk.")
+    ] = False
+    enable_double_sparsity: Annotated[
+        bool, planned("Attend in long sequences only to the tokens that a few channels mark as important.")
+    ] = False
+    ds_channel_config_path: Annotated[
+        str | None, planned("JSON file that lists the important channels of each head for double sparsity.")
+    ] = None
+    ds_heavy_channel_num: Annotated[
+        int, planned("Channels per head that double sparsity compares.", low=1)
+    ] = 32
+    ds_heavy_token_num: Annotated[int, planned("Tokens that double sparsity attends to.", low=1)] = 256
+    ds_heavy_channel_type: Annotated[
+        str, planned("Whose statistics mark the channels of double sparsity.", choices=("q", "k", "qk"))
+    ] = "qk"
+    ds_sparse_decode_threshold: Annotated[
+        int, planned("Sequence length in tokens from which double sparsity is used.", low=1)
+    ] = 4096

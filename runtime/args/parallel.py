@@ -1,0 +1,108 @@
+"""Options about several devices, processes and machines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from runtime.args.knob import Knob, inert, planned
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelArgs:
+    """Several devices."""
+
+    tp_size: Annotated[
+        int,
+        Knob(
+            "Tensor parallelism: number of devices that share every layer.",
+            aliases=("--tensor-parallel-size",),
+            low=1,
+            built=(1,),
+        ),
+    ] = 1
+    pp_size: Annotated[
+        int,
+        Knob(
+            "Pipeline parallelism: number of stages, each with a share of the layers.",
+            aliases=("--pipeline-parallel-size",),
+            low=1,
+            built=(1,),
+        ),
+    ] = 1
+    dp_size: Annotated[
+        int,
+        Knob(
+            "Data parallelism: number of copies of the model that share the requests.",
+            aliases=("--data-parallel-size",),
+            low=1,
+            built=(1,),
+        ),
+    ] = 1
+    max_micro_batch_size: Annotated[
+        int | None, planned("Most sequences in one micro-batch of a pipeline.", low=1)
+    ] = None
+    nnodes: Annotated[int, Knob("Number of machines that serve the model together.", low=1, built=(1,))] = 1
+    node_rank: Annotated[int, Knob("Number of this machine among them, from 0.", low=0, built=(0,))] = 0
+    dist_init_addr: Annotated[
+        str | None,
+        planned("host:port at which the machines meet.", aliases=("--nccl-init-addr",)),
+    ] = None
+    dist_timeout: Annotated[
+        int | None, planned("Seconds to wait for the other processes at the start.", low=1)
+    ] = None
+    nccl_port: Annotated[
+        int | None, planned("Port at which the processes of this machine meet.", low=1, high=65535)
+    ] = None
+    base_gpu_id: Annotated[
+        int, planned("Number of the first GPU to use.", low=0, instead="use --device cuda:N")
+    ] = 0
+    gpu_id_step: Annotated[int, planned("Distance between the numbers of the GPUs to use.", low=1)] = 1
+    load_balance_method: Annotated[
+        str,
+        planned(
+            "How requests are spread over the copies of the model.",
+            choices=("round_robin", "shortest_queue", "minimum_tokens"),
+        ),
+    ] = "round_robin"
+    load_watch_interval: Annotated[
+        float, planned("Seconds between two looks at the load of the copies.", above=0)
+    ] = 0.1
+    prefill_round_robin_balance: Annotated[
+        bool, planned("With separate prefill servers: promise that they spread requests in turn.")
+    ] = False
+    enable_dp_attention: Annotated[
+        bool, planned("Share the requests in attention and the experts in the other layers.")
+    ] = False
+    enable_dp_lm_head: Annotated[
+        bool, planned("With data-parallel attention: split the output layer inside each attention group.")
+    ] = False
+    enable_two_batch_overlap: Annotated[
+        bool, planned("Split a batch in two, so that one half communicates while the other computes.")
+    ] = False
+    tbo_token_distribution_threshold: Annotated[
+        float, planned("Imbalance of the two halves from which one sequence may be cut between them.", low=0)
+    ] = 0.48
+    disable_custom_all_reduce: Annotated[
+        bool, planned("Sum over devices with NCCL instead of a kernel of our own.")
+    ] = False
+    enable_nccl_nvls: Annotated[bool, planned("Let NCCL sum inside the NVLink switch.")] = False
+    enable_symm_mem: Annotated[bool, planned("Use NCCL's symmetric memory for sums over devices.")] = False
+    enable_mscclpp: Annotated[bool, planned("Use MSCCL++ for small sums over devices.")] = False
+    enable_p2p_check: Annotated[
+        bool, planned("Test whether GPUs can reach each other's memory instead of assuming it.")
+    ] = False
+    numa_node: Annotated[
+        tuple[int, ...] | None, planned("NUMA node to which each worker process is bound.", low=0)
+    ] = None
+    enable_pdmux: Annotated[
+        bool, planned("Run prompts and output tokens at the same time on separate parts of one GPU.")
+    ] = False
+    sm_group_num: Annotated[
+        int,
+        inert(
+            "Number of parts of the GPU for --enable-pdmux.",
+            because="nothing reads it where it comes from either",
+            low=1,
+        ),
+    ] = 3

@@ -1,0 +1,45 @@
+"""Options about how the next token is chosen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from runtime.args.knob import Json, Knob, planned
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingArgs:
+    """Sampling."""
+
+    sampling_backend: Annotated[
+        str | None,
+        Knob(
+            "Implementation of top-k, top-p and min-p sampling. Default: pytorch.",
+            choices=("flashinfer", "pytorch"),
+            built=("pytorch",),
+            needs={"flashinfer": "an NVIDIA GPU and the flashinfer package"},
+        ),
+    ] = None
+    preferred_sampling_params: Annotated[
+        Json | None,
+        Knob(
+            "JSON object of sampling parameters for requests that do not set them, such as "
+            '{"temperature": 0.6}. Default: what the model's generation_config.json says.',
+            plan="serve.preferred_sampling",
+        ),
+    ] = None
+    enable_nan_detection: Annotated[
+        bool,
+        planned("Look for logits that are not numbers in every step, and end the requests that have them."),
+    ] = False
+    enable_custom_logit_processor: Annotated[
+        bool,
+        planned(
+            "Accept Python code with a request that changes the logits.",
+            instead="use logit_bias; executing code from requests is not safe",
+        ),
+    ] = False
+    enable_return_hidden_states: Annotated[
+        bool, planned("Allow requests to ask for the hidden states of their tokens.")
+    ] = False
