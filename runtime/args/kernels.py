@@ -80,7 +80,7 @@ class KernelArgs:
         bool,
         inert(
             "Add up attention in float32.",
-            because="sums are always kept in float32 here, and where it comes from only double sparsity reads it",
+            because="sums are always in float32, and only double sparsity read it where it comes from",
         ),
     ] = False
     flashinfer_mla_disable_ragged: Annotated[
