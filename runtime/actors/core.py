@@ -133,7 +133,10 @@ class Core:
     # --- requests ---
 
     def submit(self, request: Request) -> Reply:
-        """Take a request in. Raises `InvalidRequest` or `EngineClosed` at once; later errors are the reply's."""
+        """Take a request in.
+
+        Raises `InvalidRequest` or `EngineClosed` at once; what is found later reaches the reply.
+        """
         if self._state != "ready":
             raise EngineClosed(f"The engine is {self._state}.")
         self._check(request)
@@ -293,7 +296,8 @@ class Core:
             if not request.truncate:
                 raise ContextOverflow(
                     f"Requested token count exceeds the model's maximum context length of {context} tokens. "
-                    f"You requested a total of {len(ids) + new} tokens: {len(ids)} of input and {new} of output.",
+                    f"You requested a total of {len(ids) + new} tokens: {len(ids)} of input and "
+                    f"{new} of output.",
                     param="max_new_tokens",
                 )
             new = context - len(ids)

@@ -155,7 +155,7 @@ class _Choice:
     def _decode(
         self, incremental: Incremental, ids: list[int], finish: Finish | None
     ) -> tuple[str, list[int], Finish | None]:
-        """Text that is certain, the ids that belong to it, and the finish, which a stop string may replace."""
+        """Text that is certain, its ids, and the finish, which a stop string may replace."""
         shown = ids
         if finish is not None and finish.kind == "stop" and self._trim_stop_token:
             shown = ids[:-1]

@@ -82,7 +82,7 @@ class Reply:
     # --- the reading side: a door ---
 
     async def chunks(self) -> AsyncGenerator[list[Chunk], None]:
-        """Everything that arrived since the last look, at most one chunk per choice; ends with the last choice.
+        """Everything that arrived since the last look, at most one chunk per choice, until the last one ends.
 
         Raises the request's error (`RequestError`, `Overloaded`, `EngineFailure`).
         """

@@ -70,8 +70,8 @@ class Staging:
     """Host to device, one copy a step.
 
     On CPU the arrays are used as they are. On CUDA they are packed into a pinned buffer and copied on a copy
-    stream that the forward stream waits for. Buffers rotate, and one is not written again before the copy that
-    read it is done.
+    stream that the forward stream waits for. Buffers rotate, and one is not written again before the copy
+    that read it is done.
     """
 
     NUM_BUFFERS = 3  # the step that runs, the one that is launched, the one that is prepared

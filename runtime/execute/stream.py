@@ -1,9 +1,9 @@
 """The one bridge between the device and asyncio.
 
-Work is enqueued by a device thread, never by the loop: on CPU the work is the forward itself, on CUDA it is the
-launching of kernels, which takes milliseconds when it is not a graph. Results are collected in order: on CPU at
-once by the same thread, on CUDA by a second thread that waits for the step's event, so that the device thread
-can already enqueue the next step. Either way the loop only ever awaits a future.
+Work is enqueued by a device thread, never by the loop: on CPU the work is the forward itself, on CUDA it is
+the launching of kernels, which takes milliseconds when it is not a graph. Results are collected in order: on
+CPU at once by the same thread, on CUDA by a second thread that waits for the step's event, so that the device
+thread can already enqueue the next step. Either way the loop only ever awaits a future.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Ticket(Generic[Result]):
         self._future = future
 
     async def result(self) -> Result:
-        """What the work returned, or raised. Always gives the loop a turn; cancelling it cancels only the wait."""
+        """What the work returned, or raised. Always gives the loop a turn; cancelled, the work goes on."""
         if self._future.done():
             await asyncio.sleep(0)
             return self._future.result()
