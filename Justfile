@@ -1,0 +1,57 @@
+# Every command a developer needs. `just` lists them. PYTHON chooses the interpreter for `just setup`.
+
+python := env("PYTHON", "python3")
+venv := ".venv"
+bin := venv / "bin"
+
+_default:
+    @just --list
+
+# Make the virtual environment and install everything.
+setup:
+    test -d {{venv}} || {{python}} -m venv {{venv}}
+    {{bin}}/pip install --quiet --upgrade pip
+    {{bin}}/pip install --quiet --editable '.[dev]'
+
+# Serve a model: `just serve --model-path DIR`.
+serve *options:
+    {{bin}}/python -m serve {{options}}
+
+# Format and sort imports.
+fmt:
+    {{bin}}/ruff format .
+    {{bin}}/ruff check --fix .
+
+# Lint, types, layers.
+lint:
+    {{bin}}/ruff format --check .
+    {{bin}}/ruff check .
+    {{bin}}/pyright
+    {{bin}}/lint-imports
+
+# The default suite.
+test *options:
+    {{bin}}/python -m pytest -m 'not slow and not gpu' {{options}}
+
+# What takes longer than about ten seconds each.
+test-slow *options:
+    {{bin}}/python -m pytest -m 'slow and not gpu' {{options}}
+
+# Everything but the slow tests. Continuous integration runs this and `test-slow`.
+check: lint test
+
+# Benchmarks: `just bench serving --help`.
+bench *options:
+    {{bin}}/python -m serve.bench {{options}}
+
+# Run the notebooks from top to bottom.
+notebooks:
+    {{bin}}/python -m pytest -m notebook tests/notebooks
+
+# Write docs/arguments.md anew from the declarations.
+docs:
+    {{bin}}/python -m serve explain --table markdown > docs/arguments.md
+
+# Train the embedded demo model anew (one to two hours on two cores, minutes on a GPU).
+demo-model *options:
+    {{bin}}/python -m serve.demo.recipe {{options}}
