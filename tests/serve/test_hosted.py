@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import anyio
+import pytest
+
+from serve.hosted import Hosted
+
+
+class Main:
+    def __init__(self, *, fail: Exception | None = None) -> None:
+        self.fail = fail
+        self.tasks: list[asyncio.Task | None] = []
+        self.left = asyncio.Event()
+
+    async def __call__(self, started: Callable[[], None]) -> None:
+        self.tasks.append(asyncio.current_task())
+        try:
+            async with anyio.create_task_group() as group:
+                group.start_soon(anyio.sleep_forever)
+                if self.fail is not None:
+                    raise self.fail
+                started()
+        finally:
+            self.tasks.append(asyncio.current_task())
+            self.left.set()
+
+
+async def in_another_task(coroutine_function: Callable) -> None:
+    await asyncio.create_task(coroutine_function())
+
+
+async def test_tree_is_entered_and_left_by_its_own_task_whoever_signals():
+    main = Main()
+    hosted = Hosted(main)
+    await in_another_task(hosted.start)
+    assert hosted.running
+    await in_another_task(hosted.stop)
+    assert main.left.is_set()
+    assert not hosted.running
+    assert main.tasks[0] is main.tasks[1] is not asyncio.current_task()
+
+
+async def test_failure_to_start_is_raised_to_the_starter():
+    with pytest.raises(ExceptionGroup) as caught:
+        await Hosted(Main(fail=ValueError("no weights"))).start()
+    assert caught.group_contains(ValueError, match="no weights")
+
+
+async def test_cancelled_start_leaves_nothing_running():
+    reached, main_left = asyncio.Event(), asyncio.Event()
+
+    async def never_up(started: Callable[[], None]) -> None:
+        reached.set()
+        try:
+            await anyio.sleep_forever()
+        finally:
+            main_left.set()
+
+    starting = asyncio.create_task(Hosted(never_up).start())
+    await reached.wait()
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert main_left.is_set()
+
+
+async def test_stop_twice_does_nothing_the_second_time():
+    hosted = Hosted(Main())
+    await hosted.start()
+    await hosted.stop()
+    await hosted.stop()
