@@ -117,7 +117,7 @@ def write(directory: Path | str, kind: Kind = "byte_bpe", vocab_size: int = 512)
     }
     (path / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False))
     bos = special.get("bos_token")
-    eos_id = backend.token_to_id(special["eos_token"])
+    (eos_id,) = backend.encode(special["eos_token"], add_special_tokens=False).ids
     return TinyTokenizer(path, vocab_size, backend.token_to_id(bos) if bos else None, eos_id)
 
 

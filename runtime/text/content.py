@@ -1,0 +1,130 @@
+"""What kind of message content a chat template reads, and messages brought into that shape."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from jinja2 import nodes
+
+from runtime.errors import InvalidRequest
+
+Accepts = Literal["string", "parts", "both"]
+
+_ROLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
+def accepted_content(tree: nodes.Template) -> Accepts:
+    """Read a template: one that loops over a message's content takes parts, else strings only.
+
+    A template that loops and also asks whether something is a string takes both.
+    """
+    names = _content_names(tree)
+    if not any(_is_content(loop.iter, names) for loop in tree.find_all(nodes.For)):
+        return "string"
+    tests = {test.name for test in tree.find_all(nodes.Test)}
+    return "both" if tests & {"string", "iterable", "sequence", "mapping"} else "parts"
+
+
+def _content_names(tree: nodes.Template) -> frozenset[str]:
+    """Variables that stand for a message's content: assigned from it, or a macro's parameter for it."""
+    macros = {macro.name: macro for macro in tree.find_all(nodes.Macro)}
+    names: frozenset[str] = frozenset()
+    while True:
+        found = set(names)
+        for assign in tree.find_all(nodes.Assign):
+            if isinstance(assign.target, nodes.Name) and _is_content(assign.node, names):
+                found.add(assign.target.name)
+        for call in tree.find_all(nodes.Call):
+            macro = macros.get(call.node.name) if isinstance(call.node, nodes.Name) else None
+            if macro is not None:
+                found |= {
+                    parameter.name
+                    for parameter, value in zip(macro.args, call.args)
+                    if _is_content(value, names)
+                }
+        if found == names:
+            return names
+        names = frozenset(found)
+
+
+def _is_content(node: nodes.Node | None, names: frozenset[str]) -> bool:
+    while isinstance(node, nodes.Filter):  # message.content | selectattr(...)
+        node = node.node
+    if isinstance(node, nodes.Getattr):
+        return node.attr == "content"
+    if isinstance(node, nodes.Getitem):
+        return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
+    return isinstance(node, nodes.Name) and node.name in names
+
+
+def prepare_messages(messages: Sequence[Mapping[str, Any]], accepts: Accepts) -> list[dict[str, Any]]:
+    """Copies of the messages as templates expect them. Raises InvalidRequest naming the culprit.
+
+    Keys that are None are left out. Content in parts is joined by spaces for templates that take strings (a
+    string becomes one part for those that take parts only). A tool call's arguments become an object.
+    Reasoning is given under each of the names that templates use.
+    """
+    if isinstance(messages, str | bytes) or not isinstance(messages, Sequence) or not messages:
+        raise InvalidRequest("messages must be a list of at least one message.", param="messages")
+    return [_prepared(message, accepts, f"messages.{index}") for index, message in enumerate(messages)]
+
+
+def _prepared(message: Any, accepts: Accepts, path: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise InvalidRequest("A message must be an object.", param=path)
+    copy = {key: value for key, value in message.items() if value is not None}
+    role = copy.get("role")
+    if not isinstance(role, str) or _ROLE.fullmatch(role) is None:
+        raise InvalidRequest("A message's role must be a short word.", param=f"{path}.role")
+    if "content" in copy:
+        copy["content"] = _content(copy["content"], accepts, f"{path}.content")
+    if "tool_calls" in copy:
+        copy["tool_calls"] = _tool_calls(copy["tool_calls"], f"{path}.tool_calls")
+    reasoning = next((copy[key] for key in _REASONING if key in copy), None)
+    if reasoning is not None:
+        copy = {"thinking": reasoning, **copy, "reasoning_content": reasoning}
+    return copy
+
+
+def _content(content: Any, accepts: Accepts, path: str) -> str | list[dict[str, Any]]:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}] if accepts == "parts" else content
+    if not isinstance(content, list | tuple):
+        raise InvalidRequest("Content must be a string or a list of parts.", param=path)
+    parts = [_part(part, f"{path}.{index}") for index, part in enumerate(content)]
+    return " ".join(part["text"] for part in parts) if accepts == "string" else parts
+
+
+def _part(part: Any, path: str) -> dict[str, Any]:
+    if not isinstance(part, Mapping):
+        raise InvalidRequest("A content part must be an object.", param=path)
+    if part.get("type") != "text":
+        raise InvalidRequest("Only text parts are understood here.", param=f"{path}.type")
+    if not isinstance(part.get("text"), str):
+        raise InvalidRequest("A text part must have a text.", param=f"{path}.text")
+    return dict(part)
+
+
+def _tool_calls(calls: Any, path: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list | tuple):
+        raise InvalidRequest("tool_calls must be a list.", param=path)
+    return [_tool_call(call, f"{path}.{index}") for index, call in enumerate(calls)]
+
+
+def _tool_call(call: Any, path: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise InvalidRequest("A tool call must have a function with a name.", param=path)
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except ValueError as error:
+            raise InvalidRequest("The arguments are no JSON.", param=f"{path}.function.arguments") from error
+    if not isinstance(arguments, Mapping):
+        raise InvalidRequest("The arguments must be an object.", param=f"{path}.function.arguments")
+    return {**call, "function": {**function, "arguments": dict(arguments)}}

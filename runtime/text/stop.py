@@ -1,0 +1,65 @@
+"""Finds stop strings in a text that arrives in pieces."""
+
+from __future__ import annotations
+
+
+class StopMatcher:
+    """Ends a text at the first stop string, wherever the pieces' borders fall.
+
+    The match that is complete first ends the text: of all the stops, the one whose last character comes
+    earliest. Of several that are complete at the same character the longest counts. So the result depends on
+    the text alone, never on how it was cut, and nothing is held back longer than it must be. With `keep` the
+    stop itself stays in the text.
+    """
+
+    __slots__ = ("_held", "_keep", "_longest", "_matched", "_stops")
+
+    def __init__(self, stops: tuple[str, ...], keep: bool) -> None:
+        if not all(stops):
+            raise ValueError("a stop string may not be empty")
+        self._stops = stops
+        self._keep = keep
+        self._longest = max(map(len, stops), default=0)
+        self._held = ""
+        self._matched: str | None = None
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """Text that may be sent now, and the stop that matched, if one did.
+
+        A possible beginning of a stop is held back. After a match everything is dropped.
+        """
+        if self._matched is not None:
+            return "", self._matched
+        known = self._held + text
+        found = self._first(known)
+        if found is not None:
+            end, stop = found
+            self._matched = stop
+            self._held = ""
+            return known[: end if self._keep else end - len(stop)], stop
+        kept = self._num_held(known)
+        self._held = known[len(known) - kept :]
+        return known[: len(known) - kept], None
+
+    def flush(self) -> str:
+        """Text held back, when no more comes."""
+        held, self._held = self._held, ""
+        return held
+
+    def _first(self, text: str) -> tuple[int, str] | None:
+        """(end, stop) of the match that is complete first."""
+        best: tuple[int, int, str] | None = None
+        for stop in self._stops:
+            start = text.find(stop)
+            if start >= 0:
+                candidate = (start + len(stop), -len(stop), stop)
+                best = candidate if best is None else min(best, candidate)
+        return None if best is None else (best[0], best[2])
+
+    def _num_held(self, text: str) -> int:
+        """Length of the longest end of the text that begins a stop."""
+        for length in range(min(len(text), self._longest - 1), 0, -1):
+            tail = text[-length:]
+            if any(stop.startswith(tail) for stop in self._stops):
+                return length
+        return 0
