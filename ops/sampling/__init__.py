@@ -1,0 +1,95 @@
+"""Choosing tokens from logits: the contract.
+
+Three operations, each with a plain-torch implementation in `native`:
+
+- `Choose` picks one token per row.
+- `Penalize` changes logits of tokens that were seen before.
+- `Score` returns log-probabilities of given and of the best tokens.
+
+What every implementation promises:
+
+- A row's result depends on that row alone, bit for bit. Therefore probability mass is summed in integers:
+  the weight of a token is floor(exp((logit - largest logit) / temperature) * 2**b) with b = 62 - bits(V - 1),
+  so any order of summation gives the same sum and V weights fit in 63 bits.
+- A token of weight zero is never chosen. (At V = 150,000 that is less than 1e-13 of the likeliest.)
+- Tokens are ranked by logit, largest first, equal logits by lower id.
+- Nothing waits for a CUDA device.
+- A row with a NaN, with +inf or without any finite logit is not an error: see `Choose`.
+
+Letters: R rows, V vocabulary, Q penalised rows, C lanes of counts, N best tokens, M picked tokens.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+
+class Choice(NamedTuple):
+    """How each of the R rows chooses: tensors on the host, to plan the work without waiting for a device."""
+
+    greedy: Tensor  # bool [R]; the other fields are not looked at
+    temperature: Tensor  # float32 [R], above 0
+    top_k: Tensor  # int32 [R], at least 1; V or more is off
+    top_p: Tensor  # float32 [R], in (0, 1]; 1 is off
+    min_p: Tensor  # float32 [R], in [0, 1]; 0 is off
+    uniform: Tensor  # float32 [R], in [0, 1)
+
+
+class Choose(Protocol):
+    def __call__(self, logits: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:
+        """Pick one token for each row of `logits` (float32 [R, V], unchanged).
+
+        Returns the ids (int64 [R]) and whether each row was sound (bool [R]). One that is not gets id 0.
+
+        Greedy rows take the largest logit. Others keep the `top_k` best tokens; of these the shortest run of
+        best ones whose mass reaches `top_p` of what was kept; of these the ones whose probability is at least
+        `min_p` times the largest. At least one is kept. The uniform number picks among the kept by inverse
+        distribution function: in ranked order where top_k or top_p is on, else in order of ids.
+        """
+        ...
+
+
+class Penalize(Protocol):
+    def __call__(
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        lanes: Tensor,
+        counts: Tensor,
+        in_prompt: Tensor,
+        frequency: Tensor,
+        presence: Tensor,
+        repetition: Tensor,
+    ) -> None:
+        """Penalise tokens that were generated (or, for repetition, in the prompt) before; `logits` in place.
+
+        `logits` is float32 [R, V], `rows` int64 [Q] and distinct, `lanes` int64 [Q] the rows' places in the
+        pools `counts` (int32 [C, V], how often each token was generated) and `in_prompt` (bool [C, V]), the
+        penalties float32 [Q]. Subtracts frequency * count, then presence where the count is not zero; then
+        divides positive and multiplies other logits by repetition where the token was generated or is in the
+        prompt.
+        """
+        ...
+
+
+class Scores(NamedTuple):
+    """Log-probabilities of R rows. Ranked by logit, largest first, equal logits by lower id."""
+
+    chosen: Tensor  # float32 [R]
+    top: Tensor  # float32 [R, N]
+    top_ids: Tensor  # int64 [R, N]
+    picked: Tensor  # float32 [R, M]
+
+
+class Score(Protocol):
+    def __call__(
+        self, logits: Tensor, temperature: Tensor, chosen_ids: Tensor, num_top: int, picked_ids: Tensor
+    ) -> Scores:
+        """Log-softmax of `logits` (float32 [R, V], unchanged) / `temperature` (float32 [R]) at some tokens.
+
+        `chosen_ids` is int64 [R], `picked_ids` int64 [R, M]; N is the smaller of `num_top` and V. A forbidden
+        token has -inf; a row that is not sound has no meaningful values.
+        """
+        ...

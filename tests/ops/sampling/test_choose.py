@@ -1,0 +1,251 @@
+"""Choosing tokens, against an obvious reference and against itself."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ops.sampling import Choice, native
+
+OFF = 2**30
+INF = float("inf")
+
+
+def rows(count: int, **fields: object) -> Choice:
+    """A choice of `count` rows, each field one value for all or one for each."""
+    values = {"greedy": False, "temperature": 1.0, "top_k": OFF, "top_p": 1.0, "min_p": 0.0, "uniform": 0.5}
+    kinds = {"greedy": torch.bool, "top_k": torch.int32}
+    values.update(fields)
+    return Choice(
+        **{n: torch.as_tensor(v, dtype=kinds.get(n, torch.float32)).expand(count) for n, v in values.items()}
+    )
+
+
+def one(choice: Choice, row: int) -> Choice:
+    return Choice(*(field[row : row + 1] for field in choice))
+
+
+def ids_of(logits: list[float] | Tensor, **fields: object) -> int:
+    return int(native.choose(torch.as_tensor(logits)[None], rows(1, **fields))[0])
+
+
+def kept_by(
+    logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float
+) -> list[tuple[int, float]]:
+    """(id, probability) of what is kept, in the order in which the uniform number runs through it."""
+    scaled = (logits - logits.max()) / temperature
+    p = np.exp(scaled) / np.exp(scaled).sum()
+    order = np.argsort(-logits, kind="stable")[:top_k].tolist()
+    head = p[order] / p[order].sum()
+    kept, before = [], 0.0
+    for token_id, share in zip(order, head):
+        if kept and (before >= top_p or p[token_id] < min_p * p.max()):
+            break
+        kept.append((token_id, p[token_id]))
+        before += share
+    if top_k >= len(p) and top_p >= 1:
+        kept.sort()
+    total = sum(share for _, share in kept)
+    return [(token_id, share / total) for token_id, share in kept]
+
+
+def draw_from(kept: list[tuple[int, float]], uniform: float) -> int:
+    cumulated = np.cumsum([share for _, share in kept])
+    place = int(np.searchsorted(cumulated, uniform, side="right"))
+    return kept[min(place, len(kept) - 1)][0]
+
+
+def allowed(logits: np.ndarray, choice: Choice, slack: float = 2e-6) -> set[int]:
+    """What the reference chooses when its limits move by rounding errors."""
+    temperature, top_k, top_p, min_p, uniform = (field.item() for field in choice[1:])
+    found = set()
+    for a, b, c in product((-slack, 0, slack), repeat=3):
+        near_p = top_p if top_p == 1 else top_p * (1 + a)
+        kept = kept_by(logits.astype(np.float64), temperature, int(top_k), near_p, min_p * (1 + b))
+        found.add(draw_from(kept, uniform + c))
+    return found
+
+
+finite_logits = st.floats(-20, 20, width=32)
+params = st.fixed_dictionaries(
+    {
+        "temperature": st.floats(0.125, 4, width=32),
+        "top_k": st.one_of(st.just(OFF), st.integers(1, 30)),
+        "top_p": st.one_of(st.just(1.0), st.floats(2**-10, 1, width=32)),
+        "min_p": st.one_of(st.just(0.0), st.floats(0, 1, width=32)),
+        "uniform": st.floats(0, 1, width=32, exclude_max=True),
+    }
+)
+
+
+@given(st.lists(finite_logits, min_size=1, max_size=20), params)
+@settings(max_examples=400)
+def test_any_parameters_choose_as_the_reference_does(logits: list[float], fields: dict) -> None:
+    x = torch.tensor(logits)[None]
+    choice = rows(1, **fields)
+    ids, sound = native.choose(x, choice)
+    assert sound.tolist() == [True]
+    assert ids.item() in allowed(x[0].numpy(), choice)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"temperature": 0.5},
+        {"temperature": 3.0},
+        {"top_k": 7},
+        {"top_p": 0.8},
+        {"min_p": 0.1},
+        {"top_k": 20, "top_p": 0.9, "min_p": 0.05, "temperature": 1.5},
+    ],
+)
+def test_an_even_grid_of_uniforms_gives_each_token_its_probability(fields: dict) -> None:
+    size, logits = 4096, torch.randn(40, generator=torch.Generator().manual_seed(1)) * 2
+    grid = (torch.arange(size) + 0.5) / size
+    ids, _ = native.choose(logits.expand(size, -1), rows(size, uniform=grid, **fields))
+    reference = {"temperature": 1.0, "top_k": OFF, "top_p": 1.0, "min_p": 0.0} | fields
+    expected = torch.zeros(40)
+    for token_id, share in kept_by(logits.double().numpy(), **reference):
+        expected[token_id] = share * size
+    # A token owns one interval of the uniforms, so its count is right to within the interval's two ends.
+    assert (ids.bincount(minlength=40) - expected).abs().max() <= 1.01
+
+
+def mixed_batch(seed: int, vocab_size: int) -> tuple[Tensor, Choice]:
+    """Rows with every kind of parameters, logits with many ties."""
+    g = torch.Generator().manual_seed(seed)
+    count = 24
+
+    def pick(*options: float) -> Tensor:
+        return torch.tensor(options)[torch.randint(len(options), (count,), generator=g)]
+
+    spread = pick(0.1, 2, 8)[:, None]
+    logits = (torch.randn(count, vocab_size, generator=g) * spread).bfloat16().float()
+    choice = Choice(
+        greedy=pick(0, 0, 0, 1).bool(),
+        temperature=pick(0.25, 1, 1.5),
+        top_k=pick(OFF, OFF, 1, 5, 40, vocab_size - 1, vocab_size).int(),
+        top_p=pick(1, 1, 0.01, 0.5, 0.95),
+        min_p=pick(0, 0, 0.02, 0.5),
+        uniform=torch.rand(count, generator=g),
+    )
+    return logits, choice
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_row_chooses_the_same_alone_and_in_a_batch(seed: int) -> None:
+    logits, choice = mixed_batch(seed, 1501)
+    together, _ = native.choose(logits, choice)
+    alone = [native.choose(logits[r : r + 1], one(choice, r))[0].item() for r in range(len(logits))]
+    assert together.tolist() == alone
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_every_path_chooses_the_same(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, choice = mixed_batch(seed, 1501)
+    expected, _ = native.choose(logits, choice)
+    for first_head, widen, max_head, piece in [(1, 3, 5, 1), (2, 2, 2000, 4000), (2000, 2, 1, 10**6)]:
+        monkeypatch.setattr(native, "FIRST_HEAD", first_head)
+        monkeypatch.setattr(native, "WIDEN", widen)
+        monkeypatch.setattr(native, "MAX_HEAD", max_head)
+        monkeypatch.setattr(native, "HOST_PIECE", piece)
+        assert native.choose(logits, choice)[0].tolist() == expected.tolist()
+
+
+def test_large_vocabulary_chooses_as_the_reference_does() -> None:
+    logits, choice = mixed_batch(5, 6000)
+    ids, _ = native.choose(logits, choice)
+    for r in (~choice.greedy).nonzero()[:, 0].tolist():
+        assert ids[r].item() in allowed(logits[r].numpy(), one(choice, r))
+
+
+def test_logits_are_left_as_they_were() -> None:
+    logits, choice = mixed_batch(3, 300)
+    before = logits.clone()
+    native.choose(logits, choice)
+    assert torch.equal(logits, before)
+
+
+def test_greedy_takes_the_first_of_equal_logits() -> None:
+    assert ids_of([1.0, 3.0, 3.0, 2.0], greedy=True, temperature=0.0) == 1
+
+
+def test_equal_logits_are_ranked_by_id() -> None:
+    logits = [0.0] * 300 + [-0.0] * 300
+    assert [ids_of(logits, top_k=3, uniform=u) for u in (0.0, 0.5, 0.9)] == [0, 1, 2]
+
+
+def test_top_k_beyond_the_vocabulary_is_off() -> None:
+    logits = [1.0, 2.0, 0.5]
+    for u in (0.0, 0.3, 0.99):
+        assert (
+            ids_of(logits, top_k=3, uniform=u)
+            == ids_of(logits, top_k=99, uniform=u)
+            == ids_of(logits, uniform=u)
+        )
+
+
+@pytest.mark.parametrize("fields", [{"top_p": 1e-7}, {"min_p": 1.0}, {"temperature": 1e-5}, {"top_k": 1}])
+@pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2**-24])
+def test_the_best_token_is_always_kept(fields: dict, uniform: float) -> None:
+    assert ids_of([0.5, 0.2, 0.51, 0.1], uniform=uniform, **fields) == 2
+
+
+def test_min_p_of_one_keeps_all_that_equal_the_best() -> None:
+    assert [ids_of([2.0, 1.0, 2.0], min_p=1.0, uniform=u) for u in (0.0, 0.49, 0.51, 0.99)] == [0, 0, 2, 2]
+
+
+@pytest.mark.parametrize("fields", [{}, {"top_k": 3}, {"top_p": 0.999}, {"min_p": 1e-6}, {"greedy": True}])
+@pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2**-24, 1.0])
+def test_a_forbidden_token_is_never_chosen(fields: dict, uniform: float) -> None:
+    logits = torch.full((500,), -INF)
+    logits[137] = -3.0
+    assert ids_of(logits, uniform=uniform, **fields) == 137
+
+
+@pytest.mark.parametrize("vocab_size", [1, 2])
+def test_the_smallest_vocabularies_work(vocab_size: int) -> None:
+    for fields in ({}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.5}, {"greedy": True}):
+        assert ids_of([1.0, -100.0][:vocab_size], uniform=0.99, **fields) == 0
+
+
+def test_uniform_near_one_stays_among_a_large_vocabulary() -> None:
+    logits = torch.zeros(150_000)
+    logits[-5:] = -INF
+    assert ids_of(logits, uniform=1.0) == 149_994
+    assert ids_of(logits, uniform=0.0) == 0
+
+
+@pytest.mark.parametrize("bad", ["nan", "one nan", "minus infinity", "infinity"])
+def test_an_unsound_row_is_reported_and_harms_no_neighbour(bad: str) -> None:
+    logits, choice = mixed_batch(7, 900)
+    expected, sound = native.choose(logits, choice)
+    assert sound.all()
+    broken = list(range(0, len(logits), 3))
+    ruined = logits.clone()
+    if bad == "one nan":
+        ruined[broken, 17] = float("nan")
+    else:
+        ruined[broken] = {"nan": float("nan"), "minus infinity": -INF, "infinity": INF}[bad]
+    ids, sound = native.choose(ruined, choice)
+    assert (~sound).nonzero()[:, 0].tolist() == broken
+    assert torch.equal(ids[sound], expected[sound])
+    assert ids[broken].eq(0).all()
+
+
+@pytest.mark.parametrize("count", [1, 10, 500])
+def test_best_is_a_stable_descending_sort(count: int) -> None:
+    g = torch.Generator().manual_seed(2)
+    logits = torch.randint(-3, 3, (4, 500), generator=g).float()
+    logits[0, 5] = -INF
+    values, ids = native.best(logits, count)
+    expected = logits.sort(stable=True, dim=-1, descending=True)
+    assert torch.equal(values, expected.values[:, :count])
+    assert torch.equal(ids, expected.indices[:, :count])
