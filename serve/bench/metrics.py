@@ -1,0 +1,172 @@
+"""What the figures mean: percentiles, latencies, throughput and goodput. Pure functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import NamedTuple
+
+from runtime.errors import ConfigurationError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What was observed of one request. Times in seconds; with an `error` only the first three count."""
+
+    started_s: float  # after the start of the run
+    e2e_s: float  # from sending to the last byte
+    prompt_tokens: int
+    ttft_s: float = 0.0  # from sending to the first output
+    decode_s: float = 0.0  # from the first output to the last
+    itl_s: tuple[float, ...] = ()
+    output_tokens: int = 0
+    cached_tokens: int | None = None
+    text: str = ""
+    error: str | None = None
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Time per output token after the first; None where there is only one."""
+        return self.decode_s / (self.output_tokens - 1) if self.output_tokens > 1 else None
+
+
+class Summary(NamedTuple):
+    """One distribution."""
+
+    mean: float
+    median: float
+    p90: float
+    p95: float
+    p99: float
+    min: float
+    max: float
+
+
+def percentile(ordered: Sequence[float], percent: float) -> float:
+    """The value below which `percent` of an ascending sequence lies, linear between neighbours."""
+    if not ordered:
+        raise ValueError("There is no percentile of nothing.")
+    place = (len(ordered) - 1) * percent / 100
+    low, high = math.floor(place), math.ceil(place)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def summarize(values: Iterable[float], scale: float = 1.0) -> Summary | None:
+    """The distribution of `values` times `scale`; None when there are none."""
+    ordered = sorted(value * scale for value in values)
+    if not ordered:
+        return None
+    return Summary(
+        mean=math.fsum(ordered) / len(ordered),
+        median=percentile(ordered, 50),
+        p90=percentile(ordered, 90),
+        p95=percentile(ordered, 95),
+        p99=percentile(ordered, 99),
+        min=ordered[0],
+        max=ordered[-1],
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Results:
+    """The figures of one run. Rates are per second; tokens are those of requests that succeeded."""
+
+    duration_s: float
+    completed: int
+    failed: int
+    input_tokens: int
+    output_tokens: int
+    cached_tokens: int | None
+    requests_per_s: float
+    input_tokens_per_s: float
+    output_tokens_per_s: float
+    total_tokens_per_s: float
+    mean_concurrency: float
+    peak_concurrency: int
+    goodput_requests_per_s: float | None
+    ttft_ms: Summary | None
+    itl_ms: Summary | None
+    tpot_ms: Summary | None
+    e2e_ms: Summary | None
+    errors: dict[str, int] = field(default_factory=dict)  # text -> how often
+
+
+def measure(
+    outcomes: Sequence[Outcome], duration_s: float, objectives: Mapping[str, float] | None = None
+) -> Results:
+    """Reduce the outcomes of a run of `duration_s` seconds; `objectives` as `parse_objectives` gives them."""
+    good = [outcome for outcome in outcomes if outcome.error is None]
+    prompt_tokens = sum(outcome.prompt_tokens for outcome in good)
+    output_tokens = sum(outcome.output_tokens for outcome in good)
+    cached = [outcome.cached_tokens for outcome in good if outcome.cached_tokens is not None]
+    met = None if not objectives else sum(meets(outcome, objectives) for outcome in good) / duration_s
+    return Results(
+        duration_s=duration_s,
+        completed=len(good),
+        failed=len(outcomes) - len(good),
+        input_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        cached_tokens=sum(cached) if cached else None,
+        requests_per_s=len(good) / duration_s,
+        input_tokens_per_s=prompt_tokens / duration_s,
+        output_tokens_per_s=output_tokens / duration_s,
+        total_tokens_per_s=(prompt_tokens + output_tokens) / duration_s,
+        mean_concurrency=sum(outcome.e2e_s for outcome in outcomes) / duration_s,
+        peak_concurrency=peak_concurrency(outcomes),
+        goodput_requests_per_s=met,
+        ttft_ms=summarize((outcome.ttft_s for outcome in good), 1e3),
+        itl_ms=summarize(chain.from_iterable(outcome.itl_s for outcome in good), 1e3),
+        tpot_ms=summarize((tpot for outcome in good if (tpot := outcome.tpot_s) is not None), 1e3),
+        e2e_ms=summarize((outcome.e2e_s for outcome in good), 1e3),
+        errors=_count(outcome.error for outcome in outcomes if outcome.error is not None),
+    )
+
+
+def peak_concurrency(outcomes: Iterable[Outcome]) -> int:
+    """The most requests that were under way at one moment."""
+    edges = chain.from_iterable(
+        ((outcome.started_s, 1), (outcome.started_s + outcome.e2e_s, -1)) for outcome in outcomes
+    )
+    peak = running = 0
+    for _, change in sorted(edges):  # at one moment ends come before starts
+        running += change
+        peak = max(peak, running)
+    return peak
+
+
+_OBJECTIVES = ("ttft", "tpot", "e2e")
+
+
+def parse_objectives(pairs: Iterable[str]) -> dict[str, float]:
+    """`["ttft:500", "tpot:50"]` to seconds by metric. Raises `ConfigurationError` for anything else."""
+    objectives: dict[str, float] = {}
+    for pair in pairs:
+        name, _, value = pair.partition(":")
+        name = "e2e" if name == "e2el" else name
+        try:
+            limit_ms = float(value)
+        except ValueError:
+            limit_ms = math.nan
+        if name not in _OBJECTIVES or not limit_ms >= 0:
+            raise ConfigurationError(
+                f"--goodput {pair} is not one of {', '.join(_OBJECTIVES)} with milliseconds, as in ttft:500."
+            )
+        objectives[name] = limit_ms / 1e3
+    return objectives
+
+
+def meets(outcome: Outcome, objectives: Mapping[str, float]) -> bool:
+    """Whether a request succeeded within every objective. One output token has no TPOT to miss."""
+    if outcome.error is not None:
+        return False
+    seen = {"ttft": outcome.ttft_s, "tpot": outcome.tpot_s or 0.0, "e2e": outcome.e2e_s}
+    return all(seen[name] <= limit_s for name, limit_s in objectives.items())
+
+
+def _count(texts: Iterable[str]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for text in texts:
+        counts[text] = counts.get(text, 0) + 1
+    return counts

@@ -1,0 +1,156 @@
+"""Command-line options that several commands share, and what they mean as a workload."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from runtime.errors import ConfigurationError
+from serve.bench.vocabulary import Vocabulary
+from serve.bench.workload import (
+    Prompt,
+    RandomLengths,
+    SharedPrefixes,
+    file_prompts,
+    random_prompts,
+    shared_prefix_prompts,
+)
+
+DEFAULT_NUM_PROMPTS = 1000
+WARMUP_SEED = (
+    10_007  # added to the seed: warm-up prompts must not fill the prefix cache with what is measured
+)
+
+
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Defaults in the help, but not where they say nothing."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default in (None, False, [], argparse.SUPPRESS):
+            return action.help
+        return super()._get_help_string(action)
+
+
+def new_parser(command: str, description: str) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
+        prog=f"python -m serve.bench {command}",
+        description=description,
+        formatter_class=_Formatter,
+        allow_abbrev=False,
+    )
+
+
+def add_dataset_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("workload")
+    group.add_argument("--dataset-name", choices=("random", "shared-prefix", "file"), default="random")
+    group.add_argument("--dataset-path", help="JSONL of the file dataset: prompt or messages, output_len")
+    group.add_argument(
+        "--num-prompts", type=int, help=f"{DEFAULT_NUM_PROMPTS} with random, all lines of a file"
+    )
+    group.add_argument("--seed", type=int, default=1)
+    group.add_argument("--random-input-len", type=int, default=1024, help="tokens")
+    group.add_argument("--random-output-len", type=int, default=1024, help="tokens")
+    group.add_argument(
+        "--random-range-ratio",
+        type=float,
+        default=0.0,
+        help="lengths are uniform in [length * ratio, length]",
+    )
+    group.add_argument("--prefix-groups", type=int, default=64, help="groups that share a system prompt")
+    group.add_argument("--prompts-per-group", type=int, default=16)
+    group.add_argument("--system-prompt-len", type=int, default=2048, help="tokens that a group shares")
+    group.add_argument("--question-len", type=int, default=128, help="tokens of each prompt's own")
+    group.add_argument("--output-len", type=int, default=256, help="tokens, with shared-prefix")
+    group.add_argument("--file-output-len", type=int, help="for lines without output_len")
+    group.add_argument("--tokenizer", help="tokenizer.json or its directory: counts lengths, writes texts")
+    group.add_argument("--vocab-size", type=int, help="without a tokenizer: ids 0 to N - 1 are prompts")
+
+
+def add_output_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("output")
+    group.add_argument("--output-file", help="write the result as JSON")
+
+
+def read_vocabulary(options: argparse.Namespace) -> Vocabulary | None:
+    """The vocabulary that the options name; None when they name none."""
+    if options.tokenizer is not None:
+        return Vocabulary.of_tokenizer(options.tokenizer)
+    return Vocabulary.of_size(options.vocab_size) if options.vocab_size else None
+
+
+def build_prompts(
+    options: argparse.Namespace, vocabulary: Vocabulary | None, *, as_text: bool
+) -> Sequence[Prompt]:
+    """The prompts to measure. Raises `ConfigurationError` for what cannot be built."""
+    if options.num_prompts is not None and options.num_prompts < 1:
+        raise ConfigurationError("--num-prompts must be at least 1.")
+    if options.dataset_name == "file":
+        if options.dataset_path is None:
+            raise ConfigurationError("--dataset-name file needs --dataset-path.")
+        return file_prompts(
+            options.dataset_path,
+            vocabulary,
+            num_prompts=options.num_prompts,
+            output_tokens=options.file_output_len,
+        )
+    known = _need(vocabulary, as_text=as_text)
+    if options.dataset_name == "random":
+        number = options.num_prompts or DEFAULT_NUM_PROMPTS
+        return random_prompts(_lengths(options), number, options.seed, known, as_text=as_text)
+    if options.num_prompts is not None:
+        raise ConfigurationError("shared-prefix has --prefix-groups x --prompts-per-group prompts.")
+    return shared_prefix_prompts(_prefixes(options), options.seed, known, as_text=as_text)
+
+
+def build_warmup(
+    options: argparse.Namespace,
+    prompts: Sequence[Prompt],
+    vocabulary: Vocabulary | None,
+    number: int,
+    *,
+    as_text: bool,
+) -> Sequence[Prompt]:
+    """Prompts of the same kind that are not measured: drawn with another seed, from a file its first ones."""
+    if number < 1:
+        return []
+    if options.dataset_name == "file":
+        return [prompts[i % len(prompts)] for i in range(number)]
+    known, seed = _need(vocabulary, as_text=as_text), options.seed + WARMUP_SEED
+    if options.dataset_name == "random":
+        return random_prompts(_lengths(options), number, seed, known, as_text=as_text)
+    shape = _prefixes(options)
+    one_each = SharedPrefixes(
+        groups=number,
+        prompts_per_group=1,
+        system_prompt_tokens=shape.system_prompt_tokens,
+        question_tokens=shape.question_tokens,
+        output_tokens=shape.output_tokens,
+    )
+    return shared_prefix_prompts(one_each, seed, known, as_text=as_text)
+
+
+def _need(vocabulary: Vocabulary | None, *, as_text: bool) -> Vocabulary:
+    if vocabulary is None or (as_text and not vocabulary.has_text):
+        raise ConfigurationError(
+            "Prompts are made of tokens: give --tokenizer (a tokenizer.json or its directory)"
+            + ("; chat prompts are texts." if as_text else ", or --vocab-size to send bare token ids.")
+        )
+    return vocabulary
+
+
+def _lengths(options: argparse.Namespace) -> RandomLengths:
+    return RandomLengths(
+        input_tokens=options.random_input_len,
+        output_tokens=options.random_output_len,
+        range_ratio=options.random_range_ratio,
+    )
+
+
+def _prefixes(options: argparse.Namespace) -> SharedPrefixes:
+    return SharedPrefixes(
+        groups=options.prefix_groups,
+        prompts_per_group=options.prompts_per_group,
+        system_prompt_tokens=options.system_prompt_len,
+        question_tokens=options.question_len,
+        output_tokens=options.output_len,
+    )

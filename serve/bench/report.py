@@ -1,0 +1,99 @@
+"""Results as a table for eyes and as JSON for machines."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from serve.bench.machine import describe_machine, describe_versions
+from serve.bench.metrics import Summary
+
+SCHEMA_VERSION = 1
+SECRET = "***"
+SECRET_OPTIONS = ("--api-key", "--admin-api-key", "--header")
+
+Row = tuple[str, Any]
+
+
+def table(title: str, rows: Sequence[Row], distributions: Mapping[str, Summary | None] | None = None) -> str:
+    """Name and value lines, then one line of percentiles for each distribution."""
+    width = max([len(name) for name, _ in rows] + [len(name) for name in distributions or {}] + [24]) + 2
+    lines = [f"== {title} ".ljust(width + 56, "=")]
+    lines += [f"{name:<{width}}{text_of(value)}" for name, value in rows if value is not None]
+    shown = {name: summary for name, summary in (distributions or {}).items() if summary is not None}
+    if shown:
+        heads = ("mean", "median", "p90", "p95", "p99", "max")
+        lines.append(" " * width + "".join(f"{head:>9}" for head in heads))
+        for name, summary in shown.items():
+            figures = (getattr(summary, head) for head in heads)
+            lines.append(f"{name:<{width}}" + "".join(f"{figure:>9.2f}" for figure in figures))
+    return "\n".join(lines)
+
+
+def text_of(value: Any) -> str:
+    """A figure with as many digits as mean something."""
+    if isinstance(value, float):
+        return f"{value:,.2f}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def document(
+    benchmark: str, settings: Mapping[str, Any], results: Any, details: Any = None, argv: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The result file's content: enough to repeat the run and to compare it with another."""
+    content = {
+        "schema_version": SCHEMA_VERSION,
+        "benchmark": benchmark,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "-m", "serve.bench", benchmark, *without_secrets(argv)]),
+        "machine": describe_machine(),
+        "versions": describe_versions(),
+        "settings": {name: value for name, value in settings.items() if name not in ("api_key", "header")},
+        "results": plain(results),
+    }
+    return content if details is None else {**content, "requests": plain(details)}
+
+
+def without_secrets(argv: Sequence[str]) -> list[str]:
+    """The arguments with the values of keys and headers struck out."""
+    shown: list[str] = []
+    for argument in argv:
+        name, equals, _ = argument.partition("=")
+        if shown and shown[-1] in SECRET_OPTIONS:
+            shown.append(SECRET)
+        elif equals and name in SECRET_OPTIONS:
+            shown.append(f"{name}={SECRET}")
+        else:
+            shown.append(argument)
+    return shown
+
+
+def write(path: str, content: Mapping[str, Any]) -> None:
+    """Write the result file; numbers that JSON cannot hold become null."""
+    Path(path).write_bytes(orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+
+
+def say(text: str) -> None:
+    """To stdout: the report is the command's output."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def plain(value: Any) -> Any:
+    """Named tuples and dataclasses to objects by field name, however deep."""
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return {name: plain(getattr(value, name)) for name in value._fields}  # pyright: ignore
+    if is_dataclass(value):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {name: plain(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(part) for part in value]
+    return value

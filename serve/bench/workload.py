@@ -1,0 +1,162 @@
+"""What is asked and when: prompts with their lengths, and arrival times. The same seed, the same workload."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from runtime.errors import ConfigurationError
+from serve.bench.vocabulary import Vocabulary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One prompt, as text, token ids or chat messages (exactly one of them), and what to generate from it."""
+
+    output_tokens: int
+    prompt_tokens: int | None  # None: nobody counted
+    text: str | None = None
+    ids: tuple[int, ...] | None = None
+    messages: tuple[Mapping[str, Any], ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RandomLengths:
+    """Prompts without anything in common. Lengths are uniform in [length * range_ratio, length]."""
+
+    input_tokens: int = 1024
+    output_tokens: int = 1024
+    range_ratio: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.range_ratio <= 1:
+            raise ConfigurationError(f"The range ratio must be in [0, 1], not {self.range_ratio}.")
+        if self.input_tokens < 1 or self.output_tokens < 1:
+            raise ConfigurationError("Input and output lengths must be at least 1.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedPrefixes:
+    """Groups of prompts: each group shares a system prompt, each prompt asks its own question."""
+
+    groups: int = 64
+    prompts_per_group: int = 16
+    system_prompt_tokens: int = 2048
+    question_tokens: int = 128
+    output_tokens: int = 256
+
+    def __post_init__(self) -> None:
+        if min(self.groups, self.prompts_per_group, self.question_tokens, self.output_tokens) < 1:
+            raise ConfigurationError("Groups, prompts, questions and outputs must be at least 1.")
+        if self.system_prompt_tokens < 0:
+            raise ConfigurationError("The system prompt cannot have a negative length.")
+
+
+def random_prompts(
+    lengths: RandomLengths, num_prompts: int, seed: int, vocabulary: Vocabulary, *, as_text: bool
+) -> list[Prompt]:
+    """The `random` workload of the field's serving benchmarks.
+
+    Input lengths, output lengths and offsets are drawn in this order from the same generator as there (so a
+    seed gives the same lengths); prompt i is the ids offset + i, offset + i + 1, ... round the vocabulary.
+    """
+    random = np.random.RandomState(seed)
+
+    def draw(length: int) -> list[int]:
+        low = max(int(length * lengths.range_ratio), 1)
+        return random.randint(low, length + 1, size=num_prompts).tolist()
+
+    inputs, outputs = draw(lengths.input_tokens), draw(lengths.output_tokens)
+    offsets = random.randint(0, len(vocabulary.ids), size=num_prompts).tolist()
+    return [
+        _prompt([vocabulary.run(offset + number, length)], output, vocabulary, as_text)
+        for number, (offset, length, output) in enumerate(zip(offsets, inputs, outputs))
+    ]
+
+
+def shared_prefix_prompts(
+    shape: SharedPrefixes, seed: int, vocabulary: Vocabulary, *, as_text: bool
+) -> list[Prompt]:
+    """Every prompt of every group, shuffled so that a group's prompts do not follow one another."""
+    random = np.random.RandomState(seed)
+
+    def draw(length: int) -> list[int]:
+        return vocabulary.ids[random.randint(0, len(vocabulary.ids), size=length)].tolist()
+
+    prompts: list[Prompt] = []
+    for _ in range(shape.groups):
+        system = draw(shape.system_prompt_tokens)
+        for _ in range(shape.prompts_per_group):
+            parts = [system, draw(shape.question_tokens)]
+            prompts.append(_prompt(parts, shape.output_tokens, vocabulary, as_text))
+    return [prompts[i] for i in random.permutation(len(prompts))]
+
+
+def _prompt(parts: Sequence[list[int]], output: int, vocabulary: Vocabulary, as_text: bool) -> Prompt:
+    if not as_text:
+        ids = tuple(id for part in parts for id in part)
+        return Prompt(ids=ids, prompt_tokens=len(ids), output_tokens=output)
+    # Each part for itself, so that what is shared as ids is shared as text.
+    text = "".join(vocabulary.text_of(part) for part in parts)
+    return Prompt(text=text, prompt_tokens=vocabulary.count(text), output_tokens=output)
+
+
+def file_prompts(
+    path: str, vocabulary: Vocabulary | None, *, num_prompts: int | None, output_tokens: int | None
+) -> list[Prompt]:
+    """Prompts of a JSONL file: `prompt` (text or ids) or `messages`, and `output_len` unless one is given.
+
+    Raises `ConfigurationError` naming the line for what cannot be read.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise ConfigurationError(f"There is no file {path}.")
+    with file.open(encoding="utf-8") as lines:
+        numbered = [(n, line) for n, line in enumerate(lines, start=1) if line.strip()]
+    if num_prompts is not None and num_prompts > len(numbered):
+        raise ConfigurationError(f"{path} has {len(numbered)} prompts, not {num_prompts}.")
+    return [_read_line(f"{path}:{n}", line, vocabulary, output_tokens) for n, line in numbered[:num_prompts]]
+
+
+def _read_line(place: str, line: str, vocabulary: Vocabulary | None, output_tokens: int | None) -> Prompt:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ConfigurationError(f"{place} is not JSON.") from error
+    output = record.get("output_len", output_tokens) if isinstance(record, dict) else None
+    if not isinstance(output, int) or output < 1:
+        raise ConfigurationError(f"{place} has no usable output_len and --file-output-len is not given.")
+    prompt, messages = record.get("prompt"), record.get("messages")
+    counted = vocabulary if vocabulary is not None and vocabulary.has_text else None
+    if isinstance(prompt, str) and prompt:
+        count = counted.count(prompt) if counted else None
+        return Prompt(text=prompt, prompt_tokens=count, output_tokens=output)
+    if isinstance(prompt, list) and prompt and all(isinstance(id, int) for id in prompt):
+        return Prompt(ids=tuple(prompt), prompt_tokens=len(prompt), output_tokens=output)
+    if isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages):
+        return Prompt(messages=tuple(messages), prompt_tokens=None, output_tokens=output)
+    raise ConfigurationError(f"{place} needs a prompt (text or token ids) or a list of messages.")
+
+
+def arrival_times(num: int, rate: float, burstiness: float, seed: int) -> list[float]:
+    """Seconds after the start at which each of `num` requests is sent; all 0 when `rate` is infinite.
+
+    Gaps follow a gamma distribution with mean 1 / rate and shape `burstiness`: 1 is a Poisson process, less
+    is burstier, more is more regular. The first request comes at 0.
+    """
+    if not rate > 0 or not burstiness > 0:
+        raise ConfigurationError("The request rate and the burstiness must be above 0.")
+    if rate == float("inf"):
+        return [0.0] * num
+    gaps = np.random.RandomState(seed).gamma(burstiness, 1 / (rate * burstiness), size=num)
+    return (np.cumsum(gaps) - gaps[0]).tolist() if num else []
+
+
+def total_input(prompts: Iterable[Prompt]) -> int:
+    """Prompt tokens of all prompts that were counted."""
+    return sum(prompt.prompt_tokens or 0 for prompt in prompts)
