@@ -27,7 +27,8 @@ class CachePlan:
     page_size: int
     prefix_cache: bool  # keep finished prefixes in the radix tree
     kv_dtype: str
-    mem_fraction: float  # of the device's memory, for weights and KV together
+    mem_fraction: float  # of the device's memory, for weights and KV together; or, if `modest`,
+    modest: bool = False  # of the memory that is free once the weights are in place, for KV alone
     max_total_tokens: int | None  # cap; the pool is sized when the weights are in place
 
 

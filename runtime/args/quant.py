@@ -17,9 +17,9 @@ class QuantArgs:
         planned(
             "How the weights are quantised. Default: what the checkpoint says, if anything.",
             choices=(
-                "awq", "fp8", "gptq", "marlin", "gptq_marlin", "awq_marlin", "bitsandbytes",
-                "gguf", "modelopt", "modelopt_fp4", "petit_nvfp4", "w8a8_int8", "w8a8_fp8", "moe_wna16", "qoq", "w4afp8",
-                "mxfp4",
+                "awq", "fp8", "gptq", "marlin", "gptq_marlin", "awq_marlin", "bitsandbytes", "gguf",
+                "modelopt", "modelopt_fp4", "petit_nvfp4", "w8a8_int8", "w8a8_fp8", "moe_wna16",
+                "qoq", "w4afp8", "mxfp4",
             ),
             instead="use a checkpoint in bfloat16, float16 or float32",
         ),

@@ -25,7 +25,7 @@ class SamplingArgs:
         Json | None,
         Knob(
             "JSON object of sampling parameters for requests that do not set them, such as "
-            '{"temperature": 0.6}. Default: what generation_config.json says.',
+            '{"temperature": 0.6}. Default: none.',
             plan="serve.preferred_sampling",
         ),
     ] = None

@@ -16,8 +16,8 @@ class ScheduleArgs:
     max_running_requests: Annotated[
         int | None,
         Knob(
-            "Largest number of sequences that run together. Default: 256 on a CPU, and on a GPU what the KV "
-            "cache can hold.",
+            "Largest number of sequences that run together. Default: 256 on a CPU and 2048 on a "
+            "GPU, and never more than the KV cache can hold.",
             low=1,
             plan="schedule.max_running",
         ),

@@ -1,0 +1,183 @@
+"""What this machine is: processor, memory, GPUs, packages. Found without importing torch."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import metadata, util
+from pathlib import Path
+from typing import Self
+
+GIB = 1 << 30
+PACKAGES = ("torch", "transformers", "triton", "flashinfer-python", "xgrammar", "llguidance", "torchao")
+
+# Attributes of the CUDA driver's cuDeviceGetAttribute.
+_CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One NVIDIA GPU as the driver shows it to this process."""
+
+    name: str
+    capability: tuple[int, int]  # compute capability, (9, 0) for Hopper
+    memory_bytes: int  # total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """A machine. `Machine.probe()` describes this one; tests and `explain` make others by hand."""
+
+    system: str = "Linux"
+    processor: str = "x86_64"
+    num_cpus: int = 1  # that this process may use
+    cpu_flags: frozenset[str] = frozenset()  # such as "avx512f", "amx_bf16"
+    total_bytes: int = 0  # main memory, or the container's limit
+    available_bytes: int = 0  # of it, now
+    gpus: tuple[Gpu, ...] = ()
+    torch_cuda: str | None = None  # the CUDA version that the installed torch is built for
+    packages: Mapping[str, str] = field(default_factory=dict)  # name -> version, of those we care about
+    compiler: str | None = None  # a C++ compiler
+
+    @classmethod
+    def probe(cls) -> Self:
+        """Look at this machine. Takes milliseconds; what cannot be found out is left at its empty value."""
+        total_bytes, available_bytes = _memory()
+        return cls(
+            system=platform.system(),
+            processor=platform.machine(),
+            num_cpus=_num_cpus(),
+            cpu_flags=_cpu_flags(),
+            total_bytes=total_bytes,
+            available_bytes=available_bytes,
+            gpus=_gpus(),
+            torch_cuda=_torch_cuda(),
+            packages=_packages(),
+            compiler=next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None),
+        )
+
+    @classmethod
+    def named(cls, name: str) -> Self:
+        """A machine one might rent: "cpu", or one GPU as "h200", "a100", ... Raises `KeyError` for others."""
+        return cls(
+            num_cpus=16,
+            total_bytes=128 * GIB,
+            available_bytes=120 * GIB,
+            gpus=(KNOWN_GPUS[name],) if name != "cpu" else (),
+            torch_cuda="13.0" if name != "cpu" else None,
+        )
+
+
+KNOWN_GPUS: Mapping[str, Gpu] = {
+    "t4": Gpu(name="Tesla T4", capability=(7, 5), memory_bytes=15 * GIB),
+    "l4": Gpu(name="NVIDIA L4", capability=(8, 9), memory_bytes=22 * GIB),
+    "a100": Gpu(name="NVIDIA A100 80GB", capability=(8, 0), memory_bytes=79 * GIB),
+    "h100": Gpu(name="NVIDIA H100", capability=(9, 0), memory_bytes=79 * GIB),
+    "h200": Gpu(name="NVIDIA H200", capability=(9, 0), memory_bytes=139 * GIB),
+    "b200": Gpu(name="NVIDIA B200", capability=(10, 0), memory_bytes=178 * GIB),
+}
+
+
+def _num_cpus() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _cpu_flags() -> frozenset[str]:
+    found = re.search(r"^(?:flags|Features)\s*:(.*)$", _read("/proc/cpuinfo"), re.MULTILINE)
+    return frozenset(found[1].split()) if found else frozenset()
+
+
+def _memory() -> tuple[int, int]:
+    """(total, available) bytes of main memory, within the limit of the container if there is one."""
+    lines = re.findall(r"^(MemTotal|MemAvailable):\s*(\d+) kB$", _read("/proc/meminfo"), re.MULTILINE)
+    kilobytes = dict(lines)
+    total = int(kilobytes.get("MemTotal", 0)) * 1024 or _physical_bytes()
+    available = int(kilobytes.get("MemAvailable", 0)) * 1024 or total
+    limit, used = _container_memory()
+    if limit is None or limit >= total:
+        return total, available
+    return limit, max(0, min(available, limit - used))
+
+
+def _physical_bytes() -> int:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return 0
+
+
+def _container_memory() -> tuple[int | None, int]:
+    """(limit, used) bytes of the control group; file pages that can be dropped do not count as used."""
+    for folder, limit_file, used_file, reclaimable in (
+        ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        limit = _read(f"{folder}/{limit_file}").strip()
+        if limit.isdigit():
+            used = int(_read(f"{folder}/{used_file}").strip() or 0)
+            found = re.search(rf"^{reclaimable} (\d+)$", _read(f"{folder}/memory.stat"), re.MULTILINE)
+            return int(limit), used - (int(found[1]) if found else 0)
+    return None, 0
+
+
+def _gpus() -> tuple[Gpu, ...]:
+    """The GPUs that the CUDA driver shows (it honours CUDA_VISIBLE_DEVICES); no context is made on any."""
+    library = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
+    try:
+        driver = ctypes.CDLL(library)
+    except OSError:
+        return ()
+    count = ctypes.c_int()
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return ()
+    return tuple(_gpu(driver, index) for index in range(count.value))
+
+
+def _gpu(driver: ctypes.CDLL, index: int) -> Gpu:
+    device, memory, name = ctypes.c_int(), ctypes.c_size_t(), ctypes.create_string_buffer(100)
+    driver.cuDeviceGet(ctypes.byref(device), index)
+    driver.cuDeviceGetName(name, len(name), device)
+    driver.cuDeviceTotalMem_v2(ctypes.byref(memory), device)
+    capability = []
+    for attribute in (_CAPABILITY_MAJOR, _CAPABILITY_MINOR):
+        number = ctypes.c_int()
+        driver.cuDeviceGetAttribute(ctypes.byref(number), attribute, device)
+        capability.append(number.value)
+    return Gpu(
+        name=name.value.decode(errors="replace"),
+        capability=(capability[0], capability[1]),
+        memory_bytes=memory.value,
+    )
+
+
+def _torch_cuda() -> str | None:
+    spec = util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    version = _read(str(Path(spec.origin).with_name("version.py")))
+    found = re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)['\"]", version, re.MULTILINE)
+    return found[1] if found else None
+
+
+def _packages() -> dict[str, str]:
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

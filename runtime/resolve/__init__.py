@@ -1,0 +1,86 @@
+"""Args x Machine x ModelFacts -> Plan: what will be done, each value with its reason.
+
+Functions without side effects, one for each section of the plan; all they draw is a seed where none is given.
+All refusals are collected and raised together, before any weight is touched.
+"""
+
+from __future__ import annotations
+
+from ops.machine import Machine
+from runtime.args import Args, not_built
+from runtime.errors import ConfigurationError
+from runtime.facts import ModelFacts
+from runtime.plan import Plan
+from runtime.resolve.cache import cache_plan, chosen_page_size, max_running, num_pages, size_pool
+from runtime.resolve.doors import serve_plan, text_plan
+from runtime.resolve.ledger import Ledger
+from runtime.resolve.model import chosen_gpu, model_plan
+from runtime.resolve.schedule import kernel_plan, schedule_plan
+
+__all__ = ["check", "decide", "max_running", "num_pages", "resolve", "size_pool"]
+
+_ANY_MODEL = ModelFacts(
+    architecture="",
+    path="",
+    num_layers=1,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=1,
+    hidden_size=1,
+    vocab_size=1,
+    context_length=2**62,
+    dtype="float32",
+)
+
+
+def resolve(args: Args, machine: Machine, facts: ModelFacts, *, demo_path: str | None = None) -> Plan:
+    """The plan for these arguments on this machine with this model.
+
+    `demo_path` is the folder of the demo model, if there is one. Raises `ConfigurationError` with all
+    refusals.
+    """
+    plan, ledger = decide(args, machine, facts, demo_path=demo_path)
+    if ledger.refusals:
+        raise ConfigurationError(*ledger.refusals.values())
+    return plan
+
+
+def check(args: Args, machine: Machine, *, demo_path: str | None = None) -> str:
+    """Refuse what can be refused before the model is looked at; returns the model's path or Hub name.
+
+    Raises `ConfigurationError` with all refusals.
+    """
+    _, ledger = decide(args, machine, _ANY_MODEL, demo_path=demo_path)
+    if ledger.refusals:
+        raise ConfigurationError(*ledger.refusals.values())
+    return _where(ledger, demo_path)
+
+
+def decide(
+    args: Args, machine: Machine, facts: ModelFacts, *, demo_path: str | None = None
+) -> tuple[Plan, Ledger]:
+    """Like `resolve`, but what is refused is returned, with the plan of what would be done without it."""
+    ledger = Ledger(args=args, refusals=not_built(args))
+    where = _where(ledger, demo_path)
+    model = model_plan(ledger, machine, facts)
+    gpu = chosen_gpu(model.device, machine)
+    page_size = chosen_page_size(ledger)
+    plan = Plan(
+        model=model,
+        cache=cache_plan(ledger, gpu, model.dtype, page_size),
+        schedule=schedule_plan(ledger, gpu, page_size),
+        kernels=kernel_plan(ledger),
+        text=text_plan(ledger, facts.path),
+        serve=serve_plan(ledger, where, demo_path),
+        because=ledger.because,
+    )
+    return plan, ledger
+
+
+def _where(ledger: Ledger, demo_path: str | None) -> str:
+    path = ledger.args.model.model_path or demo_path
+    if path is None:
+        ledger.refuse(
+            "model_path", "No model is given and there is no demo model here; say --model-path FOLDER."
+        )
+    return path or ""
