@@ -1,0 +1,80 @@
+"""Attention over a paged cache.
+
+A backend file holds `attend(q, k_pool, v_pool, inputs, *, scale, window=None, soft_cap=None) -> out`:
+
+    q        [T, H, D]           queries of all rows, one row after the other
+    k_pool   [P, K, page, D]     keys, contiguous; any float dtype, the query's in practice
+    v_pool   [P, K, page, D]
+    out      [T, H, D]           a new tensor of q's dtype
+
+Token i of row b has the position p = starts[b] + i and attends to the positions 0 .. p, or to the last `window`
+of them (its own included). Query head h reads kv head h // (H / K). Scores are q.k * scale, then
+soft_cap * tanh(score / soft_cap) where a soft cap is given. All KV of the step is stored before the call.
+Nothing outside a row's own positions has any influence on it, not even a value that is no number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class AttentionInputs:
+    """Where each row of one step stands in the cache: made once per step, read by every layer.
+
+    `memo` is for backends: what one derives from the other fields in the first layer (a gather index, a mask) it
+    keeps there for the others. Its keys begin with the backend's module name.
+    """
+
+    page_table: Tensor  # int32 [B, W], a row's pages in order; entries beyond its length are any valid page
+    starts: Tensor  # int32 [B], the first position computed of each row
+    counts: Tensor  # int32 [B], how many positions are computed
+    query_starts: Tensor  # int32 [B + 1], prefix sums of counts
+    slots: Tensor  # int64 [T], page * page_size + offset: where each token's KV goes
+    page_size: int
+    starts_host: Sequence[int]  # the same as above, so that no backend has to wait for the device
+    counts_host: Sequence[int]
+    memo: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def build(
+        cls,
+        starts: Sequence[int],
+        counts: Sequence[int],
+        page_table: NDArray[np.int32],
+        page_size: int,
+        device: torch.device | str = "cpu",
+    ) -> AttentionInputs:
+        """The inputs for rows that compute positions starts[b] .. starts[b] + counts[b] - 1.
+
+        Computes the slots and prefix sums on the host and copies all of it to the device (blocking).
+        """
+        starts, counts = [int(n) for n in starts], [int(n) for n in counts]
+        rows = np.repeat(np.arange(len(counts)), counts)
+        positions = token_positions(starts, counts)
+        pages = page_table[rows, positions // page_size].astype(np.int64)
+        slots = pages * page_size + positions % page_size
+        query_starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        return cls(
+            page_table=torch.from_numpy(np.ascontiguousarray(page_table, dtype=np.int32)).to(device),
+            starts=torch.tensor(starts, dtype=torch.int32, device=device),
+            counts=torch.tensor(counts, dtype=torch.int32, device=device),
+            query_starts=torch.from_numpy(query_starts).to(device),
+            slots=torch.from_numpy(slots).to(device),
+            page_size=page_size,
+            starts_host=starts,
+            counts_host=counts,
+        )
+
+
+def token_positions(starts: Sequence[int], counts: Sequence[int]) -> NDArray[np.int64]:
+    """The position of every token of a batch, [T]."""
+    ranges = [np.arange(start, start + count) for start, count in zip(starts, counts)]
+    return np.concatenate(ranges) if ranges else np.zeros(0, np.int64)

@@ -1,0 +1,213 @@
+"""Attention in plain torch: the truth in tests, and what a CPU runs.
+
+Single-token rows are gathered into padded groups and attended together; longer rows are attended one by one, in
+blocks of queries, so that no mask and no score matrix grows with the square of the context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ops.attention import AttentionInputs
+
+MAX_PADDING = 0.25  # of a group's gathered tokens; more than that is slower than another group
+MAX_GROUP_BYTES = 32 * 2**20  # gathered keys; beyond it a group falls out of the CPU's caches
+MAX_MASK_ELEMENTS = 2**22
+MAX_SCORE_ELEMENTS = 2**25
+
+
+class Group(NamedTuple):
+    """N single-token rows that are attended together: keys gathered to one length S, the rest masked."""
+
+    tokens: Tensor  # int64 [N], index into the flat batch
+    pages: Tensor  # int64 [N * K * S / page], index into the pool seen as [P * K, page, D]
+    padding: tuple[Tensor, Tensor]  # int64 (row, key), what is gathered but nobody's to read
+    mask: Tensor | None  # [N, 1, 1, S], 0 or -inf; None where nothing is padded
+
+
+def attend(
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    inputs: AttentionInputs,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> Tensor:
+    """Attention of every row over its pages (see `ops.attention`)."""
+    out = torch.empty_like(q)
+    for group in _groups(q, k_pool, inputs, window):
+        _attend_group(q, k_pool, v_pool, group, out, scale, soft_cap)
+    first = 0
+    for row, count in enumerate(inputs.counts_host):
+        if count > 1:
+            tokens = slice(first, first + count)
+            out[tokens] = _attend_row(q[tokens], k_pool, v_pool, inputs, row, scale, window, soft_cap)
+        first += count
+    return out
+
+
+def _attend_group(
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, group: Group, out: Tensor, scale: float, soft_cap: float | None
+) -> None:
+    num_rows, (_, num_kv_heads, _, head_dim) = len(group.tokens), k_pool.shape
+    keys, values = (
+        pool.flatten(0, 1).index_select(0, group.pages).view(num_rows, num_kv_heads, -1, head_dim)
+        for pool in (k_pool, v_pool)
+    )  # [N, K, S, D]
+    if group.mask is not None:
+        keys.transpose(1, 2)[group.padding] = 0
+        values.transpose(1, 2)[group.padding] = 0
+    # The query group takes the place of the query length: no head is expanded.
+    queries = q.index_select(0, group.tokens).view(num_rows, num_kv_heads, -1, head_dim)  # [N, K, G, D]
+    result = _attention(queries, keys, values, group.mask, scale, soft_cap)
+    out.index_copy_(0, group.tokens, result.reshape(num_rows, -1, head_dim))
+
+
+def _attend_row(
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    inputs: AttentionInputs,
+    row: int,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+) -> Tensor:
+    """Attention of one row's [N, H, D] queries -> [N, H, D]."""
+    (count, num_heads, head_dim), num_kv_heads = q.shape, k_pool.shape[1]
+    start, end = inputs.starts_host[row], inputs.starts_host[row] + count
+    first_page = _first_key(start, window) // inputs.page_size
+    base = first_page * inputs.page_size  # the position of the first gathered key
+    pages = inputs.page_table[row, first_page : -(-end // inputs.page_size)].long()
+    keys, values = (_gather_row(pool, pages)[:, : end - base] for pool in (k_pool, v_pool))  # [K, S, D]
+    # The query group takes the place of the batch: keys and values are shared along it without a copy.
+    queries = q.view(count, num_kv_heads, -1, head_dim).permute(2, 1, 0, 3)  # [G, K, N, D]
+    keys, values = (x.unsqueeze(0).expand(len(queries), -1, -1, -1) for x in (keys, values))
+    if start == 0 and soft_cap is None and (window is None or window >= end):
+        result = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scale)
+        return result.permute(2, 1, 0, 3).reshape(count, num_heads, head_dim)
+    elements = MAX_MASK_ELEMENTS if soft_cap is None else MAX_SCORE_ELEMENTS // num_heads
+    block = max(16, elements // (end - base))
+    results = []
+    for low in range(0, count, block):
+        high = min(low + block, count)
+        first_key, last_key = _first_key(start + low, window), start + high
+        span = slice(first_key - base, last_key - base)
+        mask = _causal_mask(start + low, start + high, first_key, window, q)
+        results.append(
+            _attention(queries[:, :, low:high], keys[:, :, span], values[:, :, span], mask, scale, soft_cap)
+        )
+    return torch.cat(results, dim=2).permute(2, 1, 0, 3).reshape(count, num_heads, head_dim)
+
+
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, soft_cap: float | None
+) -> Tensor:
+    """[X, K, N, D] queries over [X, K, S, D] keys and values; `mask` is added to the scores."""
+    if soft_cap is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    scores = (q @ k.transpose(2, 3)).float() * (scale / soft_cap)
+    scores = scores.tanh_().mul_(soft_cap)  # [X, K, N, S]
+    if mask is not None:
+        scores += mask
+    return scores.softmax(-1).to(v.dtype) @ v
+
+
+def _gather_row(pool: Tensor, pages: Tensor) -> Tensor:
+    """[K, len(pages) * page, D] of one row's pages."""
+    return pool.index_select(0, pages).transpose(0, 1).flatten(1, 2)
+
+
+def _first_key(position: int, window: int | None) -> int:
+    return 0 if window is None else max(0, position - window + 1)
+
+
+def _causal_mask(first: int, end: int, first_key: int, window: int | None, like: Tensor) -> Tensor:
+    """[N, S] for the queries first .. end - 1 over the keys first_key .. end - 1: 0 or -inf."""
+    queries = torch.arange(first, end, device=like.device).unsqueeze(1)
+    keys = torch.arange(first_key, end, device=like.device)
+    hidden = keys > queries
+    if window is not None:
+        hidden |= keys <= queries - window
+    return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, -torch.inf)
+
+
+def _groups(q: Tensor, k_pool: Tensor, inputs: AttentionInputs, window: int | None) -> list[Group]:
+    """The step's single-token rows in groups of similar length, derived once per step and window."""
+    key = (__name__, window, q.dtype, tuple(k_pool.shape))
+    if key not in inputs.memo:
+        page_bytes = k_pool[0].numel() * k_pool.element_size()
+        inputs.memo[key] = [
+            _group(rows, q, k_pool.shape[1], inputs, window)
+            for rows in split_rows(_pages_needed(inputs, window), MAX_GROUP_BYTES // page_bytes)
+        ]
+    return inputs.memo[key]
+
+
+def _pages_needed(inputs: AttentionInputs, window: int | None) -> list[tuple[int, int]]:
+    """(pages to gather, row) of every single-token row."""
+    size = inputs.page_size
+    return [
+        (start // size - _first_key(start, window) // size + 1, row)
+        for row, (start, count) in enumerate(zip(inputs.starts_host, inputs.counts_host))
+        if count == 1
+    ]
+
+
+def split_rows(lengths: Sequence[tuple[int, int]], max_pages: int) -> list[list[int]]:
+    """Rows sorted by length and cut where padding or size would grow too large. Takes (length, row) pairs."""
+    groups: list[list[int]] = []
+    longest = total = 0
+    for length, row in sorted(lengths, reverse=True):
+        padded = longest * (len(groups[-1]) + 1) if groups else 0
+        if not groups or padded > max_pages or padded - total - length > MAX_PADDING * padded:
+            groups.append([])
+            longest, total = length, 0
+        groups[-1].append(row)
+        total += length
+    return groups
+
+
+def _group(
+    rows: list[int], q: Tensor, num_kv_heads: int, inputs: AttentionInputs, window: int | None
+) -> Group:
+    size, device = inputs.page_size, q.device
+    first_tokens = [0]
+    for count in inputs.counts_host:
+        first_tokens.append(first_tokens[-1] + count)
+    starts = [inputs.starts_host[row] for row in rows]
+    first_pages = [_first_key(start, window) // size for start in starts]
+    num_pages = max(start // size - page + 1 for start, page in zip(starts, first_pages))
+    index = _to_device([rows, starts, first_pages, [first_tokens[row] for row in rows]], device)
+
+    columns = index[2].unsqueeze(1) + torch.arange(num_pages, device=device)
+    # A shorter row's surplus columns may lie beyond the table; what they gather is overwritten as padding.
+    columns = columns.clamp_(max=inputs.page_table.shape[1] - 1)
+    pages = inputs.page_table[index[0].unsqueeze(1), columns].long()  # [N, pages]
+    heads = torch.arange(num_kv_heads, device=device).view(1, -1, 1)
+    pages = (pages.unsqueeze(1) * num_kv_heads + heads).flatten()  # [N, K, pages]
+
+    offsets = torch.arange(num_pages * size)
+    first_keys = torch.tensor(
+        [_first_key(start, window) - page * size for start, page in zip(starts, first_pages)]
+    )
+    last_keys = torch.tensor([start - page * size for start, page in zip(starts, first_pages)])
+    hidden = (offsets < first_keys.unsqueeze(1)) | (offsets > last_keys.unsqueeze(1))  # [N, S] on the host
+    padding = hidden.nonzero(as_tuple=True)
+    mask = None
+    if len(padding[0]):
+        mask = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, -torch.inf)
+        mask = mask.to(device)[:, None, None, :]
+    return Group(index[3], pages, (padding[0].to(device), padding[1].to(device)), mask)
+
+
+def _to_device(values: list[list[int]], device: torch.device) -> Tensor:
+    pinned = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return pinned.to(device, non_blocking=True)

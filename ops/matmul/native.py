@@ -1,0 +1,11 @@
+"""Matrix products in plain torch."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias (see `ops.matmul`)."""
+    return F.linear(x, weight, bias)

@@ -1,0 +1,1 @@
+"""Where keys and values live: pages, the tree of kept prefixes, and the pool on the device."""

@@ -1,0 +1,1 @@
+"""The blocks that models are made of. Each takes its kernels, and knows its parts' names in a checkpoint."""

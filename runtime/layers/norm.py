@@ -1,0 +1,37 @@
+"""Normalisation layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from ops.select import Kernels
+from runtime.layers.weight import Piece, whole
+
+
+class RMSNorm(nn.Module):
+    """Root mean square normalisation of the last dimension; `unit_offset` scales by 1 + weight."""
+
+    def __init__(
+        self, name: str, size: int, eps: float, kernels: Kernels, *, unit_offset: bool = False
+    ) -> None:
+        super().__init__()
+        self.name = name
+        self.eps = eps
+        self.unit_offset = unit_offset
+        self.kernels = kernels
+        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+
+    def pieces(self) -> Iterator[Piece]:
+        yield whole(f"{self.name}.weight", self.weight, (None,))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.kernels.rms_norm(x, self.weight, self.eps, unit_offset=self.unit_offset)
+
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(norm(x + residual), x + residual); x itself where there is no residual yet."""
+        if residual is None:
+            return self(x), x
+        return self.kernels.add_rms_norm(x, residual, self.weight, self.eps, unit_offset=self.unit_offset)

@@ -1,0 +1,121 @@
+"""Rotary position embedding with the scalings that extend a trained context."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from ops.select import Kernels
+from runtime.layers.rope_parameters import RopeParameters
+
+
+class Rope(nn.Module):
+    """Rotates queries and keys by a table of `context_length` positions, computed once in float32.
+
+    One instance serves all layers with the same parameters. Scalings that depend on how long a sequence has
+    become ("dynamic", "longrope") are fixed by `context_length`: cached keys must not change their angles when
+    their sequence grows, and a prefix must serve sequences of any length.
+    """
+
+    table: Tensor
+
+    def __init__(
+        self, parameters: RopeParameters, context_length: int, kernels: Kernels, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.interleaved = parameters.interleaved
+        self.kernels = kernels
+        frequencies, factor = inverse_frequencies(parameters, context_length)
+        positions = torch.arange(context_length, dtype=torch.float32, device="cpu")
+        angles = torch.outer(positions, frequencies)  # [N, R / 2]
+        table = torch.cat((angles.cos(), angles.sin()), dim=-1) * factor
+        self.register_buffer("table", table.to(device), persistent=False)
+
+    def forward(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return self.kernels.rotate(q, k, self.table, positions, interleaved=self.interleaved)
+
+
+def inverse_frequencies(parameters: RopeParameters, context_length: int) -> tuple[Tensor, float]:
+    """(angle per position of each pair [R / 2], factor of cosines and sines), on the CPU in float32.
+
+    Sources: linear, kaiokendev 2023; dynamic, "NTK-aware" scaling 2023; yarn, arXiv 2309.00071; longrope,
+    arXiv 2402.13753; llama3, the Llama 3.1 reference code.
+    """
+    match parameters.kind:
+        case "default":
+            return _plain(parameters.theta, parameters.dim), 1.0
+        case "linear":
+            return _plain(parameters.theta, parameters.dim) / parameters.factor, 1.0
+        case "dynamic":
+            return _dynamic(parameters, context_length), 1.0
+        case "llama3":
+            return _llama3(parameters), 1.0
+        case "yarn":
+            return _yarn(parameters)
+        case "longrope":
+            return _longrope(parameters, context_length)
+        case kind:
+            raise ValueError(f"There is no rope type '{kind}'.")
+
+
+def _exponents(dim: int) -> Tensor:
+    return torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
+
+
+def _plain(theta: float, dim: int) -> Tensor:
+    return 1.0 / theta ** _exponents(dim)
+
+
+def _dynamic(p: RopeParameters, context_length: int) -> Tensor:
+    stretch = p.factor * max(context_length, p.max_position) / p.max_position - (p.factor - 1)
+    return _plain(p.theta * stretch ** (p.dim / (p.dim - 2)), p.dim)
+
+
+def _llama3(p: RopeParameters) -> Tensor:
+    """Long waves are slowed by the factor, short ones kept, those between interpolated."""
+    plain = _plain(p.theta, p.dim)
+    waves_in_context = p.trained_context * plain / (2 * math.pi)
+    smooth = (waves_in_context - p.low_freq_factor) / (p.high_freq_factor - p.low_freq_factor)
+    smooth = smooth.clamp(0, 1)
+    return (1 - smooth) * plain / p.factor + smooth * plain
+
+
+def _yarn(p: RopeParameters) -> tuple[Tensor, float]:
+    """Dimensions that turn often in the trained context are kept, slow ones interpolated, a ramp between."""
+
+    def dimension(rotations: float) -> float:
+        ratio = p.trained_context / (rotations * 2 * math.pi)
+        return p.dim * math.log(ratio) / (2 * math.log(p.theta))
+
+    low, high = dimension(p.beta_fast), dimension(p.beta_slow)
+    if p.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, p.dim - 1)
+    span = high - low if high != low else 0.001
+    ramp = ((torch.arange(p.dim // 2, dtype=torch.float32, device="cpu") - low) / span).clamp(0, 1)
+    plain = _plain(p.theta, p.dim)
+    return plain / p.factor * ramp + plain * (1 - ramp), _yarn_attention_factor(p)
+
+
+def _yarn_attention_factor(p: RopeParameters) -> float:
+    def scale(multiplier: float) -> float:
+        return 1.0 if p.factor <= 1 else 0.1 * multiplier * math.log(p.factor) + 1.0
+
+    if p.attention_factor is not None:
+        return p.attention_factor
+    if p.mscale and p.mscale_all_dim:
+        return scale(p.mscale) / scale(p.mscale_all_dim)
+    return scale(1.0)
+
+
+def _longrope(p: RopeParameters, context_length: int) -> tuple[Tensor, float]:
+    """A divisor per dimension, one set within the trained context and one beyond it."""
+    divisors = p.long_factor if context_length > p.trained_context else p.short_factor
+    frequencies = _plain(p.theta, p.dim) / torch.tensor(divisors, dtype=torch.float32, device="cpu")
+    if p.attention_factor is not None:
+        return frequencies, p.attention_factor
+    if p.factor <= 1:
+        return frequencies, 1.0
+    return frequencies, math.sqrt(1 + math.log(p.factor) / math.log(p.trained_context))

@@ -1,0 +1,1 @@
+"""From a checkpoint on disk to a decoder that computes."""

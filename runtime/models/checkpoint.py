@@ -1,0 +1,164 @@
+"""Where a checkpoint's files are and what their headers say. Torch-free."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from runtime.errors import CheckpointError
+
+DESCRIPTIONS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")  # of a repository: all but weights
+SAFETENSORS_INDEX = "model.safetensors.index.json"
+TORCH_INDEX = "pytorch_model.bin.index.json"
+MAX_HEADER_BYTES = 100 * 2**20
+
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_DTYPE_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+class StoredTensor(NamedTuple):
+    """One entry of a safetensors header. Offsets count from the start of the file."""
+
+    dtype: str  # "F32", "BF16", ...
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFiles:
+    """The files that hold a model's tensors, all of one format."""
+
+    format: Literal["safetensors", "pt"]
+    files: tuple[Path, ...]
+
+
+def locate(path_or_hub_id: str, revision: str | None = None, download_dir: str | None = None) -> str:
+    """The local directory of a model: the given one, or the Hub's, downloaded if it is not here yet.
+
+    Raises CheckpointError where there is no such directory and no such model, or the Hub cannot be reached.
+    """
+    if Path(path_or_hub_id).is_dir():
+        return path_or_hub_id
+    if not _HUB_ID.fullmatch(path_or_hub_id):
+        raise CheckpointError(f"There is no directory {path_or_hub_id}.")
+    directory = _download(path_or_hub_id, revision, download_dir, ["*.safetensors"])
+    if not any(Path(directory).glob("*.safetensors")):
+        directory = _download(path_or_hub_id, revision, download_dir, ["*.bin", "*.pt"])
+    return directory
+
+
+def _download(hub_id: str, revision: str | None, download_dir: str | None, weights: list[str]) -> str:
+    from huggingface_hub import errors, snapshot_download
+
+    try:
+        return snapshot_download(
+            hub_id,
+            revision=revision,
+            cache_dir=download_dir,
+            allow_patterns=[*DESCRIPTIONS, *weights],
+            ignore_patterns=["consolidated*", "*/*"],
+        )
+    except errors.RepositoryNotFoundError as error:
+        raise CheckpointError(
+            f"There is no directory {hub_id}, and the Hub has no such model, or not for you (HF_TOKEN)."
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise CheckpointError(f"The Hub's {hub_id} has no revision {revision}.") from error
+    except (OSError, ValueError) as error:  # also what the Hub's client raises for no network
+        raise CheckpointError(
+            f"There is no directory {hub_id}, no earlier download of it, and the Hub cannot be reached. "
+            "Give a local directory, or go online (HF_HUB_OFFLINE unset)."
+        ) from error
+
+
+def find_weights(directory: Path, load_format: str = "auto") -> WeightFiles:
+    """The weight files of a local checkpoint; `load_format` is "auto", "safetensors" or "pt".
+
+    An index decides which files count; without one all do, but for `consolidated*` and training state. Raises
+    CheckpointError where there are none.
+    """
+    if load_format in ("auto", "safetensors"):
+        files = _indexed(directory, SAFETENSORS_INDEX) or _matching(directory, "*.safetensors")
+        if files:
+            return WeightFiles("safetensors", files)
+    if load_format in ("auto", "pt"):
+        files = (
+            _indexed(directory, TORCH_INDEX) or _matching(directory, "*.bin") or _matching(directory, "*.pt")
+        )
+        if files:
+            return WeightFiles("pt", files)
+    kinds = {"safetensors": "*.safetensors", "pt": "*.bin or *.pt"}.get(
+        load_format, "*.safetensors, *.bin or *.pt"
+    )
+    raise CheckpointError(f"{directory} holds no weights: no {kinds} file.")
+
+
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """Names, dtypes, shapes and offsets of a safetensors file. Raises CheckpointError for a damaged one."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if not 2 <= length <= MAX_HEADER_BYTES:
+            raise CheckpointError(f"{file} is no safetensors file.")
+        try:
+            header = json.loads(stream.read(length))
+            entries = {
+                name: StoredTensor(
+                    entry["dtype"],
+                    tuple(entry["shape"]),
+                    8 + length + entry["data_offsets"][0],
+                    8 + length + entry["data_offsets"][1],
+                )
+                for name, entry in header.items()
+                if name != "__metadata__"
+            }
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+            raise CheckpointError(f"{file} has a damaged header.") from error
+    expected = max((entry.end for entry in entries.values()), default=8 + length)
+    if file.stat().st_size < expected:
+        raise CheckpointError(f"{file} is cut off: {file.stat().st_size} bytes of {expected}.")
+    return entries
+
+
+def weight_bytes(directory: Path) -> int:
+    """The size of all tensors of a checkpoint, 0 where there are no weight files."""
+    try:
+        weights = find_weights(directory)
+    except CheckpointError:
+        return 0  # a configuration alone is enough for dummy weights
+    if weights.format == "pt":
+        return sum(file.stat().st_size for file in weights.files)
+    return sum(entry.end - entry.begin for file in weights.files for entry in read_header(file).values())
+
+
+def stored_dtype(directory: Path) -> str | None:
+    """The dtype of the first floating tensor, for a configuration that does not say."""
+    for file in _matching(directory, "*.safetensors"):
+        for entry in read_header(file).values():
+            if entry.dtype in _DTYPE_NAMES:
+                return _DTYPE_NAMES[entry.dtype]
+    return None
+
+
+def _matching(directory: Path, pattern: str) -> tuple[Path, ...]:
+    skipped = ("consolidated", "training_args", "optimizer", "scheduler", "scaler")
+    return tuple(sorted(file for file in directory.glob(pattern) if not file.name.startswith(skipped)))
+
+
+def _indexed(directory: Path, name: str) -> tuple[Path, ...]:
+    """The files that an index names."""
+    if not (directory / name).is_file():
+        return ()
+    try:
+        index: Mapping[str, Any] = json.loads((directory / name).read_text(encoding="utf-8"))
+        files = sorted({directory / Path(file).name for file in index["weight_map"].values()})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{directory / name} cannot be read.") from error
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise CheckpointError(f"{directory} lacks {', '.join(missing[:20])}, named by {name}.")
+    return tuple(files)

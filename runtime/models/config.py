@@ -1,0 +1,186 @@
+"""Reading a model's configuration: config.json and generation_config.json. Torch-free."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from runtime.errors import CheckpointError
+from runtime.facts import ModelFacts
+from runtime.layers.rope_parameters import RopeParameters
+from runtime.models.checkpoint import stored_dtype, weight_bytes
+from runtime.models.fields import Fields
+from runtime.models.registry import ARCHITECTURES, entry
+from runtime.models.rope_config import rope_parameters
+
+DTYPES = ("float32", "float16", "bfloat16")
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+LAYER_TYPES = ("full_attention", "sliding_attention")
+SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def read_facts(path: str, overrides: Mapping[str, Any] | None = None) -> ModelFacts:
+    """What a local checkpoint says about its model; `overrides` are merged over config.json.
+
+    Raises CheckpointError for a directory that is missing or holds no model, for JSON that cannot be read, an
+    architecture that is not supported, and values that make no sense.
+    """
+    directory = Path(path)
+    if not directory.is_dir():
+        raise CheckpointError(f"There is no directory {path}.")
+    if not (directory / "config.json").is_file():
+        raise CheckpointError(f"{path} holds no model: it has no config.json.")
+    values = merge(_read_json(directory / "config.json"), overrides or {})
+    generation = {}
+    if (directory / "generation_config.json").is_file():
+        generation = _read_json(directory / "generation_config.json")
+    config = Config(values)
+    config.check()
+    bos_ids = _token_ids(values, "bos_token_id") or _token_ids(generation, "bos_token_id")
+    return ModelFacts(
+        architecture=config.architecture,
+        path=str(directory),
+        num_layers=config.num_layers,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        context_length=config.rope().context_length,
+        dtype=config.dtype or stored_dtype(directory) or "float32",
+        eos_ids=_token_ids(values, "eos_token_id") | _token_ids(generation, "eos_token_id"),
+        bos_id=min(bos_ids, default=None),
+        weight_bytes=weight_bytes(directory),
+        preferred_sampling={
+            name: generation[name] for name in SAMPLING_FIELDS if generation.get(name) is not None
+        },
+        config=values,
+    )
+
+
+def merge(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json with the user's values over it, whichever of the two spellings of rope either has."""
+    merged = {**values, **overrides}
+    if "rope_parameters" in overrides and "rope_scaling" not in overrides:
+        merged.pop("rope_scaling", None)
+    if "rope_theta" in overrides and "rope_parameters" not in overrides and merged.get("rope_parameters"):
+        merged["rope_parameters"] = {**merged["rope_parameters"], "rope_theta": overrides["rope_theta"]}
+    return merged
+
+
+class Config(Fields):
+    """A model's configuration, with its architecture's own defaults where the file is silent."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.architecture = _architecture(values)
+        super().__init__({**entry(self.architecture).defaults, **values}, "config.json: ")
+
+    def check(self) -> None:
+        """Raise CheckpointError for what no single field shows."""
+        if self.num_heads % self.num_kv_heads:
+            raise CheckpointError(
+                f"config.json: {self.num_heads} attention heads cannot share {self.num_kv_heads} kv heads evenly."
+            )
+        if self.optional_integer("head_dim") is None and self.hidden_size % self.num_heads:
+            raise CheckpointError(
+                f"config.json: hidden_size {self.hidden_size} is no multiple of {self.num_heads} attention heads."
+            )
+        if self.values.get("quantization_config"):
+            method = self.child("quantization_config").values.get("quant_method", "unnamed")
+            raise CheckpointError(
+                f"The checkpoint is quantized ({method}), which is not supported; use the unquantized model."
+            )
+
+    @property
+    def num_layers(self) -> int:
+        return self.integer("num_hidden_layers")
+
+    @property
+    def num_heads(self) -> int:
+        return self.integer("num_attention_heads")
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.optional_integer("num_key_value_heads") or self.num_heads
+
+    @property
+    def hidden_size(self) -> int:
+        return self.integer("hidden_size")
+
+    @property
+    def head_dim(self) -> int:
+        return self.optional_integer("head_dim") or self.hidden_size // self.num_heads
+
+    @property
+    def intermediate_size(self) -> int:
+        return self.integer("intermediate_size")
+
+    @property
+    def vocab_size(self) -> int:
+        return self.integer("vocab_size")
+
+    @property
+    def norm_eps(self) -> float:
+        return self.optional_number("rms_norm_eps") or 1e-6
+
+    @property
+    def activation(self) -> str:
+        """In the words of `ops.activation`."""
+        return ACTIVATIONS[self.choice("hidden_act", list(ACTIVATIONS), default="silu")]
+
+    @property
+    def dtype(self) -> str | None:
+        """The dtype of the weights, or None where the configuration does not say."""
+        name = "dtype" if self.values.get("dtype") is not None else "torch_dtype"
+        known = [*DTYPES, *(f"torch.{dtype}" for dtype in DTYPES)]
+        dtype = self.choice(name, [*known, "auto"], default="auto")
+        return None if dtype == "auto" else dtype.removeprefix("torch.")
+
+    def layer_types(self) -> list[str] | None:
+        """The kind of attention of each layer, where the configuration lists them."""
+        kinds = self.values.get("layer_types")
+        if kinds is None:
+            return None
+        if not isinstance(kinds, list) or len(kinds) != self.num_layers or not set(kinds) <= set(LAYER_TYPES):
+            raise self.wrong("layer_types", f"{self.num_layers} of {', '.join(LAYER_TYPES)}")
+        return kinds
+
+    def rope(self, layer_type: str | None = None) -> RopeParameters:
+        """The rotary embedding of all layers, or of one type."""
+        return rope_parameters(self, self.head_dim, layer_type)
+
+
+def _architecture(values: Mapping[str, Any]) -> str:
+    names = values.get("architectures")
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+        raise CheckpointError("config.json: architectures must name the model's class.")
+    known = [name for name in names if name in ARCHITECTURES]
+    return known[0] if known else names[0]
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{file} must hold a JSON object.")
+    return values
+
+
+def _token_ids(values: Mapping[str, Any], name: str) -> frozenset[int]:
+    """One id, several, or none."""
+    ids = values.get(name)
+    ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
+    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+        raise CheckpointError(f"{name} must be a token id or a list of them, not {values.get(name)!r}.")
+    return frozenset(ids)

@@ -1,0 +1,76 @@
+"""A decoder-only language model: embedding, blocks, norm, head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ops.attention import AttentionInputs
+from ops.select import Kernels
+from runtime.layers.embed import Embedding, Head
+from runtime.layers.norm import RMSNorm
+from runtime.layers.rope import Rope
+from runtime.layers.rope_parameters import RopeParameters
+from runtime.models.config import Config
+from runtime.models.registry import entry
+
+
+class LayerPools(Protocol):
+    """What a decoder needs of a KV pool."""
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """What the layers of one model are built with; layers with the same angles share one table."""
+
+    kernels: Kernels
+    context_length: int
+    device: torch.device
+    ropes: dict[RopeParameters, Rope] = field(default_factory=dict)
+
+    def rope(self, parameters: RopeParameters) -> Rope:
+        if parameters not in self.ropes:
+            self.ropes[parameters] = Rope(parameters, self.context_length, self.kernels, self.device)
+        return self.ropes[parameters]
+
+
+class Decoder(nn.Module):
+    """Computes hidden states of a flat batch of tokens over a paged cache, and logits of chosen ones."""
+
+    def __init__(self, embedding: Embedding, layers: Sequence[nn.Module], norm: RMSNorm, head: Head) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.layers = nn.ModuleList(layers)
+        self.norm = norm
+        self.head = head
+
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, inputs: AttentionInputs, pool: LayerPools
+    ) -> Tensor:
+        """token_ids and positions int64 [T] -> hidden [T, E], the final norm applied. Writes the KV of all T."""
+        x, residual = self.embedding(token_ids), None  # [T, E]
+        for index, layer in enumerate(self.layers):
+            x, residual = layer(x, residual, positions, inputs, *pool.layer(index))
+        return self.norm.add(x, residual)[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [R, E], as `forward` gave them -> float32 [R, V]."""
+        return self.head(hidden)
+
+
+def assemble(config: Config, build: Build) -> Decoder:
+    """The decoder that a configuration describes, its parameters not yet filled."""
+    layer = entry(config.architecture).layer()
+    embedding = Embedding("model.embed_tokens", config.vocab_size, config.hidden_size)
+    return Decoder(
+        embedding,
+        [layer(config, index, build) for index in range(config.num_layers)],
+        RMSNorm("model.norm", config.hidden_size, config.norm_eps, build.kernels),
+        Head("lm_head", embedding, build.kernels, tied=config.flag("tie_word_embeddings")),
+    )

@@ -1,0 +1,137 @@
+"""Building a model and filling its parameters: every parameter once, every tensor accounted for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+
+from ops.select import Kernels
+from runtime.errors import CheckpointError
+from runtime.facts import ModelFacts
+from runtime.layers.weight import Piece, Weighted
+from runtime.models.checkpoint import find_weights
+from runtime.models.config import Config
+from runtime.models.decoder import Build, Decoder, assemble
+from runtime.models.tensors import TensorFiles
+from runtime.plan import ModelPlan
+
+MAX_NAMED = 20  # tensors listed in one error
+DUMMY_SEED = 1234
+DUMMY_RANGE = 1e-3
+
+# Tensors that some checkpoints carry and nobody needs: the angles are computed, a tied head is the embedding.
+IGNORED = re.compile(r".*\.rotary_emb\.inv_freq")
+IGNORED_IF_TIED = re.compile(r"lm_head\.weight")
+
+
+def load_model(facts: ModelFacts, plan: ModelPlan, kernels: Kernels) -> Decoder:
+    """The model on plan.device in plan.dtype, ready to compute, without gradients.
+
+    At no time does it hold more than the weights and one tensor. Raises CheckpointError naming every tensor
+    that is missing, left over or misshapen; then nothing was read yet.
+    """
+    device = torch.device(plan.device)
+    config = Config(facts.config)
+    with torch.device("meta"):
+        model = assemble(config, Build(kernels, plan.context_length, device))
+    _allocate(model, getattr(torch, plan.dtype), device)
+    pieces = collect_pieces(model)
+    if plan.load_format == "dummy":
+        for piece in pieces.values():
+            _fill_dummy(piece)
+    else:
+        tensors = TensorFiles(find_weights(Path(facts.path), plan.load_format), mmap=plan.mmap)
+        ignored = _ignored(tensors.shapes, tied=config.flag("tie_word_embeddings"))
+        check_total(pieces, {name: s for name, s in tensors.shapes.items() if name not in ignored})
+        tensors.read_all(
+            lambda name, tensor: None if name in ignored else _fill(pieces[name], tensor),
+            plan.num_load_threads,
+        )
+    return model.eval()
+
+
+def collect_pieces(model: nn.Module) -> dict[str, Piece]:
+    """What each checkpoint tensor fills. Raises RuntimeError where a layer's pieces leave a gap or overlap."""
+    pieces: dict[str, Piece] = {}
+    for module in model.modules():
+        own = list(module.pieces()) if isinstance(module, Weighted) else []
+        _check_cover(module, own)
+        for piece in own:
+            if piece.name in pieces:
+                raise RuntimeError(f"Two layers claim the tensor {piece.name}.")
+            pieces[piece.name] = piece
+    return pieces
+
+
+def check_total(pieces: Mapping[str, Piece], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise CheckpointError unless the tensors are exactly those that the model is made of."""
+    missing = [name for name in pieces if name not in shapes]
+    extra = [name for name in shapes if name not in pieces]
+    misshapen = [
+        f"{name} is {_text(shapes[name])}, must be {_text(piece.shape)}"
+        for name, piece in pieces.items()
+        if name in shapes and shapes[name] != piece.shape
+    ]
+    problems = [
+        _list("missing", missing),
+        _list("not of this model", extra),
+        _list("of the wrong shape", misshapen),
+    ]
+    if any(problems):
+        raise CheckpointError(
+            "The checkpoint does not fit the model: " + "; ".join(filter(None, problems)) + "."
+        )
+
+
+def _allocate(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Give every parameter memory; until now they were shapes only."""
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            memory = torch.empty(parameter.shape, dtype=dtype, device=device)
+            setattr(module, name, nn.Parameter(memory, requires_grad=False))
+
+
+def _check_cover(module: nn.Module, pieces: Sequence[Piece]) -> None:
+    for name, parameter in module.named_parameters(recurse=False):
+        row = 0
+        for piece in sorted((p for p in pieces if p.parameter is parameter), key=lambda p: p.first_row):
+            if piece.first_row != row:
+                raise RuntimeError(
+                    f"{type(module).__name__}.{name}: {piece.name} does not begin at row {row}."
+                )
+            row += piece.num_rows
+        if row != parameter.shape[0]:
+            raise RuntimeError(
+                f"{type(module).__name__}.{name}: {row} of {parameter.shape[0]} rows are filled."
+            )
+
+
+def _ignored(names: Mapping[str, object], *, tied: bool) -> set[str]:
+    return {name for name in names if IGNORED.fullmatch(name) or (tied and IGNORED_IF_TIED.fullmatch(name))}
+
+
+def _fill(piece: Piece, tensor: Tensor) -> None:
+    piece.target.copy_(tensor)
+
+
+def _fill_dummy(piece: Piece) -> None:
+    """Small uniform numbers that depend on the tensor's name alone."""
+    generator = torch.Generator().manual_seed(DUMMY_SEED + crc32(piece.name.encode()))
+    values = torch.empty(piece.shape).uniform_(-DUMMY_RANGE, DUMMY_RANGE, generator=generator)
+    piece.target.copy_(values)
+
+
+def _list(problem: str, names: Sequence[str]) -> str:
+    if not names:
+        return ""
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return f"{len(names)} {problem} ({', '.join(names[:MAX_NAMED])}{more})"
+
+
+def _text(shape: Sequence[int]) -> str:
+    return "x".join(str(size) for size in shape) or "a scalar"

@@ -1,0 +1,60 @@
+"""Which architectures there are. Torch-free: a family's file is imported when its model is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from runtime.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from runtime.models.config import Config
+    from runtime.models.decoder import Build
+
+    BuildLayer = Callable[[Config, int, Build], nn.Module]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A family's file, and the values its configuration takes where config.json is silent."""
+
+    family: str
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    def layer(self) -> BuildLayer:
+        """The family's function that builds layer i."""
+        return import_module(f"runtime.models.families.{self.family}").layer
+
+
+_QWEN = {
+    "max_position_embeddings": 32768,
+    "num_key_value_heads": 32,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+
+ARCHITECTURES: Mapping[str, Entry] = {
+    "LlamaForCausalLM": Entry("llama", {"max_position_embeddings": 2048}),
+    "MistralForCausalLM": Entry(
+        "mistral",
+        {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+    ),
+    "Qwen2ForCausalLM": Entry("qwen2", _QWEN),
+    "Qwen3ForCausalLM": Entry("qwen3", {**_QWEN, "head_dim": 128}),
+}
+
+
+def entry(architecture: str) -> Entry:
+    """The entry of an architecture. Raises CheckpointError, with a hint, where there is none."""
+    if architecture in ARCHITECTURES:
+        return ARCHITECTURES[architecture]
+    close = get_close_matches(architecture, ARCHITECTURES, n=1)
+    hint = f" Did you mean {close[0]}?" if close else ""
+    known = ", ".join(sorted(ARCHITECTURES))
+    raise CheckpointError(f"The architecture {architecture} is not supported.{hint} Supported are: {known}.")

@@ -1,0 +1,113 @@
+"""Reading a checkpoint's tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from pickle import UnpicklingError
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from runtime.errors import CheckpointError
+from runtime.models.checkpoint import StoredTensor, WeightFiles, read_header
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+class TensorFiles:
+    """The tensors of a checkpoint by name: shapes known at once, contents read one at a time.
+
+    With `mmap` the pages of the files are mapped, without it each tensor is read with plain reads. Raises
+    CheckpointError for a damaged file and for a name that occurs in two files.
+    """
+
+    def __init__(self, weights: WeightFiles, *, mmap: bool = True) -> None:
+        self._mmap = mmap
+        self._files: Sequence[_File] = [
+            _SafetensorsFile(file) if weights.format == "safetensors" else _TorchFile(file, mmap)
+            for file in weights.files
+        ]
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for file in self._files:
+            for name, shape in file.shapes().items():
+                if name in self.shapes:
+                    raise CheckpointError(f"The tensor {name} stands in two weight files.")
+                self.shapes[name] = shape
+
+    def read_all(self, take: Callable[[str, Tensor], None], num_threads: int = 1) -> None:
+        """Give every tensor to `take`, on this thread or, file by file, on several."""
+
+        def read(file: _File) -> None:
+            for name, tensor in file.tensors(mmap=self._mmap):
+                take(name, tensor)
+
+        if num_threads <= 1:
+            for file in self._files:
+                read(file)
+            return
+        with ThreadPoolExecutor(num_threads, thread_name_prefix="load") as pool:
+            list(pool.map(read, self._files))
+
+
+class _SafetensorsFile:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._header = read_header(path)
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: entry.shape for name, entry in self._header.items()}
+
+    def tensors(self, *, mmap: bool) -> Iterator[tuple[str, Tensor]]:
+        if mmap:
+            with safe_open(self._path, framework="pt") as tensors:
+                for name in self._header:
+                    yield name, tensors.get_tensor(name)
+            return
+        with self._path.open("rb") as stream:
+            for name, entry in self._header.items():
+                stream.seek(entry.begin)
+                yield name, self._decode(name, entry, bytearray(stream.read(entry.end - entry.begin)))
+
+    def _decode(self, name: str, entry: StoredTensor, content: bytearray) -> Tensor:
+        if entry.dtype not in _DTYPES:
+            raise CheckpointError(f"{self._path}: {name} has the dtype {entry.dtype}, which cannot be read.")
+        return torch.frombuffer(content, dtype=_DTYPES[entry.dtype]).view(entry.shape)
+
+
+class _TorchFile:
+    """A file of torch.save, read without executing anything in it."""
+
+    def __init__(self, path: Path, mmap: bool) -> None:
+        try:
+            self._tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
+            raise CheckpointError(f"{path} cannot be read as weights.") from error
+        if not isinstance(self._tensors, Mapping) or not all(
+            isinstance(tensor, Tensor) for tensor in self._tensors.values()
+        ):
+            raise CheckpointError(f"{path} must hold a table of tensors and nothing else.")
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+
+    def tensors(self, *, mmap: bool) -> Iterator[tuple[str, Tensor]]:
+        yield from self._tensors.items()
+
+
+_File = _SafetensorsFile | _TorchFile

@@ -1,0 +1,77 @@
+"""Tiny random checkpoints of every family, written by transformers.
+
+The numbers are redrawn: with transformers' own initialisation (small matrices, norms of 1, biases of 0) a model
+that forgets a norm's weight, a bias or a window still gives nearly the same logits.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.llama import LlamaConfig
+from transformers.models.mistral import MistralConfig
+from transformers.models.qwen2 import Qwen2Config
+from transformers.models.qwen3 import Qwen3Config
+
+CONFIGS = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+FAMILY_OF = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "sliding_window": None,
+}
+
+
+def write(
+    directory: Path | str,
+    family: str = "llama",
+    *,
+    vocab_size: int = 128,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: str = "5GB",
+    **config_overrides: Any,
+) -> str:
+    """Write a checkpoint without a tokenizer and return its path. Overrides are configuration fields."""
+    config = CONFIGS[family](vocab_size=vocab_size, **{**SHAPE, **config_overrides})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    redraw(model, seed)
+    model.to(dtype).save_pretrained(directory, max_shard_size=max_shard_size)
+    return str(directory)
+
+
+def redraw(model: PreTrainedModel, seed: int) -> None:
+    """Matrices of standard deviation 0.2, norms around 1 and biases around 0 but well off both."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() > 1:
+                parameter.copy_(0.2 * noise)
+            elif name.endswith("bias"):
+                parameter.copy_(0.3 * noise)
+            else:
+                parameter.copy_(1 + 0.3 * noise)
+
+
+def reference(path: str, token_ids: list[int]) -> torch.Tensor:
+    """What transformers computes: float32 logits [T, V] of one sequence, in one pass."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        return model(torch.tensor([token_ids])).logits[0].float()

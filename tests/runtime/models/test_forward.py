@@ -1,0 +1,44 @@
+"""How a model is called: build the inputs of a step, compute hidden states, take logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import tiny_checkpoints
+import torch
+
+from ops.attention import AttentionInputs, token_positions
+from ops.select import select
+from runtime.cache.pool import KVPool
+from runtime.models.config import read_facts
+from runtime.models.loader import load_model
+from runtime.plan import ModelPlan
+
+
+def plan_for(path: str, **changes) -> ModelPlan:
+    values = {
+        "load_format": "auto",
+        "dtype": "float32",
+        "device": "cpu",
+        "context_length": 256,
+        "random_seed": 0,
+    }
+    return ModelPlan(path=path, **{**values, **changes})
+
+
+def test_prompt_then_decode_gives_the_logits_of_transformers(tmp_path: Path) -> None:
+    path = tiny_checkpoints.write(tmp_path, "llama")
+    facts = read_facts(path)
+    model = load_model(facts, plan_for(path), select())
+    pool = KVPool(facts.num_layers, 8, 16, facts.num_kv_heads, facts.head_dim, torch.float32, "cpu")
+    ids = list(range(20, 50))
+    page_table = np.array([[3, 5]], np.int32)  # positions 0..15 live in page 3, 16..31 in page 5
+    expected = tiny_checkpoints.reference(path, ids)
+
+    for start, end in ((0, 29), (29, 30)):  # the prompt, then one token more
+        inputs = AttentionInputs.build([start], [end - start], page_table, pool.page_size)
+        positions = torch.from_numpy(token_positions([start], [end - start]))
+        hidden = model(torch.tensor(ids[start:end]), positions, inputs, pool)  # [T, E]
+        logits = model.logits(hidden)  # float32 [T, V]
+        assert (logits - expected[start:end]).abs().max() < 1e-4
