@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from runtime.request import Finish, Request, SamplingParams
+from runtime.request import Finish, Logprobs, Request, SamplingParams
 
 
 class Sequence:
@@ -23,12 +24,15 @@ class Sequence:
         "index",
         "lock",
         "max_tokens",
+        "namespace",
+        "next_logprob",
         "num_cached",
         "num_computed",
         "num_pending",
         "num_prompt",
         "num_shared",
         "pages",
+        "prompt_logprobs",
         "request",
         "sampling",
         "seed",
@@ -45,6 +49,7 @@ class Sequence:
         max_tokens: int,
         stop_ids: frozenset[int],
         seed: int,
+        namespace: Hashable = None,
     ) -> None:
         self.request = request
         self.index = index  # which of the request's n choices
@@ -62,6 +67,10 @@ class Sequence:
         self.lock: Any = None  # what the prefix tree gave for holding the shared pages
         self.slot = -1  # row in the per-sequence tables while running
         self.finish: Finish | None = None
+        self.namespace = namespace  # sequences of different namespaces never share pages
+        wanted = request.logprobs.start if request.logprobs is not None else -1
+        self.next_logprob = wanted if wanted >= 0 else self.num_prompt  # first position still to be asked for
+        self.prompt_logprobs: Logprobs | None = None  # gathered until the first output
 
     @property
     def num_output(self) -> int:
