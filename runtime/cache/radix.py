@@ -1,0 +1,291 @@
+"""The prefix tree: which token sequences have their KV in which pages.
+
+A node holds a run of whole pages and the token ids in them; its children continue it and differ in their
+first page. Sequences in use hold a lock on the node where their shared part ends, and every node counts the
+locks on itself and below, so an unlocked node has only unlocked descendants and the tree can be emptied leaf
+by leaf.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator
+from heapq import heapify, heappop, heappush
+from itertools import count
+
+
+class Node:
+    """A run of pages. Its identity stays with the *end* of the run when it is split, where the locks are."""
+
+    __slots__ = ("children", "ids", "last_used", "locks", "pages", "parent")
+
+    def __init__(self, parent: Node | None, ids: list[int], pages: list[int]) -> None:
+        self.parent = parent  # None: a root, or no longer in the tree
+        self.ids = ids
+        self.pages = pages
+        self.children: dict[tuple[int, ...], Node] = {}
+        self.locks = 0
+        self.last_used = 0
+
+
+class RadixTree:
+    """Longest-prefix lookup at page granularity, with locks and least-recently-used eviction.
+
+    Namespaces (an adapter, a cache salt) never share. The tree owns the pages given to it until `evict` or
+    `clear` returns them.
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self.num_pages = 0
+        self.num_evictable = 0  # pages of unlocked nodes
+        self._roots: dict[Hashable, Node] = {}
+        self._num_nodes = 0
+        self._clock = 0
+        self._serial = count()
+        self._leaves: list[
+            tuple[int, int, Node]
+        ] = []  # heap of (last used, tie, node); stale entries are skipped
+
+    def measure(self, ids: list[int], limit: int, namespace: Hashable = None) -> int:
+        """How many of the first `limit` tokens are in the tree; changes nothing."""
+        root = self._roots.get(namespace)
+        if root is None:
+            return 0
+        _, matched, _, more = self._walk(root, ids, limit)
+        return matched + more * self.page_size
+
+    def path(self, ids: list[int], limit: int, namespace: Hashable = None) -> list[Node]:
+        """The nodes along which `ids[:limit]` is found, from the root, the last one perhaps in part."""
+        root = self._roots.get(namespace)
+        if root is None:
+            return []
+        node, _, child, _ = self._walk(root, ids, limit)
+        nodes = []
+        step = child or node
+        while step is not None:
+            nodes.append(step)
+            step = step.parent
+        return nodes[::-1]
+
+    def hold(self, ids: list[int], limit: int, namespace: Hashable = None) -> tuple[Node, list[int]]:
+        """Lock the longest prefix of `ids[:limit]`; returns its last node and its pages in order."""
+        root = self._roots.get(namespace)
+        if root is None:
+            root = self._roots[namespace] = Node(None, [], [])
+        node, _, child, more = self._walk(root, ids, limit)
+        if child is not None:
+            node = self._split(child, more)
+        self._lock(node, None)
+        return node, path_pages(node)
+
+    def extend(self, node: Node, ids: list[int], pages: list[int]) -> tuple[Node, list[int]]:
+        """Continue a held prefix by whole pages; the caller's lock moves from `node` to the returned node.
+
+        The second value are the pages that the tree already had for the first of these tokens: the caller's
+        own pages there were not taken over, all later ones were.
+        """
+        size, held, known, position = self.page_size, node, [], 0
+        while position < len(ids):
+            key = tuple(ids[position : position + size])
+            child = node.children.get(key)
+            if child is None:
+                child = Node(node, ids[position:], pages[position // size :])
+                node.children[key] = child
+                self._num_nodes += 1
+                self.num_pages += len(child.pages)
+                self.num_evictable += len(child.pages)
+            else:
+                shared = self._num_common_pages(child, ids, position, len(ids))
+                if shared < len(child.pages):
+                    child = self._split(child, shared)
+                known += child.pages
+            position += len(child.ids)
+            node = child
+        self._lock(node, held)
+        return node, known
+
+    def release(self, node: Node) -> None:
+        """Give up a lock that `hold` or `extend` gave."""
+        self._clock += 1
+        step: Node | None = node
+        while step is not None:
+            step.last_used = self._clock
+            step.locks -= 1
+            if not step.locks:
+                self.num_evictable += len(step.pages)
+            root, step = step, step.parent
+        self._offer(node)
+        self._drop_root_if_empty(root)
+
+    def evict(self, num_pages: int) -> list[int]:
+        """Take out up to `num_pages` pages, least recently used leaves first, the ends of runs first."""
+        freed: list[int] = []
+        while len(freed) < num_pages and self._leaves:
+            last_used, _, node = heappop(self._leaves)
+            if not _is_free_leaf(node) or node.last_used != last_used:
+                continue
+            missing = num_pages - len(freed)
+            if len(node.pages) > missing:
+                freed += node.pages[-missing:]
+                del node.pages[-missing:]
+                del node.ids[-missing * self.page_size :]
+                self._offer(node)
+            else:
+                freed += node.pages
+                self._remove(node)
+        self.num_pages -= len(freed)
+        self.num_evictable -= len(freed)
+        return freed
+
+    def forget(self, node: Node) -> list[int]:
+        """Take out a node and the ancestors that nobody else needs; the caller's lock on it is given up."""
+        freed: list[int] = []
+        self.release(node)
+        while (parent := node.parent) is not None and not node.locks and not node.children:
+            freed += node.pages
+            self._remove(node)
+            node = parent
+        self.num_pages -= len(freed)
+        self.num_evictable -= len(freed)
+        return freed
+
+    def clear(self) -> list[int]:
+        """Take everything out, locked or not; returns the pages. Locks given before are void."""
+        pages = [page for node in self._nodes() for page in node.pages]
+        self._roots.clear()
+        self._leaves.clear()
+        self._num_nodes = self.num_pages = self.num_evictable = 0
+        return pages
+
+    def check(self, holders: Iterable[Node]) -> list[int]:
+        """Raise `ValueError` unless locks, counts and keys are exact for these holders; returns all pages."""
+        locks: Counter[int] = Counter()
+        for holder in holders:
+            step: Node | None = holder
+            while step is not None:
+                locks[id(step)] += 1
+                root, step = step, step.parent
+            if root not in self._roots.values():
+                raise ValueError("A lock is held on a node that is no longer in the tree.")
+        nodes = list(self._nodes())
+        offered = {(last_used, id(node)) for last_used, _, node in self._leaves}
+        for node in nodes:
+            if node.locks != locks[id(node)]:
+                raise ValueError(f"A node counts {node.locks} locks and has {locks[id(node)]} holders.")
+            if node.parent is not None:
+                self._check_run(node, offered)
+        if len(nodes) - len(self._roots) != self._num_nodes:
+            raise ValueError("The number of nodes is wrong.")
+        pages = [page for node in nodes for page in node.pages]
+        evictable = sum(len(node.pages) for node in nodes if not node.locks)
+        if len(pages) != self.num_pages or evictable != self.num_evictable:
+            raise ValueError("The page counts of the tree are wrong.")
+        return pages
+
+    def _check_run(self, node: Node, offered: set[tuple[int, int]]) -> None:
+        parent = node.parent
+        if not node.pages or len(node.ids) != len(node.pages) * self.page_size:
+            raise ValueError("A node's ids do not fill its pages.")
+        if parent is None or parent.children.get(tuple(node.ids[: self.page_size])) is not node:
+            raise ValueError("A node is not where its ids say.")
+        if _is_free_leaf(node) and (node.last_used, id(node)) not in offered:
+            raise ValueError("An unlocked leaf is not offered for eviction.")
+
+    def _nodes(self) -> Iterator[Node]:
+        stack = list(self._roots.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def _walk(self, node: Node, ids: list[int], limit: int) -> tuple[Node, int, Node | None, int]:
+        """The last node matched whole, the tokens up to its end, the child matched in part, and its pages."""
+        size, position = self.page_size, 0
+        while position + size <= limit:
+            child = node.children.get(tuple(ids[position : position + size]))
+            if child is None:
+                break
+            shared = self._num_common_pages(child, ids, position, limit)
+            if shared < len(child.pages):
+                return node, position, child, shared
+            node = child
+            position += len(child.ids)
+        return node, position, None, 0
+
+    def _num_common_pages(self, child: Node, ids: list[int], start: int, stop: int) -> int:
+        """Pages of `child` that `ids[start:stop]` begins with, by halving: comparisons run in C."""
+        size, own = self.page_size, child.ids
+        low, high = 0, min(len(own), stop - start) // size
+        middle = high
+        while low < high:
+            if own[low * size : middle * size] == ids[start + low * size : start + middle * size]:
+                low = middle
+            else:
+                high = middle - 1
+            middle = (low + high + 1) // 2
+        return low
+
+    def _split(self, node: Node, num_pages: int) -> Node:
+        """Cut a run in two; the new node is the first part and is returned."""
+        parent, cut = node.parent, num_pages * self.page_size
+        if parent is None:
+            raise ValueError("A root cannot be split.")
+        first = Node(parent, node.ids[:cut], node.pages[:num_pages])
+        first.locks, first.last_used = node.locks, node.last_used
+        parent.children[tuple(first.ids[: self.page_size])] = first
+        node.ids, node.pages, node.parent = node.ids[cut:], node.pages[num_pages:], first
+        first.children[tuple(node.ids[: self.page_size])] = node
+        self._num_nodes += 1
+        return first
+
+    def _lock(self, node: Node, above: Node | None) -> None:
+        step: Node | None = node
+        while step is not above and step is not None:
+            if not step.locks:
+                self.num_evictable -= len(step.pages)
+            step.locks += 1
+            step = step.parent
+
+    def _remove(self, node: Node) -> None:
+        parent = node.parent
+        if parent is None:
+            raise ValueError("A root is removed with its last child.")
+        del parent.children[tuple(node.ids[: self.page_size])]
+        node.parent = None
+        self._num_nodes -= 1
+        self._offer(parent)
+        if parent.parent is None:
+            self._drop_root_if_empty(parent)
+
+    def _offer(self, node: Node) -> None:
+        """Enter a node into the eviction order if it is a free leaf."""
+        if not _is_free_leaf(node):
+            return
+        heappush(self._leaves, (node.last_used, next(self._serial), node))
+        if len(self._leaves) > 2 * self._num_nodes + 64:
+            self._leaves = [
+                entry for entry in self._leaves if _is_free_leaf(entry[2]) and entry[2].last_used == entry[0]
+            ]
+            heapify(self._leaves)
+
+    def _drop_root_if_empty(self, root: Node) -> None:
+        if not root.locks and not root.children:
+            for namespace, node in self._roots.items():
+                if node is root:
+                    del self._roots[namespace]
+                    return
+
+
+def _is_free_leaf(node: Node) -> bool:
+    return not node.locks and not node.children and node.parent is not None
+
+
+def path_pages(node: Node) -> list[int]:
+    """The pages of the prefix that ends with this node, in order."""
+    runs = []
+    step: Node | None = node
+    while step is not None:
+        runs.append(step.pages)
+        step = step.parent
+    return [page for run in reversed(runs) for page in run]
