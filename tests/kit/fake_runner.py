@@ -1,0 +1,274 @@
+"""A runner without a model: its tokens are a pure function of the history that it reads through the pages.
+
+Like KV, what a step stores at a place depends on the token *and* on everything before it. A wrong page, a
+stale page, a page shared too early or a token that was not computed again therefore gives a wrong token, or
+is reported at once as an `AssertionError`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from runtime.batch import UNKNOWN, Batch, Tokens
+from runtime.cache.prefix import PrefixCache
+from runtime.plan import SchedulePlan
+from runtime.request import Delta, LogprobParams, Logprobs, Request, SamplingParams
+from runtime.schedule.schedule import Schedule
+from runtime.sequence import Sequence
+
+_MASK = 2**61 - 1
+
+
+def advance(state: int, token: int) -> int:
+    """The state of a history that is longer by one token."""
+    return (state * 1_000_003 + token + 7) * 2_654_435_761 % _MASK
+
+
+def next_token(state: int, seed: int, vocab_size: int) -> int:
+    """The token that follows a history, for one seed."""
+    return (state ^ (seed * 0x9E37_79B9)) % 1_000_000_007 % vocab_size
+
+
+def reference_output(
+    prompt: Iterable[int], *, max_new_tokens: int, stop_ids: frozenset[int], seed: int, vocab_size: int
+) -> list[int]:
+    """What a sequence produces when it is computed alone."""
+    state, output = 0, []
+    for token in prompt:
+        state = advance(state, token)
+    while len(output) < max_new_tokens:
+        token = next_token(state, seed, vocab_size)
+        output.append(token)
+        if token in stop_ids:
+            break
+        state = advance(state, token)
+    return output
+
+
+class FakeRunner:
+    """Runs steps in order, each only when its tokens are asked for, so that aliased tables show."""
+
+    def __init__(self, num_pages: int, page_size: int, num_slots: int, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.num_tokens_computed = 0
+        self.broken_requests: set[int] = set()  # their logits are "not finite" from now on
+        self.last_batch: Batch | None = None
+        self._page_size = page_size
+        self._tokens = np.full(num_pages * page_size, UNKNOWN, np.int64)
+        self._states: list[int | None] = [None] * (num_pages * page_size)
+        self._last = [UNKNOWN] * num_slots
+        self._queue: deque[Batch] = deque()
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._queue)
+
+    def launch(self, batch: Batch) -> None:
+        self.last_batch = batch
+        self._queue.append(batch)
+
+    def finish_oldest(self) -> tuple[Batch, Tokens]:
+        """Run the oldest step in flight and return its batch and tokens."""
+        batch = self._queue.popleft()
+        return batch, self._run(batch)
+
+    def drop(self) -> list[Batch]:
+        """A step failed: nothing in flight will arrive, and the pages hold anything."""
+        batches = list(self._queue)
+        self._queue.clear()
+        self._states = [None] * len(self._states)
+        self._tokens.fill(UNKNOWN)
+        return batches
+
+    def _run(self, batch: Batch) -> Tokens:
+        places = [self._places(batch, row) for row in range(len(batch.sequences))]
+        self._store(batch, places)
+        states = [self._attend(batch, row, places[row]) for row in range(len(batch.sequences))]
+        self._check(places, states)
+        return self._sample(batch, states)
+
+    def _places(self, batch: Batch, row: int) -> list[int]:
+        """Where each position of a row's history lies, by page and offset."""
+        size, table = self._page_size, batch.page_table[row]
+        end = int(batch.starts[row] + batch.counts[row])
+        assert not table[-(-end // size) :].any(), "the page table is not padded with 0"
+        return [int(table[position // size]) * size + position % size for position in range(end)]
+
+    def _store(self, batch: Batch, places: list[list[int]]) -> None:
+        """Like KV: all rows store before any row attends."""
+        ids = iter(batch.token_ids.tolist())
+        written: set[int] = set()
+        for row, slot in enumerate(batch.slots.tolist()):
+            for place in places[row][int(batch.starts[row]) :]:
+                token = next(ids)
+                token = self._last[slot] if token == UNKNOWN else token
+                assert 0 <= token < self.vocab_size, "a token is used before it is known"
+                assert place not in written, "two rows of a step write the same place"
+                written.add(place)
+                self._tokens[place] = token
+                self._states[place] = None
+        assert next(ids, None) is None, "token_ids is longer than the rows"
+
+    def _attend(self, batch: Batch, row: int, places: list[int]) -> list[int]:
+        state, states, start = 0, [], int(batch.starts[row])
+        for position, place in enumerate(places):
+            state = advance(state, int(self._tokens[place]))
+            states.append(state)
+            if position >= start:
+                self._states[place] = state
+        self.num_tokens_computed += int(batch.counts[row])
+        return states
+
+    def _check(self, places: list[list[int]], states: list[list[int]]) -> None:
+        for row_places, row_states in zip(places, states):
+            for place, state in zip(row_places, row_states):
+                assert self._states[place] == state, "a page holds another history than its reader has"
+
+    def _sample(self, batch: Batch, states: list[list[int]]) -> Tokens:
+        ids = [UNKNOWN] * len(batch.sequences)
+        broken = [
+            row for row, sequence in enumerate(batch.sequences) if sequence.request.id in self.broken_requests
+        ]
+        logprobs: list[Logprobs | None] | None = None
+        if batch.sampling is not None:
+            wanted = batch.sampling.logprobs
+            if wanted is not None:
+                logprobs = [None for _ in batch.sequences]
+            for index, row in enumerate(batch.sampling.rows.tolist()):
+                ids[row] = next_token(states[row][-1], batch.sequences[row].seed, self.vocab_size)
+                self._last[int(batch.slots[row])] = ids[row]
+                if logprobs is not None and wanted is not None and wanted[index] is not None:
+                    logprobs[row] = _logprobs([ids[row]], wanted[index])
+        prompts = [
+            (asked.row, _logprobs(asked.targets.tolist(), asked.params)) for asked in batch.prompt_logprobs
+        ]
+        return Tokens(ids, broken, logprobs, prompts)
+
+
+def _logprobs(ids: list[int], params: LogprobParams | None) -> Logprobs:
+    """The logprob of a token is minus its id: easy to recognise."""
+    top = [[(-float(token), token)] for token in ids] if params is not None and params.top else []
+    return Logprobs([(-float(token), token) for token in ids], list(top), [])
+
+
+def make_plan(**changes: object) -> SchedulePlan:
+    """A schedule plan for tests: small, chunking off, mixed, with overlap."""
+    values: dict[str, object] = {
+        "max_running": 8,
+        "max_queued": 1000,
+        "chunk_tokens": None,
+        "max_prefill_tokens": 16384,
+        "policy": "fcfs",
+        "mixed": True,
+        "overlap": True,
+        "new_token_ratio": 0.7,
+        "min_new_token_ratio": 0.1,
+        "new_token_ratio_decay": 0.001,
+        "stream_interval": 1,
+        "log_interval_steps": 40,
+        "watchdog_timeout_s": 300.0,
+    }
+    return SchedulePlan(**(values | changes))  # type: ignore[arg-type]
+
+
+def make_sequence(
+    prompt: Iterable[int],
+    *,
+    max_new_tokens: int = 4,
+    index: int = 0,
+    seed: int = 0,
+    stop_ids: Iterable[int] = (),
+    request: Request | None = None,
+    logprobs: LogprobParams | None = None,
+    namespace: str | None = None,
+    **sampling: object,
+) -> Sequence:
+    """A sequence with a request of its own, unless one is given (for several choices)."""
+    ids = tuple(prompt)
+    if request is None:
+        params = SamplingParams(max_new_tokens=max_new_tokens, **sampling)  # type: ignore[arg-type]
+        request = Request(ids=ids, sampling=params, logprobs=logprobs)
+    limit = request.sampling.max_new_tokens
+    return Sequence(
+        request,
+        index,
+        ids,
+        max_tokens=len(ids) + (limit if limit is not None else 1 << 30),
+        stop_ids=frozenset(stop_ids),
+        seed=seed,
+        namespace=namespace,
+    )
+
+
+class Drive:
+    """A schedule with a fake runner and `depth` steps in flight, checked after every change."""
+
+    def __init__(
+        self,
+        plan: SchedulePlan | None = None,
+        *,
+        num_pages: int = 64,
+        page_size: int = 4,
+        prefix: bool = True,
+        depth: int = 1,
+        vocab_size: int = 50,
+        context_length: int = 4096,
+        watch: Callable[[Batch], None] | None = None,
+    ) -> None:
+        plan = plan or make_plan()
+        self.cache = PrefixCache(num_pages, page_size, enabled=prefix)
+        self.schedule = Schedule(plan, self.cache, vocab_size=vocab_size, context_length=context_length)
+        self.runner = FakeRunner(num_pages, page_size, plan.max_running, vocab_size)
+        self.depth = depth
+        self.deltas: list[Delta] = []
+        self._watch = watch
+
+    def add(self, *sequences: Sequence) -> None:
+        self.schedule.add(*sequences)
+        self.schedule.check()
+
+    def step(self) -> Batch | None:
+        """Fill and launch one batch, then apply the oldest while more than `depth` are in flight."""
+        batch = self.schedule.fill()
+        self.schedule.check()
+        if batch is not None:
+            if self._watch is not None:
+                self._watch(batch)
+            self.runner.launch(batch)
+        if self.runner.num_in_flight > (self.depth if batch is not None else 0):
+            self.apply()
+        return batch
+
+    def apply(self) -> list[Delta]:
+        batch, tokens = self.runner.finish_oldest()
+        deltas = self.schedule.apply(batch, tokens)
+        self.deltas += deltas
+        self.schedule.check()
+        return deltas
+
+    def run(self, max_steps: int = 2000) -> list[Delta]:
+        """Step until nothing runs or waits and nothing is in flight; returns all deltas so far."""
+        for _ in range(max_steps):
+            idle = not self.runner.num_in_flight
+            if self.step() is None and idle:
+                assert self.schedule.num_waiting == self.schedule.num_running == 0, "the schedule is stuck"
+                return self.deltas
+        raise AssertionError(f"not finished after {max_steps} steps")
+
+    def output(self, sequence: Sequence) -> list[int]:
+        """All ids that the deltas brought for a sequence."""
+        key = (sequence.request.id, sequence.index)
+        return [token for delta in self.deltas if delta[:2] == key for token in delta.ids]
+
+    def expected(self, sequence: Sequence) -> list[int]:
+        """What the sequence produces when it is computed alone."""
+        return reference_output(
+            sequence.ids[: sequence.num_prompt],
+            max_new_tokens=sequence.max_tokens - sequence.num_prompt,
+            stop_ids=sequence.stop_ids,
+            seed=sequence.seed,
+            vocab_size=self.runner.vocab_size,
+        )
