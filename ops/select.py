@@ -21,7 +21,7 @@ OPERATIONS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """One callable per operation. Each contract stands in its folder: `attend` in `ops.attention`, and so on."""
+    """One callable per operation; each contract stands in its folder, `attend` in `ops.attention` and so on."""
 
     attend: Callable[..., Tensor]
     store: Callable[..., None]

@@ -7,8 +7,8 @@ A backend file holds `attend(q, k_pool, v_pool, inputs, *, scale, window=None, s
     v_pool   [P, K, page, D]
     out      [T, H, D]           a new tensor of q's dtype
 
-Token i of row b has the position p = starts[b] + i and attends to the positions 0 .. p, or to the last `window`
-of them (its own included). Query head h reads kv head h // (H / K). Scores are q.k * scale, then
+Token i of row b has the position p = starts[b] + i and attends to the positions 0 .. p, or to the last
+`window` of them (its own included). Query head h reads kv head h // (H / K). Scores are q.k * scale, then
 soft_cap * tanh(score / soft_cap) where a soft cap is given. All KV of the step is stored before the call.
 Nothing outside a row's own positions has any influence on it, not even a value that is no number.
 """
@@ -29,8 +29,8 @@ from torch import Tensor
 class AttentionInputs:
     """Where each row of one step stands in the cache: made once per step, read by every layer.
 
-    `memo` is for backends: what one derives from the other fields in the first layer (a gather index, a mask) it
-    keeps there for the others. Its keys begin with the backend's module name.
+    `memo` is for backends: what one derives from the other fields in the first layer (a gather index, a mask)
+    it keeps there for the others. Its keys begin with the backend's module name.
     """
 
     page_table: Tensor  # int32 [B, W], a row's pages in order; entries beyond its length are any valid page

@@ -1,7 +1,7 @@
 """Attention in plain torch: the truth in tests, and what a CPU runs.
 
-Single-token rows are gathered into padded groups and attended together; longer rows are attended one by one, in
-blocks of queries, so that no mask and no score matrix grows with the square of the context.
+Single-token rows are gathered into padded groups and attended together; longer rows are attended one by one,
+in blocks of queries, so that no mask and no score matrix grows with the square of the context.
 """
 
 from __future__ import annotations

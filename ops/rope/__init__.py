@@ -7,6 +7,6 @@ A backend file holds `rotate(q, k, table, positions, *, interleaved=False) -> (q
     table      [N, R] float32: cosines of the R / 2 angles of each position, then their sines; R <= D
     positions  [T] int64, < N
 
-The first R dimensions of each head are rotated, the others pass. Pair i is (i, i + R / 2), or (2i, 2i + 1) when
-`interleaved`. The inputs may be overwritten: use what it returns. Source: RoFormer, arXiv 2104.09864.
+The first R dimensions of each head are rotated, the others pass. Pair i is (i, i + R / 2), or (2i, 2i + 1)
+when `interleaved`. The inputs may be overwritten: use what it returns. Source: RoFormer, arXiv 2104.09864.
 """

@@ -9,8 +9,8 @@ from torch import Tensor
 class KVPool:
     """One key and one value tensor per layer, [num_pages + 1, K, page, D], zeroed.
 
-    The last page is scratch: padding writes there and nobody reads it. Raises torch.OutOfMemoryError (on a GPU)
-    when the pool does not fit.
+    The last page is scratch: padding writes there and nobody reads it. Raises torch.OutOfMemoryError (on a
+    GPU) when the pool does not fit.
     """
 
     def __init__(

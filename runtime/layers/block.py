@@ -11,7 +11,8 @@ from runtime.layers.norm import RMSNorm
 class PreNormBlock(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); each addition is fused into the norm that follows it.
 
-    So a block takes and gives a pair: what the last part computed, and the sum to which it is still to be added.
+    So a block takes and gives a pair: what the last part computed, and the sum to which it is still to be
+    added.
     """
 
     def __init__(

@@ -13,7 +13,7 @@ from runtime.layers.weight import Piece
 
 
 class Part(NamedTuple):
-    """One of the checkpoint's linear layers: its name, its output size, and the logical axis of its output."""
+    """One of the checkpoint's linear layers: its name, output size, and the logical axis of its output."""
 
     name: str
     size: int

@@ -15,8 +15,8 @@ class Rope(nn.Module):
     """Rotates queries and keys by a table of `context_length` positions, computed once in float32.
 
     One instance serves all layers with the same parameters. Scalings that depend on how long a sequence has
-    become ("dynamic", "longrope") are fixed by `context_length`: cached keys must not change their angles when
-    their sequence grows, and a prefix must serve sequences of any length.
+    become ("dynamic", "longrope") are fixed by `context_length`: cached keys must not change their angles
+    when their sequence grows, and a prefix must serve sequences of any length.
     """
 
     table: Tensor

@@ -88,11 +88,11 @@ class Config(Fields):
         """Raise CheckpointError for what no single field shows."""
         if self.num_heads % self.num_kv_heads:
             raise CheckpointError(
-                f"config.json: {self.num_heads} attention heads cannot share {self.num_kv_heads} kv heads evenly."
+                f"config.json: {self.num_heads} heads cannot share {self.num_kv_heads} kv heads evenly."
             )
         if self.optional_integer("head_dim") is None and self.hidden_size % self.num_heads:
             raise CheckpointError(
-                f"config.json: hidden_size {self.hidden_size} is no multiple of {self.num_heads} attention heads."
+                f"config.json: hidden_size {self.hidden_size} is no multiple of {self.num_heads} heads."
             )
         if self.values.get("quantization_config"):
             method = self.child("quantization_config").values.get("quant_method", "unnamed")

@@ -53,7 +53,7 @@ class Decoder(nn.Module):
     def forward(
         self, token_ids: Tensor, positions: Tensor, inputs: AttentionInputs, pool: LayerPools
     ) -> Tensor:
-        """token_ids and positions int64 [T] -> hidden [T, E], the final norm applied. Writes the KV of all T."""
+        """token_ids, positions int64 [T] -> hidden [T, E], the final norm applied. Writes the KV of all T."""
         x, residual = self.embedding(token_ids), None  # [T, E]
         for index, layer in enumerate(self.layers):
             x, residual = layer(x, residual, positions, inputs, *pool.layer(index))

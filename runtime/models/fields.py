@@ -12,8 +12,8 @@ from runtime.errors import CheckpointError
 class Fields:
     """One JSON object. Null counts as absent.
 
-    Every reader raises CheckpointError naming the field when its value is missing, of the wrong kind or out of
-    range. `place` stands before the field's name in messages.
+    Every reader raises CheckpointError naming the field when its value is missing, of the wrong kind or out
+    of range. `place` stands before the field's name in messages.
     """
 
     def __init__(self, values: Mapping[str, Any], place: str) -> None:

@@ -56,7 +56,7 @@ def load_model(facts: ModelFacts, plan: ModelPlan, kernels: Kernels) -> Decoder:
 
 
 def collect_pieces(model: nn.Module) -> dict[str, Piece]:
-    """What each checkpoint tensor fills. Raises RuntimeError where a layer's pieces leave a gap or overlap."""
+    """What each checkpoint tensor fills. RuntimeError where a layer's pieces leave a gap or overlap."""
     pieces: dict[str, Piece] = {}
     for module in model.modules():
         own = list(module.pieces()) if isinstance(module, Weighted) else []

@@ -15,7 +15,8 @@ def rope_parameters(config: Fields, head_dim: int, layer_type: str | None = None
     """The rotary embedding of a layer type.
 
     Newer files hold everything in `rope_parameters`, flat or one object per layer type; older ones have
-    `rope_theta` and `partial_rotary_factor` beside `rope_scaling`. Raises CheckpointError naming a wrong field.
+    `rope_theta` and `partial_rotary_factor` beside `rope_scaling`. Raises CheckpointError naming a wrong
+    field.
     """
     rope = _fields(config, layer_type)
     kind = rope.choice("rope_type", [*KINDS, *_RENAMED], default="default")

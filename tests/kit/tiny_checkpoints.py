@@ -1,7 +1,7 @@
 """Tiny random checkpoints of every family, written by transformers.
 
-The numbers are redrawn: with transformers' own initialisation (small matrices, norms of 1, biases of 0) a model
-that forgets a norm's weight, a bias or a window still gives nearly the same logits.
+The numbers are redrawn: with transformers' own initialisation (small matrices, norms of 1, biases of 0) a
+model that forgets a norm's weight, a bias or a window still gives nearly the same logits.
 """
 
 from __future__ import annotations
