@@ -180,8 +180,8 @@ def _weights(logits: Tensor, peak: Tensor, temperature: Tensor) -> Tensor:
 
 
 def _fixed(weights: Tensor, vocab_size: int) -> Tensor:
-    """Weights as integers, whose sums do not depend on the order. Overwrites `weights`."""
-    return weights.mul_(2.0 ** _fraction_bits(vocab_size)).long()
+    """Weights as integers, whose sums do not depend on the order."""
+    return weights.mul(2.0 ** _fraction_bits(vocab_size)).long()
 
 
 def _fraction_bits(vocab_size: int) -> int:
