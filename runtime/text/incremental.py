@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from codecs import utf_8_decode
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from runtime.text.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
-CONTEXT = 8  # prompt tokens that may hold the beginning of a character or decide about a space
-MAX_HELD = 8  # tokens; a character has at most four bytes
+CONTEXT = 8  # tokens before the new ones that a window decodes again
+MAX_HELD = 8  # tokens that a window holds back; a character has at most four bytes
 
 
 class Incremental:
@@ -46,8 +46,7 @@ class Incremental:
         self._rest = pieces.rest_skipping if skip_special_tokens else pieces.rest
         self._first = pieces.first_skipping if skip_special_tokens else pieces.first
         self._begun = any(pieces.counts(token_id, skip_special_tokens) for token_id in reversed(prompt_ids))
-        tail = b"".join([self._rest[token_id] for token_id in prompt_ids[-CONTEXT:]])
-        self._held = tail[utf_8_decode(tail, "replace", False)[1] :]
+        self._held = _incomplete_end(self._rest, prompt_ids)
         self._shared = bool(self._held)
 
     def push(self, ids: Sequence[int]) -> str:
@@ -91,6 +90,16 @@ class Incremental:
         return text[1:] if text[0] == REPLACEMENT else text
 
 
+def _incomplete_end(rest: Mapping[int, bytes], prompt_ids: Sequence[int]) -> bytes:
+    """The beginning of a character at the prompt's end. UTF-8 resynchronises: four bytes decide."""
+    tail = b""
+    for token_id in reversed(prompt_ids):
+        tail = rest[token_id] + tail
+        if len(tail) >= 4:
+            break
+    return tail[utf_8_decode(tail, "replace", False)[1] :]
+
+
 class _Window:
     """For decoders that look at neighbours: decode the last tokens again with each new one.
 
@@ -116,7 +125,10 @@ class _Window:
         return self._give(self._backend.decode(self._ids, self._skip)) if self._num_held else ""
 
     def _give(self, text: str) -> str:
-        new = text[len(self._before) :]
+        before = self._before
+        if not text.startswith(before):  # a broken character at its end is whole now
+            before = before.rstrip(REPLACEMENT)
+        new = text[len(before) :]
         self._ids = self._ids[-CONTEXT:]
         self._num_held = 0
         self._before = self._backend.decode(self._ids, self._skip)

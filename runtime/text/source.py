@@ -1,8 +1,8 @@
 """Reads a tokenizer's files: the library object, its named special tokens, its chat templates.
 
 A checkpoint with a tokenizer.json is read without transformers, to the same result as AutoTokenizer's general
-class; importing and asking transformers costs 1.5 s more. Other formats (sentencepiece, tiktoken, code of their
-own) and `--tokenizer-mode slow` go through AutoTokenizer.
+class; importing and asking transformers costs 1.5 s more. Other formats (sentencepiece, tiktoken, code of
+their own) and `--tokenizer-mode slow` go through AutoTokenizer.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -210,7 +210,7 @@ def _environment() -> jinja2.Environment:
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     environment.globals["namespace"] = _SafeNamespace
-    environment.globals["dict"] = _new_dict
+    environment.globals["dict"] = _Dict()
     return environment
 
 
@@ -222,8 +222,14 @@ def _strftime_now(pattern: str) -> str:
     return datetime.now().strftime(pattern)
 
 
-def _new_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
-    return dict(*args, **kwargs)
+class _Dict:
+    """`dict` for templates, without the class itself."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, keys: Iterable[Any], value: Any = None) -> dict[Any, Any]:
+        return dict.fromkeys(keys, value)
 
 
 def _to_json(
