@@ -1,0 +1,373 @@
+"""From parsed JSON to frozen dataclasses: the declaration is the schema.
+
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class Body:
+        prompt: str | list[str]                       # required: no default
+        n: Annotated[int, Range(1, 128)] = 1
+        stop: str | list[str] | None = None
+        suffix: NotBuilt = None                       # refused when set to something
+
+    body = decode(Body, json, path="")                # InvalidRequest: "stop.1 must be a string, ..."
+
+Annotations: bool, int, float, str, None, Any, Literal of strings, unions, list[T], dict[str, T], nested
+dataclasses, `Annotated` with `Range` or `Length`, and `NotBuilt`.
+
+Rules: a key that is absent takes the default. `null` does too, unless the annotation lists None. An integer
+may be written 3.0, never "3" or true. Keys that are not declared are ignored, unless the dataclass says
+`closed: ClassVar[bool] = True`; then they are refused with a hint.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from runtime.errors import InvalidRequest
+
+MAX_DEPTH = 64  # of values declared Any
+MAX_EXACT = 2**63  # larger numbers have lost digits in JSON
+
+T = TypeVar("T")
+Decoder = Callable[[Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """A number's limits, both included."""
+
+    low: float = -math.inf
+    high: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """How many characters, items or keys, both limits included."""
+
+    low: int = 0
+    high: int = 2**63
+
+
+@dataclass(frozen=True, slots=True)
+class _Refused:
+    """Marks a field that other servers know and this one does not serve yet."""
+
+
+NotBuilt = Annotated[Any, _Refused()]
+
+
+class _MismatchError(Exception):
+    """What is wrong, and where: keys and indices from the inside out."""
+
+    def __init__(self, trouble: str, *, of_type: bool = False) -> None:
+        self.trouble = trouble
+        self.of_type = of_type  # the value is of another kind altogether
+        self.trail: list[str] = []
+        super().__init__(trouble)
+
+    @property
+    def weight(self) -> tuple[int, bool]:
+        """How much this says, compared with what other members of a union say."""
+        return len(self.trail), not self.of_type
+
+    def under(self, key: object) -> _MismatchError:
+        self.trail.append(str(key)[:80])
+        return self
+
+
+def decode(cls: type[T], value: object, path: str = "") -> T:
+    """`value` (from JSON) as an instance of the dataclass `cls`; `path` is where it stands in the body.
+
+    Raises `InvalidRequest` with the dotted path of the culprit, and nothing else.
+    """
+    try:
+        return _decoder(cls)(value)
+    except _MismatchError as mismatch:
+        param = ".".join([path, *reversed(mismatch.trail)] if path else list(reversed(mismatch.trail)))
+        end = "" if mismatch.trouble.endswith("?") else "."
+        raise InvalidRequest(f"{param or 'The body'} {mismatch.trouble}{end}", param=param or None) from None
+
+
+@cache
+def _decoder(annotation: Any) -> Decoder:
+    """The function that checks one annotation; made once for each."""
+    if annotation in _PLAIN:
+        return _PLAIN[annotation]
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _annotated(annotation)
+    if origin in (Union, types.UnionType):
+        return _union(annotation)
+    if origin is Literal:
+        return _literal(get_args(annotation))
+    if origin is list:
+        return _list(get_args(annotation)[0])
+    if origin is dict:
+        return _dict(get_args(annotation)[1])
+    if is_dataclass(annotation) and isinstance(annotation, type):
+        return _object(annotation)
+    raise TypeError(f"{annotation!r} cannot be decoded from JSON")
+
+
+# --- values ---
+
+
+def _bool(value: Any) -> bool:
+    if value is True or value is False:
+        return value
+    raise _expected("true or false", value)
+
+
+def _int(value: Any) -> int:
+    if type(value) is int:
+        return value
+    if type(value) is float and value.is_integer():
+        if abs(value) < MAX_EXACT:
+            return int(value)
+        raise _MismatchError("is too large")
+    raise _expected("an integer", value)
+
+
+def _float(value: Any) -> float:
+    if type(value) is float and math.isfinite(value):
+        return value
+    if type(value) is int:
+        if abs(value) < MAX_EXACT:
+            return float(value)
+        raise _MismatchError("is too large")
+    raise _expected("a number", value)
+
+
+def _str(value: Any) -> str:
+    if type(value) is str:
+        return value
+    raise _expected("a string", value)
+
+
+def _null(value: Any) -> None:
+    if value is not None:
+        raise _expected("null", value)
+
+
+def _any(value: Any) -> Any:
+    """Anything, but not so deep that whoever walks it falls."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        inner: list[Any] = []
+        for item in level:
+            if type(item) is dict:
+                inner.extend(item.values())
+            elif type(item) is list:
+                inner.extend(item)
+        if not inner:
+            return value
+        level = inner
+    raise _MismatchError(f"is nested more than {MAX_DEPTH} levels deep")
+
+
+_PLAIN: dict[Any, Decoder] = {bool: _bool, int: _int, float: _float, str: _str, Any: _any, type(None): _null}
+_PLAIN[None] = _null
+
+
+def _literal(choices: tuple[Any, ...]) -> Decoder:
+    words = " or ".join(f'"{choice}"' for choice in choices)
+
+    def check(value: Any) -> Any:
+        if type(value) is str and value in choices:
+            return value
+        raise _MismatchError(f"must be {words}")
+
+    return check
+
+
+def _annotated(annotation: Any) -> Decoder:
+    inner, *marks = get_args(annotation)
+    check = _decoder(inner)
+    for mark in marks:
+        if isinstance(mark, _Refused):
+            check = _refuse
+        elif isinstance(mark, Range):
+            check = _ranged(check, mark)
+        elif isinstance(mark, Length):
+            check = _sized(check, mark)
+    return check
+
+
+def _refuse(value: Any) -> None:
+    if not _is_unset(value):
+        raise _MismatchError("is not built yet; leave it out")
+
+
+def _is_unset(value: Any) -> bool:
+    """Whether clients send this for "nothing": null, false, an empty string, list or object, [null]."""
+    if type(value) is list:
+        return all(item is None for item in value)
+    return value is None or value is False or value == "" or value == {}
+
+
+def _ranged(check: Decoder, limits: Range) -> Decoder:
+    low, high = limits.low, limits.high
+    if high == math.inf:
+        words = f"must be at least {low:g}"
+    else:
+        words = f"must be in [{low:g}, {high:g}]"
+
+    def ranged(value: Any) -> Any:
+        number = check(value)
+        if number is not None and not low <= number <= high:
+            raise _MismatchError(words)
+        return number
+
+    return ranged
+
+
+def _sized(check: Decoder, limits: Length) -> Decoder:
+    def sized(value: Any) -> Any:
+        result = check(value)
+        if isinstance(result, str | list | dict):
+            if not result and limits.low:
+                raise _MismatchError("must not be empty")
+            if not limits.low <= len(result) <= limits.high:
+                unit = "characters" if isinstance(result, str) else "items"
+                raise _MismatchError(f"must have {limits.low} to {limits.high} {unit}, not {len(result)}")
+        return result
+
+    return sized
+
+
+# --- structures ---
+
+
+def _list(item: Any) -> Decoder:
+    check = _decoder(item)
+    only = item if item in (int, str) else None
+
+    def decode_list(value: Any) -> list[Any]:
+        if type(value) is not list:
+            raise _expected("a list", value)
+        if only is not None and set(map(type, value)) <= {only}:  # token ids by the ten thousand
+            return value
+        result = []
+        for index, element in enumerate(value):
+            try:
+                result.append(check(element))
+            except _MismatchError as mismatch:
+                raise mismatch.under(index) from None
+        return result
+
+    return decode_list
+
+
+def _dict(item: Any) -> Decoder:
+    check = _decoder(item)
+
+    def decode_dict(value: Any) -> dict[str, Any]:
+        if type(value) is not dict:
+            raise _expected("an object", value)
+        result = {}
+        for key, element in value.items():
+            try:
+                result[key] = check(element)
+            except _MismatchError as mismatch:
+                raise mismatch.under(key) from None
+        return result
+
+    return decode_dict
+
+
+def _object(cls: type) -> Decoder:
+    hints = get_type_hints(cls, include_extras=True)
+    declared = fields(cls)
+    names = [field.name for field in declared]
+    checks = {name: _decoder(hints[name]) for name in names}
+    nullable = {name for name in names if _lists_none(hints[name])}
+    required = [f.name for f in declared if f.default is MISSING and f.default_factory is MISSING]
+    closed = getattr(cls, "closed", False)
+
+    def decode_object(value: Any) -> Any:
+        if type(value) is not dict:
+            raise _expected("an object", value)
+        if closed:
+            _refuse_unknown(value, names)
+        found = {}
+        for name in names:
+            item = value.get(name)
+            if item is None and not (name in nullable and name in value):
+                if name in required:
+                    raise _MismatchError("is required").under(name)
+                continue
+            try:
+                found[name] = checks[name](item)
+            except _MismatchError as mismatch:
+                raise mismatch.under(name) from None
+        return cls(**found)
+
+    return decode_object
+
+
+def _refuse_unknown(value: Mapping[str, Any], names: list[str]) -> None:
+    for key in value:
+        if key not in names:
+            close = difflib.get_close_matches(key[:80], names, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise _MismatchError(f"is not known{hint}").under(key)
+
+
+def _lists_none(annotation: Any) -> bool:
+    if get_origin(annotation) is Annotated:
+        return _lists_none(get_args(annotation)[0])
+    return annotation is None or type(None) in get_args(annotation)
+
+
+def _union(annotation: Any) -> Decoder:
+    checks = [_decoder(member) for member in get_args(annotation)]
+    words = _words(annotation)
+
+    def decode_union(value: Any) -> Any:
+        troubles: list[_MismatchError] = []
+        for check in checks:
+            try:
+                return check(value)
+            except _MismatchError as mismatch:
+                troubles.append(mismatch)
+        most_telling = max(troubles, key=lambda mismatch: mismatch.weight)
+        raise most_telling if any(most_telling.weight) else _expected(words, value)
+
+    return decode_union
+
+
+# --- words ---
+
+
+def _expected(words: str, value: Any) -> _MismatchError:
+    return _MismatchError(f"must be {words}, not {_kind(value)}", of_type=True)
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "null"
+    if value is True or value is False:
+        return "true" if value else "false"
+    names = {str: "a string", int: "an integer", float: "a number", list: "a list", dict: "an object"}
+    return names.get(type(value), "that")
+
+
+_WORDS: dict[Any, str] = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
+
+
+def _words(annotation: Any) -> str:
+    """What a client would call the annotation: "a string or a list of integers"."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin in (Union, types.UnionType):
+        return " or ".join(dict.fromkeys(_words(arg) for arg in args if arg is not type(None)))
+    if origin is Annotated:
+        return _words(args[0])
+    if origin is list:
+        return "a list"
+    if origin is Literal:
+        return " or ".join(f'"{choice}"' for choice in args)
+    return _WORDS.get(annotation, "an object")
