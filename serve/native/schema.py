@@ -1,0 +1,170 @@
+"""What `/generate` takes, and the requests it becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+from uuid import uuid4
+
+from runtime.errors import InvalidRequest
+from runtime.request import LogprobParams, Request, SamplingParams
+from serve.core import Core
+from serve.decode import Length, NotBuilt
+from serve.errors import renamed
+from serve.sampling import sampling_params
+
+MAX_PROMPTS = 1024
+MAX_CHOICES_IN_ALL = 4096  # prompts times n
+Label = Annotated[str, Length(1, 256)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateBody:
+    """The body of `/generate`. A list as `text`, or lists in `input_ids`, make a batch."""
+
+    text: str | Annotated[list[str], Length(1, MAX_PROMPTS)] | None = None
+    input_ids: list[int] | Annotated[list[list[int]], Length(1, MAX_PROMPTS)] | None = None
+    sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
+    rid: Label | list[Label] | None = None
+    stream: bool = False
+    return_logprob: bool | list[bool] = False
+    logprob_start_len: int | list[int] = -1
+    top_logprobs_num: int | list[int] = 0
+    token_ids_logprob: list[int] | list[list[int] | None] | None = None
+    return_text_in_logprobs: bool = False
+    priority: int | None = None
+    log_metrics: bool = True  # there are no request metrics to leave out yet
+    input_embeds: NotBuilt = None
+    image_data: NotBuilt = None
+    video_data: NotBuilt = None
+    audio_data: NotBuilt = None
+    modalities: NotBuilt = None
+    return_hidden_states: NotBuilt = None
+    session_params: NotBuilt = None
+    lora_path: NotBuilt = None
+    custom_logit_processor: NotBuilt = None
+    bootstrap_host: NotBuilt = None
+    bootstrap_port: NotBuilt = None
+    bootstrap_room: NotBuilt = None
+    bootstrap_pair_key: NotBuilt = None
+    data_parallel_rank: NotBuilt = None
+
+    @property
+    def is_batch(self) -> bool:
+        if self.text is not None:
+            return isinstance(self.text, list)
+        return bool(self.input_ids) and isinstance(self.input_ids[0], list)
+
+
+def requests_of(body: GenerateBody, core: Core) -> list[Request]:
+    """One request per prompt. Raises `InvalidRequest` when the lists do not fit together."""
+    prompts = _prompts(body)
+    count = len(prompts)
+    sampling = _sampling(body, core, count)
+    if len({params.n for params in sampling}) > 1:
+        raise InvalidRequest("n must be the same for all prompts of a batch.", param="sampling_params")
+    check_choices(count, sampling[0].n)
+    labels, logprobs = _labels(body, count), _logprobs(body, count)
+    return [
+        Request(
+            text=prompt if isinstance(prompt, str) else None,
+            ids=None if isinstance(prompt, str) else tuple(prompt),
+            sampling=sampling[place],
+            logprobs=logprobs[place],
+            truncate=core.plan.serve.allow_auto_truncate,
+            priority=body.priority,
+            label=labels[place],
+        )
+        for place, prompt in enumerate(prompts)
+    ]
+
+
+def check_choices(num_prompts: int, n: int) -> None:
+    if num_prompts * n > MAX_CHOICES_IN_ALL:
+        raise InvalidRequest(
+            f"{num_prompts} prompts times n = {n} make {num_prompts * n} choices; "
+            f"at most {MAX_CHOICES_IN_ALL} are taken at once.",
+            param="n",
+        )
+
+
+def _prompts(body: GenerateBody) -> Sequence[str | list[int]]:
+    if (body.text is None) == (body.input_ids is None):
+        raise InvalidRequest("Either text or input_ids must be given, not both.", param="text")
+    given: Any = body.input_ids if body.text is None else body.text
+    name = "input_ids" if body.text is None else "text"
+    prompts = given if body.is_batch else [given]
+    for place, prompt in enumerate(prompts):
+        if not prompt:
+            param = f"{name}.{place}" if body.is_batch else name
+            raise InvalidRequest(f"{param} must not be empty.", param=param)
+    return prompts
+
+
+def _sampling(body: GenerateBody, core: Core, count: int) -> list[SamplingParams]:
+    preferred, asked = core.plan.serve.preferred_sampling, body.sampling_params
+    if not isinstance(asked, list):
+        return [sampling_params(asked or {}, preferred, path="sampling_params")] * count
+    _check_length(asked, count, "sampling_params")
+    return [
+        sampling_params(params, preferred, path=f"sampling_params.{place}")
+        for place, params in enumerate(asked)
+    ]
+
+
+def _labels(body: GenerateBody, count: int) -> Sequence[str]:
+    if body.rid is None:
+        return [uuid4().hex for _ in range(count)]
+    return labels_of(body.rid, count, is_batch=body.is_batch)
+
+
+def labels_of(rid: str | list[str], count: int, *, is_batch: bool) -> Sequence[str]:
+    """The client's names for its prompts: a single one is numbered in a batch."""
+    if isinstance(rid, str):
+        return [f"{rid}_{place}" for place in range(count)] if is_batch else [rid]
+    _check_length(rid, count, "rid")
+    return rid
+
+
+def _logprobs(body: GenerateBody, count: int) -> list[LogprobParams | None]:
+    wanted = _spread(body.return_logprob, count, "return_logprob")
+    starts = _spread(body.logprob_start_len, count, "logprob_start_len")
+    tops = _spread(body.top_logprobs_num, count, "top_logprobs_num")
+    picked = body.token_ids_logprob or []
+    if any(isinstance(ids, list) or ids is None for ids in picked):
+        _check_length(picked, count, "token_ids_logprob")
+    else:
+        picked = [picked] * count
+    found: list[LogprobParams | None] = []
+    for place in range(count):
+        if not wanted[place]:
+            found.append(None)
+            continue
+        try:
+            found.append(
+                LogprobParams(
+                    start=starts[place],
+                    top=tops[place],
+                    token_ids=tuple(picked[place] or ()),  # pyright: ignore[reportArgumentType]
+                    text=body.return_text_in_logprobs,
+                )
+            )
+        except InvalidRequest as error:
+            name = str(error.param)
+            param = f"{name}.{place}" if isinstance(getattr(body, name), list) and body.is_batch else name
+            raise renamed(error, param) from None
+    return found
+
+
+def _spread(value: Any, count: int, name: str) -> list[Any]:
+    """One value for each prompt."""
+    if not isinstance(value, list):
+        return [value] * count
+    _check_length(value, count, name)
+    return value
+
+
+def _check_length(values: Sequence[Any], count: int, name: str) -> None:
+    if len(values) != count:
+        raise InvalidRequest(f"{name} has {len(values)} items for {count} prompts.", param=name)

@@ -1,0 +1,88 @@
+"""Log-probabilities in OpenAI's two shapes: chat's, and the older one of completions."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from runtime.request import Logprobs
+
+if TYPE_CHECKING:
+    from runtime.text.tokenizer import Tokenizer
+
+LOWEST = -9999.0  # stands for minus infinity, which JSON has not
+
+
+def chat_logprobs(logprobs: Logprobs, tokenizer: Tokenizer) -> dict[str, Any]:
+    """`{"content": [{token, bytes, logprob, top_logprobs}]}`."""
+    content = []
+    for place, (logprob, token_id) in enumerate(logprobs.chosen):
+        alternatives = logprobs.top[place] if logprobs.top else None
+        top = [_chat_token(tokenizer, token, value) for value, token in alternatives or ()]
+        content.append({**_chat_token(tokenizer, token_id, logprob), "top_logprobs": top})
+    return {"content": content, "refusal": None}
+
+
+def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float | None) -> dict[str, Any]:
+    raw = tokenizer.token_bytes(token_id)
+    return {
+        "token": tokenizer.token_text(token_id),
+        "bytes": None if raw is None else list(raw),
+        "logprob": _finite(logprob),
+    }
+
+
+def _finite(logprob: float | None) -> float:
+    return LOWEST if logprob is None else max(logprob, LOWEST)
+
+
+class CompletionLogprobs:
+    """The logprobs of one choice, piece by piece: `{tokens, token_logprobs, top_logprobs, text_offset}`.
+
+    `text_offset` counts characters from the start of the choice's text. A token that ends inside a character
+    has the offset of that character; one that the text leaves out (a special token) that of what follows.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, top: int, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._top = top
+        self._left_out = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0
+        self._at_start = True
+
+    def piece(self, logprobs: Logprobs, text: str) -> dict[str, Any]:
+        """The object for the next tokens. `text` is the text since the last piece; its start decides whether
+        the first token's leading space is shown."""
+        ids = [token_id for _, token_id in logprobs.chosen]
+        return {
+            "text_offset": [self._place(token_id, text) for token_id in ids],
+            "token_logprobs": [None if value is None else _finite(value) for value, _ in logprobs.chosen],
+            "tokens": [self._tokenizer.token_text(token_id) for token_id in ids],
+            "top_logprobs": self._alternatives(logprobs) if self._top else None,
+        }
+
+    def _place(self, token_id: int, text: str) -> int:
+        offset = self._offset
+        if token_id not in self._left_out:
+            shown = self._decoder.decode(self._tokenizer.token_bytes(token_id) or b"")
+            if self._at_start and shown.startswith(" ") and not text.startswith(" "):
+                shown = shown[1:]
+            self._at_start = False
+            self._offset += len(shown)
+        return offset
+
+    def _alternatives(self, logprobs: Logprobs) -> Sequence[Mapping[str, float] | None]:
+        """Per token the best ones and the token itself; null where nothing precedes it."""
+        found: list[Mapping[str, float] | None] = []
+        for place, (value, token_id) in enumerate(logprobs.chosen):
+            pairs = logprobs.top[place] if logprobs.top else None
+            if value is None or pairs is None:
+                found.append(None)
+                continue
+            named: dict[str, float] = {}
+            for logprob, token in [*pairs, (value, token_id)]:
+                named.setdefault(self._tokenizer.token_text(token), _finite(logprob))
+            found.append(named)
+        return found

@@ -1,0 +1,73 @@
+"""From an OpenAI body to what the engine understands: the parts that both endpoints share."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from runtime.errors import InvalidRequest, NotFound
+from runtime.request import SamplingParams
+from serve.body import parse_object
+from serve.core import Core
+from serve.decode import decode
+from serve.errors import renamed
+from serve.openai.schema import NAMES, OpenAIBody
+from serve.sampling import generation_defaults, sampling_params
+
+ANY_MODEL = "default"  # what clients of this API family send when they do not care
+
+Body = TypeVar("Body", bound=OpenAIBody)
+
+_SAME_NAME = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "stop",
+    "stop_token_ids",
+    "logit_bias",
+    "seed",
+)
+_FLAGS = ("no_stop_trim", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens")
+
+
+def read_body(cls: type[Body], raw: bytes) -> Body:
+    """Raises `InvalidRequest`, also for what is not built yet."""
+    body = decode(cls, parse_object(raw))
+    if body.response_format is not None:
+        body.response_format.check()
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options needs stream to be true.", param="stream_options")
+    return body
+
+
+def check_model(core: Core, model: str | None) -> str:
+    """The name to answer with. Raises `NotFound` for a model that is not served here."""
+    serve = core.plan.serve
+    if model is None:
+        return serve.served_model_name
+    if model not in (serve.served_model_name, core.plan.model.path, core.facts.path, ANY_MODEL):
+        raise NotFound(f"The model '{model[:200]}' does not exist.", param="model")
+    return model
+
+
+def sampling_of(
+    core: Core, body: OpenAIBody, *, max_tokens: int | None, temperature: float
+) -> SamplingParams:
+    """Sampling as asked for, over --preferred-sampling-params, the model's own defaults and `temperature`."""
+    preferred = {
+        "temperature": temperature,
+        **generation_defaults(core.facts),
+        **core.plan.serve.preferred_sampling,
+    }
+    asked = {name: getattr(body, name) for name in _SAME_NAME if getattr(body, name) is not None}
+    asked |= {name: getattr(body, name) for name in _FLAGS}
+    asked |= {"n": body.n, "max_new_tokens": max_tokens}
+    if body.min_tokens is not None:
+        asked["min_new_tokens"] = body.min_tokens
+    try:
+        return sampling_params(asked, preferred)
+    except InvalidRequest as error:
+        raise renamed(error, NAMES.get(str(error.param), str(error.param))) from None

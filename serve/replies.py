@@ -1,0 +1,94 @@
+"""From requests to replies: submit them together, wait for all of them, let go when the client is gone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import anyio
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive
+
+from runtime.actors.reply import Reply
+from runtime.request import Chunk, Request
+from serve.core import Core
+from serve.errors import ClientGoneError
+
+
+def submit_all(core: Core, requests: Sequence[Request]) -> list[Reply]:
+    """All or none: when one is refused, those before it are aborted and the refusal is raised."""
+    replies: list[Reply] = []
+    try:
+        for request in requests:
+            replies.append(core.submit(request))
+    except BaseException:
+        close_all(replies)
+        raise
+    return replies
+
+
+def close_all(replies: Sequence[Reply]) -> None:
+    for reply in replies:
+        reply.close()
+
+
+async def until_gone(receive: Receive) -> None:
+    """Return when the client has left (or the answer is complete)."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def wait_all(replies: Sequence[Reply], receive: Receive) -> list[list[Chunk]]:
+    """The whole answer to every request, in order: one chunk per choice.
+
+    The first error is raised and the other requests are aborted. Raises `ClientGoneError`, with everything
+    aborted, when the client leaves first. Cancelled, it aborts too.
+    """
+    answers: list[list[Chunk]] = [[] for _ in replies]
+    complete = False
+
+    async def read(place: int) -> None:
+        answers[place] = await replies[place].whole()
+
+    async def watch(scope: anyio.CancelScope) -> None:
+        await until_gone(receive)
+        scope.cancel()
+
+    try:
+        async with anyio.create_task_group() as group:
+            group.start_soon(watch, group.cancel_scope)
+            await each(read, len(replies))
+            complete = True
+            group.cancel_scope.cancel()
+    except ExceptionGroup as errors:
+        raise first_error(errors) from None
+    finally:
+        close_all(replies)
+    if not complete:
+        raise ClientGoneError
+    return answers
+
+
+async def each(read: Any, count: int) -> None:
+    """Run `read(0)` to `read(count - 1)` side by side; a single one without another task."""
+    if count == 1:
+        await read(0)
+        return
+    async with anyio.create_task_group() as readers:
+        for place in range(count):
+            readers.start_soon(read, place)
+
+
+def first_error(errors: ExceptionGroup) -> Exception:
+    """The first error inside nested groups."""
+    error: Exception = errors
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def json_response(value: Any, status: int = 200) -> Response:
+    return Response(
+        orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS), status, media_type="application/json"
+    )
