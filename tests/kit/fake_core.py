@@ -1,0 +1,328 @@
+"""A core without a model: it says what the test wants, through the real reply and the real detokenizer.
+
+    core = fake_core.FakeCore(tokenizer, text="Once upon a time")      # every choice says this
+    core = fake_core.FakeCore(tokenizer, held=True)                    # nothing moves until core.step()
+
+Every step adds one token to every choice. Token number i (from 0) of a choice has the logprob -0.25 * (i + 1).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tiny_tokenizers
+from runtime.actors.detokenizer import DetokenizerActor
+from runtime.actors.reply import Reply
+from runtime.errors import ContextOverflow, EngineFailure, InvalidRequest, PenstockError
+from runtime.facts import ModelFacts
+from runtime.plan import CachePlan, KernelPlan, ModelPlan, Plan, SchedulePlan, ServePlan, TextPlan
+from runtime.request import Delta, Finish, LogprobParams, Logprobs, Request, Usage
+from runtime.text.tokenizer import Tokenizer
+
+MODEL = "tiny-model"
+CONTEXT = 512
+TEXT = "Once upon a time a small engine lived beside a quiet river. Ein kleiner Ofen wärmt 🚀."
+
+
+def load_tokenizer(directory: Path, kind: tiny_tokenizers.Kind = "byte_bpe") -> Tokenizer:
+    """A tiny tokenizer with a chat template, written to `directory` and loaded from it."""
+    tiny = tiny_tokenizers.write(directory, kind)
+    facts = make_facts(vocab_size=tiny.vocab_size)
+    text = TextPlan(
+        tokenizer_path=str(directory), mode="auto", trust_remote_code=False, revision=None, chat_template=None
+    )
+    return Tokenizer.load(text, facts)
+
+
+def make_facts(**changes: Any) -> ModelFacts:
+    given: dict[str, Any] = {
+        "architecture": "TinyForCausalLM",
+        "path": "/models/tiny",
+        "num_layers": 2,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "head_dim": 8,
+        "hidden_size": 16,
+        "vocab_size": 512,
+        "context_length": CONTEXT,
+        "dtype": "float32",
+    }
+    return ModelFacts(**given | changes)
+
+
+def make_plan(**serve: Any) -> Plan:
+    """A plan; keywords replace fields of its serve section."""
+    given: dict[str, Any] = {
+        "host": "127.0.0.1",
+        "port": 0,
+        "api_key": None,
+        "served_model_name": MODEL,
+        "log_level": "info",
+        "log_level_http": "info",
+        "skip_warmup": True,
+        "cache_report": False,
+        "preferred_sampling": {},
+        "allow_auto_truncate": False,
+        "weight_version": "default",
+    }
+    return Plan(
+        model=ModelPlan(
+            path="org/tiny",
+            load_format="dummy",
+            dtype="float32",
+            device="cpu",
+            context_length=CONTEXT,
+            random_seed=0,
+        ),
+        cache=CachePlan(
+            page_size=16, prefix_cache=True, kv_dtype="float32", mem_fraction=0.5, max_total_tokens=None
+        ),
+        schedule=SchedulePlan(
+            max_running=8,
+            max_queued=64,
+            chunk_tokens=None,
+            max_prefill_tokens=1024,
+            policy="fcfs",
+            mixed=True,
+            overlap=True,
+            new_token_ratio=0.7,
+            min_new_token_ratio=0.1,
+            new_token_ratio_decay=0.01,
+            stream_interval=1,
+            log_interval_steps=40,
+            watchdog_timeout_s=300,
+        ),
+        kernels=KernelPlan(),
+        text=TextPlan(
+            tokenizer_path="org/tiny",
+            mode="auto",
+            trust_remote_code=False,
+            revision=None,
+            chat_template=None,
+        ),
+        serve=ServePlan(**given | serve),
+        because={},
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeStatus:
+    state: str = "ready"
+    num_running: int = 0
+    num_waiting: int = 0
+    num_used_tokens: int = 0
+    max_total_tokens: int = 4096
+    gen_throughput: float = 0.0
+
+
+class FakeCore:
+    """See serve.core.Core. What it was asked is in `submitted`, whom it aborted in `aborted` (our ids)."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        *,
+        text: str = TEXT,
+        ids_of: Callable[[Request, int], list[int]] | None = None,
+        facts: ModelFacts | None = None,
+        held: bool = False,
+        **serve: Any,
+    ) -> None:
+        self.plan = make_plan(**serve)
+        self.facts = facts or make_facts()
+        self.tokenizer: Any = tokenizer
+        self.state = "ready"
+        self.held = held
+        self.submitted: list[Request] = []
+        self.aborted: list[int] = []
+        self.num_flushes = 0
+        self.refusal: Exception | None = None  # raised by the next submits
+        self.failure: PenstockError | None = None  # ends every reply at its next step
+        self.num_cached = 0
+        self._ids_of = ids_of or (lambda request, index: self._encode(text))
+        self._replies: dict[int, Reply] = {}
+        self._runs: dict[tuple[int, int], _Run] = {}
+        self._stepping = False
+        self._detokenizer = DetokenizerActor(
+            tokenizer,
+            self._replies,
+            stop_early=lambda request_id, index: self._drop(request_id, index),
+            forget=lambda request_id: self._forget(request_id),
+        )
+
+    # --- what doors call ---
+
+    def submit(self, request: Request) -> Reply:
+        if self.refusal is not None:
+            raise self.refusal
+        self.submitted.append(request)
+        reply = self._replies[request.id] = Reply(request, self.abort)
+        prompt = list(request.ids) if request.ids is not None else self._encode(request.text or "")
+        if any(not 0 <= token_id < self.facts.vocab_size for token_id in prompt):
+            del self._replies[request.id]
+            raise InvalidRequest(
+                f"Token ids must be in [0, {self.facts.vocab_size}).", param="input_ids"
+            )
+        if len(prompt) >= CONTEXT:
+            reply.fail(ContextOverflow(f"The input ({len(prompt)} tokens) is too long.", param="text"))
+            return reply
+        for index in range(request.sampling.n):
+            self._runs[request.id, index] = _Run(request, index, prompt, self._ids_of(request, index))
+        self._step_soon()
+        return reply
+
+    def abort(self, request_id: int) -> None:
+        reply = self._replies.get(request_id)
+        if reply is None or reply.finished:
+            return
+        self.aborted.append(request_id)
+        finish = Finish("abort", message="Aborted by the user.")
+        self._emit([run.delta([], finish, self.num_cached) for run in self._running(request_id)])
+
+    def abort_label(self, label: str) -> int:
+        wanted = [
+            reply.request.id for reply in self._replies.values() if reply.request.label.startswith(label)
+        ]
+        for request_id in wanted:
+            self.abort(request_id)
+        return len(wanted)
+
+    def abort_all(self) -> int:
+        return self.abort_label("")
+
+    def flush_cache(self) -> bool:
+        if self._replies:
+            return False
+        self.num_flushes += 1
+        return True
+
+    def status(self) -> FakeStatus:
+        return FakeStatus(state=self.state, num_running=len(self._replies))
+
+    # --- what tests call ---
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+        return len(self._replies)
+
+    def step(self) -> None:
+        """One more token for every choice."""
+        if self.failure is not None:
+            for request_id in list(self._replies):
+                self._replies[request_id].fail(self.failure)
+                self._forget(request_id)
+            return
+        self._emit([run.step(self.facts, self.num_cached) for run in self._runs.values()])
+
+    # --- inside ---
+
+    def _encode(self, text: str) -> list[int]:
+        if self.tokenizer is None:
+            return [7, 8, 9]
+        return self.tokenizer.encode_batch([text], add_special_tokens=False)[0]
+
+    def _running(self, request_id: int) -> list[_Run]:
+        return [run for (owner, _), run in self._runs.items() if owner == request_id]
+
+    def _step_soon(self) -> None:
+        if not self.held and not self._stepping and self._runs:
+            self._stepping = True
+            asyncio.get_running_loop().call_soon(self._step_and_go_on)
+
+    def _step_and_go_on(self) -> None:
+        self._stepping = False
+        self.step()
+        self._step_soon()
+
+    def _emit(self, deltas: list[Delta]) -> None:
+        for delta in deltas:
+            if delta.finish is not None:
+                self._drop(delta.request_id, delta.index)
+        self._detokenizer.process(deltas)
+
+    def _drop(self, request_id: int, index: int) -> None:
+        self._runs.pop((request_id, index), None)
+
+    def _forget(self, request_id: int) -> None:
+        reply = self._replies.pop(request_id, None)
+        if reply is not None:
+            for index in range(reply.request.sampling.n):
+                self._drop(request_id, index)
+
+
+class _Run:
+    """One choice on its way."""
+
+    def __init__(self, request: Request, index: int, prompt: list[int], ids: list[int]) -> None:
+        self.request = request
+        self.index = index
+        self.prompt = prompt
+        self.ids = ids
+        self.place = 0
+
+    def step(self, facts: ModelFacts, num_cached: int) -> Delta:
+        limit = self.request.sampling.max_new_tokens
+        if limit == 0:
+            return self.delta([], Finish("length", length=0), num_cached)
+        token_id = self.ids[self.place]
+        self.place += 1
+        if token_id in self.request.sampling.stop_token_ids:
+            finish = Finish("stop", matched=token_id)
+        elif self.place == limit:
+            finish = Finish("length", length=limit)
+        elif self.place == len(self.ids):
+            return self.delta([token_id, min(facts.eos_ids or {0})], self._end(facts), num_cached)
+        else:
+            finish = None
+        return self.delta([token_id], finish, num_cached)
+
+    def _end(self, facts: ModelFacts) -> Finish:
+        self.place += 1
+        return Finish("stop", matched=min(facts.eos_ids or {0}))
+
+    def delta(self, ids: list[int], finish: Finish | None, num_cached: int) -> Delta:
+        wanted = self.request.logprobs
+        first = self.place - len(ids)
+        usage = Usage(len(self.prompt), self.place, num_cached)
+        if wanted is None:
+            return Delta(self.request.id, self.index, ids, finish, usage)
+        logprobs = logprobs_of(ids, wanted, first=first)
+        prompt_logprobs = None
+        if wanted.start >= 0 and first == 0:
+            prompt_logprobs = logprobs_of(self.prompt[wanted.start :], wanted, first=0)
+            if wanted.start == 0:
+                prompt_logprobs.chosen[0] = (None, self.prompt[0])
+                if prompt_logprobs.top:
+                    prompt_logprobs.top[0] = None
+        return Delta(self.request.id, self.index, ids, finish, usage, logprobs, prompt_logprobs)
+
+
+def logprobs_of(ids: list[int], wanted: LogprobParams, *, first: int) -> Logprobs:
+    """Made-up logprobs; the alternatives of a token are the token itself and the ids from 100."""
+    values = [-0.25 * (first + place + 1) for place in range(len(ids))]
+    chosen: list[tuple[float | None, int]] = list(zip(values, ids))
+    top: list[list[tuple[float, int]] | None] = []
+    picked: list[list[tuple[float, int]] | None] = []
+    for value, token_id in zip(values, ids):
+        if wanted.top:
+            others = [(value - rank, 100 + rank) for rank in range(1, wanted.top)]
+            top.append([(value, token_id), *others])
+        if wanted.token_ids:
+            picked.append([(value - 1, picked_id) for picked_id in wanted.token_ids])
+    return Logprobs(chosen, top, picked)
+
+
+class BrokenCore(FakeCore):
+    """Fails in a way that nobody planned."""
+
+    def submit(self, request: Request) -> Reply:
+        raise RuntimeError("a secret of the house")
+
+
+def broken_step() -> EngineFailure:
+    return EngineFailure("A step failed.")

@@ -1,0 +1,42 @@
+"""A real server on a real socket, in the test's own loop.
+
+    async with http_server.serving(build_app(core)) as url:
+        ...
+
+Streaming cannot be tested without one: httpx's ASGI transport gives a response only when it is whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import uvicorn
+
+
+class _Server(uvicorn.Server):
+    """Leaves the process's signals to pytest."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@contextlib.asynccontextmanager
+async def serving(app: Any, **config: Any) -> AsyncIterator[str]:
+    """Serve `app` on a free port and yield its address; returns when the server is down."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        settings = {"log_level": "warning", "timeout_graceful_shutdown": 1, **config}
+        server = _Server(uvicorn.Config(app, **settings))
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            while not server.started and not task.done():
+                await asyncio.sleep(0)
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            await task
