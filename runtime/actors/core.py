@@ -8,7 +8,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Protocol
 
 import anyio
 import anyio.to_thread
@@ -34,11 +34,12 @@ WATCHDOG_PERIOD_S = 1.0
 State = Literal["starting", "ready", "draining", "failed", "closed"]
 
 
-class DeviceRunner(Runner):
+class DeviceRunner(Runner, Protocol):
     """A runner that the core owns and closes."""
 
     def close(self) -> None:
         """Finish what was launched and give everything back. Blocks."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,12 +51,12 @@ class Status:
     num_waiting: int
     num_requests: int
     num_pages: int
-    num_free_pages: int
-    num_cached_pages: int
+    num_used_pages: int  # held by running sequences
+    num_cached_pages: int  # kept for their prefix alone
     page_size: int
     num_used_tokens: int
     max_total_tokens: int
-    num_retractions: int
+    num_retracted: int  # retractions since the start
     num_steps: int
     num_generated: int
     gen_throughput: float
@@ -96,7 +97,12 @@ class Core:
             stream_interval=plan.schedule.stream_interval,
         )
         self._scheduler_actor = SchedulerActor(
-            schedule, runner, plan.schedule, emit=self._detokenizer_actor.inbox.put, fail=self._fail
+            schedule,
+            runner,
+            plan.schedule,
+            page_size=plan.cache.page_size,
+            emit=self._detokenizer_actor.inbox.put,
+            fail=self._fail,
         )
 
     # --- life ---
@@ -173,20 +179,20 @@ class Core:
         return not self._replies and self.schedule.flush()
 
     def status(self) -> Status:
-        schedule, progress = self.schedule, self._scheduler_actor.progress
-        cache = schedule.cache
+        load, progress = self.schedule.load, self._scheduler_actor.progress
+        page_size = self.plan.cache.page_size
         return Status(
             state=self._state,
-            num_running=schedule.num_running,
-            num_waiting=schedule.num_waiting,
+            num_running=load.num_running,
+            num_waiting=load.num_waiting,
             num_requests=len(self._replies),
-            num_pages=cache.num_pages,
-            num_free_pages=cache.num_free,
-            num_cached_pages=cache.num_cached,
-            page_size=cache.page_size,
-            num_used_tokens=schedule.num_used_tokens,
-            max_total_tokens=cache.num_pages * cache.page_size,
-            num_retractions=schedule.num_retractions,
+            num_pages=load.num_pages,
+            num_used_pages=load.num_used_pages,
+            num_cached_pages=load.num_evictable_pages,
+            page_size=page_size,
+            num_used_tokens=load.num_used_pages * page_size,
+            max_total_tokens=load.num_pages * page_size,
+            num_retracted=load.num_retracted,
             num_steps=progress.num_steps,
             num_generated=progress.num_generated,
             gen_throughput=progress.gen_throughput,

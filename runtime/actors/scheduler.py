@@ -68,12 +68,13 @@ class SchedulerActor:
         runner: Runner,
         plan: SchedulePlan,
         *,
+        page_size: int,
         emit: Callable[[list[Delta]], None],
         fail: Callable[[int, PenstockError], None],
     ) -> None:
         self.inbox: Mailbox[Admit | Abort | StopEarly] = Mailbox()
         self.schedule = schedule
-        self.progress = Progress(plan.log_interval_steps)
+        self.progress = Progress(plan.log_interval_steps, page_size)
         self._runner = runner
         self._depth = 1 if plan.overlap else 0  # steps in flight while the next one is filled
         self._emit = emit
@@ -91,13 +92,17 @@ class SchedulerActor:
             self._receive()
             batch = self.schedule.fill()
             if batch is not None:
-                if not self._in_flight:
-                    self.progress.last_step_s = time.monotonic()
-                self._in_flight.append((batch, self._runner.launch(batch)))
+                self._launch(batch)
             if self._in_flight and (batch is None or len(self._in_flight) > self._depth):
                 await self._complete()
             elif batch is None:
                 await self.inbox.wait()
+
+    def _launch(self, batch: Batch) -> None:
+        if not self._in_flight:
+            self.progress.last_step_s = time.monotonic()
+        self._in_flight.append((batch, self._runner.launch(batch)))
+        self.progress.note_launch(self.schedule)
 
     async def _complete(self) -> None:
         batch, step = self._in_flight[0]
@@ -110,7 +115,7 @@ class SchedulerActor:
         deltas = self.schedule.apply(batch, tokens)
         if deltas:
             self._emit(deltas)
-        self.progress.note(self.schedule, batch, deltas)
+        self.progress.note_applied(self.schedule, len(batch.sequences))
 
     async def _recover(self, error: Exception) -> None:
         """A step failed: what was in flight is lost, the ledger is as new, everything else goes on."""
@@ -137,69 +142,64 @@ class SchedulerActor:
                 self.schedule.finish_early(message.request_id, message.index)
 
     def _admit(self, sequences: list[Sequence]) -> None:
-        request_id = sequences[0].request.id
         try:
-            for sequence in sequences:
-                self.schedule.add(sequence)
+            self.schedule.add(*sequences)
         except PenstockError as error:
-            self.schedule.abort(request_id, Finish("abort"))
-            self._fail(request_id, error)
+            self._fail(sequences[0].request.id, error)
 
 
 class Progress:
     """What the logs and the watchdog want to know about the steps."""
 
-    def __init__(self, log_interval_steps: int) -> None:
+    def __init__(self, log_interval_steps: int, page_size: int) -> None:
         self.num_steps = 0
         self.num_generated = 0
         self.gen_throughput = 0.0  # tokens per second over the last log interval
         self.last_step_s = time.monotonic()
         self._interval = log_interval_steps
+        self._page_size = page_size
         self._mark_s = time.monotonic()
         self._mark_generated = 0
         self._num_decode_steps = 0
 
-    def note(self, schedule: Schedule, batch: Batch, deltas: list[Delta]) -> None:
-        """After every applied step."""
+    def note_launch(self, schedule: Schedule) -> None:
+        """After every fill and launch."""
+        fill = schedule.last_fill
+        if fill.num_prompt_tokens and logger.isEnabledFor(logging.INFO):
+            load = schedule.load
+            logger.info(
+                "Prefill batch. #new-seq: %d, #new-token: %d, #cached-token: %d, token usage: %.2f, "
+                "#running-req: %d, #queue-req: %d, ",
+                fill.num_new,
+                fill.num_prompt_tokens,
+                fill.num_cached_tokens,
+                load.token_usage,
+                load.num_running,
+                load.num_waiting,
+            )
+
+    def note_applied(self, schedule: Schedule, num_tokens: int) -> None:
+        """After every applied step, which yielded about `num_tokens` tokens."""
         self.num_steps += 1
+        self.num_generated += num_tokens
         self.last_step_s = time.monotonic()
-        self.num_generated += sum(len(delta.ids) for delta in deltas)
-        if len(batch.token_ids) > len(batch.sequences):
-            self._log_prefill(schedule, batch)
+        if schedule.last_fill.num_prompt_tokens:
             return
         self._num_decode_steps += 1
         if self._num_decode_steps % self._interval == 0:
             self._log_decode(schedule)
 
-    def _log_prefill(self, schedule: Schedule, batch: Batch) -> None:
-        if not logger.isEnabledFor(logging.INFO):
-            return
-        new = [
-            sequence
-            for sequence, count, start in zip(batch.sequences, batch.counts, batch.starts, strict=True)
-            if count > 1 and start == max(sequence.num_cached, 0)
-        ]
-        logger.info(
-            "Prefill batch. #new-seq: %d, #new-token: %d, #cached-token: %d, token usage: %.2f, "
-            "#running-req: %d, #queue-req: %d, ",
-            len(new),
-            len(batch.token_ids),
-            sum(max(sequence.num_cached, 0) for sequence in new),
-            schedule.token_usage,
-            schedule.num_running,
-            schedule.num_waiting,
-        )
-
     def _log_decode(self, schedule: Schedule) -> None:
         seconds = self.last_step_s - self._mark_s
         self.gen_throughput = (self.num_generated - self._mark_generated) / max(seconds, 1e-9)
         self._mark_s, self._mark_generated = self.last_step_s, self.num_generated
+        load = schedule.load
         logger.info(
             "Decode batch. #running-req: %d, #token: %d, token usage: %.2f, "
             "gen throughput (token/s): %.2f, #queue-req: %d, ",
-            schedule.num_running,
-            schedule.num_used_tokens,
-            schedule.token_usage,
+            load.num_running,
+            load.num_used_pages * self._page_size,
+            load.token_usage,
             self.gen_throughput,
-            schedule.num_waiting,
+            load.num_waiting,
         )

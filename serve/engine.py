@@ -1,0 +1,280 @@
+"""The engine from Python: `Engine` for async code and notebooks, `SyncEngine` for scripts."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, aclosing
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import anyio
+import anyio.to_thread
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+
+from ops.machine import Machine
+from runtime.actors.assemble import assemble, prepare
+from runtime.actors.core import Core, Status
+from runtime.args import Args
+from runtime.errors import EngineClosed, InvalidRequest
+from runtime.request import Chunk
+from serve.decode import decode
+from serve.demo import WEIGHTS
+from serve.hosted import Hosted
+from serve.native.answers import Answers
+from serve.native.schema import GenerateBody, requests_of
+from serve.replies import close_all, each, first_error, submit_all
+
+Prompt = str | Sequence[str]
+Ids = Sequence[int] | Sequence[Sequence[int]]
+Sampling = Mapping[str, Any] | Sequence[Mapping[str, Any]]
+
+
+def demo_path() -> str | None:
+    """The folder of the embedded demo model; None where the package was built without it."""
+    return str(WEIGHTS) if (Path(WEIGHTS) / "config.json").is_file() else None
+
+
+class Engine:
+    """A language model in this process.
+
+        async with Engine(model_path="...") as engine:
+            answer = await engine.generate("Once upon a time", {"max_new_tokens": 32})
+            async for piece in engine.stream("Once upon a time"):
+                print(piece["delta"], end="")
+
+    Keyword names are the names of the server's options; without `model_path` it serves the embedded demo
+    model. Raises `ConfigurationError` with everything that cannot be done here. Cancelling a call, or leaving
+    a stream's loop, frees what its request held. Use it on one event loop; it starts no process and touches
+    no global state, and `aclose` gives everything back.
+    """
+
+    def __init__(self, model_path: str | None = None, **options: Any) -> None:
+        if model_path is not None:
+            options["model_path"] = model_path
+        self._init(Args.of(**options))
+
+    @classmethod
+    def of(cls, args: Args) -> Self:
+        """An engine from parsed options."""
+        engine = cls.__new__(cls)
+        engine._init(args)
+        return engine
+
+    def _init(self, args: Args) -> None:
+        self._args = args
+        self._core: Core | None = None
+        self._hosted = Hosted(self._run)
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.aclose()
+
+    async def start(self) -> None:
+        """Load the model; return when requests are taken. Cancelled or failed, nothing is left behind."""
+        if self._hosted.running:
+            raise EngineClosed("The engine is already started.")
+        await self._hosted.start()
+
+    async def aclose(self) -> None:
+        """End every request and give back memory, threads and files. Does nothing the second time."""
+        await self._hosted.stop()
+        self._core = None
+
+    async def wait(self) -> None:
+        """Until the engine ends; raises what ended it."""
+        await self._hosted.wait()
+
+    async def _run(self, started: Callable[[], None]) -> None:
+        prepared = partial(prepare, self._args, Machine.probe(), demo_path=demo_path())
+        plan, facts = await anyio.to_thread.run_sync(prepared)
+        self._core = await assemble(plan, facts)
+        await self._core.run(started)
+
+    @property
+    def core(self) -> Core:
+        """What the doors talk to. Raises `EngineClosed` before the start and after the end."""
+        if self._core is None:
+            raise EngineClosed("The engine is not running: use `async with Engine(...)`, or start it.")
+        return self._core
+
+    # --- generating ---
+
+    async def generate(
+        self,
+        prompt: Prompt | None = None,
+        sampling_params: Sampling | None = None,
+        *,
+        input_ids: Ids | None = None,
+        **options: Any,
+    ) -> Any:
+        """Answer one prompt with a dict, or a list of prompts (or n > 1 choices) with a list of dicts.
+
+        Each holds `text`, `output_ids` and `meta_info`, as the native HTTP API returns them; `options` are
+        that API's other fields (`return_logprob`, `rid`, ...). Raises `InvalidRequest` naming the parameter.
+        """
+        body = _body(prompt, sampling_params, input_ids, options)
+        requests = requests_of(body, self.core)
+        single = not body.is_batch and requests[0].sampling.n == 1
+        answers = self._answers(requests, indexed=not single)
+        replies = submit_all(self.core, requests)
+        chunks: list[list[Chunk]] = [[] for _ in replies]
+
+        async def read(place: int) -> None:
+            chunks[place] = await replies[place].whole()
+
+        try:
+            await each(read, len(replies))
+        except ExceptionGroup as errors:
+            raise first_error(errors) from None
+        finally:
+            close_all(replies)
+        found = answers.whole(chunks)
+        return found[0] if single else found
+
+    async def stream(
+        self,
+        prompt: str | None = None,
+        sampling_params: Mapping[str, Any] | None = None,
+        *,
+        input_ids: Sequence[int] | None = None,
+        **options: Any,
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """The answer to one prompt, piece by piece.
+
+        Each piece is a dict with the new text as `delta`, all text so far as `text`, the new ids as
+        `output_ids`, and `meta_info`, whose `finish_reason` is None until the last piece. With n > 1 the
+        choices interleave, told apart by `index`. Leaving the loop frees the request.
+        """
+        body = _body(prompt, sampling_params, input_ids, options)
+        if body.is_batch:
+            raise InvalidRequest("stream takes one prompt; start one stream for each.", param="text")
+        [request] = requests_of(body, self.core)
+        answers = self._answers([request], indexed=True)
+        texts = [""] * request.sampling.n
+        [reply] = submit_all(self.core, [request])
+        async with aclosing(reply.chunks()) as arrivals:
+            async for chunks in arrivals:
+                for chunk in chunks:
+                    [piece] = answers.whole([[chunk]])
+                    texts[chunk.index] += chunk.text
+                    yield {**piece, "delta": chunk.text, "text": texts[chunk.index], "index": chunk.index}
+
+    def _answers(self, requests: Sequence[Any], *, indexed: bool) -> Answers:
+        core = self.core
+        return Answers(
+            requests,
+            indexed=indexed,
+            weight_version=core.plan.serve.weight_version,
+            token_text=core.tokenizer.token_text if core.tokenizer else None,
+        )
+
+    # --- the rest ---
+
+    def abort(self, rid: str = "", *, abort_all: bool = False) -> int:
+        """Abort the requests whose `rid` begins so, or all; returns how many."""
+        return self.core.abort_all() if abort_all else self.core.abort_label(rid) if rid else 0
+
+    def flush_cache(self) -> bool:
+        """Empty the prefix cache; False, and nothing done, while requests run."""
+        return self.core.flush_cache()
+
+    def status(self) -> Status:
+        """Counts of requests, pages and tokens now."""
+        return self.core.status()
+
+
+class SyncEngine:
+    """The engine for code without `await`; works in scripts and, beside a running loop, in notebooks.
+
+        with SyncEngine(model_path="...") as engine:
+            print(engine.generate("Once upon a time")["text"])
+            for piece in engine.stream("Once upon a time"):
+                print(piece["delta"], end="")
+
+    It runs an `Engine` on a loop of its own in a thread of its own. Calls may come from several threads.
+    """
+
+    def __init__(self, model_path: str | None = None, **options: Any) -> None:
+        self._engine = Engine(model_path, **options)
+        self._stack = ExitStack()
+        self._portal: BlockingPortal | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Load the model; return when requests are taken."""
+        with ExitStack() as stack:
+            portal = stack.enter_context(start_blocking_portal(name="penstock-sync"))
+            portal.call(self._engine.start)
+            stack.callback(portal.call, self._engine.aclose)
+            self._portal = portal
+            self._stack = stack.pop_all()
+
+    def close(self) -> None:
+        """End every request and give everything back. Does nothing the second time."""
+        self._portal = None
+        self._stack.close()
+
+    def generate(self, *args: Any, **options: Any) -> Any:
+        """See `Engine.generate`."""
+        return self._running.call(partial(self._engine.generate, *args, **options))
+
+    def stream(self, *args: Any, **options: Any) -> Generator[dict[str, Any], None, None]:
+        """See `Engine.stream`."""
+        portal = self._running
+        pieces = self._engine.stream(*args, **options)
+        try:
+            while True:
+                try:
+                    yield portal.call(pieces.__anext__)
+                except StopAsyncIteration:
+                    return
+        finally:
+            portal.call(pieces.aclose)
+
+    def abort(self, rid: str = "", *, abort_all: bool = False) -> int:
+        """See `Engine.abort`."""
+        return self._running.call(partial(self._engine.abort, rid, abort_all=abort_all))
+
+    def flush_cache(self) -> bool:
+        """See `Engine.flush_cache`."""
+        return self._running.call(self._engine.flush_cache)
+
+    def status(self) -> Status:
+        """See `Engine.status`."""
+        return self._running.call(self._engine.status)
+
+    @property
+    def _running(self) -> BlockingPortal:
+        if self._portal is None:
+            raise EngineClosed("The engine is not running: use `with SyncEngine(...)`, or start it.")
+        return self._portal
+
+
+def _body(
+    prompt: Prompt | None, sampling_params: Sampling | None, input_ids: Ids | None, options: Mapping[str, Any]
+) -> GenerateBody:
+    """The call as the native API's body, checked in the same way."""
+    unknown = options.keys() - GenerateBody.__dataclass_fields__.keys()
+    if unknown:
+        raise InvalidRequest(f"generate takes no {', '.join(sorted(unknown))}.", param=min(unknown))
+    fields = {"text": prompt, "sampling_params": sampling_params, "input_ids": input_ids, **options}
+    return decode(GenerateBody, {name: _plain(value) for name, value in fields.items() if value is not None})
+
+
+def _plain(value: Any) -> Any:
+    """Lists for any sequence, dicts for any mapping, as JSON would have them."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [_plain(item) for item in value]
+    return value
