@@ -1,0 +1,126 @@
+"""Log-probabilities on their way to the host: of sampled tokens and of prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ops.sampling import Score, Scores
+from ops.sampling.native import score as native_score
+from ops.sampling.native import to_device
+from runtime.batch import PromptLogprobs
+from runtime.request import LogprobParams, Logprobs
+
+# Stands for minus infinity (a forbidden token), which JSON cannot say.
+LOWEST = float(np.finfo(np.float32).min)
+# Prompt positions whose logits exist at one time.
+CHUNK = 256
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoredRows:
+    """Scores of n positions, on the device, each with what was asked for it."""
+
+    scores: Scores  # of n rows
+    chosen_ids: Tensor  # int64 [n]
+    params: tuple[LogprobParams, ...]  # [n]
+
+    def tensors(self) -> list[Tensor]:
+        """What must be copied to the host before `read`."""
+        return [*self.scores, self.chosen_ids]
+
+    def read(self, host: Sequence[Tensor]) -> list[Logprobs]:
+        """One `Logprobs` for each position, from the copies of `tensors()`. Touches no device."""
+        chosen, top, top_ids, picked, chosen_ids = (tensor.tolist() for tensor in host)
+        return [
+            Logprobs(
+                chosen=[(_finite(chosen[i]), chosen_ids[i])],
+                top=[_pairs(top[i][: params.top], top_ids[i])] if params.top else [],
+                picked=[_pairs(picked[i], params.token_ids)] if params.token_ids else [],
+            )
+            for i, params in enumerate(self.params)
+        ]
+
+
+def score_rows(
+    logits: Tensor,
+    temperature: Tensor,
+    chosen_ids: Tensor,
+    params: Sequence[LogprobParams],
+    score: Score = native_score,
+) -> ScoredRows:
+    """Score n rows of `logits` [n, V] at the chosen ids [n] and whatever each row's `params` ask for."""
+    num_top = max(p.top for p in params)
+    num_picked = max(len(p.token_ids) for p in params)
+    padded = np.zeros((len(params), num_picked), np.int64)
+    for row, p in zip(padded, params):
+        row[: len(p.token_ids)] = p.token_ids
+    picked_ids = to_device(torch.from_numpy(padded), logits.device)
+    return ScoredRows(score(logits, temperature, chosen_ids, num_top, picked_ids), chosen_ids, tuple(params))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoredPrompts:
+    """Scores of the wanted prompt positions, on the device, in chunks that cut across prompts."""
+
+    wanted: tuple[PromptLogprobs, ...]
+    chunks: tuple[ScoredRows, ...]
+
+    def tensors(self) -> list[Tensor]:
+        """What must be copied to the host before `read`."""
+        return [tensor for chunk in self.chunks for tensor in chunk.tensors()]
+
+    def read(self, host: Sequence[Tensor]) -> list[tuple[int, Logprobs]]:
+        """(row, logprobs of its positions) in the order of `wanted`, from the copies of `tensors()`."""
+        copies = iter(host)
+        positions = (
+            position
+            for chunk in self.chunks
+            for position in chunk.read([next(copies) for _ in chunk.tensors()])
+        )
+        return [(w.row, _join([next(positions) for _ in w.targets])) for w in self.wanted]
+
+
+def score_prompts(
+    hidden: Tensor,
+    logits_of: Callable[[Tensor], Tensor],
+    wanted: tuple[PromptLogprobs, ...],
+    score: Score = native_score,
+    chunk: int = CHUNK,
+) -> ScoredPrompts:
+    """Score prompt tokens by the raw logits of the positions before them.
+
+    `hidden` is [T, E] of the flat batch, `logits_of` maps [n, E] to float32 logits [n, V]. Never more than
+    `chunk` positions have their logits at one time.
+    """
+    places = np.concatenate([np.arange(w.offset, w.offset + len(w.targets)) for w in wanted])
+    targets = np.concatenate([w.targets for w in wanted]).astype(np.int64)
+    params = [w.params for w in wanted for _ in w.targets]
+    chunks = []
+    for first in range(0, len(places), chunk):
+        part = slice(first, first + chunk)
+        logits = logits_of(hidden[to_device(torch.from_numpy(places[part]), hidden.device)])
+        chosen = to_device(torch.from_numpy(targets[part]), hidden.device)
+        ones = torch.ones(len(logits), device=hidden.device)
+        chunks.append(score_rows(logits, ones, chosen, params[part], score))
+    return ScoredPrompts(wanted, tuple(chunks))
+
+
+def _join(positions: Sequence[Logprobs]) -> Logprobs:
+    return Logprobs(
+        chosen=[item for p in positions for item in p.chosen],
+        top=[item for p in positions for item in p.top],
+        picked=[item for p in positions for item in p.picked],
+    )
+
+
+def _pairs(values: Sequence[float], ids: Sequence[int]) -> list[tuple[float, int]]:
+    return [(_finite(value), token_id) for value, token_id in zip(values, ids)]
+
+
+def _finite(value: float) -> float:
+    return max(value, LOWEST)
