@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from ops.activation import ACTIVATIONS
+from ops.activation.native import gate
+
+EXPECTED = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_first_half_gates_the_second(activation) -> None:
+    x = torch.randn(3, 10)
+    before = x.clone()
+    torch.testing.assert_close(gate(x, activation), EXPECTED[activation](before[:, :5]) * before[:, 5:])

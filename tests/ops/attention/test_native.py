@@ -1,0 +1,141 @@
+"""Paged attention against a dense reference that does nothing clever."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ops.attention import AttentionInputs, native
+
+
+class Case(NamedTuple):
+    q: torch.Tensor
+    k_pool: torch.Tensor
+    v_pool: torch.Tensor
+    inputs: AttentionInputs
+
+
+def make_case(
+    rows: list[tuple[int, int]], page_size: int, num_heads: int, num_kv_heads: int, head_dim: int, seed: int = 0
+) -> Case:
+    """Rows of (start, count) with pages of their own in random order. What is nobody's is not a number."""
+    rng = np.random.default_rng(seed)
+    pages_of = [-(-(start + count) // page_size) for start, count in rows]
+    pages = iter(rng.permutation(sum(pages_of) + 3).tolist())
+    table = np.full((len(rows), max(pages_of) + 1), next(pages), np.int32)
+    generator = torch.Generator().manual_seed(seed)
+    k_pool, v_pool = torch.full((2, sum(pages_of) + 3, num_kv_heads, page_size, head_dim), torch.nan)
+    for row, (start, count) in enumerate(rows):
+        for position in range(start + count):
+            page, offset = divmod(position, page_size)
+            if offset == 0:
+                table[row, page] = next(pages)
+            for pool in (k_pool, v_pool):
+                pool[table[row, page], :, offset] = torch.randn(num_kv_heads, head_dim, generator=generator)
+    q = torch.randn(sum(count for _, count in rows), num_heads, head_dim, generator=generator)
+    starts, counts = zip(*rows)
+    return Case(q, k_pool, v_pool, AttentionInputs.build(starts, counts, table, page_size))
+
+
+def dense(case: Case, scale: float, window: int | None, soft_cap: float | None) -> torch.Tensor:
+    """One softmax per token and head over the positions it may see."""
+    outs = []
+    group = case.q.shape[1] // case.k_pool.shape[1]
+    size = case.inputs.page_size
+    for row, (start, count) in enumerate(zip(case.inputs.starts_host, case.inputs.counts_host)):
+        for position in range(start, start + count):
+            first = 0 if window is None else max(0, position - window + 1)
+            seen = [(int(case.inputs.page_table[row, p // size]), p % size) for p in range(first, position + 1)]
+            k, v = (
+                torch.stack([pool[page, :, offset] for page, offset in seen]).repeat_interleave(group, dim=1)
+                for pool in (case.k_pool, case.v_pool)
+            )  # [S, H, D]
+            scores = (case.q[len(outs)] * k).sum(-1) * scale  # [S, H]
+            if soft_cap is not None:
+                scores = soft_cap * torch.tanh(scores / soft_cap)
+            outs.append((scores.softmax(0).unsqueeze(-1) * v).sum(0))
+    return torch.stack(outs)
+
+
+def check(case: Case, *, window: int | None = None, soft_cap: float | None = None) -> None:
+    scale = 0.3
+    out = native.attend(case.q, case.k_pool, case.v_pool, case.inputs, scale=scale, window=window, soft_cap=soft_cap)
+    torch.testing.assert_close(out, dense(case, scale, window, soft_cap), atol=2e-6, rtol=1e-5)
+
+
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 20) | st.just(1)), min_size=1, max_size=8),
+    page_size=st.sampled_from([1, 4, 16]),
+    heads=st.sampled_from([(1, 1), (4, 2), (6, 1), (3, 3)]),
+    window=st.none() | st.integers(1, 50),
+    soft_cap=st.none() | st.just(1.5),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=120)
+def test_random_batches_equal_the_dense_reference(rows, page_size, heads, window, soft_cap, seed) -> None:
+    check(make_case(rows, page_size, *heads, head_dim=8, seed=seed), window=window, soft_cap=soft_cap)
+
+
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
+@pytest.mark.parametrize("window", [None, 7])
+def test_queries_in_several_blocks_equal_the_dense_reference(monkeypatch, window, soft_cap) -> None:
+    monkeypatch.setattr(native, "MAX_MASK_ELEMENTS", 1)
+    monkeypatch.setattr(native, "MAX_SCORE_ELEMENTS", 1)  # blocks of 16 queries
+    check(make_case([(5, 50), (0, 40), (30, 17)], 4, 4, 2, 8), window=window, soft_cap=soft_cap)
+
+
+def test_single_tokens_in_several_groups_equal_the_dense_reference(monkeypatch) -> None:
+    monkeypatch.setattr(native, "MAX_GROUP_BYTES", 1)
+    check(make_case([(40, 1), (3, 1), (40, 1), (0, 1)], 4, 4, 2, 8))
+
+
+def test_rows_may_share_pages() -> None:
+    case = make_case([(0, 20), (16, 1), (16, 6)], 8, 4, 2, 8)
+    table = case.inputs.page_table.clone()
+    table[1:, :2] = table[0, :2]  # the first 16 positions of all three
+    inputs = AttentionInputs.build([0, 16, 16], [20, 1, 6], table.numpy(), 8)
+    check(case._replace(inputs=inputs))
+
+
+def test_the_largest_window_changes_nothing() -> None:
+    case = make_case([(9, 1), (0, 10), (4, 3)], 4, 2, 2, 8)
+    full = native.attend(case.q, case.k_pool, case.v_pool, case.inputs, scale=1.0)
+    wide = native.attend(case.q, case.k_pool, case.v_pool, case.inputs, scale=1.0, window=10)
+    torch.testing.assert_close(wide, full)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_stays_close_and_keeps_its_dtype(dtype) -> None:
+    case = make_case([(30, 1), (3, 1), (0, 20), (10, 9)], 4, 4, 2, 8)
+    exact = native.attend(case.q, case.k_pool, case.v_pool, case.inputs, scale=0.3)
+    q, k_pool, v_pool = (x.to(dtype) for x in case[:3])
+    out = native.attend(q, k_pool, v_pool, case.inputs, scale=0.3)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.float(), exact, atol=0.03, rtol=0.03)
+
+
+@given(lengths=st.lists(st.integers(1, 2000), max_size=60), max_pages=st.integers(1, 4000))
+def test_groups_hold_every_row_once_within_their_limits(lengths, max_pages) -> None:
+    rows = [(length, row) for row, length in enumerate(lengths)]
+    groups = native.split_rows(rows, max_pages)
+    assert sorted(row for group in groups for row in group) == list(range(len(lengths)))
+    for group in groups:
+        padded = max(lengths[row] for row in group) * len(group)
+        waste = padded - sum(lengths[row] for row in group)
+        assert len(group) == 1 or (padded <= max_pages and waste <= native.MAX_PADDING * padded)
+
+
+def test_rows_of_one_length_are_one_group() -> None:
+    assert len(native.split_rows([(10, row) for row in range(20)], max_pages=1000)) == 1
+
+
+def test_layers_share_what_was_derived_in_the_first() -> None:
+    case = make_case([(9, 1), (3, 1)], 4, 2, 2, 8)
+    for _ in range(2):
+        native.attend(case.q, case.k_pool, case.v_pool, case.inputs, scale=1.0)
+    assert len(case.inputs.memo) == 1
