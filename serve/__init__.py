@@ -8,20 +8,22 @@ async with Engine(model_path="...") as engine:
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from runtime.errors import (
-    CheckpointError,
-    ConfigurationError,
-    EngineClosed,
-    EngineFailure,
-    InvalidRequest,
-    Overloaded,
-    PenstockError,
-    RequestError,
-)
+from serve.guard import check_packages
 
 if TYPE_CHECKING:
+    from runtime.errors import (
+        CheckpointError,
+        ConfigurationError,
+        EngineClosed,
+        EngineFailure,
+        InvalidRequest,
+        Overloaded,
+        PenstockError,
+        RequestError,
+    )
     from serve.engine import Engine, SyncEngine
 
 __version__ = "0.1.0"
@@ -42,9 +44,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Engines are imported when they are first asked for: the command line's help needs none."""
-    if name in ("Engine", "SyncEngine"):
-        from serve import engine
-
-        return getattr(engine, name)
-    raise AttributeError(f"module 'serve' has no attribute '{name}'")
+    """Public names are imported when they are first asked for: the command line's help needs none of them."""
+    if name not in __all__:
+        raise AttributeError(f"module 'serve' has no attribute '{name}'")
+    check_packages()  # before anything is imported from a package that may be somebody else's
+    home = "serve.engine" if name in ("Engine", "SyncEngine") else "runtime.errors"
+    return getattr(import_module(home), name)

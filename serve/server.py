@@ -1,0 +1,167 @@
+"""The server process: engine, application and socket, from start to the last answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import logging.config
+import socket
+import sys
+from contextlib import suppress
+from typing import Any
+
+import uvicorn
+
+from runtime.actors.core import Core
+from runtime.args import Args
+from runtime.errors import ConfigurationError, EngineFailure
+from runtime.request import Request, SamplingParams
+from serve.app import build_app
+from serve.engine import Engine
+
+logger = logging.getLogger("penstock.server")
+
+KEEP_ALIVE_S = 5
+WARM_UP_TOKENS = 8
+MAX_OPEN_FILES = 65536
+
+
+def run(args: Args) -> int:
+    """Serve until a signal ends it; returns the exit status.
+
+    SIGTERM and SIGINT let what runs finish; a second one ends it at once. Raises `ConfigurationError` for
+    what cannot be done here.
+    """
+    _configure_logging(args)
+    _raise_file_limit()
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        try:
+            return runner.run(_main(args))
+        except KeyboardInterrupt:
+            return 130
+
+
+async def _main(args: Args) -> int:
+    listening = bind(args.http.host, args.http.port)
+    try:
+        async with Engine.of(args) as engine:
+            if not engine.core.plan.serve.skip_warmup:
+                await warm_up(engine.core)
+            return await _serve(engine, listening)
+    finally:
+        listening.close()
+
+
+async def _serve(engine: Engine, listening: socket.socket) -> int:
+    server = _Server(_uvicorn_config(engine.core))
+    serving = asyncio.create_task(server.serve(sockets=[listening]))
+    engine_ended = asyncio.create_task(engine.wait())
+    await asyncio.wait([serving, engine_ended], return_when=asyncio.FIRST_COMPLETED)
+    if not serving.done():
+        logger.critical("The engine died; the server ends.")
+        server.should_exit = True
+        await serving
+        return 1
+    engine_ended.cancel()
+    await asyncio.wait([engine_ended])
+    await serving
+    return 0
+
+
+class _Server(uvicorn.Server):
+    """Says when it is ready, and where."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started and sockets:
+            host, port = sockets[0].getsockname()[:2]
+            logger.info("Listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
+            logger.info("The server is fired up and ready to roll!")
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket on the address, taken before anything heavy happens.
+
+    Raises `ConfigurationError` when that is not possible.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigurationError(f"--host {host} is no address of this machine: {error.strerror}.") from error
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        raise ConfigurationError(
+            f"Port {port} of {host} cannot be used ({error.strerror}); choose another one with --port."
+        ) from error
+    return bound
+
+
+async def warm_up(core: Core) -> None:
+    """Compute a few tokens, so that the first user does not pay for what happens only once."""
+    sampling = SamplingParams(max_new_tokens=WARM_UP_TOKENS, temperature=0, ignore_eos=True)
+    prompt = (0,) * min(4, core.plan.model.context_length - WARM_UP_TOKENS)
+    if not prompt:
+        return
+    [chunk] = await core.submit(Request(ids=prompt, sampling=sampling, label="WARM_UP")).whole()
+    if len(chunk.ids) != WARM_UP_TOKENS:
+        raise EngineFailure("The warm-up request did not come back whole.")
+    core.flush_cache()
+
+
+def _uvicorn_config(core: Core) -> uvicorn.Config:
+    plan = core.plan.serve
+    return uvicorn.Config(
+        build_app(core),
+        loop="none",
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level=None,
+        access_log=plan.log_level_http.lower() in ("debug", "info", "trace"),
+        timeout_keep_alive=KEEP_ALIVE_S,
+        server_header=False,
+    )
+
+
+def _loop_factory() -> Any:
+    try:
+        import uvloop
+    except ImportError:  # not available on every platform
+        return None
+    return uvloop.new_event_loop
+
+
+def _configure_logging(args: Args) -> None:
+    """For the server's process alone; used as a library, the engine leaves logging to its user."""
+    level = args.observe.log_level.upper()
+    level_http = (args.observe.log_level_http or args.observe.log_level).upper()
+    handlers: dict[str, Any] = {"handlers": ["stderr"], "propagate": False}
+    logging.config.dictConfig(
+        {
+            "version": 1,
+            "disable_existing_loggers": False,
+            "formatters": {"line": {"format": "[%(asctime)s] %(message)s", "datefmt": "%Y-%m-%d %H:%M:%S"}},
+            "handlers": {
+                "stderr": {"class": "logging.StreamHandler", "stream": sys.stderr, "formatter": "line"}
+            },
+            "loggers": {
+                "penstock": {"level": level, **handlers},
+                "uvicorn": {"level": level_http, **handlers},
+            },
+        }
+    )
+
+
+def _raise_file_limit() -> None:
+    """One descriptor per connection; the usual limit of 1,024 is reached quickly."""
+    with suppress(ImportError, OSError, ValueError):
+        import resource
+
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(MAX_OPEN_FILES, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
