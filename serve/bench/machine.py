@@ -2,41 +2,33 @@
 
 from __future__ import annotations
 
-import os
 import platform
-import shutil
-import subprocess
+import re
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-_PACKAGES = (
-    "penstock",
-    "torch",
-    "transformers",
-    "tokenizers",
-    "triton",
-    "uvicorn",
-    "uvloop",
-    "httptools",
-    "numpy",
-)
+from ops.machine import Machine
+
+_PACKAGES = ("penstock", "tokenizers", "uvicorn", "uvloop", "httptools", "numpy")
 
 
-def describe_machine() -> dict[str, Any]:
+def describe_machine(machine: Machine | None = None) -> dict[str, Any]:
     """Processor, usable cores, memory in bytes, names of the GPUs, operating system."""
+    machine = Machine.probe() if machine is None else machine
     return {
         "cpu": cpu_name(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "gpus": gpu_names(),
+        "cores": machine.num_cpus,
+        "memory_bytes": machine.total_bytes,
+        "gpus": [gpu.name for gpu in machine.gpus],
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
     }
 
 
-def describe_versions() -> dict[str, str]:
+def describe_versions(machine: Machine | None = None) -> dict[str, str]:
     """Versions of Python and of the packages that matter, where they are installed."""
-    versions = {"python": platform.python_version()}
+    machine = Machine.probe() if machine is None else machine
+    versions = {"python": platform.python_version(), **machine.packages}
     for package in _PACKAGES:
         try:
             versions[package] = version(package)
@@ -46,19 +38,10 @@ def describe_versions() -> dict[str, str]:
 
 
 def cpu_name() -> str:
+    """The processor's own name for itself, or the architecture's."""
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        described = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
-        return platform.processor() or platform.machine()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
-
-
-def gpu_names() -> list[str]:
-    """As the driver's own tool lists them; none where there is no such tool."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return []
-    command = [tool, "--query-gpu=name", "--format=csv,noheader"]
-    listed = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    return listed.stdout.split("\n")[:-1] if listed.returncode == 0 else []
+        described = ""
+    found = re.search(r"^model name\s*:\s*(.+)$", described, re.MULTILINE)
+    return found[1].strip() if found else platform.processor() or platform.machine()

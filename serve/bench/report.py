@@ -12,6 +12,7 @@ from typing import Any
 
 import orjson
 
+from ops.machine import Machine
 from serve.bench.machine import describe_machine, describe_versions
 from serve.bench.metrics import Summary
 
@@ -22,18 +23,26 @@ SECRET_OPTIONS = ("--api-key", "--admin-api-key", "--header")
 Row = tuple[str, Any]
 
 
-def table(title: str, rows: Sequence[Row], distributions: Mapping[str, Summary | None] | None = None) -> str:
-    """Name and value lines, then one line of percentiles for each distribution."""
+HEADS = ("mean", "median", "p90", "p95", "p99", "max")
+
+
+def table(
+    title: str,
+    rows: Sequence[Row],
+    distributions: Mapping[str, Summary | None] | None = None,
+    *,
+    heads: Sequence[str] = HEADS,
+) -> str:
+    """Name and value lines, then for each distribution one line with the figures that `heads` name."""
     width = max([len(name) for name, _ in rows] + [len(name) for name in distributions or {}] + [24]) + 2
-    lines = [f"== {title} ".ljust(width + 56, "=")]
+    lines = [f"== {title} ".ljust(width + 66, "=")]
     lines += [f"{name:<{width}}{text_of(value)}" for name, value in rows if value is not None]
     shown = {name: summary for name, summary in (distributions or {}).items() if summary is not None}
     if shown:
-        heads = ("mean", "median", "p90", "p95", "p99", "max")
-        lines.append(" " * width + "".join(f"{head:>9}" for head in heads))
+        lines.append(" " * width + "".join(f"{head:>11}" for head in heads))
         for name, summary in shown.items():
             figures = (getattr(summary, head) for head in heads)
-            lines.append(f"{name:<{width}}" + "".join(f"{figure:>9.2f}" for figure in figures))
+            lines.append(f"{name:<{width}}" + "".join(f"{figure:>11,.2f}" for figure in figures))
     return "\n".join(lines)
 
 
@@ -48,13 +57,14 @@ def document(
     benchmark: str, settings: Mapping[str, Any], results: Any, details: Any = None, argv: Sequence[str] = ()
 ) -> dict[str, Any]:
     """The result file's content: enough to repeat the run and to compare it with another."""
+    machine = Machine.probe()
     content = {
         "schema_version": SCHEMA_VERSION,
         "benchmark": benchmark,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["python", "-m", "serve.bench", benchmark, *without_secrets(argv)]),
-        "machine": describe_machine(),
-        "versions": describe_versions(),
+        "machine": describe_machine(machine),
+        "versions": describe_versions(machine),
         "settings": {name: value for name, value in settings.items() if name not in ("api_key", "header")},
         "results": plain(results),
     }

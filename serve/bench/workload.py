@@ -27,7 +27,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomLengths:
-    """Prompts without anything in common. Lengths are uniform in [length * range_ratio, length]."""
+    """Prompts that share a beginning by chance only. Lengths are uniform in [length * range_ratio, length]."""
 
     input_tokens: int = 1024
     output_tokens: int = 1024
