@@ -17,9 +17,10 @@ from runtime.resolve.ledger import Ledger
 from runtime.resolve.model import chosen_gpu, model_plan
 from runtime.resolve.schedule import kernel_plan, schedule_plan
 
-__all__ = ["check", "decide", "max_running", "num_pages", "resolve", "size_pool"]
+__all__ = ["ANY_MODEL", "check", "decide", "max_running", "num_pages", "resolve", "size_pool"]
 
-_ANY_MODEL = ModelFacts(
+# Stands for a model whose facts are not known yet: nothing is refused because of it.
+ANY_MODEL = ModelFacts(
     architecture="",
     path="",
     num_layers=1,
@@ -50,7 +51,7 @@ def check(args: Args, machine: Machine, *, demo_path: str | None = None) -> str:
 
     Raises `ConfigurationError` with all refusals.
     """
-    _, ledger = decide(args, machine, _ANY_MODEL, demo_path=demo_path)
+    _, ledger = decide(args, machine, ANY_MODEL, demo_path=demo_path)
     if ledger.refusals:
         raise ConfigurationError(*ledger.refusals.values())
     return _where(ledger, demo_path)

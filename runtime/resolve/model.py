@@ -138,16 +138,16 @@ def _random_seed(ledger: Ledger) -> int:
 
 def _num_load_threads(ledger: Ledger) -> int:
     config = ledger.args.model.model_loader_extra_config
-    name = "--model-loader-extra-config"
+    option, name = "model_loader_extra_config", "--model-loader-extra-config"
     unknown = config.keys() - {"enable_multithread_load", "num_threads"}
     several, threads = config.get("enable_multithread_load", False), config.get("num_threads", 8)
     if unknown:
         known = "enable_multithread_load and num_threads"
-        ledger.refuse(name, f"{name} knows {known}, not {', '.join(sorted(unknown))}.")
+        ledger.refuse(option, f"{name} knows {known}, not {', '.join(sorted(unknown))}.")
     elif not isinstance(several, bool):
-        ledger.refuse(name, f"{name}: enable_multithread_load must be true or false.")
+        ledger.refuse(option, f"{name}: enable_multithread_load must be true or false.")
     elif isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= 256:
-        ledger.refuse(name, f"{name}: num_threads must be a whole number from 1 to 256.")
+        ledger.refuse(option, f"{name}: num_threads must be a whole number from 1 to 256.")
     elif several:
         return ledger.decide("model.num_load_threads", threads, "as asked")
     return ledger.decide("model.num_load_threads", 1, "one file after the other, unless asked otherwise")

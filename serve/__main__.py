@@ -1,0 +1,24 @@
+"""`python -m serve [options]`, also installed as `penstock`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from serve.guard import WrongPackageError, check_packages
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    try:
+        check_packages()
+    except WrongPackageError as error:
+        sys.stderr.write(f"penstock: {error}\n")
+        return 2
+    from serve.cli import run  # not before the check: it imports what is checked
+
+    return run(sys.argv[1:] if argv is None else argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""The command line: serve a model, explain what would be done, or measure."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module, metadata
+
+from runtime.args import Args
+from runtime.errors import ConfigurationError
+from serve.usage import help_text
+
+REFUSED = 2  # exit status of a command line that cannot be followed
+
+
+def run(words: Sequence[str]) -> int:
+    """Follow a command line (without the program's name); returns the exit status."""
+    command, rest = (words[0], words[1:]) if words and words[0] in COMMANDS else ("serve", words)
+    try:
+        return COMMANDS[command](rest)
+    except ConfigurationError as error:
+        sys.stderr.write(refused(error))
+        return REFUSED
+
+
+def refused(error: ConfigurationError) -> str:
+    """The refusals as a short list for people."""
+    lines = [f"  - {sentence}" for refusal in error.refusals for sentence in refusal.splitlines()]
+    return "\n".join(["penstock: this cannot be done:", *lines, "penstock --help lists the options.", ""])
+
+
+def version() -> str:
+    try:
+        return metadata.version("penstock")
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def _serve(words: Sequence[str]) -> int:
+    if "-h" in words or "--help" in words:
+        sys.stdout.write(help_text())
+        return 0
+    if "--version" in words:
+        sys.stdout.write(f"penstock {version()}\n")
+        return 0
+    args = Args.parse(words)
+    return import_module("serve.server").run(args) or 0
+
+
+def _explain(words: Sequence[str]) -> int:
+    return import_module("serve.explain").main(words)
+
+
+def _bench(words: Sequence[str]) -> int:
+    return import_module("serve.bench.__main__").main(words)
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"serve": _serve, "explain": _explain, "bench": _bench}

@@ -1,0 +1,126 @@
+"""`penstock explain [options]`: every option that was said or decided, what is done, and because of what."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from textwrap import wrap
+
+import orjson
+
+from ops.machine import KNOWN_GPUS, Machine
+from runtime.args import Args, Option, options, shown, without_effect
+from runtime.errors import ConfigurationError
+from runtime.facts import ModelFacts
+from runtime.plan import Plan
+from runtime.resolve import ANY_MODEL, decide
+from serve.demo import WEIGHTS
+from serve.usage import markdown
+
+COLUMNS = ("option", "asked", "done", "because")
+_BECAUSE_WIDTH = 60
+_CELL_WIDTH = 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One option: as it was said, what is done, and why."""
+
+    option: str
+    asked: str
+    done: str
+    because: str
+
+
+def demo_path() -> str | None:
+    """The folder of the demo model that ships with this package, if it does."""
+    return str(WEIGHTS) if (WEIGHTS / "config.json").is_file() else None
+
+
+def main(words: Sequence[str]) -> int:
+    """Print the table (or JSON) for a command line; returns the exit status, 2 if anything is refused."""
+    parser = argparse.ArgumentParser(prog="penstock explain", allow_abbrev=False)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--all", action="store_true", help="show also the options left at their defaults")
+    parser.add_argument("--machine", choices=["cpu", *KNOWN_GPUS], help="explain for such a machine")
+    parser.add_argument("--table", choices=["markdown"], help="print the table of all options")
+    own, rest = parser.parse_known_args(words)
+    if own.table:
+        sys.stdout.write(markdown())
+        return 0
+    args = Args.parse(rest)
+    machine = Machine.named(own.machine) if own.machine else Machine.probe()
+    rows, refusals = explain(args, machine, demo_path=demo_path(), everything=own.all)
+    sys.stdout.write(as_json(rows, refusals) if own.json else as_text(rows, refusals))
+    return 2 if refusals else 0
+
+
+def explain(
+    args: Args, machine: Machine, *, demo_path: str | None = None, everything: bool = False
+) -> tuple[list[Row], list[str]]:
+    """The rows for these arguments and the sentences of all refusals. Reads the model's configuration."""
+    path = args.model.model_path or demo_path
+    facts, unreadable = _facts(args, path) if path else (None, [])
+    plan, ledger = decide(args, machine, facts or ANY_MODEL, demo_path=demo_path)
+    rows = _rows(args, plan if facts else None, ledger.refusals, everything)
+    return rows, [*ledger.refusals.values(), *unreadable]
+
+
+def as_text(rows: Sequence[Row], refusals: Sequence[str]) -> str:
+    """An aligned table; the reasons wrap."""
+    cells = [COLUMNS, *((row.option, row.asked, row.done, row.because) for row in rows)]
+    widths = [min(_CELL_WIDTH, max(len(line[column]) for line in cells)) for column in range(3)]
+    lines: list[str] = []
+    for *short, because in cells:
+        reasons = wrap(because, _BECAUSE_WIDTH) or [""]
+        lines.append("  ".join(cell.ljust(width) for cell, width in zip(short, widths)) + f"  {reasons[0]}")
+        indent = " " * (sum(widths) + 6)
+        lines += [indent + reason for reason in reasons[1:]]
+    if refusals:
+        lines += ["", "This cannot be done:", *(f"  - {sentence}" for sentence in refusals)]
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def as_json(rows: Sequence[Row], refusals: Sequence[str]) -> str:
+    """One object: `options`, a list of rows, and `refusals`, a list of sentences."""
+    return orjson.dumps({"options": rows, "refusals": refusals}, option=orjson.OPT_INDENT_2).decode() + "\n"
+
+
+def _facts(args: Args, path: str) -> tuple[ModelFacts | None, list[str]]:
+    """The model's facts, or sentences that say why they cannot be read."""
+    from runtime.models.checkpoint import locate  # only those who get this far wait for it
+    from runtime.models.config import read_facts
+
+    try:
+        directory = locate(path, args.model.revision, args.model.download_dir)
+        return read_facts(directory, args.model.json_model_override_args), []
+    except ConfigurationError as error:
+        return None, list(error.refusals)
+
+
+def _rows(args: Args, plan: Plan | None, refusals: Mapping[str, str], everything: bool) -> list[Row]:
+    idle = without_effect(args)
+    decided = plan.because if plan else {}
+    rows = []
+    for option in options():
+        name, said = option.name, option.name in args.said
+        because = refusals.get(name) or idle.get(name) or decided.get(option.knob.plan, "")
+        if everything or said or because not in ("", "the default"):
+            done = "refused" if name in refusals else "nothing" if name in idle else _done(option, args, plan)
+            asked = shown(option, args.get(name), _CELL_WIDTH) if said else ""
+            because = because or ("as asked" if said else "the default")
+            rows.append(Row(option=option.flag, asked=asked, done=done, because=because))
+    return rows
+
+
+def _done(option: Option, args: Args, plan: Plan | None) -> str:
+    """The value in force; under its own name where the plan calls it differently from the option."""
+    section, _, name = option.knob.plan.partition(".")
+    if not section:
+        return shown(option, args.get(option.name), _CELL_WIDTH)
+    if plan is None:
+        return "unknown without a model"
+    value = shown(option, getattr(getattr(plan, section), name), _CELL_WIDTH)
+    return value if name == option.name else f"{name} {value}"

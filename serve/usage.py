@@ -1,0 +1,120 @@
+"""The options as text for people: `--help`, and the table in docs/arguments.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby
+from textwrap import fill
+
+from runtime.args import Json, Option, Outcome, options, shown
+
+WIDTH = 100
+_METAVARS = {int: "N", float: "X", str: "TEXT", Json: "JSON"}
+_HEADER = """\
+usage: penstock [options]             serve a model over HTTP (also: python -m serve)
+       penstock explain [options]     show what would be done, and why
+       penstock bench COMMAND ...     measure
+       penstock --version
+
+Options may be shortened while they stay unique. Without --model-path a small demo model is served.
+"""
+_DOCUMENT = """\
+# Options
+
+Every option of `penstock` (`python -m serve`), written by `python -m serve explain --table markdown`. On the
+command line an option is a flag, in a `--config` file a key with dashes or underscores, in Python a keyword
+with underscores: `--page-size 16`, `page-size: 16`, `page_size=16`.
+
+What an option marked *not built yet* asks for is refused with a clear message, and so are such values. *No
+effect* marks what is accepted for compatibility only.
+"""
+
+
+def help_text() -> str:
+    """What `--help` prints: every option that works, by group, and the names of those that do not yet."""
+    parts = [_HEADER]
+    for title, group in _by_group():
+        parts.append(f"{title}:")
+        parts += [_paragraph(option) for option in group if option.knob.outcome is not Outcome.PLANNED]
+        later = [option.flag for option in group if option.knob.outcome is Outcome.PLANNED]
+        if later:
+            parts.append(_filled("not built yet: " + ", ".join(later), indent="  ", rest="    "))
+        parts.append("")
+    return "\n".join(parts)
+
+
+def markdown() -> str:
+    """The whole of docs/arguments.md."""
+    parts = [_DOCUMENT]
+    for title, group in _by_group():
+        parts.append(f"## {title}\n\n| option | values | default | what it does |\n|---|---|---|---|")
+        parts += [_row(option) for option in group]
+        parts.append("")
+    return "\n".join(parts)
+
+
+def _by_group() -> Iterable[tuple[str, list[Option]]]:
+    for title, group in groupby(options(), key=lambda option: option.title):
+        yield title, list(group)
+
+
+def _paragraph(option: Option) -> str:
+    flags = ", ".join(_spellings(option))
+    first = f"  {flags} {_values(option, built_only=True)}".rstrip()
+    text = f"{option.knob.help}{_default_note(option)}{_outcome_note(option)}"
+    return f"{first}\n{_filled(text, indent=' ' * 6)}"
+
+
+def _row(option: Option) -> str:
+    spellings = " ".join(f"`{flag}`" for flag in _spellings(option))
+    values = _values(option).strip("{}").replace(",", ", ") or "flag"
+    default = "" if option.default is None else f"`{shown(option, option.default)}`"
+    text = f"{option.knob.help}{_outcome_note(option)}"
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in (spellings, values, default, text)) + " |"
+
+
+def _spellings(option: Option) -> list[str]:
+    return [*option.flags, *filter(None, [option.negated_flag])]
+
+
+def _values(option: Option, *, built_only: bool = False) -> str:
+    """What follows the flag: nothing, N, {a,b}, ..."""
+    if option.type is bool and option.knob.const is None:
+        return ""
+    choices = option.knob.choices
+    if built_only and option.knob.built is not None:
+        choices = tuple(choice for choice in choices if choice in option.knob.built)
+    one = "{" + ",".join(map(str, choices)) + "}" if choices else _METAVARS.get(option.type, "BOOL")
+    return f"{one} ..." if option.many else one
+
+
+def _default_note(option: Option) -> str:
+    if option.default is None or option.default is False or "Default:" in option.knob.help:
+        return ""
+    if option.default is True or option.default == {}:
+        return ""
+    return f" Default: {shown(option, option.default)}."
+
+
+def _outcome_note(option: Option) -> str:
+    knob = option.knob
+    if knob.outcome is Outcome.INERT:
+        return f" *No effect*: {knob.instead}."
+    if knob.outcome is Outcome.PLANNED:
+        return f" *Not built yet*{f': {knob.instead}' if knob.instead else ''}."
+    if knob.built is None:
+        return ""
+    if not knob.choices:
+        return f" *So far only* {' or '.join(str(value) for value in knob.built)}."
+    later = [str(choice) for choice in knob.choices if choice not in knob.built and choice != option.default]
+    return f" *Not built yet*: {', '.join(later)}." if later else ""
+
+
+def _filled(text: str, *, indent: str, rest: str | None = None) -> str:
+    return fill(
+        text.replace("*", ""),
+        WIDTH,
+        initial_indent=indent,
+        subsequent_indent=indent if rest is None else rest,
+        break_on_hyphens=False,
+    )
