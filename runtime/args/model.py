@@ -125,8 +125,7 @@ class ModelArgs:
     model_impl: Annotated[
         str,
         Knob(
-            "Which code runs the model. auto: ours if the family is known, else the one in transformers; "
-            "sglang: ours only; transformers: theirs always.",
+            "Which code runs the model. auto and sglang: ours; transformers: that of the library.",
             choices=("auto", "sglang", "transformers"),
             built=("auto", "sglang"),
         ),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, Field, dataclass, fields
-from difflib import get_close_matches
+from difflib import SequenceMatcher
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -64,8 +64,7 @@ class Options:
         """The option with this Python name. Raises `ConfigurationError` with the nearest names."""
         if keyword in self._by_keyword:
             return self._by_keyword[keyword]
-        near = get_close_matches(keyword, self._by_keyword, n=1)
-        raise ConfigurationError(f"{keyword} is not an option{_suggestion(near)}")
+        raise ConfigurationError(f"{keyword} is not an option{_suggestion(keyword, self._by_keyword)}")
 
     def by_flag(self, flag: str) -> tuple[Option, bool]:
         """The option that a flag names, and whether it is the `--no-` form; unique beginnings count.
@@ -81,8 +80,7 @@ class Options:
             return next(iter(meant.values()))
         if meant:
             raise ConfigurationError(f"{flag} is the beginning of several options: {_listed(longer)}.")
-        near = get_close_matches(wanted, self._by_flag, n=1)
-        raise ConfigurationError(f"{flag} is not an option{_suggestion(near)}")
+        raise ConfigurationError(f"{flag} is not an option{_suggestion(wanted, self._by_flag)}")
 
     def _add(self, option: Option) -> None:
         spellings = [(flag, False) for flag in option.flags]
@@ -125,8 +123,15 @@ def _option(declared: Field, hint: Any, group: str, title: str) -> Option:
     )
 
 
-def _suggestion(near: list[str]) -> str:
-    return f"; did you mean {near[0]}?" if near else "."
+def _suggestion(wanted: str, known: Iterable[str]) -> str:
+    """The known name that is most like the wanted one, as a whole or at its beginning."""
+
+    def likeness(name: str) -> float:
+        whole, beginning = (SequenceMatcher(None, wanted, part) for part in (name, name[: len(wanted)]))
+        return max(whole.ratio(), 0.95 * beginning.ratio())
+
+    best = max(known, key=likeness)
+    return f"; did you mean {best}?" if likeness(best) > 0.7 else "."
 
 
 def _listed(flags: list[str], most: int = 6) -> str:
