@@ -1,0 +1,85 @@
+"""Drives a model as the engine does, without the engine: pages, chunks, mixed batches, single tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ops.attention import AttentionInputs, token_positions
+from ops.select import select
+from runtime.cache.pool import KVPool
+from runtime.models.config import read_facts
+from runtime.models.decoder import Decoder
+from runtime.models.loader import load_model
+from runtime.plan import ModelPlan
+
+
+def load(path: str, overrides: dict | None = None, **changes) -> Decoder:
+    """The model of a checkpoint on the CPU in float32; `changes` are fields of the plan."""
+    facts = read_facts(path, overrides)
+    values = {
+        "path": path,
+        "load_format": "auto",
+        "dtype": "float32",
+        "device": "cpu",
+        "context_length": facts.context_length,
+        "random_seed": 0,
+    }
+    return load_model(facts, ModelPlan(**{**values, **changes}), select())
+
+
+def all_logits(model: Decoder, sequences: list[list[int]], page_size: int, seed: int = 0) -> list[torch.Tensor]:
+    """The logits of every position of every sequence, float32 [len, V] each.
+
+    Computed over several steps of random chunks and single tokens, the sequences mixed, their pages in random
+    order.
+    """
+    rng = np.random.default_rng(seed)
+    num_pages = [-(-len(ids) // page_size) for ids in sequences]
+    order = iter(rng.permutation(sum(num_pages)).tolist())
+    table = np.zeros((len(sequences), max(num_pages)), np.int32)
+    for row, count in enumerate(num_pages):
+        table[row, :count] = [next(order) for _ in range(count)]
+    pool = pool_for(model, sum(num_pages), page_size)
+    done, parts = [0] * len(sequences), [[] for _ in sequences]
+    while any(n < len(ids) for n, ids in zip(done, sequences)):
+        rows, counts = [], []
+        for row, ids in enumerate(sequences):
+            left = len(ids) - done[row]
+            count = min(left, int(rng.choice([0, 1, 1, rng.integers(2, 20)])))
+            if count:
+                rows.append(row)
+                counts.append(count)
+        if rows:
+            starts = [done[row] for row in rows]
+            ids = [sequences[row][start : start + n] for row, start, n in zip(rows, starts, counts)]
+            logits = compute(model, ids, starts, table[rows], pool)
+            for row, part in zip(rows, logits):
+                parts[row].append(part)
+                done[row] += len(part)
+    return [torch.cat(part) for part in parts]
+
+
+def compute(
+    model: Decoder, ids: list[list[int]], starts: list[int], page_table: np.ndarray, pool: KVPool
+) -> list[torch.Tensor]:
+    """One step: row b computes ids[b] from position starts[b] on; float32 logits [len, V] of each row."""
+    counts = [len(row) for row in ids]
+    inputs = AttentionInputs.build(starts, counts, page_table, pool.page_size)
+    token_ids = torch.tensor([token for row in ids for token in row])
+    hidden = model(token_ids, torch.from_numpy(token_positions(starts, counts)), inputs, pool)
+    return list(model.logits(hidden).split(counts))
+
+
+def pool_for(model: Decoder, num_pages: int, page_size: int) -> KVPool:
+    """A pool that fits the model."""
+    attention = model.layers[0].get_submodule("attention")
+    return KVPool(
+        len(model.layers),
+        num_pages,
+        page_size,
+        int(attention.num_kv_heads),
+        int(attention.head_dim),
+        model.embedding.weight.dtype,
+        "cpu",
+    )

@@ -1,0 +1,225 @@
+"""Every family in every variant against transformers, and proof that each declared feature matters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import paged_forward
+import pytest
+import tiny_checkpoints
+import torch
+
+from runtime.models.config import read_facts
+from runtime.models.decoder import Decoder
+from runtime.models.registry import ARCHITECTURES
+
+THRESHOLD = 1e-4  # float32 noise is near 1e-6, the smallest real mistake seen is 3.5e-4
+LENGTHS = (41, 23, 60)
+
+Mutate = Callable[[Decoder], object]
+
+
+def each(name: str, change: Callable[[Any], object]) -> Mutate:
+    """Apply a change to the submodule `name` of every layer."""
+    return lambda model: [change(layer.get_submodule(name)) for layer in model.layers]
+
+
+def put(name: str, **values: Any) -> Mutate:
+    """Set attributes of the submodule `name` of every layer."""
+    return each(name, lambda module: [setattr(module, key, value) for key, value in values.items()])
+
+
+no_qkv_bias = each("attention.qkv", lambda linear: linear.bias.zero_())
+no_out_bias = each("attention.out", lambda linear: linear.bias.zero_())
+no_window = put("attention", window=None)
+no_qk_norm = put("attention", q_norm=None, k_norm=None)
+plain_norm = each("attention_norm", lambda norm: norm.weight.fill_(1))
+no_eps = put("mlp_norm", eps=0.0)
+
+
+def turned_head(model: Decoder) -> None:
+    model.head.weight = torch.nn.Parameter(model.embedding.weight.flip(0), requires_grad=False)
+
+
+class Variant(NamedTuple):
+    """A configuration, and what must break it: changes to the model, or to the configuration it is read with."""
+
+    family: str
+    config: dict[str, Any] = {}
+    mutations: dict[str, Mutate] = {}
+    overrides: dict[str, dict[str, Any]] = {}
+    context_length: int | None = None
+
+
+def rope(kind: str, **values: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **values}}
+
+
+UNSCALED = {"scaling": rope("default")}
+FULL, SLIDING = "full_attention", "sliding_attention"
+WINDOWS = {"use_sliding_window": True, "sliding_window": 7}
+
+
+def longrope(trained: int) -> dict[str, Any]:
+    factors = {"short_factor": [1.0, 1.1, 1.3, 1.6], "long_factor": [1.0, 2.0, 3.0, 5.0]}
+    return rope("longrope", original_max_position_embeddings=trained, **factors)
+
+
+VARIANTS = {
+    "llama": Variant(
+        "llama",
+        mutations={"norm": plain_norm, "eps": no_eps, "scale": put("attention", scale=0.3)},
+        overrides={"theta": {"rope_theta": 2000.0}},
+    ),
+    "llama-tied": Variant("llama", {"tie_word_embeddings": True}, {"tie": turned_head}),
+    "llama-biases": Variant(
+        "llama",
+        {"attention_bias": True, "mlp_bias": True},
+        {
+            "qkv bias": no_qkv_bias,
+            "out bias": no_out_bias,
+            "gate and up bias": each("mlp.gate_up", lambda linear: linear.bias.zero_()),
+            "down bias": each("mlp.down", lambda linear: linear.bias.zero_()),
+        },
+    ),
+    "llama-one-kv-head": Variant("llama", {"num_key_value_heads": 1}),
+    "llama-no-groups": Variant("llama", {"num_key_value_heads": 4}),
+    "llama-head-dim": Variant(
+        "llama", {"head_dim": 16}, {"scale by head_dim": put("attention", scale=8**-0.5)}
+    ),
+    "llama-gelu": Variant("llama", {"hidden_act": "gelu"}, {"activation": put("mlp", activation="silu")}),
+    "llama-gelu-tanh": Variant(
+        "llama", {"hidden_act": "gelu_pytorch_tanh"}, {"activation": put("mlp", activation="gelu")}
+    ),
+    "llama-theta": Variant("llama", rope("default", rope_theta=500.0), overrides={"theta": rope("default")}),
+    "llama-linear": Variant("llama", rope("linear", factor=4.0), overrides=UNSCALED),
+    "llama-dynamic": Variant("llama", rope("dynamic", factor=4.0)),
+    "llama-llama3": Variant(
+        "llama",
+        rope(
+            "llama3",
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=64,
+        ),
+        overrides=UNSCALED,
+    ),
+    "llama-yarn": Variant(
+        "llama", rope("yarn", factor=4.0, original_max_position_embeddings=64), overrides=UNSCALED
+    ),
+    "llama-yarn-mscale": Variant(
+        "llama",
+        rope(
+            "yarn",
+            factor=4.0,
+            original_max_position_embeddings=64,
+            beta_fast=16,
+            beta_slow=2,
+            mscale=0.7,
+            mscale_all_dim=1.2,
+            truncate=False,
+        ),
+        overrides={
+            **UNSCALED,
+            "betas": rope(
+                "yarn",
+                factor=4.0,
+                original_max_position_embeddings=64,
+                mscale=0.7,
+                mscale_all_dim=1.2,
+                truncate=False,
+            ),
+            "mscale": rope(
+                "yarn",
+                factor=4.0,
+                original_max_position_embeddings=64,
+                beta_fast=16,
+                beta_slow=2,
+                truncate=False,
+            ),
+        },
+    ),
+    # The engine's context chooses the factors, transformers takes the sequence's length: here they agree.
+    "llama-longrope-short": Variant("llama", longrope(64), overrides=UNSCALED, context_length=64),
+    "llama-longrope-long": Variant("llama", longrope(16), overrides=UNSCALED),
+    "mistral": Variant("mistral"),
+    "mistral-window": Variant("mistral", {"sliding_window": 7}, {"window": no_window}),
+    "mistral-tied": Variant("mistral", {"tie_word_embeddings": True}, {"tie": turned_head}),
+    "qwen2": Variant("qwen2", mutations={"qkv bias": no_qkv_bias}),
+    "qwen2-tied": Variant("qwen2", {"tie_word_embeddings": True}, {"tie": turned_head}),
+    "qwen2-upper-windows": Variant(
+        "qwen2",
+        {**WINDOWS, "max_window_layers": 1},
+        {"window": no_window, "max_window_layers": put("attention", window=7)},
+    ),
+    "qwen2-layer-types": Variant(
+        "qwen2",
+        {**WINDOWS, "layer_types": [SLIDING, FULL, SLIDING]},
+        {"window": no_window, "layer_types": put("attention", window=7)},
+    ),
+    "qwen2-yarn": Variant(
+        "qwen2", rope("yarn", factor=4.0, original_max_position_embeddings=64), overrides=UNSCALED
+    ),
+    "qwen3": Variant("qwen3", mutations={"qk norm": no_qk_norm, "eps": no_eps}),
+    "qwen3-tied": Variant("qwen3", {"tie_word_embeddings": True}, {"tie": turned_head}),
+    "qwen3-biases": Variant(
+        "qwen3", {"attention_bias": True}, {"qkv bias": no_qkv_bias, "out bias": no_out_bias}
+    ),
+    "qwen3-windows": Variant("qwen3", {**WINDOWS, "max_window_layers": 2}, {"window": no_window}),
+}
+
+
+@cache
+def expected(name: str) -> tuple[list[list[int]], list[torch.Tensor]]:
+    """Three random sequences and their logits by transformers."""
+    generator = torch.Generator().manual_seed(3)
+    ids = [torch.randint(0, 128, (length,), generator=generator).tolist() for length in LENGTHS]
+    return ids, [tiny_checkpoints.reference(path_of(name), sequence) for sequence in ids]
+
+
+def path_of(name: str) -> str:
+    return tiny_checkpoints.cached(VARIANTS[name].family, **VARIANTS[name].config)
+
+
+def load(name: str, overrides: dict[str, Any] | None = None) -> Decoder:
+    context = VARIANTS[name].context_length
+    changes = {} if context is None else {"context_length": context}
+    return paged_forward.load(path_of(name), overrides, **changes)
+
+
+def largest_error(name: str, model: Decoder, page_size: int) -> float:
+    ids, logits = expected(name)
+    computed = paged_forward.all_logits(model, ids, page_size)
+    return max((ours - theirs).abs().max().item() for ours, theirs in zip(computed, logits))
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_logit_equals_transformers(name: str, page_size: int) -> None:
+    assert largest_error(name, load(name), page_size) < THRESHOLD
+
+
+MUTATIONS = [(name, feature) for name, variant in VARIANTS.items() for feature in variant.mutations]
+
+
+@pytest.mark.parametrize(("name", "feature"), MUTATIONS)
+def test_a_model_without_the_feature_is_caught(name: str, feature: str) -> None:
+    model = load(name)
+    VARIANTS[name].mutations[feature](model)
+    assert largest_error(name, model, 16) > THRESHOLD
+
+
+OVERRIDES = [(name, feature) for name, variant in VARIANTS.items() for feature in variant.overrides]
+
+
+@pytest.mark.parametrize(("name", "feature"), OVERRIDES)
+def test_a_configuration_without_the_feature_is_caught(name: str, feature: str) -> None:
+    model = load(name, VARIANTS[name].overrides[feature])
+    assert largest_error(name, model, 16) > THRESHOLD
+
+
+def test_every_registered_architecture_has_a_variant() -> None:
+    assert {read_facts(path_of(name)).architecture for name in VARIANTS} == set(ARCHITECTURES)
