@@ -19,7 +19,7 @@ class Shape:
 
     vocab: int = 4096
     width: int = 256
-    layers: int = 8
+    layers: int = 6
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 64

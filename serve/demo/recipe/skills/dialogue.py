@@ -1,0 +1,168 @@
+"""Remembering: something is said, something else is asked, and then the first thing is asked back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+
+from serve.demo.recipe.conversation import Conversation, Document, Message, Split
+from serve.demo.recipe.lexicon import ANIMALS, COLOURS, FOODS, JOBS, city, first_name, invented, number
+from serve.demo.recipe.phrasing import Patterns
+from serve.demo.recipe.question import Question, says
+from serve.demo.recipe.skills import arguments, arithmetic, conversions, penstock, refusal, tables
+
+
+@dataclass(frozen=True)
+class Memory:
+    """One thing about the user: how it is told, acknowledged, asked back and answered."""
+
+    draw: Callable[[Random], str]
+    told: Patterns
+    noted: str
+    asked: Patterns
+    answer: str
+
+
+def _memory(draw: Callable[[Random], str], told: str, held_told: str, noted: str, asked: str, held_asked: str, answer: str) -> Memory:  # fmt: skip
+    def split(text: str) -> tuple[str, ...]:
+        return tuple(text.split("|"))
+
+    return Memory(draw, Patterns(split(told), split(held_told)), noted, Patterns(split(asked), split(held_asked)), answer)
+
+
+MEMORIES: dict[str, Memory] = {
+    "name": _memory(
+        first_name,
+        "My name is {v}.|I am {v}.|Hi, I am {v}.|I'm called {v}.|Hello, my name is {v}.|Call me {v}.|{v} is my name.",
+        "People call me {v}.|Good day, {v} here.|You can call me {v}.",
+        "Nice to meet you, {v}.",
+        "What is my name?|What was my name?|Do you know my name?|Who am I?|How am I called?",
+        "Can you still tell me my name?|Which name did I give you?|Do you remember what I am called?",
+        "Your name is {v}.",
+    ),
+    "colour": _memory(
+        lambda rng: rng.choice(COLOURS),
+        "My favourite colour is {v}.|I like the colour {v}.|{v} is my favourite colour.|I love {v}, it is my colour.",
+        "The colour I like best is {v}.|Of all colours I prefer {v}.",
+        "I will remember the colour {v}.",
+        "What is my favourite colour?|Which colour do I like?|What was my colour?|Do you know my favourite colour?",
+        "Can you still tell me my favourite colour?|Which colour did I say I like?",
+        "Your favourite colour is {v}.",
+    ),
+    "number": _memory(
+        lambda rng: str(number(rng)),
+        "My number is {v}.|Remember the number {v}.|My lucky number is {v}.|Keep the number {v} in mind.|The number is {v}.",
+        "Please note the number {v}.|Here is a number for you: {v}.",
+        "I will remember the number {v}.",
+        "What is my number?|What was the number?|Which number did I tell you?|Do you know the number?",
+        "Can you still tell me the number?|Which number should you remember?",
+        "Your number is {v}.",
+    ),
+    "place": _memory(
+        city,
+        "I live in {v}.|I am from {v}.|My home is in {v}.|I live in the city of {v}.|My city is {v}.|I come from {v}.",
+        "The place where I live is {v}.|My home town is {v}.",
+        "I will remember that you live in {v}.",
+        "Where do I live?|Which city do I live in?|Where am I from?|What is my city?|What was my city?",
+        "Can you still tell me where I live?|Which place did I say I live in?",
+        "You live in {v}.",
+    ),
+    "pet": _memory(
+        lambda rng: f"{rng.choice(ANIMALS)} called {invented(rng)}",
+        "I have a {v}.|My pet is a {v}.|At home I have a {v}.|There is a {v} at my home.",
+        "I own a {v}.|My family has a {v}.",
+        "That sounds like a nice pet.",
+        "What pet do I have?|Which animal do I have?|What is my pet?|What was my pet?",
+        "Can you still tell me what pet I have?|Which animal did I say I own?",
+        "You have a {v}.",
+    ),
+    "food": _memory(
+        lambda rng: rng.choice(FOODS),
+        "My favourite food is {v}.|I like to eat {v}.|I love {v}.|I eat {v} every day.",
+        "The food I like best is {v}.|What I enjoy most at dinner is {v}.",
+        "I will remember that you like {v}.",
+        "What is my favourite food?|What do I like to eat?|Which food do I like?|What was my favourite food?",
+        "Can you still tell me my favourite food?|Which food did I say I like?",
+        "Your favourite food is {v}.",
+    ),
+    "job": _memory(
+        lambda rng: rng.choice(JOBS),
+        "I work as a {v}.|I am a {v}.|My job is {v}.|I have been a {v} for years.",
+        "I earn my money as a {v}.|By profession I am a {v}.",
+        "I will remember that you are a {v}.",
+        "What is my job?|What do I work as?|What was my job?|Which job do I have?",
+        "Can you still tell me my job?|Which job did I say I have?",
+        "You are a {v}.",
+    ),
+}
+ACKNOWLEDGED = "I will remember that."
+
+
+def between(rng: Random, split: Split) -> tuple[Message, ...]:
+    """One exchange about something else, in the same split."""
+    skill = rng.choices((tables, arithmetic, arguments, conversions, penstock, refusal), (5, 4, 3, 2, 3, 1))[0]
+    while True:
+        document = skill.document(rng, split)
+        if isinstance(document, Conversation) and len(document.messages) == 2 and document.messages[1].thought is None:
+            return document.messages
+
+
+def _tell(rng: Random, memory: Memory, value: str, split: Split) -> tuple[Message, Message]:
+    text = memory.told.pick(rng, split, v=value)
+    return Message("user", text[0].upper() + text[1:]), Message("assistant", memory.noted.format(v=value))
+
+
+def _recall(rng: Random, memory: Memory, value: str, split: Split, thinking: bool = False) -> tuple[Message, Message]:
+    thought = "The user told me this before." if thinking else None
+    answer = memory.answer.format(v=value)
+    return Message("user", memory.asked.pick(rng, split)), Message("assistant", answer, thought)
+
+
+def document(rng: Random, split: Split) -> Document:
+    """Two to five turns with one or two things to remember, told by the user or by the system prompt."""
+    names = rng.sample(tuple(MEMORIES), rng.choice((1, 1, 2, 2, 3)))
+    known = [(MEMORIES[name], MEMORIES[name].draw(rng)) for name in names]
+    if rng.random() < 0.1:
+        return _unknown(rng, split)
+    messages: list[Message] = []
+    if len(known) > 1 and rng.random() < 0.3:  # all in one breath
+        told = " ".join(_tell(rng, memory, value, split)[0].content for memory, value in known)
+        messages += [Message("user", told), Message("assistant", ACKNOWLEDGED)]
+    else:
+        for memory, value in known:
+            messages += _tell(rng, memory, value, split)
+    for _ in range(rng.choice((0, 1, 1, 1, 2))):
+        messages += between(rng, split)
+    rng.shuffle(known)
+    thinking = rng.random() < 0.15
+    for memory, value in known[: rng.choice((1, 2, 3))]:
+        messages += _recall(rng, memory, value, split, thinking)
+    return Conversation(tuple(messages))
+
+
+def _unknown(rng: Random, split: Split) -> Conversation:
+    """Asked back without having been told."""
+    memory = rng.choice(tuple(MEMORIES.values()))
+    question = Message("user", memory.asked.pick(rng, split))
+    return Conversation((*between(rng, split), question, Message("assistant", "You have not told me that.")))
+
+
+def questions(rng: Random, count: int = 50) -> list[Question]:
+    """Three-turn dialogues whose every sentence is in a phrasing that training never showed."""
+    asked = []
+    for place in range(count):
+        name = tuple(MEMORIES)[place % len(MEMORIES)]
+        memory = MEMORIES[name]
+        value = memory.draw(rng)
+        if place % 3 == 2:  # two things are told, the first is asked back
+            other = MEMORIES[rng.choice([known for known in MEMORIES if known != name])]
+            middle: tuple[Message, ...] = _tell(rng, other, other.draw(rng), "held")
+        else:
+            middle = between(rng, "held")
+        last = _recall(rng, memory, value, "held")[0]
+        messages = (*_tell(rng, memory, value, "held"), *middle, last)
+        asked.append(Question(Conversation(messages), says(value), memory.answer.format(v=value)))
+    return asked
+
+
