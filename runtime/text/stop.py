@@ -12,13 +12,14 @@ class StopMatcher:
     stop itself stays in the text.
     """
 
-    __slots__ = ("_held", "_keep", "_longest", "_matched", "_stops")
+    __slots__ = ("_held", "_initials", "_keep", "_longest", "_matched", "_stops")
 
     def __init__(self, stops: tuple[str, ...], keep: bool) -> None:
         if not all(stops):
             raise ValueError("a stop string may not be empty")
         self._stops = stops
         self._keep = keep
+        self._initials = frozenset(stop[0] for stop in stops)
         self._longest = max(map(len, stops), default=0)
         self._held = ""
         self._matched: str | None = None
@@ -58,8 +59,9 @@ class StopMatcher:
 
     def _num_held(self, text: str) -> int:
         """Length of the longest end of the text that begins a stop."""
-        for length in range(min(len(text), self._longest - 1), 0, -1):
-            tail = text[-length:]
-            if any(stop.startswith(tail) for stop in self._stops):
-                return length
+        for start in range(max(0, len(text) - self._longest + 1), len(text)):
+            if text[start] in self._initials:
+                tail = text[start:]
+                if any(stop.startswith(tail) for stop in self._stops):
+                    return len(tail)
         return 0

@@ -145,13 +145,43 @@ def test_decoder_that_looks_at_neighbours_is_streamed_through_a_window():
     )
 
 
-def test_window_gives_broken_bytes_after_a_few_tokens():
+@pytest.mark.parametrize("token", ["<0x20>", "<0x09>", "<0xE2>", "▁"])
+def test_first_token_loses_the_space_that_the_decoder_strips(token):
+    tokenizer = TOKENIZERS["metaspace"]
+    token_id = tokenizer.backend.token_id(token)
+    assert token_id is not None
+    [ids] = tokenizer.encode_batch(["ok"], add_special_tokens=False)
+    assert tokenizer.decode([token_id, *ids]) == tokenizer.backend.decode([token_id, *ids], True)
+
+
+def test_added_token_outside_the_byte_alphabet_is_plain_text():
+    library, _ = tiny_tokenizers.build("byte_bpe")
+    library.add_tokens(["new word é你"])
+    tokenizer = Tokenizer(FastBackend(library), {})
+    [ids] = tokenizer.encode_batch(["a new word é你!"])
+    assert 512 in ids
+    assert tokenizer.decode(ids) == "a new word é你!"
+
+
+def fused_tokenizer() -> Tokenizer:
+    """Byte-level with a needless second stage, which the table does not know."""
     library, _ = tiny_tokenizers.build("byte_bpe")
     state = json.loads(library.to_str())
     state["decoder"] = {"type": "Sequence", "decoders": [state["decoder"], {"type": "Fuse"}]}
-    tokenizer = Tokenizer(FastBackend(Library.from_str(json.dumps(state))), {})
-    byte = tokenizer.backend.token_id("ÿ")
+    return Tokenizer(FastBackend(Library.from_str(json.dumps(state))), {})
+
+
+def test_window_gives_a_character_begun_in_the_prompt_whole():
+    tokenizer = fused_tokenizer()
+    [ids] = tokenizer.encode_batch(["𐍈!"])
     assert tokenizer.pieces is None
+    for border in range(1, 4):
+        assert stream(tokenizer, ids[:border], [ids[border:]]) == "𐍈!"
+
+
+def test_window_gives_broken_bytes_after_a_few_tokens():
+    tokenizer = fused_tokenizer()
+    byte = tokenizer.backend.token_id("ÿ")
     assert byte is not None
     incremental = Incremental(tokenizer, [])
     pushed = [incremental.push([byte]) for _ in range(3 * MAX_HELD)]

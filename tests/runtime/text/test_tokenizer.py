@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import tiny_tokenizers
+from tokenizers import Tokenizer as Library
 from transformers import AutoTokenizer
 
 from runtime.errors import ConfigurationError, InvalidRequest
@@ -90,6 +91,18 @@ def test_each_text_has_its_own_flag(tmp_path):
     assert both[1] == tokenizer.encode_batch(["two"], add_special_tokens=False)[0]
     assert both[0][0] == tokenizer.bos_id
     assert both[2] == []
+
+
+def test_truncation_and_padding_of_the_file_do_not_count(tmp_path):
+    write(tmp_path)
+    library = Library.from_file(str(tmp_path / "tokenizer.json"))
+    library.enable_truncation(4)
+    library.enable_padding(length=8)
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load(tmp_path)
+    short, long = tokenizer.encode_batch(["a", SENTENCE])
+    assert len(short) == 1
+    assert tokenizer.decode(long, skip_special_tokens=False) == SENTENCE
 
 
 def test_half_a_surrogate_pair_is_the_senders_mistake(tmp_path):
