@@ -125,7 +125,7 @@ class ModelArgs:
     model_impl: Annotated[
         str,
         Knob(
-            "Which code runs the model. auto and sglang: ours; transformers: that of the library.",
+            "Which code runs the model. auto and sglang: ours; transformers: the transformers library's.",
             choices=("auto", "sglang", "transformers"),
             built=("auto", "sglang"),
         ),

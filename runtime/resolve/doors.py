@@ -87,6 +87,6 @@ def _preferred_sampling(ledger: Ledger) -> Mapping[str, Any]:
         SamplingParams(**preferred)
     except InvalidRequest as error:
         ledger.refuse(name, f"--preferred-sampling-params: {error.message}")
-    except TypeError:
+    except (TypeError, AttributeError):
         ledger.refuse(name, "--preferred-sampling-params: a value has the wrong type.")
     return ledger.take("serve.preferred_sampling", name, preferred)

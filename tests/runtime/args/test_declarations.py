@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 from surface_flags import FLAGS
 
-from runtime import plan
 from runtime.args import Args, Json, Option, Outcome, not_built, options, without_effect
 from runtime.errors import ConfigurationError
+from runtime.plan import Plan
 
 SNAPSHOT = Path(__file__).with_name("command_line.txt")
-SECTIONS = {field.name: getattr(plan, field.type) for field in fields(plan.Plan) if field.name != "because"}
+SECTIONS = {name: kind for name, kind in get_type_hints(Plan).items() if name != "because"}
 each_option = pytest.mark.parametrize("option", options(), ids=lambda option: option.name)
 
 
@@ -41,10 +41,10 @@ def words(option: Option, value: Any) -> list[str]:
     """The same on a command line."""
     if value is False and option.negated_flag:
         return [option.negated_flag]
-    if option.many:
-        return [option.flag, *map(str, value)]
     if isinstance(value, bool):
         return [option.flag]
+    if option.many:
+        return [option.flag, *map(str, value)]
     return [option.flag, json.dumps(value) if option.type is Json else str(value)]
 
 
