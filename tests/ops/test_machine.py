@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import psutil
 import pytest
 
 import ops.machine
-from ops.machine import KNOWN_GPUS, Machine
+from ops.machine import KNOWN_GPUS, Gpu, Machine
 
 PROBE = "import sys; from ops.machine import Machine; Machine.probe(); sys.exit('torch' in sys.modules)"
 
@@ -79,3 +80,47 @@ def test_named_machines_have_their_gpu() -> None:
     assert Machine.named("cpu").gpus == ()
     with pytest.raises(KeyError):
         Machine.named("abacus")
+
+
+class FakeDriver:
+    """Two GPUs, as the CUDA driver would show them."""
+
+    names = (b"NVIDIA H200", b"NVIDIA L4")
+    attributes = ({75: 9, 76: 0}, {75: 8, 76: 9})
+
+    def cuInit(self, _flags: int) -> int:  # noqa: N802
+        return 0
+
+    def cuDeviceGetCount(self, count: Any) -> int:  # noqa: N802
+        count._obj.value = 2
+        return 0
+
+    def cuDeviceGet(self, device: Any, index: int) -> int:  # noqa: N802
+        device._obj.value = 10 + index
+        return 0
+
+    def cuDeviceGetName(self, name: Any, _length: int, device: Any) -> int:  # noqa: N802
+        name.value = self.names[device.value - 10]
+        return 0
+
+    def cuDeviceTotalMem_v2(self, memory: Any, device: Any) -> int:  # noqa: N802
+        memory._obj.value = device.value << 32
+        return 0
+
+    def cuDeviceGetAttribute(self, number: Any, attribute: int, device: Any) -> int:  # noqa: N802
+        number._obj.value = self.attributes[device.value - 10][attribute]
+        return 0
+
+
+def test_gpus_are_read_from_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops.machine.ctypes, "CDLL", lambda _name: FakeDriver())
+    assert ops.machine._gpus() == (
+        Gpu(name="NVIDIA H200", capability=(9, 0), memory_bytes=10 << 32),
+        Gpu(name="NVIDIA L4", capability=(8, 9), memory_bytes=11 << 32),
+    )
+
+
+def test_driver_that_does_not_start_shows_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeDriver, "cuInit", lambda _self, _flags: 100)
+    monkeypatch.setattr(ops.machine.ctypes, "CDLL", lambda _name: FakeDriver())
+    assert ops.machine._gpus() == ()
