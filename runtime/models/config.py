@@ -85,7 +85,9 @@ class Config(Fields):
         super().__init__({**entry(self.architecture).defaults, **values}, "config.json: ")
 
     def check(self) -> None:
-        """Raise CheckpointError for what no single field shows."""
+        """Raise CheckpointError for wrong values that nobody else reads before the weights are touched."""
+        _ = self.intermediate_size, self.norm_eps, self.activation, self.layer_types()
+        _ = self.flag("tie_word_embeddings"), self.flag("attention_bias"), self.flag("mlp_bias")
         if self.num_heads % self.num_kv_heads:
             raise CheckpointError(
                 f"config.json: {self.num_heads} heads cannot share {self.num_kv_heads} kv heads evenly."

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from runtime.errors import CheckpointError
 from runtime.layers.rope_parameters import KINDS, RopeParameters
 from runtime.models.fields import Fields
 
@@ -28,8 +29,9 @@ def rope_parameters(config: Fields, head_dim: int, layer_type: str | None = None
     partial = rope.optional_number("partial_rotary_factor") or 1.0
     dim = int(head_dim * partial)
     if partial > 1 or dim % 2 or dim == 0:
-        raise rope.wrong(
-            "partial_rotary_factor", f"such that it leaves an even part of {head_dim} dimensions"
+        raise CheckpointError(
+            f"config.json: head_dim {head_dim} with partial_rotary_factor {partial:g} leaves no even number of "
+            "dimensions to rotate."
         )
     return RopeParameters(
         theta=rope.optional_number("rope_theta") or 10000.0,

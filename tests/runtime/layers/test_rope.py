@@ -1,0 +1,64 @@
+"""What the parity tests do not show: scalings beyond what transformers can be asked for in one pass."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ops.select import select
+from runtime.layers.rope import Rope, inverse_frequencies
+from runtime.layers.rope_parameters import RopeParameters
+
+
+def parameters(**values) -> RopeParameters:
+    return RopeParameters(**{"theta": 10000.0, "dim": 8, "max_position": 64, **values})
+
+
+def test_dynamic_scaling_waits_until_the_context_is_longer_than_trained() -> None:
+    plain, _ = inverse_frequencies(parameters(), 64)
+    within, _ = inverse_frequencies(parameters(kind="dynamic", factor=2.0), 64)
+    beyond, _ = inverse_frequencies(parameters(kind="dynamic", factor=2.0), 128)
+    assert torch.equal(within, plain)
+    # At twice the context the base grows by 3 ** (dim / (dim - 2)), so the slowest pair turns a third as fast.
+    torch.testing.assert_close(beyond[-1], plain[-1] / 3)
+    assert beyond[0] == plain[0]
+
+
+def test_longrope_takes_its_factors_by_the_context() -> None:
+    longrope = parameters(
+        kind="longrope",
+        factor=2.0,
+        original_context=32,
+        short_factor=(1.0,) * 4,
+        long_factor=(2.0,) * 4,
+    )
+    short, _ = inverse_frequencies(longrope, 32)
+    long, _ = inverse_frequencies(longrope, 33)
+    torch.testing.assert_close(long, short / 2)
+
+
+def test_given_attention_factor_replaces_the_derived_one() -> None:
+    for kind in ("yarn", "longrope"):
+        values = {"kind": kind, "factor": 2.0, "short_factor": (1.0,) * 4, "long_factor": (1.0,) * 4}
+        assert inverse_frequencies(parameters(**values), 64)[1] > 1.01
+        assert inverse_frequencies(parameters(**values, attention_factor=0.5), 64)[1] == 0.5
+
+
+def test_unknown_kind_is_refused() -> None:
+    with pytest.raises(ValueError, match="spiral"):
+        inverse_frequencies(parameters(kind="spiral"), 64)
+
+
+def test_table_reaches_the_last_position_of_the_context() -> None:
+    rope = Rope(parameters(), 100, select(), torch.device("cpu"))
+    assert rope.table.shape == (100, 8)
+    q = torch.ones(1, 1, 8)
+    assert rope(q, q, torch.tensor([99]))[0].isfinite().all()
+
+
+def test_partial_rotation_leaves_the_rest_of_each_head() -> None:
+    rope = Rope(parameters(dim=4), 10, select(), torch.device("cpu"))
+    q = torch.randn(1, 2, 8)
+    turned, _ = rope(q, q, torch.tensor([5]))
+    assert torch.equal(turned[..., 4:], q[..., 4:])
+    assert not torch.equal(turned[..., :4], q[..., :4])

@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import paged_forward
+import pytest
+import tiny_checkpoints
+import torch
+from safetensors.torch import load_file, save_file
+
+from runtime.errors import CheckpointError
+from runtime.layers.linear import Linear, Part
+from runtime.models.loader import collect_pieces
+
+IDS = list(range(10, 40))
+
+
+def logits(model) -> torch.Tensor:
+    return paged_forward.all_logits(model, [IDS], page_size=4)[0]
+
+
+def edited(tmp_path: Path, change) -> str:
+    """A Llama checkpoint whose tensors `change` was given to edit in place."""
+    path = tiny_checkpoints.write(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    return path
+
+
+def test_missing_extra_and_misshapen_tensors_are_all_named_at_once(tmp_path) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors["model.layers.1.self_attn.k_proj.weight"]
+        tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(32)
+        tensors["model.norm.weight"] = torch.zeros(31)
+
+    with pytest.raises(CheckpointError) as error:
+        paged_forward.load(edited(tmp_path, change))
+    message = str(error.value)
+    assert "1 missing (model.layers.1.self_attn.k_proj.weight)" in message
+    assert "1 not of this model (model.layers.0.self_attn.q_proj.bias)" in message
+    assert "1 of the wrong shape (model.norm.weight is 31, must be 32)" in message
+
+
+def test_long_lists_of_tensors_are_cut(tmp_path) -> None:
+    path = edited(tmp_path, lambda t: t.update({f"extra.{i}": torch.zeros(1) for i in range(50)}))
+    with pytest.raises(CheckpointError, match="50 not of this model .* and 30 more") as error:
+        paged_forward.load(path)
+    assert len(str(error.value)) < 2000
+
+
+def test_what_nobody_needs_is_ignored(tmp_path) -> None:
+    path = edited(tmp_path, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}))
+    assert torch.equal(logits(paged_forward.load(path)), logits(paged_forward.load(tiny_checkpoints.cached())))
+
+
+def test_copy_of_a_tied_head_is_ignored_but_needed_when_not_tied(tmp_path) -> None:
+    path = edited(tmp_path, lambda t: t.update({"lm_head.weight": torch.zeros(128, 32)}))
+    tied = paged_forward.load(path, {"tie_word_embeddings": True})
+    assert logits(tied).abs().max() > 0.1
+    assert logits(paged_forward.load(path)).abs().max() == 0
+
+
+def test_torch_files_load_the_same_model(tmp_path) -> None:
+    path = tiny_checkpoints.write(tmp_path)
+    expected = logits(paged_forward.load(path))
+    torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    assert torch.equal(logits(paged_forward.load(path, load_format="pt")), expected)
+    assert torch.equal(logits(paged_forward.load(path, mmap=False)), expected)
+
+
+def test_torch_file_that_would_run_code_is_refused(tmp_path) -> None:
+    path = tiny_checkpoints.write(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save({"model.norm.weight": Path("/")}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="pytorch_model.bin"):
+        paged_forward.load(path)
+
+
+@pytest.mark.parametrize("num_load_threads", [1, 3])
+@pytest.mark.parametrize("mmap", [True, False])
+def test_shards_load_the_same_model(tmp_path, mmap, num_load_threads) -> None:
+    path = tiny_checkpoints.write(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 3
+    sharded = paged_forward.load(path, mmap=mmap, num_load_threads=num_load_threads)
+    assert torch.equal(logits(sharded), logits(paged_forward.load(tiny_checkpoints.cached())))
+
+
+def test_missing_shard_is_named(tmp_path) -> None:
+    path = tiny_checkpoints.write(tmp_path, max_shard_size="20KB")
+    shard = sorted(tmp_path.glob("*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(CheckpointError, match=shard.name):
+        paged_forward.load(path)
+
+
+def test_tensor_in_two_files_is_named(tmp_path) -> None:
+    path = tiny_checkpoints.write(tmp_path)
+    shutil.copy(tmp_path / "model.safetensors", tmp_path / "again.safetensors")
+    with pytest.raises(CheckpointError, match="two weight files"):
+        paged_forward.load(path)
+
+
+def test_cut_off_file_is_named(tmp_path) -> None:
+    path = tiny_checkpoints.write(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="cut off"):
+        paged_forward.load(path)
+
+
+def test_dummy_weights_need_no_files_and_are_always_the_same(tmp_path) -> None:
+    path = tiny_checkpoints.write(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    first = paged_forward.load(path, load_format="dummy")
+    second = paged_forward.load(path, load_format="dummy", random_seed=7)
+    weights = first.state_dict()
+    assert all(torch.equal(weights[name], other) for name, other in second.state_dict().items())
+    for name in ("embedding.weight", "layers.0.mlp.down.weight", "layers.2.mlp_norm.weight"):
+        assert 5e-4 < weights[name].abs().max() <= 1e-3
+    assert not torch.equal(weights["layers.0.mlp.down.weight"], weights["layers.1.mlp.down.weight"])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_weights_take_the_planned_dtype_and_compute_about_the_same(dtype) -> None:
+    path = tiny_checkpoints.cached("qwen3")
+    model = paged_forward.load(path, dtype=dtype)
+    assert {parameter.dtype for parameter in model.parameters()} == {getattr(torch, dtype)}
+    exact, rounded = logits(paged_forward.load(path)), logits(model)
+    assert rounded.dtype == torch.float32
+    assert torch.nn.functional.cosine_similarity(exact, rounded).min() > 0.99
+
+
+def test_bfloat16_checkpoint_loads_exactly(tmp_path) -> None:
+    path = tiny_checkpoints.write(tmp_path, dtype=torch.bfloat16)
+    stored = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+    for mmap in (True, False):
+        assert torch.equal(paged_forward.load(path, dtype="bfloat16", mmap=mmap).embedding.weight, stored)
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_loaded_model_asks_for_no_gradients_and_is_in_eval_mode() -> None:
+    model = paged_forward.load(tiny_checkpoints.cached())
+    assert not model.training
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_layer_whose_pieces_leave_a_gap_is_our_mistake() -> None:
+    class Gap(Linear):
+        def pieces(self):
+            yield next(super().pieces())
+
+    from ops.select import select
+
+    with pytest.raises(RuntimeError, match="4 of 6 rows"):
+        collect_pieces(Gap(3, [Part("a", 4), Part("b", 2)], select()))
+
+
+def test_layers_that_claim_the_same_tensor_are_our_mistake() -> None:
+    from ops.select import select
+
+    twins = torch.nn.ModuleList([Linear(3, [Part("a", 4)], select()) for _ in range(2)])
+    with pytest.raises(RuntimeError, match=r"a\.weight"):
+        collect_pieces(twins)
