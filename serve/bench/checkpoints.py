@@ -88,16 +88,21 @@ def write_checkpoint(shape: Shape, directory: Path, dtype: str = "bfloat16", see
     import torch
     from safetensors.torch import save_file
 
-    directory.mkdir(parents=True, exist_ok=True)
+    write_description(shape, directory, dtype, seed)
     generator = torch.Generator().manual_seed(seed)
     weights = {
         name: _draw(size, name, getattr(torch, dtype), generator) for name, size in parameter_sizes(shape)
     }
     save_file(weights, str(directory / "model.safetensors"), metadata={"format": "pt"})
+    return sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
+
+
+def write_description(shape: Shape, directory: Path, dtype: str = "bfloat16", seed: int = 0) -> None:
+    """Write config and tokenizer: all of a checkpoint but its weights. Needs no torch."""
+    directory.mkdir(parents=True, exist_ok=True)
     _write_json(directory / "config.json", model_config(shape, dtype))
     _write_json(directory / "generation_config.json", {"eos_token_id": [0, 2], "bos_token_id": 0})
     write_tokenizer(shape.vocab, directory, seed)
-    return sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
 
 
 def parameter_sizes(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:

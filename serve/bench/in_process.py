@@ -49,7 +49,7 @@ def run_with_engine(args: Args, work: Callable[[Generator], Awaitable[Result]]) 
     from serve import Engine
 
     async def run() -> Result:
-        async with Engine(**args.keywords()) as engine:
+        async with Engine.of(args) as engine:
             return await work(engine)
 
     return anyio.run(run, backend_options={"use_uvloop": True})

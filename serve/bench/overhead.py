@@ -4,43 +4,57 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from serve.bench import report
 from serve.bench.options import add_output_options, new_parser
-from serve.bench.scheduling_cost import BUDGET_US, SchedulingCost, measure_scheduling
+
+if TYPE_CHECKING:
+    from serve.bench.scheduling_cost import SchedulingCost
+    from serve.bench.streaming_cost import StreamingCost
 
 PAGE_SIZES = (1, 16)
 
 
 def parser() -> argparse.ArgumentParser:
     options = new_parser("overhead", "Measure the engine's own costs, without a model.")
-    options.add_argument("figure", nargs="?", choices=("scheduling",), default="scheduling")
-    options.add_argument("--running", type=int, default=256, help="decoding sequences")
+    options.add_argument("figure", nargs="?", choices=("all", "scheduling", "streaming"), default="all")
+    options.add_argument("--running", type=int, default=256, help="decoding sequences, for scheduling")
     options.add_argument("--steps", type=int, default=1000, help="measured steps of scheduling")
+    options.add_argument("--streams", type=int, nargs="+", default=[64, 256], help="clients, for streaming")
+    options.add_argument("--tokens", type=int, default=256, help="streamed to each client")
     options.add_argument("--check", action="store_true", help="exit with 1 when a budget is exceeded")
     add_output_options(options)
     return options
 
 
 def main(argv: Sequence[str]) -> int:
+    """Measure and report; 1 when a budget is exceeded and --check was given."""
     options = parser().parse_args(argv)
-    scheduling = [
-        measure_scheduling(running=options.running, page_size=size, steps=options.steps)
-        for size in PAGE_SIZES
-    ]
-    report.say(_render_scheduling(scheduling))
+    results: dict[str, Any] = {}
+    kept = True
+    if options.figure in ("all", "scheduling"):
+        results["scheduling"] = costs = _schedule(options)
+        kept = kept and all(cost.within_budget for cost in costs)
+    if options.figure in ("all", "streaming"):
+        results["streaming"] = costs = _stream(options)
+        kept = kept and all(cost.within_budget for cost in costs)
     if options.output_file:
-        results: dict[str, Any] = {"scheduling": scheduling}
-        report.write(options.output_file, report.document("overhead", vars(options), results, argv=argv))
-    kept = all(cost.within_budget for cost in scheduling)
+        content = report.document("overhead", vars(options), results, argv=argv)
+        report.write(options.output_file, content)
     return 1 if options.check and not kept else 0
 
 
-def _render_scheduling(costs: Sequence[SchedulingCost]) -> str:
+def _schedule(options: argparse.Namespace) -> list[SchedulingCost]:
+    from serve.bench.scheduling_cost import BUDGET_US, measure_scheduling
+
+    costs = [
+        measure_scheduling(running=options.running, page_size=size, steps=options.steps)
+        for size in PAGE_SIZES
+    ]
     rows: list[report.Row] = [
-        ("running sequences", costs[0].running),
-        ("steps", costs[0].steps),
+        ("running sequences", options.running),
+        ("steps", options.steps),
         ("budget (us/step)", BUDGET_US),
     ]
     figures = {}
@@ -48,4 +62,22 @@ def _render_scheduling(costs: Sequence[SchedulingCost]) -> str:
         pages = f"pages of {cost.page_size}"
         figures |= {f"step, {pages} (us)": cost.step_us}
         figures |= {f"  fill (us)  {pages}": cost.fill_us, f"  apply (us) {pages}": cost.apply_us}
-    return report.table("scheduling", rows, figures, heads=("min", "median", "p99", "max"))
+    report.say(report.table("scheduling", rows, figures, heads=("min", "median", "p99", "max")))
+    return costs
+
+
+def _stream(options: argparse.Namespace) -> list[StreamingCost]:
+    from serve.bench.streaming_cost import BUDGET_US, measure_streaming
+
+    costs = [measure_streaming(streams=streams, output_tokens=options.tokens) for streams in options.streams]
+    rows: list[report.Row] = [("tokens per stream", options.tokens), ("budget (us/token)", BUDGET_US)]
+    for cost in costs:
+        rows += [
+            (f"{cost.streams} streams: loop (us/token)", cost.token_us),
+            ("  loop (us/request)", cost.request_us),
+            ("  tokens/s", cost.tokens / cost.duration_s),
+            ("  tokens per event", cost.tokens / cost.events),
+            ("  loop busy", f"{cost.cpu_s / cost.duration_s:.0%}"),
+        ]
+    report.say(report.table("streaming", rows))
+    return costs

@@ -27,7 +27,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomLengths:
-    """Prompts that share a beginning by chance only. Lengths are uniform in [length * range_ratio, length]."""
+    """Prompts alike by chance only; lengths are uniform in [length * range_ratio, length]."""
 
     input_tokens: int = 1024
     output_tokens: int = 1024
