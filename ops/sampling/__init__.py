@@ -34,7 +34,7 @@ class Choice(NamedTuple):
     top_k: Tensor  # int32 [R], at least 1; V or more is off
     top_p: Tensor  # float32 [R], in (0, 1]; 1 is off
     min_p: Tensor  # float32 [R], in [0, 1]; 0 is off
-    uniform: Tensor  # float32 [R], in [0, 1)
+    uniform: Tensor  # float32 [R], in [0, 1), a multiple of 2**-24, of which it is the lower end
 
 
 class Choose(Protocol):
