@@ -70,7 +70,7 @@ def _stages(state: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _is_sentencepiece(stages: list[dict[str, Any]]) -> bool:
-    """Replacements of plain strings, bytes, and at most a strip of the joined text's beginning."""
+    """Replacements of plain strings, bytes, and at most the loss of one space at the beginning of the joined text."""
     kinds = [stage["type"] for stage in stages]
     if (
         re.fullmatch(r"(Replace )*(ByteFallback )?(Fuse )?(Strip )?", "".join(f"{kind} " for kind in kinds))
@@ -80,7 +80,8 @@ def _is_sentencepiece(stages: list[dict[str, Any]]) -> bool:
     if not all("String" in stage["pattern"] for stage in stages if stage["type"] == "Replace"):
         return False
     if kinds[-1] == "Strip":
-        return "Fuse" in kinds and stages[-1]["stop"] == 0
+        strip = stages[-1]
+        return "Fuse" in kinds and (strip["content"], strip["start"], strip["stop"]) == (" ", 1, 0)
     return True
 
 
