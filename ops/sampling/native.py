@@ -14,8 +14,8 @@ from ops.sampling import Choice, Scores
 MAX_HEAD = 1024
 # On the host, rows limited by top_p alone try this many best tokens first.
 FIRST_HEAD = 256
-# A uniform float32 number stands for a step of 2**-24, and is taken to be in its middle. Else the numbers 0 and
-# 0.5 would meet the edges between tokens far too often, where tokens lie that nearly never should be chosen.
+# A uniform float32 number stands for a step of 2**-24, and is taken to be in its middle. Else the numbers 0
+# and 0.5 would meet the edges between tokens, where tokens may lie that should almost never be chosen.
 HALF_STEP = 2**-25
 # Logits worked on at once. Temporaries take about 40 bytes for each: about 40 MiB on the host, where small
 # pieces stay in the processor's cache, and 1.3 GiB on a device.
