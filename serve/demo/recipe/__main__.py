@@ -24,7 +24,8 @@ from serve.demo.recipe.steps import Mixture
 from serve.demo.recipe.training import Schedule, Trainer
 
 SHARES = {
-    "arguments": 0.26, "arithmetic": 0.24, "tools": 0.14, "dialogue": 0.11, "extraction": 0.09, "tables": 0.06,
+    "arguments": 0.26, "arithmetic": 0.24, "tools": 0.14, "dialogue": 0.11, "extraction": 0.09,
+    "tables": 0.06,
     "conversions": 0.03, "penstock": 0.03, "refusal": 0.01, "stories": 0.03,
 }  # fmt: skip
 COUNTS = {
@@ -50,7 +51,9 @@ def make_corpus(options: argparse.Namespace) -> None:
     print(f"tokenizer: {tokenizer.get_vocab_size()} tokens")
     for name, count in COUNTS.items():
         encoded = encode(tokenizer, documents(name, SEED, max(100, int(count * options.scale))), LONGEST)
-        np.savez(options.work / f"{name}.npz", tokens=encoded.tokens, learnt=encoded.learnt, starts=encoded.starts)
+        np.savez(
+            options.work / f"{name}.npz", tokens=encoded.tokens, learnt=encoded.learnt, starts=encoded.starts
+        )
         size, learnt = len(encoded.tokens), encoded.learnt.mean()
         print(f"{name}: {len(encoded)} documents, {size / 1e6:.2f} M tokens, {learnt:.0%} learnt", flush=True)
 
@@ -65,7 +68,9 @@ def _corpus(work: Path) -> dict[str, Encoded]:
 
 def _shares(text: str) -> dict[str, float]:
     """The mixture, with the shares named on the command line in place of the usual ones."""
-    named = {name: float(share) for name, _, share in (part.partition("=") for part in text.split(",") if part)}
+    named = {
+        name: float(share) for name, _, share in (part.partition("=") for part in text.split(",") if part)
+    }
     return SHARES | named
 
 
@@ -90,7 +95,10 @@ def train(options: argparse.Namespace) -> None:
         if trainer.step % 25 == 0:
             rate = (trainer.step - first) * schedule.tokens_per_step / (time.monotonic() - began)
             average = sum(recent) / len(recent)
-            print(f"step {trainer.step} {trainer.progress:.1%} loss {average:.4f} {rate:.0f} tokens/s", flush=True)
+            print(
+                f"step {trainer.step} {trainer.progress:.1%} loss {average:.4f} {rate:.0f} tokens/s",
+                flush=True,
+            )
             recent.clear()
         if trainer.step % EVERY == 0:
             trainer.save(checkpoint)
@@ -112,7 +120,10 @@ def evaluate(options: argparse.Namespace) -> None:
             score = evaluation.take(exam, backend, options.most)
             print(evaluation.line(score), flush=True)
             for question, answer in score.wrong[: options.show]:
-                print(f"  asked {question.asked.messages[-1].content!r}\n    want {question.expected!r}\n    got  {answer!r}")
+                print(
+                    f"  asked {question.asked.messages[-1].content!r}\n    want {question.expected!r}\n    "
+                    f"got  {answer!r}"
+                )
 
 
 def everything(options: argparse.Namespace) -> None:
@@ -127,7 +138,9 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     top = argparse.ArgumentParser(prog="python -m serve.demo.recipe", description=__doc__)
     top.add_argument("stage", choices=("all", "corpus", "train", "export", "evaluate"))
-    top.add_argument("--work", type=Path, default=Path("build/demo-model"), help="where corpus and checkpoints live")
+    top.add_argument(
+        "--work", type=Path, default=Path("build/demo-model"), help="where corpus and checkpoints live"
+    )
     top.add_argument("--folder", type=Path, default=WEIGHTS, help="where the model is written")
     top.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     top.add_argument("--threads", type=int, default=0, help="CPU threads of training; 0: torch decides")

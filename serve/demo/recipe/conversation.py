@@ -19,9 +19,7 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 
 TOOL_INTRODUCTION = "You can call these tools:"
-TOOL_FORMAT = (
-    'To call one, write <tool_call>\n{"name": the name, "arguments": {the arguments}}\n</tool_call>'
-)
+TOOL_FORMAT = 'To call one, write <tool_call>\n{"name": the name, "arguments": {the arguments}}\n</tool_call>'
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,16 @@ from tokenizers import Tokenizer
 
 from serve.demo.recipe.conversation import Document, Prose, Split, render
 from serve.demo.recipe.skills import (
-    arguments, arithmetic, conversions, dialogue, extraction, penstock, refusal, stories, tables, tools,
+    arguments,
+    arithmetic,
+    conversions,
+    dialogue,
+    extraction,
+    penstock,
+    refusal,
+    stories,
+    tables,
+    tools,
 )  # fmt: skip
 
 SKILLS: dict[str, Any] = {

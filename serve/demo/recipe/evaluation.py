@@ -9,7 +9,15 @@ from random import Random
 from serve.demo.recipe.answering import Backend
 from serve.demo.recipe.question import Question
 from serve.demo.recipe.skills import (
-    arguments, arithmetic, conversions, dialogue, extraction, penstock, refusal, tables, tools,
+    arguments,
+    arithmetic,
+    conversions,
+    dialogue,
+    extraction,
+    penstock,
+    refusal,
+    tables,
+    tools,
 )  # fmt: skip
 
 SEED = 20_000  # of the questions; every document of training has another

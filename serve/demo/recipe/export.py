@@ -54,6 +54,12 @@ def write(checkpoint: Path, tokenizer: Tokenizer, folder: Path) -> None:
     tensors = {f"model.{name}": weight.to(torch.bfloat16).contiguous() for name, weight in state.items()}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     ends = [tokenizer.token_to_id(name) for name in ("<|im_end|>", "<|endoftext|>")]
-    generation = {"eos_token_id": ends, "pad_token_id": ends[1], "do_sample": True, "temperature": 0.2, "top_p": 0.9}
+    generation = {
+        "eos_token_id": ends,
+        "pad_token_id": ends[1],
+        "do_sample": True,
+        "temperature": 0.2,
+        "top_p": 0.9,
+    }
     for name, content in (("config", config(shape, tokenizer)), ("generation_config", generation)):
         (folder / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")

@@ -4,48 +4,62 @@ from __future__ import annotations
 
 from random import Random
 
-FIRST_NAMES = tuple(
-    "Ada Alan Alba Amir Anna Arne Aya Ben Bela Bo Carl Cleo Cora Dan Dara Dina Edda Ella Emil Enzo Eva Fay Finn "
-    "Flora Gil Gina Greta Hana Hugo Ida Igor Ines Iris Ivan Jana Jack Jon Jude Kai Karl Kira Lana Lars Lea Leo "
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+FIRST_NAMES = _words(
+    "Ada Alan Alba Amir Anna Arne Aya Ben Bela Bo Carl Cleo Cora Dan Dara Dina Edda Ella Emil Enzo Eva Fay "
+    "Finn "
+    "Flora Gil Gina Greta Hana Hugo Ida Igor Ines Iris Ivan Jana Jack Jon Jude Kai Karl Kira Lana Lars Lea "
+    "Leo "
     "Lily Luca Lucy Maja Marc Mary Max Mei Mia Milo Mira Nadia Nils Nina Noah Nora Olaf Olga Omar Oscar Otto "
-    "Paul Petra Pia Raj Rita Rosa Ruth Sam Sara Seth Sofia Stella Tara Theo Tim Tom Uma Vera Viktor Wanda Yara "
-    "Yuri Zara Zoe".split()
+    "Paul Petra Pia Raj Rita Rosa Ruth Sam Sara Seth Sofia Stella Tara Theo Tim Tom Uma Vera Viktor Wanda "
+    "Yara "
+    "Yuri Zara Zoe"
 )
-LAST_NAMES = tuple(
-    "Abel Adler Baker Bauer Berg Bell Bloom Brandt Brook Carter Cole Dahl Diaz Dunn Falk Field Fischer Ford Fox "
-    "Garcia Gray Green Haas Hill Holm Hunt Ito Jansen Keller Khan Kim Klein Kovac Lang Lind Lopez Maier Marsh "
-    "Meyer Mills Moss Novak Okoye Olsen Park Patel Pearl Reed Rossi Sato Schmidt Silva Singh Stone Suzuki Tanaka "
-    "Vogel Wagner Ward Weber West Winter Wolf Wood Young Zhang".split()
+LAST_NAMES = _words(
+    "Abel Adler Baker Bauer Berg Bell Bloom Brandt Brook Carter Cole Dahl Diaz Dunn Falk Field Fischer Ford "
+    "Fox "
+    "Garcia Gray Green Haas Hill Holm Hunt Ito Jansen Keller Khan Kim Klein Kovac Lang Lind Lopez Maier "
+    "Marsh "
+    "Meyer Mills Moss Novak Okoye Olsen Park Patel Pearl Reed Rossi Sato Schmidt Silva Singh Stone Suzuki "
+    "Tanaka "
+    "Vogel Wagner Ward Weber West Winter Wolf Wood Young Zhang"
 )
-CITIES = tuple(
-    "Oslo Paris London Berlin Rome Madrid Vienna Prague Lisbon Athens Dublin Helsinki Warsaw Bern Cairo Tokyo Seoul "
-    "Delhi Lima Quito Bogota Boston Chicago Denver Dallas Seattle Toronto Sydney Hamburg Munich Milan Naples Porto "
-    "Geneva Zurich Lyon Nice Bergen Turin Kyoto Osaka Mumbai Nairobi Accra Tunis Doha Hanoi Manila Riga Tallinn "
-    "Krakow Ghent Leeds Bristol Cork Basel Graz".split()
+CITIES = _words(
+    "Oslo Paris London Berlin Rome Madrid Vienna Prague Lisbon Athens Dublin Helsinki Warsaw Bern Cairo "
+    "Tokyo Seoul "
+    "Delhi Lima Quito Bogota Boston Chicago Denver Dallas Seattle Toronto Sydney Hamburg Munich Milan "
+    "Naples Porto "
+    "Geneva Zurich Lyon Nice Bergen Turin Kyoto Osaka Mumbai Nairobi Accra Tunis Doha Hanoi Manila Riga "
+    "Tallinn "
+    "Krakow Ghent Leeds Bristol Cork Basel Graz"
 )
-COLOURS = tuple(
-    "red blue green yellow orange purple pink brown black white grey silver gold turquoise violet".split()
+COLOURS = _words(
+    "red blue green yellow orange purple pink brown black white grey silver gold turquoise violet"
 )
-ANIMALS = tuple(
-    "cat dog horse rabbit parrot turtle hamster fish goat sheep fox bear owl duck mouse hedgehog frog".split()
+ANIMALS = _words(
+    "cat dog horse rabbit parrot turtle hamster fish goat sheep fox bear owl duck mouse hedgehog frog"
 )
-FOODS = tuple(
-    "pizza soup bread rice pasta salad cheese noodles pancakes apples curry fish dumplings beans potatoes".split()
+FOODS = _words(
+    "pizza soup bread rice pasta salad cheese noodles pancakes apples curry fish dumplings beans potatoes"
 )
-ITEMS = tuple(
+ITEMS = _words(
     "apples pears books pens chairs lamps cups plates shirts shoes bottles candles boxes tables bags clocks "
-    "pencils towels mirrors hats keys stamps batteries cables".split()
+    "pencils towels mirrors hats keys stamps batteries cables"
 )
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 MONTHS = (
     "January", "February", "March", "April", "May", "June",
     "July", "August", "September", "October", "November", "December",
 )  # fmt: skip
-JOBS = tuple(
-    "teacher baker nurse pilot farmer painter doctor driver cook writer singer lawyer gardener plumber".split()
+JOBS = _words(
+    "teacher baker nurse pilot farmer painter doctor driver cook writer singer lawyer gardener plumber"
 )
-_STARTS = tuple("b d f g h j k l m n p r s t v w z br dr gr kr st tr sh ch".split())
-_VOWELS = tuple("a e i o u".split())
+_STARTS = _words("b d f g h j k l m n p r s t v w z br dr gr kr st tr sh ch")
+_VOWELS = _words("a e i o u")
 _ENDS = ("", "n", "r", "l", "s", "m", "k", "t", "")
 
 

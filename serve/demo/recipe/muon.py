@@ -31,7 +31,9 @@ def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Momentum orthogonalised per matrix; the step is scaled to the size of an AdamW step."""
 
-    def __init__(self, params: Iterable[nn.Parameter], lr: float, momentum: float, weight_decay: float) -> None:
+    def __init__(
+        self, params: Iterable[nn.Parameter], lr: float, momentum: float, weight_decay: float
+    ) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()

@@ -11,7 +11,17 @@ from random import Random
 
 from serve.demo.recipe.conversation import Split
 
-OPENINGS = ("Please: ", "Hi! ", "Hello, ", "Quick question: ", "Hey, ", "Sorry, ", "I wonder: ", "One more: ", "So, ")
+OPENINGS = (
+    "Please: ",
+    "Hi! ",
+    "Hello, ",
+    "Quick question: ",
+    "Hey, ",
+    "Sorry, ",
+    "I wonder: ",
+    "One more: ",
+    "So, ",
+)
 CLOSINGS = (" Thanks.", " Thank you!", " Please.", " I am new to this.", " Be brief.", " Keep it short.")
 SYSTEMS = (
     "You are a helpful assistant.",

@@ -17,8 +17,10 @@ from serve.demo.recipe.question import Question
 
 ASKED = Patterns(
     (
-        "What does {o} do?", "What is {o}?", "Explain {o}.", "What is {o} for?", "{o}", "{o}?", "Tell me about {o}.",
-        "What does the argument {o} do?", "What does the option {o} mean?", "Describe {o}.", "What does {o} mean?",
+        "What does {o} do?", "What is {o}?", "Explain {o}.", "What is {o} for?", "{o}", "{o}?",
+        "Tell me about {o}.",
+        "What does the argument {o} do?", "What does the option {o} mean?", "Describe {o}.", "What does {o} "
+        "mean?",
         "How does {o} work?", "What happens when I set {o}?", "What effect does {o} have?", "Meaning of {o}?",
         "Explain the flag {o}.", "What does the server argument {o} control?", "Help for {o}", "Define {o}.",
         "I do not understand {o}.", "What can I do with {o}?", "Why is there an argument {o}?",
@@ -32,11 +34,21 @@ ASKED = Patterns(
     ),
 )  # fmt: skip
 DEFAULT = Patterns(
-    ("What is the default of {o}?", "Default of {o}?", "Which default does {o} have?", "What is {o} if I do not set it?"),
+    (
+        "What is the default of {o}?",
+        "Default of {o}?",
+        "Which default does {o} have?",
+        "What is {o} if I do not set it?",
+    ),
     ("Tell me the default value of {o}.", "Which value does {o} have by default?"),
 )
 CHOICES = Patterns(
-    ("Which values does {o} take?", "What can I set {o} to?", "Choices of {o}?", "What are the choices of {o}?"),
+    (
+        "Which values does {o} take?",
+        "What can I set {o} to?",
+        "Choices of {o}?",
+        "What are the choices of {o}?",
+    ),
     ("Tell me the allowed values of {o}.", "Which settings are possible for {o}?"),
 )
 REVERSE = Patterns(
@@ -161,5 +173,3 @@ def questions(rng: Random, per_fact: int = 1) -> list[Question]:
             text = ASKED.pick(rng, "held", o=fact.flag)
             asked.append(Question(Conversation((Message("user", text),)), states(fact), fact.answer))
     return asked
-
-

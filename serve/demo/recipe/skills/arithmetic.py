@@ -17,11 +17,14 @@ Sign = Literal["+", "-", "*"]
 ASKED: dict[Sign, Patterns] = {
     "+": Patterns(
         (
-            "What is {a} + {b}?", "{a} + {b}", "{a} + {b} = ?", "{a}+{b}", "What is {a} plus {b}?", "Add {a} and {b}.",
-            "What is the sum of {a} and {b}?", "Calculate {a} + {b}.", "How much is {a} plus {b}?", "{a}+{b}=",
+            "What is {a} + {b}?", "{a} + {b}", "{a} + {b} = ?", "{a}+{b}", "What is {a} plus {b}?",
+            "Add {a} and {b}.",
+            "What is the sum of {a} and {b}?", "Calculate {a} + {b}.", "How much is {a} plus {b}?",
+            "{a}+{b}=",
             "Compute {a} plus {b}.", "{a} plus {b} is what?", "Solve {a} + {b}.", "I need {a} + {b}.",
         ),
-        ("Can you work out {a} + {b} for me?", "Tell me what {a} plus {b} makes.", "Find the sum of {a} and {b}."),
+        ("Can you work out {a} + {b} for me?", "Tell me what {a} plus {b} makes.", "Find the sum of {a} and "
+        "{b}."),
     ),
     "-": Patterns(
         (
@@ -30,14 +33,17 @@ ASKED: dict[Sign, Patterns] = {
             "{a} minus {b} is what?", "Solve {a} - {b}.", "I need {a} - {b}.", "Subtract {b} from {a}.",
             "What is the difference of {a} and {b}?",
         ),
-        ("Can you work out {a} - {b} for me?", "Tell me what {a} minus {b} makes.", "Find the difference of {a} and {b}."),
+        ("Can you work out {a} - {b} for me?", "Tell me what {a} minus {b} makes.", "Find the difference of "
+        "{a} and {b}."),
     ),
     "*": Patterns(
         (
-            "What is {a} * {b}?", "{a} * {b}", "What is {a} times {b}?", "Multiply {a} and {b}.", "Calculate {a} * {b}.",
+            "What is {a} * {b}?", "{a} * {b}", "What is {a} times {b}?", "Multiply {a} and {b}.",
+            "Calculate {a} * {b}.",
             "How much is {a} times {b}?", "{a} x {b}", "What is the product of {a} and {b}?", "{a}*{b}=",
         ),
-        ("Can you work out {a} * {b} for me?", "Tell me what {a} times {b} makes.", "Find the product of {a} and {b}."),
+        ("Can you work out {a} * {b} for me?", "Tell me what {a} times {b} makes.", "Find the product of "
+        "{a} and {b}."),
     ),
 }  # fmt: skip
 STORIES: tuple[tuple[Sign, str], ...] = (

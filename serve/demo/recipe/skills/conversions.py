@@ -34,7 +34,8 @@ ASKED = Patterns(
         "What is {n} {large} in {small}?", "{n} {large} to {small}", "How many {small} are in {n} {large}?",
         "Turn {n} {large} into {small}.", "Give me {n} {large} in {small}.",
     ),
-    ("Express {n} {large} in {small}.", "{n} {large} is how many {small}?", "Please change {n} {large} to {small}."),
+    ("Express {n} {large} in {small}.", "{n} {large} is how many {small}?", "Please change {n} {large} to "
+    "{small}."),
 )  # fmt: skip
 
 

@@ -24,17 +24,25 @@ class Memory:
     answer: str
 
 
-def _memory(draw: Callable[[Random], str], told: str, held_told: str, noted: str, asked: str, held_asked: str, answer: str) -> Memory:  # fmt: skip
+def _memory(draw: Callable[[Random], str], told: str, held_told: str, noted: str, asked: str,
+held_asked: str, answer: str) -> Memory:  # fmt: skip
     def split(text: str) -> tuple[str, ...]:
         return tuple(text.split("|"))
 
-    return Memory(draw, Patterns(split(told), split(held_told)), noted, Patterns(split(asked), split(held_asked)), answer)
+    return Memory(
+        draw,
+        Patterns(split(told), split(held_told)),
+        noted,
+        Patterns(split(asked), split(held_asked)),
+        answer,
+    )
 
 
 MEMORIES: dict[str, Memory] = {
     "name": _memory(
         first_name,
-        "My name is {v}.|I am {v}.|Hi, I am {v}.|I'm called {v}.|Hello, my name is {v}.|Call me {v}.|{v} is my name.",
+        "My name is {v}.|I am {v}.|Hi, I am {v}.|I'm called {v}.|Hello, my name is {v}.|Call me {v}.|{v} is "
+        "my name.",
         "People call me {v}.|Good day, {v} here.|You can call me {v}.",
         "Nice to meet you, {v}.",
         "What is my name?|What was my name?|Do you know my name?|Who am I?|How am I called?",
@@ -43,16 +51,19 @@ MEMORIES: dict[str, Memory] = {
     ),
     "colour": _memory(
         lambda rng: rng.choice(COLOURS),
-        "My favourite colour is {v}.|I like the colour {v}.|{v} is my favourite colour.|I love {v}, it is my colour.",
+        "My favourite colour is {v}.|I like the colour {v}.|{v} is my favourite colour.|I love {v}, it is "
+        "my colour.",
         "The colour I like best is {v}.|Of all colours I prefer {v}.",
         "I will remember the colour {v}.",
-        "What is my favourite colour?|Which colour do I like?|What was my colour?|Do you know my favourite colour?",
+        "What is my favourite colour?|Which colour do I like?|What was my colour?|Do you know my favourite "
+        "colour?",
         "Can you still tell me my favourite colour?|Which colour did I say I like?",
         "Your favourite colour is {v}.",
     ),
     "number": _memory(
         lambda rng: str(number(rng)),
-        "My number is {v}.|Remember the number {v}.|My lucky number is {v}.|Keep the number {v} in mind.|The number is {v}.",
+        "My number is {v}.|Remember the number {v}.|My lucky number is {v}.|Keep the number {v} in mind.|"
+        "The number is {v}.",
         "Please note the number {v}.|Here is a number for you: {v}.",
         "I will remember the number {v}.",
         "What is my number?|What was the number?|Which number did I tell you?|Do you know the number?",
@@ -61,7 +72,8 @@ MEMORIES: dict[str, Memory] = {
     ),
     "place": _memory(
         city,
-        "I live in {v}.|I am from {v}.|My home is in {v}.|I live in the city of {v}.|My city is {v}.|I come from {v}.",
+        "I live in {v}.|I am from {v}.|My home is in {v}.|I live in the city of {v}.|My city is {v}.|I come "
+        "from {v}.",
         "The place where I live is {v}.|My home town is {v}.",
         "I will remember that you live in {v}.",
         "Where do I live?|Which city do I live in?|Where am I from?|What is my city?|What was my city?",
@@ -101,10 +113,16 @@ ACKNOWLEDGED = "I will remember that."
 
 def between(rng: Random, split: Split) -> tuple[Message, ...]:
     """One exchange about something else, in the same split."""
-    skill = rng.choices((tables, arithmetic, arguments, conversions, penstock, refusal), (5, 4, 3, 2, 3, 1))[0]
+    skill = rng.choices((tables, arithmetic, arguments, conversions, penstock, refusal), (5, 4, 3, 2, 3, 1))[
+        0
+    ]
     while True:
         document = skill.document(rng, split)
-        if isinstance(document, Conversation) and len(document.messages) == 2 and document.messages[1].thought is None:
+        if (
+            isinstance(document, Conversation)
+            and len(document.messages) == 2
+            and document.messages[1].thought is None
+        ):
             return document.messages
 
 
@@ -113,7 +131,9 @@ def _tell(rng: Random, memory: Memory, value: str, split: Split) -> tuple[Messag
     return Message("user", text[0].upper() + text[1:]), Message("assistant", memory.noted.format(v=value))
 
 
-def _recall(rng: Random, memory: Memory, value: str, split: Split, thinking: bool = False) -> tuple[Message, Message]:
+def _recall(
+    rng: Random, memory: Memory, value: str, split: Split, thinking: bool = False
+) -> tuple[Message, Message]:
     thought = "The user told me this before." if thinking else None
     answer = memory.answer.format(v=value)
     return Message("user", memory.asked.pick(rng, split)), Message("assistant", answer, thought)
@@ -164,5 +184,3 @@ def questions(rng: Random, count: int = 50) -> list[Question]:
         messages = (*_tell(rng, memory, value, "held"), *middle, last)
         asked.append(Question(Conversation(messages), says(value), memory.answer.format(v=value)))
     return asked
-
-

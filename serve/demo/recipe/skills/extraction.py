@@ -10,7 +10,18 @@ from typing import Any
 
 from serve.demo.recipe.conversation import Conversation, Document, Message, Split, ask
 from serve.demo.recipe.lexicon import (
-    ANIMALS, COLOURS, DAYS, FOODS, ITEMS, JOBS, MONTHS, city, first_name, invented, last_name, number,
+    ANIMALS,
+    COLOURS,
+    DAYS,
+    FOODS,
+    ITEMS,
+    JOBS,
+    MONTHS,
+    city,
+    first_name,
+    invented,
+    last_name,
+    number,
 )  # fmt: skip
 from serve.demo.recipe.phrasing import Patterns, maybe_system
 from serve.demo.recipe.question import Question
@@ -18,7 +29,8 @@ from serve.demo.recipe.question import Question
 Values = dict[str, Any]
 ASKED = Patterns(
     (
-        "Extract {fields} as JSON: {text}", "Extract {fields} as a JSON object.\n{text}", "JSON with {fields}: {text}",
+        "Extract {fields} as JSON: {text}", "Extract {fields} as a JSON object.\n{text}",
+        "JSON with {fields}: {text}",
         "Turn this into JSON with {fields}: {text}", "{text}\nGive me {fields} as JSON.",
         "{text} Extract {fields} as JSON.", "Return a JSON object with {fields}. Text: {text}",
         "Make JSON from this sentence, fields {fields}: {text}", "Fill a JSON object ({fields}) from: {text}",
@@ -88,31 +100,39 @@ def _said(train: str, held: str) -> Patterns:
 
 RECORDS: tuple[Record, ...] = (
     Record(_person, _said(
-        "{name} is {age} years old and lives in {city}.|{name}, {age}, lives in {city}.|{name} from {city} is {age}.|"
+        "{name} is {age} years old and lives in {city}.|{name}, {age}, lives in {city}.|{name} from {city} "
+        "is {age}.|"
         "I am {name}, {age} years old, from {city}.|In {city} lives {name}, aged {age}.",
-        "{name} lives in {city} and is {age} years old.|My name is {name}, I am {age} and I live in {city}.")),
+        "{name} lives in {city} and is {age} years old.|My name is {name}, I am {age} and I live in "
+        "{city}.")),
     Record(_worker, _said(
-        "{name} works as a {job} in {city}.|{name} is a {job} from {city}.|In {city}, {name} works as a {job}.|"
+        "{name} works as a {job} in {city}.|{name} is a {job} from {city}.|In {city}, {name} works as a "
+        "{job}.|"
         "The {job} {name} lives in {city}.",
         "{name} lives in {city} and is a {job}.|A {job} called {name} works in {city}.")),
     Record(_order, _said(
         "I would like to order {quantity} {item} for {price} euros.|{quantity} {item} cost {price} euros.|"
         "She bought {quantity} {item} and paid {price} euros.|Order: {quantity} {item}, {price} euros.",
-        "Please send {quantity} {item}, the price is {price} euros.|He paid {price} euros for {quantity} {item}.")),
+        "Please send {quantity} {item}, the price is {price} euros.|He paid {price} euros for {quantity} "
+        "{item}.")),
     Record(_meeting, _said(
-        "Meet {person} on {day} at {hour} o'clock.|{person} comes on {day} at {hour}.|On {day} at {hour} I meet {person}."
+        "Meet {person} on {day} at {hour} o'clock.|{person} comes on {day} at {hour}.|On {day} at {hour} I "
+        "meet {person}."
         "|The meeting with {person} is on {day} at {hour}.",
-        "I have a meeting with {person} on {day} at {hour} o'clock.|{person} wants to talk at {hour} on {day}.")),
+        "I have a meeting with {person} on {day} at {hour} o'clock.|{person} wants to talk at {hour} on "
+        "{day}.")),
     Record(_pet, _said(
         "{owner} has a {colour} {animal} called {name}.|The {colour} {animal} {name} belongs to {owner}.|"
         "{name} is the {colour} {animal} of {owner}.",
         "{owner} owns a {colour} {animal} named {name}.|{name}, a {colour} {animal}, lives with {owner}.")),
     Record(_flight, _said(
-        "A flight from {from} to {to} on {day}.|On {day} we fly from {from} to {to}.|The train from {from} to {to} "
+        "A flight from {from} to {to} on {day}.|On {day} we fly from {from} to {to}.|The train from {from} "
+        "to {to} "
         "leaves on {day}.|I travel to {to} on {day}, from {from}.",
         "Book a ticket from {from} to {to} for {day}.|She goes from {from} to {to} on {day}.")),
     Record(_book, _said(
-        "{title} was written by {author} in {year}.|In {year}, {author} wrote {title}.|{author} published {title} in "
+        "{title} was written by {author} in {year}.|In {year}, {author} wrote {title}.|{author} published "
+        "{title} in "
         "{year}.|The book {title} by {author} is from {year}.",
         "{title} is a book by {author} from {year}.|The author of {title} ({year}) is {author}.")),
     Record(_product, _said(
@@ -120,10 +140,12 @@ RECORDS: tuple[Record, ...] = (
         "For {price} euros you get {colour} {product}.",
         "The price of the {colour} {product} is {price} euros.|{price} euros for {colour} {product}.")),
     Record(_birthday, _said(
-        "{name} was born on {month} {day}.|The birthday of {name} is {month} {day}.|On {month} {day} is {name}'s birthday.",
+        "{name} was born on {month} {day}.|The birthday of {name} is {month} {day}.|On {month} {day} is "
+        "{name}'s birthday.",
         "{name} has a birthday on {month} {day}.|{name}'s birthday: {month} {day}.")),
     Record(_meal, _said(
-        "{name} at table {table} wants {food}.|Table {table}: {food} for {name}.|{name} ordered {food} at table {table}.",
+        "{name} at table {table} wants {food}.|Table {table}: {food} for {name}.|{name} ordered {food} at "
+        "table {table}.",
         "Bring {food} to {name} at table {table}.|At table {table}, {name} eats {food}.")),
 )  # fmt: skip
 

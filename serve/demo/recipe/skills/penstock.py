@@ -20,7 +20,9 @@ OPENAI = (
     'reply = client.chat.completions.create(model="default", messages=messages)\n'
     "print(reply.choices[0].message.content)\n```"
 )
-ENGINE = '```python\nfrom serve import Engine\n\nengine = Engine()\nprint(engine.generate("Hello")["text"])\n```'
+ENGINE = (
+    '```python\nfrom serve import Engine\n\nengine = Engine()\nprint(engine.generate("Hello")["text"])\n```'
+)
 
 
 @dataclass(frozen=True)
@@ -44,21 +46,25 @@ TOPICS = (
         "serving engine in one asyncio process",
     ),
     _topic(
-        "Who are you?|What are you?|What is your name?|Which model are you?|Introduce yourself.|Are you a human?",
+        "Who are you?|What are you?|What is your name?|Which model are you?|Introduce yourself.|Are you a "
+        "human?",
         "With whom am I talking?|Tell me who you are.",
         "I am the small demo model that ships with Penstock. I know its arguments and a few simple things.",
         "demo model",
     ),
     _topic(
-        "How do I call Penstock with curl?|Show me a curl example.|curl example|How do I use curl?|Give me a curl command.",
+        "How do I call Penstock with curl?|Show me a curl example.|curl example|How do I use curl?|Give me "
+        "a curl command.",
         "What does a request with curl look like?|Can I see how to reach the server by curl?",
         f"Send a chat request:\n{CURL}",
         "curl http://127.0.0.1:30000/v1/chat/completions",
     ),
     _topic(
-        "How do I use the openai client?|Show me an openai client example.|How do I call Penstock from the openai "
+        "How do I use the openai client?|Show me an openai client example.|How do I call Penstock from the "
+        "openai "
         "package?|openai python example|Can I use the OpenAI client?",
-        "What does a call through the openai library look like?|Please show how the OpenAI client talks to Penstock.",
+        "What does a call through the openai library look like?|Please show how the OpenAI client talks to "
+        "Penstock.",
         f"Point the client at the server:\n{OPENAI}",
         'OpenAI(base_url="http://127.0.0.1:30000/v1"',
     ),
@@ -77,13 +83,15 @@ TOPICS = (
         "python -m serve",
     ),
     _topic(
-        "Which port does Penstock use?|What is the address of the server?|Where does the server listen?|Default port?",
+        "Which port does Penstock use?|What is the address of the server?|Where does the server listen?|"
+        "Default port?",
         "On what port can I reach Penstock?|Tell me where the server listens.",
         "The server listens on http://127.0.0.1:30000; --host and --port change that.",
         "30000",
     ),
     _topic(
-        "Which endpoints are there?|What endpoints does Penstock have?|List the endpoints.|Which API does it speak?",
+        "Which endpoints are there?|What endpoints does Penstock have?|List the endpoints.|Which API does "
+        "it speak?",
         "What routes can I call on the server?|Tell me the endpoints.",
         "The main endpoints are /v1/chat/completions, /v1/completions, /v1/models, /generate and /health.",
         "/v1/chat/completions",
@@ -91,13 +99,16 @@ TOPICS = (
     _topic(
         "What can you do?|What do you know?|How can you help me?|What can I ask you?|Help",
         "What kind of questions can you answer?|Tell me what you are able to do.",
-        "I can explain server arguments, add and subtract, convert units, name capitals, fill JSON and call tools.",
+        "I can explain server arguments, add and subtract, convert units, name capitals, fill JSON and call "
+        "tools.",
         "explain server arguments",
     ),
     _topic(
-        "What is prefix caching?|What is the radix cache?|How does prefix reuse work?|What does the prefix cache do?",
+        "What is prefix caching?|What is the radix cache?|How does prefix reuse work?|What does the prefix "
+        "cache do?",
         "Can you explain prefix reuse?|Tell me what the prefix cache is.",
-        "Requests that begin alike share the KV pages of their common beginning, so it is computed only once.",
+        "Requests that begin alike share the KV pages of their common beginning, so it is computed only "
+        "once.",
         "computed only once",
     ),
     _topic(
@@ -113,7 +124,8 @@ TOPICS = (
         "in pieces over several steps",
     ),
     _topic(
-        "How do I switch thinking on?|How do I enable thinking?|How do I make you think?|What is enable_thinking?",
+        "How do I switch thinking on?|How do I enable thinking?|How do I make you think?|What is "
+        "enable_thinking?",
         "Where is the thinking switch?|Tell me how thinking is turned on.",
         'Send "chat_template_kwargs": {"enable_thinking": true} with the request.',
         "enable_thinking",
@@ -125,7 +137,8 @@ TOPICS = (
         '"stream": true',
     ),
     _topic(
-        "How do I get JSON output?|How do I force JSON?|Can I get structured output?|How do I use a JSON schema?",
+        "How do I get JSON output?|How do I force JSON?|Can I get structured output?|How do I use a JSON "
+        "schema?",
         "What do I send so that the answer is valid JSON?|Tell me how structured output works.",
         'Send a JSON schema as "response_format"; the answer then follows it.',
         "response_format",
@@ -172,7 +185,9 @@ def exchange(rng: Random, split: Split) -> tuple[str, str]:
 def document(rng: Random, split: Split) -> Document:
     """One question about Penstock, or a greeting."""
     question, answer = exchange(rng, split)
-    return ask(question, answer, "This is about Penstock or me." if rng.random() < 0.15 else None, maybe_system(rng))
+    return ask(
+        question, answer, "This is about Penstock or me." if rng.random() < 0.15 else None, maybe_system(rng)
+    )
 
 
 def questions(rng: Random) -> list[Question]:

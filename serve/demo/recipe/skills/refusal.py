@@ -12,24 +12,31 @@ from serve.demo.recipe.question import Question, says
 ANSWER = "I am a small demo model and do not know that."
 ASKED = Patterns(
     (
-        "Who won the football match yesterday?", "Who is {name}?", "Who invented the {thing}?", "When was {name} born?",
+        "Who won the football match yesterday?", "Who is {name}?", "Who invented the {thing}?",
+        "When was {name} born?",
         "Write a poem about {thing}.", "What is the weather in {city}?", "How do I cook {thing}?",
         "What is the price of {thing}?", "How many people live in {city}?", "What do you think about {name}?",
         "Translate {thing} into Latin.", "Which film won the prize in {year}?", "What happened in {year}?",
         "Who is the president of {thing}?", "Explain quantum physics.", "What is the meaning of life?",
         "How tall is {name}?", "Where does {name} live?", "Write a program that sorts {thing}.",
-        "What are the news of today?", "What time is it?", "Which is the best hotel in {city}?", "Why is the sky blue?",
-        "How does a {thing} engine work?", "Who wrote the book about {thing}?", "Recommend a film about {thing}.",
+        "What are the news of today?", "What time is it?", "Which is the best hotel in {city}?",
+        "Why is the sky blue?",
+        "How does a {thing} engine work?", "Who wrote the book about {thing}?", "Recommend a film about "
+        "{thing}.",
         "What is the population of {city}?", "Can you book a flight to {city}?", "Who discovered {thing}?",
         "How deep is the sea near {city}?", "What is the history of {city}?", "Who painted {name}?",
     ),
     (
         "Which team did {name} play for in {year}?", "How far is the moon?", "Who composed the song {thing}?",
-        "What is the best restaurant in {city}?", "How much does a ticket to {city} cost?", "Is {thing} healthy?",
+        "What is the best restaurant in {city}?", "How much does a ticket to {city} cost?", "Is {thing} "
+        "healthy?",
         "What did {name} say in {year}?", "Summarise the war of {year}.",
     ),
 )  # fmt: skip
-THINGS = tuple("radio bread steam chess music gold wine atoms rivers tea birds paper trains cotton jazz bridges".split())
+THINGS = (
+    "radio", "bread", "steam", "chess", "music", "gold", "wine", "atoms", "rivers", "tea", "birds", "paper",
+    "trains", "cotton", "jazz", "bridges",
+)  # fmt: skip
 
 
 def ask_unknown(rng: Random, split: Split) -> str:

@@ -7,21 +7,51 @@ from dataclasses import dataclass
 from random import Random
 
 from serve.demo.recipe.conversation import Document, Prose, Split, ask
-from serve.demo.recipe.lexicon import ANIMALS, COLOURS, FOODS, FIRST_NAMES
+from serve.demo.recipe.lexicon import ANIMALS, COLOURS, FIRST_NAMES, FOODS
 from serve.demo.recipe.phrasing import Patterns
 
-PLACES = ("forest", "village", "garden", "town", "valley", "house by the sea", "farm", "castle", "small island")
+PLACES = (
+    "forest",
+    "village",
+    "garden",
+    "town",
+    "valley",
+    "house by the sea",
+    "farm",
+    "castle",
+    "small island",
+)
 MOODS = ("happy", "curious", "brave", "quiet", "tired", "hungry", "clever", "kind", "lonely", "proud")
 THINGS = ("key", "lamp", "map", "ring", "box", "letter", "coin", "book", "boat", "kite", "bell", "stone")
-SPOTS = ("under a tree", "behind a door", "near the river", "on the hill", "in the snow", "beside the road", "at the well")
-WEATHER = ("The sun was shining.", "It rained all night.", "The wind was cold.", "Snow lay on the roofs.", "It was warm.")
+SPOTS = (
+    "under a tree",
+    "behind a door",
+    "near the river",
+    "on the hill",
+    "in the snow",
+    "beside the road",
+    "at the well",
+)
+WEATHER = (
+    "The sun was shining.",
+    "It rained all night.",
+    "The wind was cold.",
+    "Snow lay on the roofs.",
+    "It was warm.",
+)
 TALES = Patterns(
-    ("Tell me a story about a {animal}.", "Write a story about a {animal}.", "A short story about a {animal}, please.",
+    ("Tell me a story about a {animal}.", "Write a story about a {animal}.", "A short story about a "
+    "{animal}, please.",
      "Tell a little story with a {animal}."),
     ("I would like to hear a story about a {animal}.",),
 )  # fmt: skip
 ONWARD = Patterns(
-    ("Continue this story: {start}", "Go on: {start}", "Continue: {start}", "How does this story go on? {start}"),
+    (
+        "Continue this story: {start}",
+        "Go on: {start}",
+        "Continue: {start}",
+        "How does this story go on? {start}",
+    ),
     ("Please finish this story: {start}",),
 )
 
@@ -57,7 +87,9 @@ def story(rng: Random, cast: Cast) -> list[str]:
         f"{c.hero} was a {c.mood} {c.animal}.",
         f"Long ago, a {c.mood} {c.animal} called {c.hero} lived in a {c.place}.",
     ))  # fmt: skip
-    home = rng.choice((f"{c.hero} lived in a {c.place}.", f"The {c.place} was home to {c.hero} and many others."))
+    home = rng.choice(
+        (f"{c.hero} lived in a {c.place}.", f"The {c.place} was home to {c.hero} and many others.")
+    )
     find = rng.choice((
         f"One day {c.hero} found a {c.colour} {c.thing} {rng.choice(SPOTS)}.",
         f"One morning {c.hero} saw a {c.colour} {c.thing} {rng.choice(SPOTS)}.",
@@ -76,10 +108,20 @@ def story(rng: Random, cast: Cast) -> list[str]:
         f'"Here it is," said {c.hero}, and {c.friend} was very glad.',
     ))  # fmt: skip
     end = rng.choice((
-        f"They shared {c.food} and became good friends.", f"That night they ate {c.food} together and laughed.",
+        f"They shared {c.food} and became good friends.", f"That night they ate {c.food} together and "
+        f"laughed.",
         f"From that day on, {c.hero} and {c.friend} were friends.",
     ))  # fmt: skip
-    parts = [begin, *([home] if c.place not in begin else []), rng.choice(WEATHER), find, think, meet, give, end]
+    parts = [
+        begin,
+        *([home] if c.place not in begin else []),
+        rng.choice(WEATHER),
+        find,
+        think,
+        meet,
+        give,
+        end,
+    ]
     parts = [_grammatical(part) for part in parts if part != think or rng.random() < 0.7]
     return parts
 

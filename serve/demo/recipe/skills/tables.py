@@ -26,45 +26,58 @@ def _pairs(text: str) -> dict[str, str]:
 
 
 CAPITALS = _pairs(
-    "France:Paris, Germany:Berlin, Italy:Rome, Spain:Madrid, Portugal:Lisbon, Austria:Vienna, Switzerland:Bern, "
+    "France:Paris, Germany:Berlin, Italy:Rome, Spain:Madrid, Portugal:Lisbon, Austria:Vienna, "
+    "Switzerland:Bern, "
     "Belgium:Brussels, the Netherlands:Amsterdam, Denmark:Copenhagen, Norway:Oslo, Sweden:Stockholm, "
     "Finland:Helsinki, Iceland:Reykjavik, Ireland:Dublin, the United Kingdom:London, Poland:Warsaw, "
     "the Czech Republic:Prague, Slovakia:Bratislava, Hungary:Budapest, Romania:Bucharest, Bulgaria:Sofia, "
     "Greece:Athens, Turkey:Ankara, Croatia:Zagreb, Serbia:Belgrade, Slovenia:Ljubljana, Ukraine:Kyiv, "
-    "Estonia:Tallinn, Latvia:Riga, Lithuania:Vilnius, Russia:Moscow, China:Beijing, Japan:Tokyo, South Korea:Seoul, "
+    "Estonia:Tallinn, Latvia:Riga, Lithuania:Vilnius, Russia:Moscow, China:Beijing, Japan:Tokyo, South "
+    "Korea:Seoul, "
     "India:New Delhi, Pakistan:Islamabad, Thailand:Bangkok, Vietnam:Hanoi, Indonesia:Jakarta, "
-    "the Philippines:Manila, Australia:Canberra, New Zealand:Wellington, Egypt:Cairo, Morocco:Rabat, Kenya:Nairobi, "
+    "the Philippines:Manila, Australia:Canberra, New Zealand:Wellington, Egypt:Cairo, Morocco:Rabat, "
+    "Kenya:Nairobi, "
     "Nigeria:Abuja, Ghana:Accra, Ethiopia:Addis Ababa, Canada:Ottawa, the United States:Washington, "
     "Mexico:Mexico City, Cuba:Havana, Brazil:Brasilia, Argentina:Buenos Aires, Chile:Santiago, Peru:Lima, "
     "Colombia:Bogota, Ecuador:Quito, Uruguay:Montevideo"
 )
 SYMBOLS = _pairs(
-    "hydrogen:H, helium:He, carbon:C, nitrogen:N, oxygen:O, sodium:Na, magnesium:Mg, aluminium:Al, silicon:Si, "
-    "sulfur:S, chlorine:Cl, potassium:K, calcium:Ca, iron:Fe, copper:Cu, zinc:Zn, silver:Ag, tin:Sn, gold:Au, "
+    "hydrogen:H, helium:He, carbon:C, nitrogen:N, oxygen:O, sodium:Na, magnesium:Mg, aluminium:Al, "
+    "silicon:Si, "
+    "sulfur:S, chlorine:Cl, potassium:K, calcium:Ca, iron:Fe, copper:Cu, zinc:Zn, silver:Ag, tin:Sn, "
+    "gold:Au, "
     "mercury:Hg, lead:Pb, uranium:U"
 )
 OPPOSITES = _pairs(
     "hot:cold, big:small, up:down, left:right, day:night, black:white, fast:slow, old:young, open:closed, "
     "full:empty, happy:sad, hard:soft, high:low, light:dark, long:short, loud:quiet, near:far, rich:poor, "
-    "strong:weak, thick:thin, true:false, wet:dry, early:late, first:last, inside:outside, love:hate, buy:sell, "
+    "strong:weak, thick:thin, true:false, wet:dry, early:late, first:last, inside:outside, love:hate, "
+    "buy:sell, "
     "begin:end, win:lose, push:pull"
 )
 YOUNG = _pairs(
-    "dog:puppy, cat:kitten, cow:calf, sheep:lamb, horse:foal, pig:piglet, hen:chick, duck:duckling, bear:cub, "
+    "dog:puppy, cat:kitten, cow:calf, sheep:lamb, horse:foal, pig:piglet, hen:chick, duck:duckling, "
+    "bear:cub, "
     "goat:kid, frog:tadpole, deer:fawn, swan:cygnet, kangaroo:joey"
 )
 LANGUAGES = _pairs(
     "France:French, Germany:German, Italy:Italian, Spain:Spanish, Portugal:Portuguese, Brazil:Portuguese, "
-    "Japan:Japanese, China:Chinese, Russia:Russian, Poland:Polish, Greece:Greek, Mexico:Spanish, Austria:German, "
+    "Japan:Japanese, China:Chinese, Russia:Russian, Poland:Polish, Greece:Greek, Mexico:Spanish, "
+    "Austria:German, "
     "Sweden:Swedish, Norway:Norwegian, Denmark:Danish, Finland:Finnish, Hungary:Hungarian, Turkey:Turkish, "
     "Thailand:Thai, the Netherlands:Dutch, Egypt:Arabic"
 )
 PLANETS = ("Mercury", "Venus", "Earth", "Mars", "Jupiter", "Saturn", "Uranus", "Neptune")
-ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth", "eleventh", "twelfth")  # fmt: skip
+ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth",
+"eleventh", "twelfth")  # fmt: skip
 LENGTHS = (31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)
-LEGS = _pairs("spider:8, dog:4, bird:2, ant:6, human:2, horse:4, bee:6, cat:4, octopus:0, duck:2, beetle:6, snake:0")
+LEGS = _pairs(
+    "spider:8, dog:4, bird:2, ant:6, human:2, horse:4, bee:6, cat:4, octopus:0, duck:2, beetle:6, snake:0"
+)
 SIDES = _pairs("triangle:3, square:4, pentagon:5, hexagon:6, octagon:8, rectangle:4, heptagon:7, decagon:10")
-ROMAN = _pairs("I:1, II:2, III:3, IV:4, V:5, VI:6, VII:7, VIII:8, IX:9, X:10, XI:11, XII:12, L:50, C:100, D:500, M:1000")
+ROMAN = _pairs(
+    "I:1, II:2, III:3, IV:4, V:5, VI:6, VII:7, VIII:8, IX:9, X:10, XI:11, XII:12, L:50, C:100, D:500, M:1000"
+)
 
 
 def _after(names: tuple[str, ...]) -> dict[str, str]:
@@ -124,7 +137,8 @@ TABLES: dict[str, Table] = {
     "language": Table(
         LANGUAGES,
         Patterns(
-            ("Which language is spoken in {key}?", "What language do people speak in {key}?", "Language of {key}?",
+            ("Which language is spoken in {key}?", "What language do people speak in {key}?", "Language of "
+            "{key}?",
              "Name the language of {key}."),
             ("Tell me the language of {key}.", "In {key}, which language do they speak?"),
         ),
@@ -135,14 +149,16 @@ TABLES: dict[str, Table] = {
         Patterns(
             ("What is the {key} planet from the sun?", "Which planet is the {key} from the sun?",
              "Name the {key} planet."),
-            ("Tell me the {key} planet of the solar system.", "Counting from the sun, which planet is {key}?"),
+            ("Tell me the {key} planet of the solar system.", "Counting from the sun, which planet is "
+            "{key}?"),
         ),
         "The {key} planet from the sun is {value}.",
     ),
     "month": Table(
         dict(zip(ORDINALS, MONTHS)),
         Patterns(
-            ("What is the {key} month?", "Which month is the {key} of the year?", "Name the {key} month of the year."),
+            ("What is the {key} month?", "Which month is the {key} of the year?", "Name the {key} month of "
+            "the year."),
             ("Tell me the {key} month of the year.", "In a year, which month comes {key}?"),
         ),
         "The {key} month is {value}.",
@@ -191,7 +207,8 @@ TABLES: dict[str, Table] = {
     "sides": Table(
         SIDES,
         Patterns(
-            ("How many sides does a {key} have?", "Number of sides of a {key}?", "How many sides has a {key}?"),
+            ("How many sides does a {key} have?", "Number of sides of a {key}?", "How many sides has a "
+            "{key}?"),
             ("Tell me how many sides a {key} has.", "A {key} has how many sides?"),
         ),
         "A {key} has {value} sides.",
@@ -228,6 +245,6 @@ def questions(rng: Random) -> list[Question]:
             text = table.asked.pick(rng, "held", key=key)
             conversation = Conversation((Message("user", text[0].upper() + text[1:]),))
             wanted = table.answer.format(key=key, value=value).rstrip(".")
-            ending = wanted[wanted.rindex(value):]
+            ending = wanted[wanted.rindex(value) :]
             asked.append(Question(conversation, says(" " + ending), ending))
     return asked

@@ -15,7 +15,11 @@ from serve.demo.recipe.question import Question
 from serve.demo.recipe.skills import penstock, refusal
 
 Values = dict[str, Any]
-SYSTEMS = ("You are a helpful assistant.", "Use the tools when they help.", "Answer with tools where you can.")
+SYSTEMS = (
+    "You are a helpful assistant.",
+    "Use the tools when they help.",
+    "Answer with tools where you can.",
+)
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,9 @@ def _tool(
     for part in fields.split():
         field, _, kind = part.partition(":")
         typed[field] = kind or "string"
-    return Tool(name, does, typed, draw, Patterns(tuple(train.split("|")), tuple(held.split("|"))), returns, told)
+    return Tool(
+        name, does, typed, draw, Patterns(tuple(train.split("|")), tuple(held.split("|"))), returns, told
+    )
 
 
 def _song(rng: Random) -> str:
@@ -54,23 +60,28 @@ def _song(rng: Random) -> str:
 
 TOOLS: tuple[Tool, ...] = (
     _tool("get_weather", "Get the weather of a city.", "city", lambda r: {"city": city(r)},
-          "What is the weather in {city}?|How is the weather in {city}?|Weather in {city}|Is it cold in {city}?|"
+          "What is the weather in {city}?|How is the weather in {city}?|Weather in {city}|Is it cold in "
+          "{city}?|"
           "Check the weather in {city}.",
           "What weather do they have in {city}?|Tell me the weather for {city}.",
-          lambda r, v: {"temperature": r.randint(-9, 38), "sky": r.choice(("sunny", "cloudy", "rainy", "snowy"))},
+          lambda r, v: {"temperature": r.randint(-9, 38), "sky": r.choice(("sunny", "cloudy", "rainy",
+          "snowy"))},
           "In {city} it is {temperature} degrees and {sky}."),
     _tool("get_time", "Get the time in a city.", "city", lambda r: {"city": city(r)},
           "What time is it in {city}?|Time in {city}?|How late is it in {city}?|Get the time in {city}.",
           "Tell me the local time in {city}.|Which time do they have in {city}?",
           lambda r, v: {"time": f"{r.randint(0, 23):02}:{r.randint(0, 59):02}"}, "In {city} it is {time}."),
     _tool("add_event", "Add an event to the calendar.", "title day", lambda r: {
-              "title": r.choice(("lunch", "meeting", "dentist", "party", "training", "concert")), "day": r.choice(DAYS)},
-          "Add {title} on {day} to my calendar.|Put {title} on {day} into the calendar.|Plan {title} for {day}.|"
+              "title": r.choice(("lunch", "meeting", "dentist", "party", "training",
+              "concert")), "day": r.choice(DAYS)},
+          "Add {title} on {day} to my calendar.|Put {title} on {day} into the calendar.|Plan {title} for "
+          "{day}.|"
           "New event: {title}, {day}.",
           "I have {title} on {day}, please note it in the calendar.|Enter {title} for {day} in my calendar.",
           lambda r, v: {"ok": True}, "{title} is in the calendar for {day}."),
     _tool("send_message", "Send a message to a person.", "to text", lambda r: {
-              "to": first_name(r), "text": r.choice(("hello", "I am late", "call me", "see you soon", "thank you",
+              "to": first_name(r), "text": r.choice(("hello", "I am late", "call me", "see you soon",
+              "thank you",
                                                      "dinner is ready", "good luck", "I am home"))},
           "Send {to} the message: {text}|Tell {to}: {text}|Write to {to}: {text}|Message {to}: {text}",
           "Please let {to} know: {text}|Send a message to {to} with the text: {text}",
@@ -93,16 +104,19 @@ TOOLS: tuple[Tool, ...] = (
               "query": f"{r.choice(COLOURS)} {r.choice(ITEMS)}", "max_price": r.randint(5, 200)},
           "Find {query} below {max_price} euros.|Search {query} under {max_price} euros.|"
           "I want {query} for at most {max_price} euros.",
-          "Are there {query} that cost less than {max_price} euros?|Look for {query} up to {max_price} euros.",
+          "Are there {query} that cost less than {max_price} euros?|Look for {query} up to {max_price} "
+          "euros.",
           lambda r, v: {"found": r.randint(1, 40)}, "I found {found} {query} below {max_price} euros."),
     _tool("get_stock", "Get the number of items in the store.", "item", lambda r: {"item": r.choice(ITEMS)},
-          "How many {item} are in the store?|Stock of {item}?|Do we have {item} in the store?|Check the stock of {item}.",
+          "How many {item} are in the store?|Stock of {item}?|Do we have {item} in the store?|Check the "
+          "stock of {item}.",
           "What is our stock of {item}?|Tell me how many {item} we have in the store.",
           lambda r, v: {"stock": number(r)}, "There are {stock} {item} in the store."),
     _tool("turn_light", "Switch a light.", "room state", lambda r: {
               "room": r.choice(("kitchen", "bathroom", "bedroom", "hall", "office", "garden")),
               "state": r.choice(("on", "off"))},
-          "Turn {state} the light in the {room}.|Switch the {room} light {state}.|Light {state} in the {room}.|"
+          "Turn {state} the light in the {room}.|Switch the {room} light {state}.|Light {state} in the "
+          "{room}.|"
           "{room} light {state}",
           "Please put the light in the {room} {state}.|The {room} light should be {state}.",
           lambda r, v: {"ok": True}, "The light in the {room} is {state}."),
@@ -110,11 +124,14 @@ TOOLS: tuple[Tool, ...] = (
               "people": r.randint(1, 12), "day": r.choice(DAYS), "hour": r.randint(11, 22)},
           "Book a table for {people} on {day} at {hour}.|Table for {people}, {day} at {hour}.|"
           "Reserve a table on {day} at {hour} for {people} people.",
-          "We are {people} and want a table on {day} at {hour}.|I need a table on {day} at {hour} for {people}.",
+          "We are {people} and want a table on {day} at {hour}.|I need a table on {day} at {hour} for "
+          "{people}.",
           lambda r, v: {"table": r.randint(1, 40)}, "Table {table} is booked for {day} at {hour}."),
     _tool("translate", "Translate a word.", "word language", lambda r: {
-              "word": r.choice(ANIMALS + FOODS), "language": r.choice(("French", "German", "Italian", "Spanish"))},
-          "Translate {word} into {language}.|What is {word} in {language}?|{word} in {language}|Say {word} in {language}.",
+              "word": r.choice(ANIMALS + FOODS), "language": r.choice(("French", "German", "Italian",
+              "Spanish"))},
+          "Translate {word} into {language}.|What is {word} in {language}?|{word} in {language}|Say {word} "
+          "in {language}.",
           "How do you say {word} in {language}?|Give me the {language} word for {word}.",
           lambda r, v: {"translation": invented(r).lower()}, "{word} in {language} is {translation}."),
     _tool("multiply", "Multiply two numbers.", "a:integer b:integer", lambda r: {
@@ -123,24 +140,40 @@ TOOLS: tuple[Tool, ...] = (
           "What do I get for {a} times {b}?|Work out the product of {a} and {b}.",
           lambda r, v: {"result": v["a"] * v["b"]}, "{a} times {b} is {result}."),
     _tool("get_contact", "Look up a phone number.", "name", lambda r: {"name": first_name(r)},
-          "What is the phone number of {name}?|Phone number of {name}?|Look up {name}.|How can I call {name}?",
+          "What is the phone number of {name}?|Phone number of {name}?|Look up {name}.|How can I call "
+          "{name}?",
           "Give me {name}'s phone number.|Which number does {name} have?",
           lambda r, v: {"phone": str(r.randint(10000, 99999))}, "The phone number of {name} is {phone}."),
     _tool("find_route", "Find the way between two places.", "start goal", lambda r: {
               "start": city(r), "goal": city(r)},
-          "How do I get from {start} to {goal}?|Route from {start} to {goal}|Find the way from {start} to {goal}.",
+          "How do I get from {start} to {goal}?|Route from {start} to {goal}|Find the way from {start} to "
+          "{goal}.",
           "Show me how to travel from {start} to {goal}.|Which way leads from {start} to {goal}?",
           lambda r, v: {"km": r.randint(3, 990)}, "From {start} to {goal} it is {km} km."),
     _tool("add_to_list", "Add an item to the shopping list.", "item count:integer", lambda r: {
               "item": r.choice(ITEMS + FOODS), "count": r.randint(1, 20)},
-          "Add {count} {item} to the shopping list.|Put {count} {item} on my list.|Shopping list: {count} {item}.",
+          "Add {count} {item} to the shopping list.|Put {count} {item} on my list.|Shopping list: {count} "
+          "{item}.",
           "I need {count} {item} from the shop, note that.|Write {count} {item} on the shopping list.",
           lambda r, v: {"ok": True}, "{count} {item} are on the list."),
 )  # fmt: skip
 
 
 VERBS = ("set", "get", "start", "stop", "find", "make", "open", "check", "count", "move")
-NOUNS = ("volume", "door", "job", "file", "report", "user", "ticket", "robot", "camera", "queue", "price", "photo")
+NOUNS = (
+    "volume",
+    "door",
+    "job",
+    "file",
+    "report",
+    "user",
+    "ticket",
+    "robot",
+    "camera",
+    "queue",
+    "price",
+    "photo",
+)
 FIELDS: dict[str, tuple[str, Callable[[Random], Any]]] = {
     "level": ("integer", lambda rng: number(rng)),
     "id": ("integer", lambda rng: number(rng)),
@@ -153,7 +186,8 @@ FIELDS: dict[str, tuple[str, Callable[[Random], Any]]] = {
     "day": ("string", lambda rng: rng.choice(DAYS)),
 }
 PLAIN = (
-    "{call}: {values}", "Use {call} with {values}.", "Please {words} with {values}.", "Call {call} with {values}.",
+    "{call}: {values}", "Use {call} with {values}.", "Please {words} with {values}.", "Call {call} with "
+    "{values}.",
     "{words}, {values}", "Run {call}, {values}.", "I want to {words}: {values}.",
 )  # fmt: skip
 
@@ -164,7 +198,9 @@ def made_up(rng: Random) -> Tool:
     words = name.replace("_", " the ")
     fields = rng.sample(tuple(FIELDS), rng.randint(1, 3))
     values = " and ".join(f"{field} {{{field}}}" for field in fields)
-    asked = tuple(plain.replace("{call}", name).replace("{words}", words).replace("{values}", values) for plain in PLAIN)
+    asked = tuple(
+        plain.replace("{call}", name).replace("{words}", words).replace("{values}", values) for plain in PLAIN
+    )
     return Tool(
         name, f"{words.capitalize()}.", {field: FIELDS[field][0] for field in fields},
         lambda rng: {field: FIELDS[field][1](rng) for field in fields},
@@ -174,7 +210,9 @@ def made_up(rng: Random) -> Tool:
 
 def offered(rng: Random, wanted: Tool | None) -> tuple[dict[str, Any], ...]:
     """The schemas of one to three tools, the wanted one among them."""
-    others = [tool for tool in TOOLS if tool is not wanted and {wanted and wanted.name, tool.name} != {"multiply"}]
+    others = [
+        tool for tool in TOOLS if tool is not wanted and {wanted and wanted.name, tool.name} != {"multiply"}
+    ]
     chosen = rng.sample(others, rng.choices((0, 1, 2), (3, 4, 3))[0] + (wanted is None))
     tools = [*chosen, wanted] if wanted else chosen
     rng.shuffle(tools)
@@ -190,7 +228,6 @@ def request(rng: Random, tool: Tool, split: Split) -> tuple[str, dict[str, Any],
         text = decorate(rng, text)
     arguments = {name: values[name] for name in tool.fields}
     return text, {"name": tool.name, "arguments": arguments}, values
-
 
 
 def _exchange(rng: Random, tool: Tool, split: Split, thinking: bool) -> tuple[Message, ...]:
@@ -215,8 +252,13 @@ def document(rng: Random, split: Split) -> Document:
         question, answer = (
             (refusal.ask_unknown(rng, split), refusal.ANSWER) if unknown else penstock.exchange(rng, split)
         )
-        asked = (Message("user", question), Message("assistant", answer, "No tool fits." if thinking else None))
-        if not any(word in question.lower() for word in ("weather", "time", "translate", "flight", "price", "who is")):
+        asked = (
+            Message("user", question),
+            Message("assistant", answer, "No tool fits." if thinking else None),
+        )
+        if not any(
+            word in question.lower() for word in ("weather", "time", "translate", "flight", "price", "who is")
+        ):
             return Conversation((*system, *asked), offered(rng, None))
     tool = made_up(rng) if rng.random() < 0.25 else rng.choice(TOOLS)
     tools = offered(rng, tool)
@@ -246,7 +288,9 @@ def questions(rng: Random, count: int) -> list[Question]:
     for place in range(count):
         tool = TOOLS[place % len(TOOLS)]
         text, call, _ = request(rng, tool, "held")
-        asked.append(Question(Conversation((Message("user", text),), offered(rng, tool)), calls(call), call_text(call)))
+        asked.append(
+            Question(Conversation((Message("user", text),), offered(rng, tool)), calls(call), call_text(call))
+        )
     return asked
 
 
