@@ -70,7 +70,7 @@ def _stages(state: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _is_sentencepiece(stages: list[dict[str, Any]]) -> bool:
-    """Replacements of plain strings, bytes, and at most the loss of one space at the beginning of the joined text."""
+    """Replaced strings, bytes, and at most the loss of one space at the joined text's beginning."""
     kinds = [stage["type"] for stage in stages]
     if (
         re.fullmatch(r"(Replace )*(ByteFallback )?(Fuse )?(Strip )?", "".join(f"{kind} " for kind in kinds))
