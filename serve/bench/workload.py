@@ -60,18 +60,20 @@ class SharedPrefixes:
 def random_prompts(
     lengths: RandomLengths, num_prompts: int, seed: int, vocabulary: Vocabulary, *, as_text: bool
 ) -> list[Prompt]:
-    """The `random` workload of the field's serving benchmarks.
+    """The `random-ids` workload of SGLang's serving benchmark.
 
-    Input lengths, output lengths and offsets are drawn in this order from the same generator as there (so a
-    seed gives the same lengths); prompt i is the ids offset + i, offset + i + 1, ... round the vocabulary.
+    Input lengths, output lengths and offsets are drawn in this order from the same generator as there, so a
+    seed gives the same lengths (an output of no tokens, which it can draw with a ratio of 0, becomes one).
+    Prompt i is the ids offset + i, offset + i + 1, ... round the vocabulary.
     """
     random = np.random.RandomState(seed)
 
-    def draw(length: int) -> list[int]:
-        low = max(int(length * lengths.range_ratio), 1)
+    def draw(length: int, low: int) -> list[int]:
         return random.randint(low, length + 1, size=num_prompts).tolist()
 
-    inputs, outputs = draw(lengths.input_tokens), draw(lengths.output_tokens)
+    ratio = lengths.range_ratio
+    inputs = draw(lengths.input_tokens, max(int(lengths.input_tokens * ratio), 1))
+    outputs = [max(n, 1) for n in draw(lengths.output_tokens, int(lengths.output_tokens * ratio))]
     offsets = random.randint(0, len(vocabulary.ids), size=num_prompts).tolist()
     return [
         _prompt([vocabulary.run(offset + number, length)], output, vocabulary, as_text)

@@ -61,13 +61,15 @@ def test_ratio_zero_draws_from_one_token_on() -> None:
     assert {prompt.prompt_tokens for prompt in prompts} == {1, 2, 3, 4}
 
 
-def test_random_lengths_are_those_of_the_fields_generator() -> None:
+@pytest.mark.parametrize("ratio", [0.0, 0.5])
+def test_random_lengths_are_those_of_the_fields_generator(ratio: float) -> None:
     random = np.random.RandomState(3)
-    inputs, outputs = random.randint(32, 65, size=20).tolist(), random.randint(8, 17, size=20).tolist()
-    lengths = RandomLengths(input_tokens=64, output_tokens=16, range_ratio=0.5)
-    prompts = random_prompts(lengths, 20, 3, BARE, as_text=False)
+    inputs = random.randint(max(int(64 * ratio), 1), 65, size=200).tolist()
+    outputs = random.randint(int(16 * ratio), 17, size=200).tolist()
+    lengths = RandomLengths(input_tokens=64, output_tokens=16, range_ratio=ratio)
+    prompts = random_prompts(lengths, 200, 3, BARE, as_text=False)
     assert [prompt.prompt_tokens for prompt in prompts] == inputs
-    assert [prompt.output_tokens for prompt in prompts] == outputs
+    assert [prompt.output_tokens for prompt in prompts] == [max(length, 1) for length in outputs]
 
 
 def test_a_seed_decides_the_workload() -> None:
