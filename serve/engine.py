@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from functools import partial
-from pathlib import Path
 from typing import Any, Self
 
 import anyio
@@ -19,7 +18,7 @@ from runtime.args import Args
 from runtime.errors import EngineClosed, InvalidRequest
 from runtime.request import Chunk
 from serve.decode import decode
-from serve.demo import WEIGHTS
+from serve.demo import demo_path
 from serve.hosted import Hosted
 from serve.native.answers import Answers
 from serve.native.schema import GenerateBody, requests_of
@@ -28,11 +27,6 @@ from serve.replies import close_all, each, first_error, submit_all
 Prompt = str | Sequence[str]
 Ids = Sequence[int] | Sequence[Sequence[int]]
 Sampling = Mapping[str, Any] | Sequence[Mapping[str, Any]]
-
-
-def demo_path() -> str | None:
-    """The folder of the embedded demo model; None where the package was built without it."""
-    return str(WEIGHTS) if (Path(WEIGHTS) / "config.json").is_file() else None
 
 
 class Engine:

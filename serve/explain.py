@@ -16,7 +16,7 @@ from runtime.errors import ConfigurationError
 from runtime.facts import ModelFacts
 from runtime.plan import Plan
 from runtime.resolve import ANY_MODEL, decide
-from serve.demo import WEIGHTS
+from serve.demo import demo_path
 from serve.usage import markdown
 
 COLUMNS = ("option", "asked", "done", "because")
@@ -32,11 +32,6 @@ class Row:
     asked: str
     done: str
     because: str
-
-
-def demo_path() -> str | None:
-    """The folder of the demo model that ships with this package, if it does."""
-    return str(WEIGHTS) if (WEIGHTS / "config.json").is_file() else None
 
 
 def main(words: Sequence[str]) -> int:

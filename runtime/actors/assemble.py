@@ -12,7 +12,7 @@ import anyio.to_thread
 
 from ops.machine import GIB, Machine
 from runtime.actors.core import Core
-from runtime.args import Args
+from runtime.args import Args, without_effect
 from runtime.cache.prefix import PrefixCache
 from runtime.facts import ModelFacts
 from runtime.models.checkpoint import locate
@@ -39,6 +39,8 @@ def prepare(args: Args, machine: Machine, *, demo_path: str | None = None) -> tu
         check(args, machine, demo_path=demo_path), args.model.revision, args.model.download_dir
     )
     facts = read_facts(directory, args.model.json_model_override_args)
+    for sentence in without_effect(args).values():
+        logger.warning(sentence)
     return resolve(args, machine, facts, demo_path=demo_path), facts
 
 

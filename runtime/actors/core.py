@@ -30,6 +30,7 @@ logger = logging.getLogger("penstock.core")
 SEED_MASK = 2**64 - 1
 CHOICE_STRIDE = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: far apart for neighbouring choices
 WATCHDOG_PERIOD_S = 1.0
+CLOSE_TIMEOUT_S = 30.0
 
 State = Literal["starting", "ready", "draining", "failed", "closed"]
 
@@ -127,8 +128,9 @@ class Core:
             if self._state != "failed":
                 self._state = "closed"
             self._fail_all(EngineClosed("The engine is shut down."))
-            with anyio.CancelScope(shield=True):
-                await anyio.to_thread.run_sync(self._runner.close)
+            # A device that hangs would hold us here for ever; its thread is a daemon and is left behind.
+            with anyio.move_on_after(CLOSE_TIMEOUT_S, shield=True):
+                await anyio.to_thread.run_sync(self._runner.close, abandon_on_cancel=True)
 
     async def drain(self) -> None:
         """Take no new requests and return when the last one has ended. Cancelled, it stays draining."""

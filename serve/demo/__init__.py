@@ -1,5 +1,12 @@
 """The embedded demo model: weights in `weights/`, the recipe that makes them in `recipe/`."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
 WEIGHTS = Path(__file__).with_name("weights")
+
+
+def demo_path() -> str | None:
+    """The folder of the demo model; None where the package was built without it."""
+    return str(WEIGHTS) if (WEIGHTS / "config.json").is_file() else None
