@@ -1,0 +1,31 @@
+"""Every notebook runs from top to bottom in a fresh kernel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+ROOT = Path(__file__).parents[2]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.notebook
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_runs(path: Path):
+    notebook = nbformat.read(path, as_version=4)
+    NotebookClient(
+        notebook, timeout=100, kernel_name="python3", resources={"metadata": {"path": ROOT}}
+    ).execute()
+
+
+def test_there_are_notebooks():
+    assert NOTEBOOKS
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_is_committed_without_outputs(path: Path):
+    notebook = nbformat.read(path, as_version=4)
+    assert not [cell for cell in notebook.cells if cell.get("outputs") or cell.get("execution_count")]
