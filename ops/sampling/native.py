@@ -156,8 +156,7 @@ def _draw_ranked(logits: Tensor, peak: Tensor, choice: Choice, width: int) -> tu
     part = (choice.top_p.double() * mass.double()).ceil().long().clamp(min=1)
     limit = torch.where(choice.top_p < 1, part, mass)
 
-    rank = torch.arange(width, device=logits.device)
-    kept = (rank <= last[:, None]) & (mass_to - fixed < limit[:, None]) & (weights >= choice.min_p[:, None])
+    kept = (mass_to - fixed < limit[:, None]) & (weights >= choice.min_p[:, None])
     num_kept = kept.sum(-1).clamp(min=1)
     mass_kept = mass_to.gather(-1, num_kept[:, None] - 1)[:, 0]
     drawn = ids.gather(-1, _invert(mass_to, mass_kept, choice.uniform)[:, None])[:, 0]
