@@ -70,9 +70,12 @@ class _MismatchError(Exception):
         super().__init__(trouble)
 
     @property
-    def weight(self) -> tuple[int, bool]:
-        """How much this says, compared with what other members of a union say."""
-        return len(self.trail), not self.of_type
+    def closeness(self) -> tuple[bool, int, int]:
+        """How near the value came, compared with other members of a union: all right but for a limit; right
+        up to a later item; right down to a deeper level."""
+        outermost = self.trail[-1] if self.trail else "-1"
+        index = int(outermost) if outermost.removeprefix("-").isdecimal() else 0
+        return not (self.trail or self.of_type), index, len(self.trail)
 
     def under(self, key: object) -> _MismatchError:
         self.trail.append(str(key)[:80])
@@ -334,8 +337,8 @@ def _union(annotation: Any) -> Decoder:
                 return check(value)
             except _MismatchError as mismatch:
                 troubles.append(mismatch)
-        most_telling = max(troubles, key=lambda mismatch: mismatch.weight)
-        raise most_telling if any(most_telling.weight) else _expected(words, value)
+        closest = max(troubles, key=lambda mismatch: mismatch.closeness)
+        raise closest if closest.trail or not closest.of_type else _expected(words, value)
 
     return decode_union
 

@@ -7,6 +7,7 @@ it is still answered with its status.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Protocol
@@ -54,8 +55,9 @@ class EventStream:
         self._encoder = encoder
         self._dialect = dialect
         self._ping_s = ping_s
-        self._lock = anyio.Lock(fast_acquire=True)  # events of several replies and pings never interleave
+        self._starting = anyio.Lock()
         self._started = False
+        self._num_writing = 0
         self._last_write_s = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -92,21 +94,34 @@ class EventStream:
         return None
 
     async def _write(self, send: Send, body: bytes, *, more: bool = True) -> None:
-        async with self._lock:
-            if not self._started:
-                self._started = True
-                await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
-            self._last_write_s = anyio.current_time()
+        """Send whole events, so that those of several replies and pings never mix."""
+        if not self._started:
+            await self._start(send)
+        self._last_write_s = time.monotonic()
+        self._num_writing += 1
+        try:
             await send({"type": "http.response.body", "body": body, "more_body": more})
+        finally:
+            self._num_writing -= 1
+
+    async def _start(self, send: Send) -> None:
+        async with self._starting:
+            if not self._started:
+                await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+                self._started = True
 
     async def _accompany(self, receive: Receive, send: Send, scope: anyio.CancelScope) -> None:
         """End the stream when the client leaves; send a comment in every long silence, for proxies' sake."""
         while True:
-            now = anyio.current_time()
-            due = max(self._last_write_s, now - self._ping_s) + self._ping_s
-            with anyio.move_on_at(due if due > now else now + self._ping_s):
+            silence_s = min(time.monotonic() - self._last_write_s, self._ping_s)
+            with anyio.move_on_after(self._ping_s - silence_s or self._ping_s):
                 await until_gone(receive)
                 scope.cancel()
                 return
-            if self._started and anyio.current_time() - self._last_write_s >= self._ping_s:
+            if self._is_silent():
                 await self._write(send, PING)
+
+    def _is_silent(self) -> bool:
+        """Whether a comment is due: not before the stream began, nor while the client does not read."""
+        long_ago = time.monotonic() - self._last_write_s >= self._ping_s
+        return long_ago and self._started and self._num_writing == 0

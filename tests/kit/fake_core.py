@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -160,16 +160,14 @@ class FakeCore:
         if self.refusal is not None:
             raise self.refusal
         self.submitted.append(request)
-        reply = self._replies[request.id] = Reply(request, self.abort)
         prompt = list(request.ids) if request.ids is not None else self._encode(request.text or "")
         if any(not 0 <= token_id < self.facts.vocab_size for token_id in prompt):
-            del self._replies[request.id]
-            raise InvalidRequest(
-                f"Token ids must be in [0, {self.facts.vocab_size}).", param="input_ids"
-            )
+            raise InvalidRequest(f"Token ids must be in [0, {self.facts.vocab_size}).", param="input_ids")
+        reply = Reply(replace(request, ids=tuple(prompt)), self.abort)
         if len(prompt) >= CONTEXT:
             reply.fail(ContextOverflow(f"The input ({len(prompt)} tokens) is too long.", param="text"))
             return reply
+        self._replies[request.id] = reply
         for index in range(request.sampling.n):
             self._runs[request.id, index] = _Run(request, index, prompt, self._ids_of(request, index))
         self._step_soon()

@@ -18,7 +18,14 @@ import uvicorn
 
 
 class _Server(uvicorn.Server):
-    """Leaves the process's signals to pytest."""
+    """Leaves the process's signals to pytest and stops at once when told."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.told_to_stop = asyncio.Event()
+
+    async def main_loop(self) -> None:
+        await self.told_to_stop.wait()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -38,5 +45,5 @@ async def serving(app: Any, **config: Any) -> AsyncIterator[str]:
                 await asyncio.sleep(0)
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         finally:
-            server.should_exit = True
+            server.told_to_stop.set()
             await task

@@ -1,0 +1,266 @@
+"""/v1/chat/completions, through the official client."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import fake_core
+import openai
+import orjson
+import pytest
+from served_core import Serve, Served
+
+HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
+LONG = 200
+
+
+async def chat(served: Served, **options: Any) -> Any:
+    given = {"model": fake_core.MODEL, "messages": HELLO, "max_tokens": LONG, **options}
+    return await served.openai.chat.completions.create(**given)
+
+
+async def chunks(served: Served, **options: Any) -> list[Any]:
+    return [chunk async for chunk in await chat(served, stream=True, **options)]
+
+
+async def test_message_is_answered(served: Served) -> None:
+    answer = await chat(served)
+    [choice] = answer.choices
+    assert choice.message.role == "assistant"
+    assert choice.message.content == fake_core.TEXT
+    assert (choice.finish_reason, choice.matched_stop) == ("stop", 0)
+    assert answer.object == "chat.completion"
+    assert answer.metadata == {"weight_version": "default"}
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+async def test_answer_id_is_the_callers_rid(served: Served) -> None:
+    assert (await chat(served, extra_body={"rid": "mine"})).id == "mine"
+
+
+async def test_template_makes_the_prompt(served: Served) -> None:
+    await chat(served)
+    [request] = served.core.submitted
+    assert request.text == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+    assert request.add_special_tokens is False
+
+
+async def test_final_message_can_be_continued(served: Served) -> None:
+    messages = [*HELLO, {"role": "assistant", "content": "It is"}]
+    await chat(served, messages=messages, extra_body={"continue_final_message": True})
+    assert (served.core.submitted[0].text or "").endswith("<|im_start|>assistant\nIt is")
+
+
+async def test_developer_and_text_parts_are_understood(served: Served) -> None:
+    parts = [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]
+    await chat(served, messages=[{"role": "developer", "content": parts}, *HELLO])
+    assert (served.core.submitted[0].text or "").startswith("<|im_start|>system\nBe brief.<|im_end|>")
+
+
+async def test_earlier_tool_calls_reach_the_template(served: Served) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages = [
+        *HELLO,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "2"},
+    ]
+    await chat(served, messages=messages)
+    assert '{"name": "add", "arguments": {"a": 1}}' in (served.core.submitted[0].text or "")
+
+
+async def test_max_tokens_left_out_means_until_the_context_ends(served: Served) -> None:
+    await served.post("/v1/chat/completions", messages=HELLO)
+    await served.post("/v1/chat/completions", messages=HELLO, max_tokens=None)
+    await served.post("/v1/chat/completions", messages=HELLO, max_completion_tokens=3)
+    assert [r.sampling.max_new_tokens for r in served.core.submitted] == [None, None, 3]
+
+
+async def test_temperature_comes_from_the_request_then_the_user_then_the_model(serve: Serve) -> None:
+    facts = fake_core.make_facts(preferred_sampling={"temperature": 0.3, "top_k": 0, "top_p": 0.8})
+    plain, modelled = await serve(), await serve(facts=facts)
+    preferred = await serve(facts=facts, preferred_sampling={"temperature": 0.4})
+    for served in (plain, modelled, preferred):
+        await chat(served)
+        await chat(served, temperature=0.1)
+    found = [[r.sampling.temperature for r in s.core.submitted] for s in (plain, modelled, preferred)]
+    assert found == [[0.7, 0.1], [0.3, 0.1], [0.4, 0.1]]
+    assert (modelled.core.submitted[0].sampling.top_k, modelled.core.submitted[0].sampling.top_p) == (-1, 0.8)
+
+
+async def test_stream_put_together_is_the_whole_answer(served: Served) -> None:
+    deltas = [chunk.choices[0].delta for chunk in await chunks(served)]
+    assert deltas[0].role == "assistant"
+    assert deltas[0].content == ""
+    assert all(delta.role is None for delta in deltas[1:])
+    assert "".join(delta.content or "" for delta in deltas) == fake_core.TEXT
+
+
+async def test_choices_finish_after_the_last_content(served: Served) -> None:
+    found = [chunk.choices[0] for chunk in await chunks(served, n=2)]
+    for index in (0, 1):
+        own = [choice for choice in found if choice.index == index]
+        assert own[0].delta.role == "assistant"
+        assert "".join(choice.delta.content or "" for choice in own) == fake_core.TEXT
+    assert [choice.finish_reason for choice in found[-2:]] == ["stop", "stop"]
+    assert [choice.index for choice in found[-2:]] == [0, 1]
+    assert all(choice.finish_reason is None for choice in found[:-2])
+
+
+async def test_every_chunk_has_the_same_head_and_all_fields(served: Served) -> None:
+    events = await served.events("/v1/chat/completions", messages=HELLO, max_tokens=4)
+    heads = {(e["id"], e["object"], e["created"], e["model"]) for e in events}
+    assert len(heads) == 1
+    for event in events:
+        assert event["usage"] is None
+        [choice] = event["choices"]
+        assert set(choice) == {"index", "delta", "logprobs", "finish_reason", "matched_stop"}
+        assert set(choice["delta"]) == {"role", "content", "reasoning_content", "tool_calls"}
+
+
+async def test_usage_counts_the_prompt_once_and_all_output(serve: Serve) -> None:
+    served = await serve(cache_report=True)
+    served.core.num_cached = 16
+    one, two = await chat(served, max_tokens=5), await chat(served, max_tokens=5, n=2)
+    assert two.usage.prompt_tokens == one.usage.prompt_tokens
+    assert (one.usage.completion_tokens, two.usage.completion_tokens) == (5, 10)
+    assert two.usage.prompt_tokens_details.cached_tokens == 16
+
+
+async def test_cached_tokens_are_told_only_when_the_server_is_set_so(served: Served) -> None:
+    served.core.num_cached = 16
+    assert (await chat(served)).usage.prompt_tokens_details is None
+
+
+async def test_usage_of_a_stream_comes_last_when_asked_for(served: Served) -> None:
+    found = await chunks(served, max_tokens=5, stream_options={"include_usage": True})
+    assert [chunk.usage is not None for chunk in found] == [False] * (len(found) - 1) + [True]
+    assert found[-1].choices == []
+    assert found[-1].usage.completion_tokens == 5
+
+
+async def test_usage_can_come_with_every_chunk(served: Served) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    found = await chunks(served, max_tokens=3, stream_options=options)
+    counts = [chunk.usage.completion_tokens for chunk in found if chunk.usage]
+    assert counts == sorted(counts)
+    assert counts[-1] == 3
+
+
+async def test_logprobs_tell_tokens_and_bytes(served: Served) -> None:
+    answer = await chat(served, max_tokens=3, logprobs=True, top_logprobs=2)
+    content = answer.choices[0].logprobs.content
+    assert "".join(token.token for token in content) == answer.choices[0].message.content
+    assert [token.logprob for token in content] == [-0.25, -0.5, -0.75]
+    assert bytes(content[0].bytes) == b"On"
+    assert [top.logprob for top in content[0].top_logprobs] == [-0.25, -1.25]
+
+
+async def test_streamed_logprobs_are_those_of_the_whole_answer(served: Served) -> None:
+    whole = await chat(served, logprobs=True, top_logprobs=1)
+    found = await chunks(served, logprobs=True, top_logprobs=1)
+    streamed = [t for c in found if c.choices[0].logprobs for t in c.choices[0].logprobs.content]
+    assert streamed == whole.choices[0].logprobs.content
+
+
+async def test_minus_infinity_is_a_number_in_json(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = fake_core.logprobs_of
+
+    def impossible(*args: Any, **kwargs: Any) -> Any:
+        found = real(*args, **kwargs)
+        return found._replace(chosen=[(float("-inf"), token) for _, token in found.chosen])
+
+    monkeypatch.setattr(fake_core, "logprobs_of", impossible)
+    answer = await chat(served, max_tokens=1, logprobs=True)
+    assert answer.choices[0].logprobs.content[0].logprob == -9999.0
+
+
+async def test_sync_client_is_served(served: Served) -> None:
+    def ask() -> str:
+        with openai.OpenAI(base_url=f"{served.url}/v1", api_key="x", max_retries=0) as client:
+            stream = client.chat.completions.create(
+                model=fake_core.MODEL, messages=HELLO, stream=True, max_tokens=LONG
+            )
+            return "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+
+    assert await asyncio.to_thread(ask) == fake_core.TEXT
+
+
+async def test_model_is_known_by_name_and_path(served: Served) -> None:
+    for model in (fake_core.MODEL, "org/tiny", "/models/tiny", "default"):
+        assert (await chat(served, model=model)).model == model
+    with pytest.raises(openai.NotFoundError) as caught:
+        await chat(served, model="other")
+    assert caught.value.param == "model"
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"n": 1000}, "n"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [*HELLO, {"role": "system", "content": "x"}]}, "messages"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"response_format": {"type": "json_object"}}, "response_format.type"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"stop": ["x"] * 100}, "stop"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"extra_body": {"min_tokens": 9, "max_tokens": 3}}, "min_tokens"),
+        ({"extra_body": {"regex": "a+"}}, "regex"),
+        ({"extra_body": {"lora_path": "x"}}, "lora_path"),
+        ({"extra_body": {"chat_template_kwargs": {"messages": 1}}}, "chat_template_kwargs.messages"),
+        ({"extra_body": {"continue_final_message": True}}, "continue_final_message"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages.0.content.0.type",
+        ),
+        ({"messages": [{"role": "user", "content": "long " * 600}]}, "messages"),
+    ],
+)
+async def test_wrong_parameter_is_named(served: Served, options: dict[str, Any], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await chat(served, **options)
+    assert caught.value.param == param
+    body: Any = caught.value.body
+    assert (body["object"], body["code"], body["type"]) == ("error", 400, "BadRequestError")
+
+
+async def test_tools_that_may_not_be_used_are_no_trouble(served: Served) -> None:
+    tools: Any = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    await chat(served, tools=tools, tool_choice="none", user="me", seed=5)
+    assert served.core.submitted[0].sampling.seed == 5
+
+
+async def test_reasoning_options_reach_the_template(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+
+    def render(messages: Any, **kwargs: Any) -> str:
+        seen.update(kwargs)
+        return "prompt"
+
+    monkeypatch.setattr(served.core.tokenizer.template, "render", render)
+    extra = {"chat_template_kwargs": {"style": "short"}, "reasoning": {"enabled": True, "effort": "low"}}
+    await chat(served, extra_body=extra)
+    assert seen == {
+        "add_generation_prompt": True,
+        "continue_final_message": False,
+        "style": "short",
+        "thinking": True,
+        "reasoning_effort": "low",
+    }
+
+
+async def test_text_is_escaped_as_json_wants_it(serve: Serve) -> None:
+    text = 'He said: "1 + 1\n\t= 2" \\ and </script> \u2028 🚀'
+    served = await serve(text=text)
+    events = await served.events("/v1/chat/completions", messages=HELLO, max_tokens=LONG)
+    assert "".join(e["choices"][0]["delta"]["content"] or "" for e in events) == text
+    raw = orjson.dumps(events)
+    assert orjson.loads(raw) == events

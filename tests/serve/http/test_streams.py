@@ -1,0 +1,237 @@
+"""What is special about streams: clients that leave, read slowly, or come two at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import fake_core
+import httpx
+import orjson
+import pytest
+from served_core import Serve, Served
+from runtime.request import Chunk
+from runtime.text.tokenizer import Tokenizer
+from serve.errors import Dialect, native_body
+from serve.sse import PING, EventStream
+
+CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 200}
+BODIES = [
+    ("/v1/chat/completions", CHAT),
+    ("/v1/completions", {"prompt": "Hello", "max_tokens": 200}),
+    ("/v1/completions", {"prompt": ["Hello", "you"], "n": 2, "max_tokens": 200}),
+    ("/generate", {"text": "Hello"}),
+]
+
+
+async def until(state: Callable[[], bool]) -> None:
+    while not state():
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(("path", "body"), BODIES)
+async def test_client_that_leaves_a_stream_aborts_it(serve: Serve, path: str, body: dict[str, Any]) -> None:
+    served = await serve(held=True)
+    async with contextlib.AsyncExitStack() as stack:
+        opening = asyncio.create_task(
+            stack.enter_async_context(served.http.stream("POST", path, json={**body, "stream": True}))
+        )
+        await until(lambda: served.core.num_open > 0)
+        served.core.step()
+        response = await opening
+        async for _ in response.aiter_bytes():
+            break
+    await until(lambda: served.core.num_open == 0)
+    assert sorted(served.core.aborted) == [request.id for request in served.core.submitted]
+
+
+@pytest.mark.parametrize(("path", "body"), BODIES)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_client_that_leaves_before_the_first_token_aborts(
+    serve: Serve, path: str, body: dict[str, Any], stream: bool
+) -> None:
+    served = await serve(held=True)
+    asked = asyncio.create_task(served.http.post(path, json={**body, "stream": stream}))
+    await until(lambda: served.core.num_open > 0)
+    asked.cancel()
+    await until(lambda: served.core.num_open == 0)
+    assert sorted(served.core.aborted) == [request.id for request in served.core.submitted]
+
+
+async def test_finished_requests_are_not_aborted(served: Served) -> None:
+    for path, body in BODIES:
+        for stream in (False, True):
+            await served.http.post(path, json={**body, "stream": stream})
+    assert served.core.aborted == []
+    assert served.core.num_open == 0
+
+
+async def test_two_streams_do_not_mix(serve: Serve) -> None:
+    texts = {"one": "Every morning the engine woke.", "two": "Ein kleiner Ofen wärmt die Küche."}
+    served = await serve(
+        ids_of=lambda request, index: served.core.tokenizer.encode_batch([texts[request.text or ""]])[0]
+    )
+    first, second = await asyncio.gather(
+        *(served.events("/v1/completions", prompt=prompt, max_tokens=200) for prompt in texts)
+    )
+    joined = ["".join(event["choices"][0]["text"] for event in events) for events in (first, second)]
+    assert joined == list(texts.values())
+
+
+async def test_tokens_arrive_as_they_are_made(serve: Serve) -> None:
+    served = await serve(held=True)
+    request = served.http.stream("POST", "/v1/completions", json={"prompt": "a", "stream": True})
+    async with contextlib.AsyncExitStack() as stack:
+        opening = asyncio.create_task(stack.enter_async_context(request))
+        await until(lambda: served.core.num_open > 0)
+        served.core.step()
+        frames = (await opening).aiter_lines()
+        for expected in ("On", "ce", " "):
+            line = await anext(frames)
+            assert orjson.loads(line.removeprefix("data: "))["choices"][0]["text"] == expected
+            await anext(frames)
+            served.core.step()
+
+
+@pytest.mark.parametrize(("path", "body"), BODIES)
+async def test_failure_in_the_middle_is_told_in_the_stream(
+    serve: Serve, path: str, body: dict[str, Any]
+) -> None:
+    served = await serve(held=True)
+    async with contextlib.AsyncExitStack() as stack:
+        opening = asyncio.create_task(
+            stack.enter_async_context(served.http.stream("POST", path, json={**body, "stream": True}))
+        )
+        await until(lambda: served.core.num_open > 0)
+        served.core.step()
+        response = await opening
+        served.core.failure = fake_core.broken_step()
+        served.core.step()
+        text = "".join([part async for part in response.aiter_text()])
+    *_, error, done = text.strip().split("\n\n")
+    assert done == "data: [DONE]"
+    assert orjson.loads(error.removeprefix("data: "))["error"]["message"] == "A step failed."
+
+
+class Sent:
+    """An ASGI client that notes what it is sent; `gate` closed, it does not read."""
+
+    def __init__(self) -> None:
+        self.messages: list[Any] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.gone = asyncio.Event()
+
+    async def send(self, message: Any) -> None:
+        await self.gate.wait()
+        self.messages.append(message)
+
+    async def receive(self) -> Any:
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    @property
+    def bodies(self) -> list[bytes]:
+        return [message["body"] for message in self.messages if message["type"] == "http.response.body"]
+
+
+class Plain:
+    """Events that are just the text."""
+
+    def events(self, place: int, chunks: Any) -> bytes:
+        return b"".join(chunk.text.encode() for chunk in chunks)
+
+    def closing(self) -> bytes:
+        return b""
+
+
+def open_stream(core: fake_core.FakeCore, client: Sent, **options: Any) -> asyncio.Task[None]:
+    from runtime.request import Request
+
+    reply = core.submit(Request(text="a"))
+    stream = EventStream([reply], Plain(), Dialect(native_body), **options)
+    return asyncio.create_task(stream({"type": "http"}, client.receive, client.send))
+
+
+async def test_silence_is_broken_by_comments(tokenizer: Tokenizer) -> None:
+    core, client = fake_core.FakeCore(tokenizer, held=True), Sent()
+    task = open_stream(core, client, ping_s=0.01)
+    await asyncio.sleep(0.05)
+    assert client.messages == []  # a stream that has not begun may still become an error
+    core.step()
+    await until(lambda: client.bodies[1:3] == [PING, PING])
+    client.gone.set()
+    await task
+    assert core.num_open == 0
+
+
+async def test_slow_reader_gets_what_has_come_at_once(tokenizer: Tokenizer) -> None:
+    core, client = fake_core.FakeCore(tokenizer, held=True), Sent()
+    task = open_stream(core, client)
+    core.step()
+    await until(lambda: len(client.bodies) == 1)
+    client.gate.clear()
+    for _ in range(10):
+        core.step()
+        await asyncio.sleep(0)
+    client.gate.set()
+    await until(lambda: len(client.bodies) == 3)
+    assert b"".join(client.bodies).decode() == fake_core.TEXT[: len(b"".join(client.bodies))]
+    client.gone.set()
+    await task
+
+
+async def test_cancelled_server_task_closes_the_reply(tokenizer: Tokenizer) -> None:
+    core, client = fake_core.FakeCore(tokenizer, held=True), Sent()
+    task = open_stream(core, client)
+    core.step()
+    await until(lambda: bool(client.bodies))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert core.num_open == 0
+
+
+async def test_broken_connection_ends_the_stream_quietly(tokenizer: Tokenizer) -> None:
+    core, client = fake_core.FakeCore(tokenizer, held=True), Sent()
+    task = open_stream(core, client)
+    core.step()
+    await until(lambda: bool(client.bodies))
+
+    async def broken(message: Any) -> None:
+        raise OSError("gone")
+
+    client.send = broken  # type: ignore[method-assign]
+    client.gone.set()
+    core.step()
+    await task
+    assert core.num_open == 0
+
+
+async def test_error_of_an_encoder_is_ours(tokenizer: Tokenizer) -> None:
+    class Broken(Plain):
+        def events(self, place: int, chunks: list[Chunk]) -> bytes:
+            raise KeyError("inside")
+
+    from runtime.request import Request
+
+    core, client = fake_core.FakeCore(tokenizer, held=True), Sent()
+    stream = EventStream([core.submit(Request(text="a"))], Broken(), Dialect(native_body))
+    core.step()
+    await stream({"type": "http"}, client.receive, client.send)
+    assert client.messages[0]["status"] == 500
+    assert b"inside" not in client.bodies[0]
+    assert core.num_open == 0
+
+
+async def test_ten_thousand_events_leave_no_task_behind(served: Served) -> None:
+    before = len(asyncio.all_tasks())
+    async with httpx.AsyncClient(base_url=served.url) as client:
+        for _ in range(5):
+            await asyncio.gather(
+                *(client.post("/generate", json={"text": "a", "stream": True}) for _ in range(10))
+            )
+    await until(lambda: len(asyncio.all_tasks()) <= before)
+    assert served.core.num_open == 0
