@@ -18,7 +18,8 @@ from serve.bench.metrics import Summary
 
 SCHEMA_VERSION = 1
 SECRET = "***"
-SECRET_OPTIONS = ("--api-key", "--admin-api-key", "--header")
+SECRET_OPTIONS = ("--api-key", "--header")
+SECRET_SETTINGS = ("api_key", "header")
 
 Row = tuple[str, Any]
 
@@ -65,10 +66,19 @@ def document(
         "command": shlex.join(["python", "-m", "serve.bench", benchmark, *without_secrets(argv)]),
         "machine": describe_machine(machine),
         "versions": describe_versions(machine),
-        "settings": {name: value for name, value in settings.items() if name not in ("api_key", "header")},
+        "settings": _public(settings),
         "results": plain(results),
     }
     return content if details is None else {**content, "requests": plain(details)}
+
+
+def _public(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings without keys and headers, the engine's among them too."""
+    return {
+        name: _public(value) if isinstance(value, Mapping) else value
+        for name, value in settings.items()
+        if name not in SECRET_SETTINGS
+    }
 
 
 def without_secrets(argv: Sequence[str]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -157,8 +157,3 @@ def arrival_times(num: int, rate: float, burstiness: float, seed: int) -> list[f
         return [0.0] * num
     gaps = np.random.RandomState(seed).gamma(burstiness, 1 / (rate * burstiness), size=num)
     return (np.cumsum(gaps) - gaps[0]).tolist() if num else []
-
-
-def total_input(prompts: Iterable[Prompt]) -> int:
-    """Prompt tokens of all prompts that were counted."""
-    return sum(prompt.prompt_tokens or 0 for prompt in prompts)

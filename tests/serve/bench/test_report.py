@@ -6,7 +6,7 @@ import pytest
 
 from serve.bench.metrics import summarize
 from serve.bench.progress import Progress
-from serve.bench.report import SECRET, plain, table, without_secrets
+from serve.bench.report import SECRET, document, plain, table, without_secrets
 
 
 class Terminal(io.StringIO):
@@ -26,6 +26,13 @@ class Terminal(io.StringIO):
 )
 def test_secrets_are_struck_out(argv: list[str], shown: list[str]) -> None:
     assert without_secrets(argv) == shown
+
+
+def test_no_setting_of_a_document_is_a_secret() -> None:
+    settings = {"api_key": "k", "header": ["A=k"], "engine": {"api_key": "k", "page_size": 16}}
+    content = document("offline", settings, {}, argv=["--api-key", "k"])
+    assert content["settings"] == {"engine": {"page_size": 16}}
+    assert content["command"].endswith("offline --api-key '***'")
 
 
 def test_distributions_become_objects() -> None:
