@@ -72,6 +72,15 @@ def test_torch_files_load_the_same_model(tmp_path) -> None:
     assert torch.equal(logits(paged_forward.load(path, mmap=False)), expected)
 
 
+def test_torch_files_of_old_versions_load(tmp_path) -> None:
+    path = tiny_checkpoints.write(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    torch.save(tensors, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    (tmp_path / "model.safetensors").unlink()
+    loaded = paged_forward.load(path).embedding.weight
+    assert torch.equal(loaded, tensors["model.embed_tokens.weight"])
+
+
 def test_torch_file_that_would_run_code_is_refused(tmp_path) -> None:
     path = tiny_checkpoints.write(tmp_path)
     (tmp_path / "model.safetensors").unlink()
@@ -135,7 +144,7 @@ def test_weights_take_the_planned_dtype_and_compute_about_the_same(dtype) -> Non
 
 
 def test_bfloat16_checkpoint_loads_exactly(tmp_path) -> None:
-    path = tiny_checkpoints.write(tmp_path, dtype=torch.bfloat16)
+    path = tiny_checkpoints.write(tmp_path, dtype="bfloat16")
     stored = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
     for mmap in (True, False):
         assert torch.equal(paged_forward.load(path, dtype="bfloat16", mmap=mmap).embedding.weight, stored)
