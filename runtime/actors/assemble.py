@@ -17,7 +17,7 @@ from runtime.cache.prefix import PrefixCache
 from runtime.facts import ModelFacts
 from runtime.models.checkpoint import locate
 from runtime.models.config import read_facts
-from runtime.plan import Plan
+from runtime.plan import Plan, TextPlan
 from runtime.resolve import check, max_running, resolve, size_pool
 from runtime.schedule.schedule import Schedule
 from runtime.text.tokenizer import Tokenizer
@@ -35,13 +35,21 @@ def prepare(args: Args, machine: Machine, *, demo_path: str | None = None) -> tu
     Torch-free; downloads the checkpoint when it names a Hub id. Raises `ConfigurationError` with every
     refusal at once, `CheckpointError` for files that are no model.
     """
-    directory = locate(
-        check(args, machine, demo_path=demo_path), args.model.revision, args.model.download_dir
-    )
+    path = check(args, machine, demo_path=demo_path)
+    weights = args.model.load_format != "dummy"
+    directory = locate(path, args.model.revision, args.model.download_dir, weights=weights)
     facts = read_facts(directory, args.model.json_model_override_args)
     for sentence in without_effect(args).values():
         logger.warning(sentence)
-    return resolve(args, machine, facts, demo_path=demo_path), facts
+    plan = resolve(args, machine, facts, demo_path=demo_path)
+    return replace(plan, text=_with_local_tokenizer(plan.text, args)), facts
+
+
+def _with_local_tokenizer(text: TextPlan, args: Args) -> TextPlan:
+    if args.text.tokenizer_path is None:
+        return text
+    directory = locate(args.text.tokenizer_path, text.revision, args.model.download_dir, weights=False)
+    return replace(text, tokenizer_path=directory)
 
 
 async def assemble(plan: Plan, facts: ModelFacts) -> Core:
