@@ -44,7 +44,7 @@ def build_app(core: Core, *, lifespan: Any = None, max_body_bytes: int = MAX_BOD
 
 
 def _native_routes(core: Core, max_body_bytes: int) -> list[Route]:
-    admin = AdminDoor(core)
+    admin = AdminDoor(core, max_body_bytes=max_body_bytes)
     tokens = TokensDoor(core, max_body_bytes=max_body_bytes)
     generating = generate.GenerateDoor(core, max_body_bytes=max_body_bytes)
     return [
