@@ -44,6 +44,12 @@ def test_missing_extra_and_misshapen_tensors_are_all_named_at_once(tmp_path) -> 
     assert "1 of the wrong shape (model.norm.weight is 31, must be 32)" in message
 
 
+def test_misfit_is_found_before_any_memory_is_taken() -> None:
+    huge = {"vocab_size": 2**31 - 1, "hidden_size": 2**20}
+    with pytest.raises(CheckpointError, match="model.embed_tokens.weight is 128x32, must be 2147483647x1048576"):
+        paged_forward.load(tiny_checkpoints.cached(), huge)
+
+
 def test_long_lists_of_tensors_are_cut(tmp_path) -> None:
     path = edited(tmp_path, lambda t: t.update({f"extra.{i}": torch.zeros(1) for i in range(50)}))
     with pytest.raises(CheckpointError, match="50 not of this model .* and 30 more") as error:
