@@ -179,10 +179,10 @@ function showState(status) {
   offerActions();
 }
 
-/** Edit under the user's last message, retry under the last answer; nothing while one is written. */
+/** Edit under the user's last message, retry under the last answer; not to be seen while one is written. */
 function offerActions() {
   for (const old of log.querySelectorAll(".actions")) old.remove();
-  if (running || !turns.length) return;
+  if (!turns.length) return;
   const asked = turns.findLast((turn) => turn.role === "user");
   offer(asked, "Edit", () => edit(asked));
   offer(turns.at(-1), "Retry", retry);
@@ -306,5 +306,6 @@ part("key-form").addEventListener("submit", (event) => {
 });
 
 part("tools").value = JSON.stringify(EXAMPLE_TOOLS, null, 2);
+wide.addEventListener("change", () => showSettings(wide.matches));
 showSettings(wide.matches);
 meetServer();
