@@ -268,7 +268,7 @@ prompt.addEventListener("keydown", (event) => {
 });
 prompt.addEventListener("input", fitPrompt);
 document.addEventListener("keydown", (event) => {
-  if (event.key !== "Escape") return;
+  if (event.key !== "Escape" || event.isComposing) return;
   if (running) stop();
   else if (edited) cancelEdit();
   else if (!part("settings").hidden && !wide.matches) hideSettings();
