@@ -149,9 +149,12 @@ function edit(turn) {
 }
 
 function stopEditing() {
-  edited?.element.classList.remove("edited");
+  if (!edited) return;
+  edited.element.classList.remove("edited");
   edited = null;
   part("editing").hidden = true;
+  prompt.value = "";
+  fitPrompt();
 }
 
 function stop() {
@@ -267,6 +270,7 @@ prompt.addEventListener("keydown", (event) => {
   composer.requestSubmit();
 });
 prompt.addEventListener("input", fitPrompt);
+addEventListener("resize", fitPrompt);
 document.addEventListener("keydown", (event) => {
   if (event.key !== "Escape" || event.isComposing) return;
   if (running) stop();
@@ -276,8 +280,6 @@ document.addEventListener("keydown", (event) => {
 
 function cancelEdit() {
   stopEditing();
-  prompt.value = "";
-  fitPrompt();
   prompt.focus();
 }
 
