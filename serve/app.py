@@ -22,8 +22,8 @@ from serve.native import generate
 from serve.native.tokens import TokensDoor
 from serve.openai import chat, completions
 from serve.openai.models import ModelsDoor
-from serve.sse import DIRECT_SEND
 from serve.page import page_routes
+from serve.sse import DIRECT_SEND
 
 NATIVE = Dialect(native_body)
 OPENAI = Dialect(openai_body)
