@@ -158,7 +158,7 @@ function stopEditing() {
 }
 
 function stop() {
-  
+  running?.abort();
 }
 
 function newChat() {
