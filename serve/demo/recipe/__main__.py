@@ -25,16 +25,16 @@ from serve.demo.recipe.training import Schedule, Trainer
 
 SHARES = {  # of the tokens; skill by skill
     "arguments": 0.18,
-    "arithmetic": 0.33,
+    "arithmetic": 0.28,
     "tools": 0.11,
-    "dialogue": 0.11,
-    "extraction": 0.10,
+    "dialogue": 0.10,
+    "extraction": 0.11,
     "tables": 0.05,
-    "repeating": 0.05,
+    "repeating": 0.08,
     "conversions": 0.03,
-    "penstock": 0.015,
-    "stories": 0.015,
-    "refusal": 0.01,
+    "penstock": 0.03,
+    "stories": 0.01,
+    "refusal": 0.02,
 }
 COUNTS = {  # documents, enough for one walk or a few
     "arguments": 120_000,
