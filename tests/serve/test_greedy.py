@@ -7,10 +7,10 @@ from functools import cache
 from typing import Any
 
 import pytest
-import tiny_checkpoints
 import torch
 from transformers import AutoModelForCausalLM
 
+import tiny_checkpoints
 from serve import Engine
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -48,7 +48,7 @@ def prompts() -> list[list[int]]:
 @cache
 def reference(family: str) -> list[list[int]]:
     torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(model_path(family), dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(model_path(family), dtype=torch.float32)
     return [
         model.generate(
             torch.tensor([prompt]), do_sample=False, max_new_tokens=NUM_NEW, eos_token_id=None, pad_token_id=0
