@@ -1,8 +1,8 @@
 """Server-sent events, written straight to the ASGI send.
 
 Every wake of a reply becomes one send of finished bytes (see `Encoder`), which costs several microseconds a
-token less than sse-starlette's response; what is rare, pings and errors, is its `ServerSentEvent`. A stream begins with its first chunk, so an error before
-it is still answered with its status.
+token less than sse-starlette's response; what is rare, pings and errors, is its `ServerSentEvent`. A stream
+begins with its first chunk, so an error before it is still answered with its status.
 """
 
 from __future__ import annotations
