@@ -57,6 +57,21 @@ class KernelPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelPlan:
+    """Over how many processes and devices the model is spread."""
+
+    tp_size: int = 1  # ranks that share every layer
+    pp_size: int = 1  # stages, each with a share of the layers
+    dp_size: int = 1  # copies of the model
+    join_timeout_s: float = 600.0  # for all processes to be there at the start
+
+    @property
+    def ranks(self) -> int:
+        """Processes of one copy of the model."""
+        return self.tp_size * self.pp_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TextPlan:
     tokenizer_path: str | None  # None: ids in, ids out
     mode: str  # "auto", "slow"
@@ -88,4 +103,5 @@ class Plan:
     kernels: KernelPlan
     text: TextPlan
     serve: ServePlan
+    parallel: ParallelPlan = field(default_factory=ParallelPlan)
     because: Mapping[str, str]  # "cache.page_size" -> one sentence

@@ -6,12 +6,13 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import anyio
 import torch
 
 from runtime.batch import UNKNOWN, Batch, Tokens
 from runtime.cache.pool import KVPool
-from runtime.execute.inputs import Staging, StepInputs, prepare
 from runtime.execute.logprobs import ScoredPrompts, score_prompts
+from runtime.execute.rank import Broadcast, Rank
 from runtime.execute.sampler import Sampled, Sampler
 from runtime.execute.stream import Collect, DeviceStream, Ticket
 from runtime.models.decoder import Decoder
@@ -34,19 +35,24 @@ class ModelRunner:
     """A model, its KV pool, its sampler and the stream they run on.
 
     `launch` may be called while earlier steps run: each sequence's last sampled token stays on the device, in
-    its slot, so that a batch can name a token that nobody has seen yet. Belongs to the loop it was made on.
+    its slot, so that a batch can name a token that nobody has seen yet. With a `team`, this is its first
+    rank, and the others must `follow` every batch in the same order. Belongs to the loop it was made on.
     """
 
     def __init__(
-        self, model: Decoder, pool: KVPool, sampler: Sampler, *, num_slots: int, device: str
+        self,
+        model: Decoder,
+        pool: KVPool,
+        sampler: Sampler,
+        *,
+        num_slots: int,
+        device: str,
+        team: Broadcast | None = None,
     ) -> None:
         self.device = torch.device(device)
-        self.pool = pool
-        self._model = model
+        self._rank = Rank(model, pool, num_slots=num_slots, device=self.device, team=team)
         self._sampler = sampler
         self._cuda = self.device.type == "cuda"
-        self._last_tokens = torch.zeros(num_slots, dtype=torch.int64, device=self.device)
-        self._staging = Staging(self.device)
         self._forward_stream = torch.cuda.Stream(self.device) if self._cuda else None
         self._stream = DeviceStream(asyncio.get_running_loop(), separate_collect=self._cuda)
 
@@ -57,7 +63,11 @@ class ModelRunner:
     def close(self) -> None:
         """Finish what was launched and let go of the weights and the cache. Blocks."""
         self._stream.close()
-        del self._model, self.pool, self._sampler, self._last_tokens
+        del self._rank, self._sampler
+
+    async def watch(self) -> None:
+        """Never returns: a runner without other processes fails step by step only."""
+        await anyio.sleep_forever()
 
     def _run(self, batch: Batch) -> Collect[Tokens]:
         with torch.inference_mode(), torch.cuda.stream(self._forward_stream):
@@ -66,22 +76,15 @@ class ModelRunner:
             return pending.copy_out() if self._cuda else pending.collect
 
     def _forward(self, batch: Batch) -> tuple[Sampled | None, ScoredPrompts | None]:
-        inputs = prepare(batch, self.pool.page_size, self._staging)
-        token_ids = self._resolve(inputs)
-        hidden = self._model(token_ids, inputs.positions, inputs.attention, self.pool)
+        rank = self._rank
+        inputs, hidden = rank.hidden(batch)
         sampled = prompts = None
         if batch.sampling is not None:
-            logits = self._model.logits(hidden[inputs.last_index])
-            sampled = self._sampler.sample(logits, batch.sampling)
-            self._last_tokens[inputs.sample_slots] = sampled.ids
+            sampled = self._sampler.sample(rank.logits(hidden[inputs.last_index]), batch.sampling)
+            rank.keep(inputs, sampled.ids)
         if batch.prompt_logprobs:
-            prompts = score_prompts(hidden, self._model.logits, batch.prompt_logprobs)
+            prompts = score_prompts(hidden, rank.logits, batch.prompt_logprobs)
         return sampled, prompts
-
-    def _resolve(self, inputs: StepInputs) -> torch.Tensor:
-        """Token ids with the places filled in: what each slot sampled last."""
-        known = inputs.token_ids
-        return torch.where(known < 0, self._last_tokens[inputs.token_slots], known)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

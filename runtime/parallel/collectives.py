@@ -1,0 +1,94 @@
+"""What ranks tell each other about tensors."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Group:
+    """Some ranks of a mesh, seen from one of them. Not registered with torch: nothing global is touched.
+
+    All members call the same methods in the same order. On CUDA a call is enqueued on the current stream; on
+    CPU it returns when it is done. Raises RuntimeError when a member is gone or too late.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        name: str,
+        rank: int,
+        size: int,
+        *,
+        device: torch.device,
+        timeout_s: float,
+        address: str,
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        store = dist.PrefixStore(name, store)
+        make = _nccl if device.type == "cuda" else _gloo
+        self._group = make(store, rank, size, timedelta(seconds=timeout_s), address)
+        self._sent: deque[tuple[dist.Work, Tensor]] = deque()
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' `x`, in place."""
+        self._group.allreduce([x]).wait()
+        return x
+
+    def gather(self, x: Tensor) -> list[Tensor] | None:
+        """All ranks' `x`, of one shape, on rank 0; None on the others."""
+        options = dist.GatherOptions()
+        options.rootRank = 0
+        parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else None
+        self._group.gather([parts] if parts is not None else [], [x], options).wait()
+        return parts
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        """Rank 0's `x` on every rank, in place."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        self._group.broadcast([x], options).wait()
+        return x
+
+    def send(self, tensors: Sequence[Tensor], to: int) -> None:
+        """Send without waiting for the receiver. The tensors must not be changed afterwards."""
+        while self._sent and self._sent[0][0].is_completed():
+            self._sent.popleft()
+        for tensor in tensors:
+            tensor = tensor.contiguous()
+            self._sent.append((self._group.send([tensor], to, 0), tensor))
+
+    def receive(self, like: Tensor, source: int) -> Tensor:
+        """Fill `like` with what `source` sent next."""
+        self._group.recv([like], source, 0).wait()
+        return like
+
+    def abort(self) -> None:
+        """Let go of whoever waits in a call of this rank."""
+        self._group.abort()
+
+    def close(self) -> None:
+        """Give back sockets and threads."""
+        self._sent.clear()
+        self._group.shutdown()
+        del self._group
+
+
+def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta, address: str) -> dist.Backend:
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]  # listens there and only there
+    options._timeout = timeout
+    options._threads = 1  # calls of one group never overlap
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def _nccl(store: dist.Store, rank: int, size: int, timeout: timedelta, address: str) -> dist.Backend:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, size, options)

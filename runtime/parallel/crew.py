@@ -1,0 +1,229 @@
+"""The processes that compute one copy of the model together with this one, and a runner that leads them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+
+from ops.machine import Machine
+from runtime.batch import Batch, Tokens
+from runtime.cache.pool import KVPool
+from runtime.errors import ConfigurationError, WorkerFailed
+from runtime.execute.runner import ModelRunner, ModelStep
+from runtime.facts import ModelFacts
+from runtime.parallel.member import Member
+from runtime.parallel.message import encode, encode_batch
+from runtime.parallel.spawn import Worker, gather_all, tell_all
+from runtime.plan import Plan
+
+LOOPBACK = "127.0.0.1"
+BLAME_S = 1.0  # to learn which rank is gone when a step failed
+FINISH_S = 5.0  # for steps in flight when the engine ends
+
+
+class Crew:
+    """All ranks of one copy of the model: rank 0 is this process, each of the others a worker.
+
+    `load`, then `join`; `close` at any time, after which no process and no file is left.
+    """
+
+    def __init__(self, plan: Plan, facts: ModelFacts) -> None:
+        self._plan = plan
+        self._facts = facts
+        self._directory = Path(tempfile.mkdtemp(prefix="penstock-"))  # for our eyes only (0700)
+        self.workers: list[Worker] = []
+        self.member: Member | None = None
+
+    async def load(self) -> list[Mapping[str, int]]:
+        """Start the workers and load every rank's weights; returns each rank's memory.
+
+        Raises `WorkerFailed` naming the rank, or what rank 0 raised (`CheckpointError`, ...).
+        """
+        ranks = self._plan.parallel.ranks
+        setups = [self._setup(rank) for rank in range(ranks)]
+        for rank in range(1, ranks):
+            self.workers.append(Worker(rank, self._environment()))
+            self.workers[-1].send(encode({"setup": setups[rank]}))
+        reports: list[dict[str, Any]] = []
+
+        async def receive() -> None:
+            reports.extend(await gather_all(self.workers))
+
+        with _in_time(self._plan.parallel.join_timeout_s, "load the model"):
+            async with anyio.create_task_group() as loading:
+                loading.start_soon(receive)
+                self.member = await anyio.to_thread.run_sync(Member, setups[0])
+        return [self.member.memory(), *(report["loaded"] for report in reports)]
+
+    async def join(self, num_pages: int, num_slots: int) -> KVPool:
+        """Have all ranks meet and make their pools; returns rank 0's."""
+        if self.member is None:
+            raise RuntimeError("Ranks join when they are loaded.")
+        plan = self._plan
+        join = {
+            "store": str(self._directory / "store"),
+            "address": LOOPBACK,
+            "timeout_s": max(plan.parallel.join_timeout_s, plan.schedule.watchdog_timeout_s),
+            "num_pages": num_pages,
+            "num_slots": num_slots,
+            "page_size": plan.cache.page_size,
+            "kv_dtype": plan.cache.kv_dtype,
+        }
+        tell_all(self.workers, {"join": join})
+        with _in_time(plan.parallel.join_timeout_s, "meet"):
+            async with anyio.create_task_group() as joining:
+                joining.start_soon(gather_all, self.workers)
+                meet = partial(self.member.join, join)
+                pool = await anyio.to_thread.run_sync(meet, abandon_on_cancel=True)
+        return pool
+
+    def launch(self, batch: Batch) -> None:
+        """Send the batch to every worker; returns at once."""
+        frame = encode_batch(batch)
+        for worker in self.workers:
+            worker.send(frame)
+
+    async def watch(self) -> None:
+        """Never returns; raises `WorkerFailed` when a worker failed or is gone, and kills the others."""
+        try:
+            async with anyio.create_task_group() as watching:
+                for worker in self.workers:
+                    watching.start_soon(worker.watch)
+        except ExceptionGroup as group:
+            self.kill()
+            raise _first_failure(group) from group
+
+    async def blame(self) -> WorkerFailed | None:
+        """Which worker's end explains a failed step, if one does. `watch` must be running."""
+        for worker in self.workers:
+            if failure := await worker.failure(BLAME_S / len(self.workers)):
+                return failure
+        return None
+
+    def kill(self) -> None:
+        """End the workers now; whoever waits for them here is let go. From any thread."""
+        for worker in self.workers:
+            worker.kill()
+        if self.member is not None:
+            self.member.mesh.abort()
+
+    def detach(self) -> None:
+        """Close the links, upon which the workers end in order. On the loop."""
+        for worker in self.workers:
+            worker.detach()
+
+    def reap(self) -> None:
+        """Wait until no worker is left; give everything back. Blocks."""
+        for worker in self.workers:
+            worker.reap()
+        if self.member is not None:
+            self.member.mesh.close()
+            self.member = None
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    async def close(self) -> None:
+        """End a crew that never ran."""
+        self.detach()
+        self.kill()
+        await anyio.to_thread.run_sync(self.reap)
+
+    def _setup(self, rank: int) -> dict[str, Any]:
+        plan = self._plan
+        place = {"rank": rank, "tp_size": plan.parallel.tp_size, "pp_size": plan.parallel.pp_size}
+        model = replace(plan.model, device=_device(plan.model.device, rank))
+        return {
+            "place": place,
+            "facts": asdict(self._facts) if rank else self._facts,
+            "model": asdict(model) if rank else model,
+            "kernels": dict(plan.kernels.choices),
+        }
+
+    def _environment(self) -> dict[str, str]:
+        if self._plan.model.device != "cpu" or "OMP_NUM_THREADS" in os.environ:
+            return {}
+        return {"OMP_NUM_THREADS": str(max(1, Machine.probe().num_cpus // self._plan.parallel.ranks))}
+
+
+class CrewRunner:
+    """Leads the crew: what it launches, every rank computes. Any failed step is the end of the whole crew."""
+
+    def __init__(self, inner: ModelRunner, crew: Crew) -> None:
+        self._inner = inner
+        self._crew = crew
+
+    def launch(self, batch: Batch) -> CrewStep:
+        """Enqueue the batch on every rank; returns at once."""
+        self._crew.launch(batch)
+        return CrewStep(self._inner.launch(batch), self._crew)
+
+    async def watch(self) -> None:
+        """Never returns; raises `WorkerFailed` when a worker failed or is gone."""
+        try:
+            await self._crew.watch()
+        finally:
+            self._crew.detach()
+
+    def close(self) -> None:
+        """Finish what was launched, as far as that is possible, and end the workers. Blocks."""
+        too_late = threading.Timer(FINISH_S, self._crew.kill)
+        too_late.daemon = True
+        too_late.start()
+        self._inner.close()
+        too_late.cancel()
+        too_late.join()
+        self._crew.reap()
+
+
+class CrewStep:
+    """A batch that every rank computes."""
+
+    __slots__ = ("_crew", "_inner")
+
+    def __init__(self, inner: ModelStep, crew: Crew) -> None:
+        self._inner = inner
+        self._crew = crew
+
+    async def tokens(self) -> Tokens:
+        """The step's tokens. Raises `WorkerFailed`: ranks that failed in different places cannot go on."""
+        try:
+            return await self._inner.tokens()
+        except Exception as error:  # whatever it was, the other ranks now wait for what will not come
+            failure = await self._crew.blame()
+            raise failure or WorkerFailed("Rank 0 (this process) failed in a step.") from error
+
+
+@contextmanager
+def _in_time(seconds: float, what: str) -> Iterator[None]:
+    """Turn too long a wait into a refusal that says what to do."""
+    try:
+        with anyio.fail_after(seconds):
+            yield
+    except TimeoutError as error:
+        raise ConfigurationError(
+            f"The ranks did not {what} within {seconds:g} s; see --dist-timeout."
+        ) from error
+
+
+def _device(device: str, rank: int) -> str:
+    """The rank's device: on CUDA, ranks take the GPUs from the first one on."""
+    if device == "cpu":
+        return device
+    return f"cuda:{int(device.partition(':')[2] or 0) + rank}"
+
+
+def _first_failure(group: BaseExceptionGroup) -> BaseException:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,58 @@
+"""A rank from its setup to its steps: the same for the engine's process and for workers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ops.machine import Machine
+from ops.select import select
+from runtime.cache.pool import KVPool
+from runtime.facts import ModelFacts
+from runtime.models.decoder import Decoder
+from runtime.models.loader import load_model
+from runtime.parallel.mesh import Mesh, Place
+from runtime.plan import ModelPlan
+
+
+class Member:
+    """One rank: its share of the weights at once, its groups and its share of the KV pool after `join`."""
+
+    def __init__(self, setup: Mapping[str, Any]) -> None:
+        model: ModelPlan = setup["model"]
+        self.plan = model
+        self.facts: ModelFacts = setup["facts"]
+        self.device = torch.device(model.device)
+        self.mesh = Mesh(Place(**setup["place"]), self.device)
+        self.model: Decoder = load_model(self.facts, model, select(setup["kernels"]), self.mesh)
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(parameter.nbytes for parameter in self.model.parameters())
+
+    def memory(self) -> dict[str, int]:
+        """What the size of the KV pool depends on, in bytes."""
+        if self.device.type == "cuda":
+            available, total = torch.cuda.mem_get_info(self.device)
+        else:
+            machine = Machine.probe()
+            available, total = machine.available_bytes, machine.total_bytes
+        return {"available": available, "total": total, "weights": self.weight_bytes}
+
+    def join(self, join: Mapping[str, Any]) -> KVPool:
+        """Meet the other ranks and make the pool. Blocks until all are there."""
+        store = dist.FileStore(join["store"], self.mesh.place.world_size)
+        self.mesh.join(store, timeout_s=join["timeout_s"], address=join["address"])
+        local = self.mesh.place.local(self.facts)
+        return KVPool(
+            local.num_layers,
+            join["num_pages"],
+            join["page_size"],
+            local.num_kv_heads,
+            local.head_dim,
+            getattr(torch, join["kv_dtype"]),
+            self.device,
+        )

@@ -1,0 +1,102 @@
+"""A rank in a process of its own: `python -m runtime.parallel.worker LINK PARENT`, started by the engine.
+
+It reads a setup and then batches from its link, and lives no longer than the process at the other end.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from typing import Any
+
+from runtime.facts import ModelFacts
+from runtime.parallel.link import LinkClosed, WorkerLink
+from runtime.parallel.message import Frame, decode_batch, encode
+from runtime.plan import ModelPlan
+
+PR_SET_PDEATHSIG = 1
+FAREWELL_S = 1.0  # for a worker whose link has closed to end by itself
+
+
+def main(link_fd: int, parent: int) -> int:
+    """Work until the link closes; returns the exit status. What is raised goes to the engine as text."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine gets it too, and ends us in order
+    _die_with_parent(parent)
+    link = WorkerLink(socket.socket(fileno=link_fd))
+    threading.Thread(target=_leave_on_hang_up, args=(link.fileno(),), daemon=True).start()
+    try:
+        _work(link)
+    except LinkClosed:
+        return 0
+    except BaseException:  # the process border: the engine raises it again, with this traceback
+        _tell(link, traceback.format_exc())
+        return 1
+    return 0
+
+
+def _work(link: WorkerLink) -> None:
+    import torch
+
+    from runtime.execute.rank import Rank
+    from runtime.parallel.member import Member
+
+    setup = _setup(link.receive())
+    if setup["model"].device.startswith("cuda"):
+        torch.cuda.set_device(setup["model"].device)
+    member = Member(setup)
+    link.send(encode({"loaded": member.memory()}))
+    join = link.receive().body["join"]
+    pool = member.join(join)
+    rank = Rank(member.model, pool, num_slots=join["num_slots"], device=member.device, team=member.mesh)
+    link.send(encode({"ready": True}))
+    with torch.inference_mode():
+        while True:
+            rank.follow(decode_batch(link.receive()))
+
+
+def _setup(frame: Frame) -> dict[str, Any]:
+    body = frame.body["setup"]
+    facts = body["facts"]
+    return {
+        **body,
+        "facts": ModelFacts(**{**facts, "eos_ids": frozenset(facts["eos_ids"])}),
+        "model": ModelPlan(**body["model"]),
+    }
+
+
+def _die_with_parent(parent: int) -> None:
+    """Have the kernel kill us when the parent goes, where it can; the link's end says the same anyway."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _leave_on_hang_up(link_fd: int) -> None:
+    """End the process when the other end closed while this one computes, or waits for ranks that are gone."""
+    poll = select.poll()
+    poll.register(link_fd, getattr(select, "POLLRDHUP", 0))
+    poll.poll()
+    time.sleep(FAREWELL_S)
+    os._exit(1)
+
+
+def _tell(link: WorkerLink, trace: str) -> None:
+    sys.stderr.write(trace)
+    try:
+        link.send(encode({"failed": trace}))
+    except LinkClosed:
+        return
+
+
+if __name__ == "__main__":
+    status = main(int(sys.argv[1]), int(sys.argv[2]))
+    sys.stderr.flush()
+    os._exit(status)  # without waiting for threads of groups whose other ranks may be gone
