@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 from typing import Any
 
 import anyio
@@ -12,9 +11,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
+import serve
 from runtime.errors import EngineFailure, InvalidRequest, Overloaded, RequestError
 from runtime.request import Request, SamplingParams
-from serve.body import read_object
+from serve.body import parse_object, read_body
 from serve.core import Core
 from serve.decode import decode
 from serve.replies import json_response, submit_all, wait_all
@@ -37,8 +37,9 @@ class AbortBody:
 class AdminDoor:
     """The endpoints that look at the engine or manage it. Only `health_generate` uses the model."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, *, max_body_bytes: int) -> None:
         self._core = core
+        self._max_body_bytes = max_body_bytes
 
     async def health(self, http: HttpRequest) -> ASGIApp:
         """200 while the engine takes requests, else 503; empty either way."""
@@ -89,7 +90,7 @@ class AdminDoor:
                 "max_total_num_tokens": status.max_total_tokens,
                 "max_req_input_len": core.plan.model.context_length - 1,
                 "internal_states": [_public(status)],
-                "version": _version(),
+                "version": serve.__version__,
             }
         )
 
@@ -102,7 +103,7 @@ class AdminDoor:
 
     async def abort(self, http: HttpRequest) -> ASGIApp:
         """Abort the requests whose rid starts with the given one, or all. 200 also when there were none."""
-        body = decode(AbortBody, await read_object(http))
+        body = await read_body(http, _abort_body, limit=self._max_body_bytes)
         if body.abort_all:
             self._core.abort_all()
         elif body.rid:
@@ -110,6 +111,10 @@ class AdminDoor:
         else:
             raise InvalidRequest("rid must not be empty unless abort_all is true.", param="rid")
         return Response(status_code=200)
+
+
+def _abort_body(raw: bytes) -> AbortBody:
+    return decode(AbortBody, parse_object(raw))
 
 
 def _flattened(plan: Any) -> dict[str, Any]:
@@ -139,10 +144,3 @@ def _plain(value: Any) -> Any:
         if isinstance(value, str | int | float | bool | None)
         else orjson.loads(orjson.dumps(value, default=str))
     )
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("penstock")
-    except importlib.metadata.PackageNotFoundError:  # run from a checkout
-        return "unknown"

@@ -22,6 +22,7 @@ from serve.native import generate
 from serve.native.tokens import TokensDoor
 from serve.openai import chat, completions
 from serve.openai.models import ModelsDoor
+from serve.page import page_routes
 
 NATIVE = Dialect(native_body)
 OPENAI = Dialect(openai_body)
@@ -36,7 +37,11 @@ def build_app(core: Core, *, lifespan: Any = None, max_body_bytes: int = MAX_BOD
         *([Middleware(ApiKey, api_key=api_key)] if api_key else []),
     ]
     return Starlette(
-        routes=[*_native_routes(core, max_body_bytes), *_openai_routes(core, max_body_bytes)],
+        routes=[
+            *_native_routes(core, max_body_bytes),
+            *_openai_routes(core, max_body_bytes),
+            *(page_routes() if core.plan.serve.chat_page else []),
+        ],
         middleware=middleware,
         exception_handlers={HTTPException: answer_http_exception},
         lifespan=lifespan,
@@ -44,7 +49,7 @@ def build_app(core: Core, *, lifespan: Any = None, max_body_bytes: int = MAX_BOD
 
 
 def _native_routes(core: Core, max_body_bytes: int) -> list[Route]:
-    admin = AdminDoor(core)
+    admin = AdminDoor(core, max_body_bytes=max_body_bytes)
     tokens = TokensDoor(core, max_body_bytes=max_body_bytes)
     generating = generate.GenerateDoor(core, max_body_bytes=max_body_bytes)
     return [

@@ -13,6 +13,7 @@ from contextlib import aclosing
 from typing import Protocol
 
 import anyio
+import anyio.to_thread
 from starlette.types import Receive, Scope, Send
 
 from runtime.actors.reply import Reply
@@ -80,7 +81,10 @@ class EventStream:
         async def read(place: int) -> None:
             async with aclosing(self._replies[place].chunks()) as arrivals:
                 async for chunks in arrivals:
-                    events = self._encoder.events(place, chunks)
+                    if chunks[0].prompt_logprobs is None:
+                        events = self._encoder.events(place, chunks)
+                    else:  # thousands of numbers, once
+                        events = await anyio.to_thread.run_sync(self._encoder.events, place, chunks)
                     if events:
                         await self._write(send, events)
 

@@ -87,11 +87,12 @@ def _attend_row(
     base = first_page * inputs.page_size  # the position of the first gathered key
     pages = inputs.page_table[row, first_page : -(-end // inputs.page_size)].long()
     keys, values = (_gather_row(pool, pages)[:, : end - base] for pool in (k_pool, v_pool))  # [K, S, D]
-    # The query group takes the place of the batch: keys and values are shared along it without a copy.
+    keys, values = keys.unsqueeze(0), values.unsqueeze(0)
+    # The query group takes the place of the batch: keys and values are shared along it.
     queries = q.view(count, num_kv_heads, -1, head_dim).permute(2, 1, 0, 3)  # [G, K, N, D]
-    keys, values = (x.unsqueeze(0).expand(len(queries), -1, -1, -1) for x in (keys, values))
     if start == 0 and soft_cap is None and (window is None or window >= end):
-        result = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scale)
+        shared = [x.expand(len(queries), -1, -1, -1) for x in (keys, values)]
+        result = F.scaled_dot_product_attention(queries, *shared, is_causal=True, scale=scale)
         return result.permute(2, 1, 0, 3).reshape(count, num_heads, head_dim)
     elements = MAX_MASK_ELEMENTS if soft_cap is None else MAX_SCORE_ELEMENTS // num_heads
     block = max(16, elements // (end - base))
@@ -110,14 +111,23 @@ def _attend_row(
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, soft_cap: float | None
 ) -> Tensor:
-    """[X, K, N, D] queries over [X, K, S, D] keys and values; `mask` is added to the scores."""
-    if soft_cap is None:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-    scores = (q @ k.transpose(2, 3)).float() * (scale / soft_cap)
-    scores = scores.tanh_().mul_(soft_cap)  # [X, K, N, S]
+    """[X, K, N, D] queries over [X or 1, K, S, D] keys and values; `mask` is added to the scores."""
+    if soft_cap is not None:
+        return _capped_attention(q, k, v, mask, scale, soft_cap)
+    k, v = (x.expand(len(q), -1, -1, -1) for x in (k, v))  # strides of 0, no copy
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+
+
+def _capped_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, soft_cap: float
+) -> Tensor:
+    num_sharing = len(q) // len(k)  # folded into the query length: a product would copy shared keys
+    queries = q.unflatten(0, (-1, num_sharing)).transpose(1, 2).flatten(2, 3)  # [X or 1, K, sharing * N, D]
+    scores = (queries.float() @ k.float().transpose(2, 3)).mul_(scale / soft_cap).tanh_().mul_(soft_cap)
     if mask is not None:
-        scores += mask
-    return scores.softmax(-1).to(v.dtype) @ v
+        scores.unflatten(2, (num_sharing, -1)).add_(mask.unsqueeze(-3))
+    out = scores.softmax(-1).to(v.dtype) @ v
+    return out.unflatten(2, (num_sharing, -1)).transpose(1, 2).flatten(0, 1)  # [X, K, N, D]
 
 
 def _gather_row(pool: Tensor, pages: Tensor) -> Tensor:
@@ -185,7 +195,8 @@ def _group(
     starts = [inputs.starts_host[row] for row in rows]
     first_pages = [_first_key(start, window) // size for start in starts]
     num_pages = max(start // size - page + 1 for start, page in zip(starts, first_pages))
-    index = _to_device([rows, starts, first_pages, [first_tokens[row] for row in rows]], device)
+    tokens = [first_tokens[row] for row in rows]
+    index = _to_device(torch.tensor([rows, starts, first_pages, tokens]), device)
 
     columns = index[2].unsqueeze(1) + torch.arange(num_pages, device=device)
     # A shorter row's surplus columns may lie beyond the table; what they gather is overwritten as padding.
@@ -204,10 +215,12 @@ def _group(
     mask = None
     if len(padding[0]):
         mask = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, -torch.inf)
-        mask = mask.to(device)[:, None, None, :]
-    return Group(index[3], pages, (padding[0].to(device), padding[1].to(device)), mask)
+        mask = _to_device(mask, device)[:, None, None, :]
+    return Group(index[3], pages, (_to_device(padding[0], device), _to_device(padding[1], device)), mask)
 
 
-def _to_device(values: list[list[int]], device: torch.device) -> Tensor:
-    pinned = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
-    return pinned.to(device, non_blocking=True)
+def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy that nobody waits for."""
+    if device.type != "cuda":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)

@@ -15,7 +15,8 @@ import anyio.to_thread
 
 from runtime.actors.detokenizer import DetokenizerActor
 from runtime.actors.reply import Reply
-from runtime.actors.scheduler import Abort, Admit, Runner, SchedulerActor, StopEarly
+from runtime.actors.replica import DeviceRunner
+from runtime.actors.scheduler import Abort, Admit, SchedulerActor, StopEarly
 from runtime.actors.tokenizer import TokenizerActor
 from runtime.errors import ContextOverflow, EngineClosed, EngineFailure, InvalidRequest, PenstockError
 from runtime.facts import ModelFacts
@@ -33,14 +34,6 @@ WATCHDOG_PERIOD_S = 1.0
 CLOSE_TIMEOUT_S = 30.0
 
 State = Literal["starting", "ready", "draining", "failed", "closed"]
-
-
-class DeviceRunner(Runner, Protocol):
-    """A runner that the core owns and closes."""
-
-    def close(self) -> None:
-        """Finish what was launched and give everything back. Blocks."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,11 +112,14 @@ class Core:
                 actors.start_soon(self._scheduler_actor.run)
                 actors.start_soon(self._tokenizer_actor.run)
                 actors.start_soon(self._watch)
+                actors.start_soon(self._runner.watch)
                 self._state = "ready"
                 started()
         except BaseExceptionGroup as group:
             self._state = "failed"
-            raise EngineFailure("An actor of the engine died.") from group
+            failure = _failure(group)
+            self._fail_all(failure)
+            raise failure from group
         finally:
             if self._state != "failed":
                 self._state = "closed"
@@ -330,6 +326,16 @@ class Core:
                 self._state = "failed"
                 self._fail_all(EngineFailure("The engine hangs: a step did not come back."))
                 raise EngineFailure("A step did not come back.")
+
+
+def _failure(group: BaseExceptionGroup) -> EngineFailure:
+    """What to tell callers: which process is gone, if one is, and else that something of ours broke."""
+    while isinstance(group.exceptions[0], BaseExceptionGroup):
+        group = group.exceptions[0]
+    for error in group.exceptions:
+        if isinstance(error, EngineFailure):
+            return type(error)(error.message)
+    return EngineFailure("An actor of the engine died.")
 
 
 __all__ = ["Core", "Delta", "DeviceRunner", "Status"]

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 from runtime.actors.mailbox import Mailbox
 from runtime.batch import Batch, Tokens
-from runtime.errors import PenstockError, StepFailed
+from runtime.errors import PenstockError, StepFailed, WorkerFailed
 from runtime.plan import SchedulePlan
 from runtime.request import Delta, Finish
 from runtime.schedule.schedule import Schedule
@@ -108,6 +108,8 @@ class SchedulerActor:
         batch, step = self._in_flight[0]
         try:
             tokens = await step.tokens()
+        except WorkerFailed:  # nothing can be computed any more: the owner decides
+            raise
         except Exception as error:  # the step boundary: whatever the forward raised costs only its requests
             await self._recover(error)
             return

@@ -15,10 +15,10 @@ class ParallelArgs:
     tp_size: Annotated[
         int,
         Knob(
-            "Tensor parallelism: number of devices that share every layer.",
+            "Tensor parallelism: number of devices (on a CPU: processes) that share every layer.",
             aliases=("--tensor-parallel-size",),
             low=1,
-            built=(1,),
+            plan="parallel.tp_size",
         ),
     ] = 1
     pp_size: Annotated[
@@ -49,7 +49,12 @@ class ParallelArgs:
         planned("host:port at which the machines meet.", aliases=("--nccl-init-addr",)),
     ] = None
     dist_timeout: Annotated[
-        int | None, planned("Seconds to wait for the other processes at the start.", low=1)
+        int | None,
+        Knob(
+            "Seconds to wait for the other processes at the start. Default: 600.",
+            low=1,
+            plan="parallel.join_timeout_s",
+        ),
     ] = None
     nccl_port: Annotated[
         int | None, planned("Port at which the processes of this machine meet.", low=1, high=65535)

@@ -37,15 +37,20 @@ class WeightFiles:
     files: tuple[Path, ...]
 
 
-def locate(path_or_hub_id: str, revision: str | None = None, download_dir: str | None = None) -> str:
+def locate(
+    path_or_hub_id: str, revision: str | None = None, download_dir: str | None = None, *, weights: bool = True
+) -> str:
     """The local directory of a model: the given one, or the Hub's, downloaded if it is not here yet.
 
+    Without `weights` only what describes the model and its tokenizer is downloaded.
     Raises CheckpointError where there is no such directory and no such model, or the Hub cannot be reached.
     """
     if Path(path_or_hub_id).is_dir():
         return path_or_hub_id
     if not _HUB_ID.fullmatch(path_or_hub_id):
         raise CheckpointError(f"There is no directory {path_or_hub_id}.")
+    if not weights:
+        return _download(path_or_hub_id, revision, download_dir, [])
     directory = _download(path_or_hub_id, revision, download_dir, ["*.safetensors"])
     if not any(Path(directory).glob("*.safetensors")):
         directory = _download(path_or_hub_id, revision, download_dir, ["*.bin", "*.pt"])

@@ -30,29 +30,31 @@ IGNORED = re.compile(r".*\.rotary_emb\.inv_freq")
 IGNORED_IF_TIED = re.compile(r"lm_head\.weight")
 
 
-def load_model(
-    facts: ModelFacts, plan: ModelPlan, kernels: Kernels, team: Team | None = None
-) -> Decoder:
+def load_model(facts: ModelFacts, plan: ModelPlan, kernels: Kernels, team: Team | None = None) -> Decoder:
     """The model on plan.device in plan.dtype, ready to compute, without gradients; a `team`'s rank's share.
 
     At no time does it hold more than these weights and one tensor. Raises CheckpointError naming every tensor
-    that is missing, left over or misshapen; then nothing was read yet.
+    that is missing, left over or misshapen; then no memory was taken yet.
     """
     device = torch.device(plan.device)
     config = Config(facts.config)
     with torch.device("meta"):
         model = assemble(config, Build(kernels, plan.context_length, device))
-        if team is not None and team.size > 1:
+    tensors = None
+    if plan.load_format != "dummy":
+        tensors = TensorFiles(find_weights(Path(facts.path), plan.load_format), mmap=plan.mmap)
+        ignored = _ignored(tensors.shapes, tied=config.flag("tie_word_embeddings"))
+        shapes = {name: shape for name, shape in tensors.shapes.items() if name not in ignored}
+        check_total(collect_pieces(model), shapes)
+    if team is not None and team.size > 1:
+        with torch.device("meta"):
             split(model, team)
     _allocate(model, getattr(torch, plan.dtype), device)
     pieces = collect_pieces(model)
-    if plan.load_format == "dummy":
+    if tensors is None:
         for piece in pieces.values():
             _fill_dummy(piece)
     else:
-        tensors = TensorFiles(find_weights(Path(facts.path), plan.load_format), mmap=plan.mmap)
-        ignored = _ignored(tensors.shapes, tied=config.flag("tie_word_embeddings"))
-        check_total(pieces, {name: s for name, s in tensors.shapes.items() if name not in ignored})
         tensors.read_all(
             lambda name, tensor: _fill(pieces[name], tensor),
             {name: piece.cut for name, piece in pieces.items()},
@@ -128,8 +130,9 @@ def _ignored(names: Mapping[str, object], *, tied: bool) -> set[str]:
     return {name for name in names if IGNORED.fullmatch(name) or (tied and IGNORED_IF_TIED.fullmatch(name))}
 
 
-def _fill(piece: Piece, tensor: Tensor) -> None:
-    piece.target.copy_(tensor)
+def _fill(piece: Piece | None, tensor: Tensor) -> None:
+    if piece is not None:  # else it is among the ignored
+        piece.target.copy_(tensor)
 
 
 def _fill_dummy(piece: Piece) -> None:

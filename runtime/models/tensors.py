@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from pickle import UnpicklingError
+from zipfile import is_zipfile
 
 import torch
 from safetensors import safe_open
@@ -43,7 +44,7 @@ class TensorFiles:
     def __init__(self, weights: WeightFiles, *, mmap: bool = True) -> None:
         self._mmap = mmap
         self._files: Sequence[_File] = [
-            _SafetensorsFile(file) if weights.format == "safetensors" else _TorchFile(file, mmap)
+            _SafetensorsFile(file) if weights.format == "safetensors" else _TorchFile(file)
             for file in weights.files
         ]
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -102,23 +103,27 @@ class _SafetensorsFile:
 class _TorchFile:
     """A file of torch.save, read without executing anything in it."""
 
-    def __init__(self, path: Path, mmap: bool) -> None:
-        try:
-            self._tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-        except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
-            raise CheckpointError(f"{path} cannot be read as weights.") from error
-        if not isinstance(self._tensors, Mapping) or not all(
-            isinstance(tensor, Tensor) for tensor in self._tensors.values()
-        ):
-            raise CheckpointError(f"{path} must hold a table of tensors and nothing else.")
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in self._load(mmap=True).items()}
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+        return self._shapes
 
     def tensors(self, cuts: Cuts, *, mmap: bool) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self._tensors.items():
+        for name, tensor in self._load(mmap).items():
             if name in cuts:
                 yield name, tensor[cuts[name]]
+
+    def _load(self, mmap: bool) -> Mapping[str, Tensor]:
+        mmap = mmap and is_zipfile(self._path)  # files of old torch versions cannot be mapped
+        try:
+            tensors = torch.load(self._path, map_location="cpu", weights_only=True, mmap=mmap)
+        except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
+            raise CheckpointError(f"{self._path} cannot be read as weights.") from error
+        if not isinstance(tensors, Mapping) or not all(isinstance(x, Tensor) for x in tensors.values()):
+            raise CheckpointError(f"{self._path} must hold a table of tensors and nothing else.")
+        return tensors
 
 
 _File = _SafetensorsFile | _TorchFile

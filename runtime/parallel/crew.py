@@ -21,6 +21,7 @@ from runtime.batch import Batch, Tokens
 from runtime.cache.pool import KVPool
 from runtime.errors import ConfigurationError, WorkerFailed
 from runtime.execute.runner import ModelRunner, ModelStep
+from runtime.execute.sampler import Sampler
 from runtime.facts import ModelFacts
 from runtime.parallel.member import Member
 from runtime.parallel.message import encode, encode_batch
@@ -41,7 +42,7 @@ class Crew:
     def __init__(self, plan: Plan, facts: ModelFacts) -> None:
         self._plan = plan
         self._facts = facts
-        self._directory = Path(tempfile.mkdtemp(prefix="penstock-"))  # for our eyes only (0700)
+        self._directory: Path | None = None  # where the ranks find each other
         self.workers: list[Worker] = []
         self.member: Member | None = None
 
@@ -71,6 +72,7 @@ class Crew:
         if self.member is None:
             raise RuntimeError("Ranks join when they are loaded.")
         plan = self._plan
+        self._directory = Path(tempfile.mkdtemp(prefix="penstock-"))  # for our eyes only (0700)
         join = {
             "store": str(self._directory / "store"),
             "address": LOOPBACK,
@@ -87,6 +89,16 @@ class Crew:
                 meet = partial(self.member.join, join)
                 pool = await anyio.to_thread.run_sync(meet, abandon_on_cancel=True)
         return pool
+
+    def lead(self, pool: KVPool, num_slots: int) -> ModelRunner | CrewRunner:
+        """The runner of the joined crew, which then owns and closes it."""
+        if self.member is None:
+            raise RuntimeError("Nobody leads a crew that has not loaded.")
+        device, team = self.member.device, self.member.mesh
+        sampler = Sampler(self._facts.vocab_size, num_slots, device)
+        model = self.member.take_model()
+        inner = ModelRunner(model, pool, sampler, num_slots=num_slots, device=str(device), team=team)
+        return CrewRunner(inner, self) if self.workers else inner
 
     def launch(self, batch: Batch) -> None:
         """Send the batch to every worker; returns at once."""
@@ -130,7 +142,8 @@ class Crew:
         if self.member is not None:
             self.member.mesh.close()
             self.member = None
-        shutil.rmtree(self._directory, ignore_errors=True)
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
 
     async def close(self) -> None:
         """End a crew that never ran."""

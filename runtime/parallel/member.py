@@ -27,11 +27,16 @@ class Member:
         self.facts: ModelFacts = setup["facts"]
         self.device = torch.device(model.device)
         self.mesh = Mesh(Place(**setup["place"]), self.device)
-        self.model: Decoder = load_model(self.facts, model, select(setup["kernels"]), self.mesh)
+        decoder = load_model(self.facts, model, select(setup["kernels"]), self.mesh)
+        self._weight_bytes = sum(parameter.nbytes for parameter in decoder.parameters())
+        self._model: Decoder | None = decoder
 
-    @property
-    def weight_bytes(self) -> int:
-        return sum(parameter.nbytes for parameter in self.model.parameters())
+    def take_model(self) -> Decoder:
+        """The model, once: whoever takes it decides when its weights are freed."""
+        model, self._model = self._model, None
+        if model is None:
+            raise RuntimeError("The model of this rank was taken already.")
+        return model
 
     def memory(self) -> dict[str, int]:
         """What the size of the KV pool depends on, in bytes."""
@@ -40,12 +45,14 @@ class Member:
         else:
             machine = Machine.probe()
             available, total = machine.available_bytes, machine.total_bytes
-        return {"available": available, "total": total, "weights": self.weight_bytes}
+        return {"available": available, "total": total, "weights": self._weight_bytes}
 
     def join(self, join: Mapping[str, Any]) -> KVPool:
         """Meet the other ranks and make the pool. Blocks until all are there."""
-        store = dist.FileStore(join["store"], self.mesh.place.world_size)
-        self.mesh.join(store, timeout_s=join["timeout_s"], address=join["address"])
+        world_size = self.mesh.place.world_size
+        if world_size > 1:
+            store = dist.FileStore(join["store"], world_size)
+            self.mesh.join(store, timeout_s=join["timeout_s"], address=join["address"])
         local = self.mesh.place.local(self.facts)
         return KVPool(
             local.num_layers,

@@ -74,9 +74,7 @@ class Mesh:
         place = self.place
 
         def group(name: str, rank: int, size: int) -> Group:
-            return Group(
-                store, name, rank, size, device=self._device, timeout_s=timeout_s, address=address
-            )
+            return Group(store, name, rank, size, device=self._device, timeout_s=timeout_s, address=address)
 
         if place.tp_size > 1:
             self._tp = group(f"tp{place.stage}", place.tp_rank, place.tp_size)

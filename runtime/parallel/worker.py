@@ -54,7 +54,8 @@ def _work(link: WorkerLink) -> None:
     link.send(encode({"loaded": member.memory()}))
     join = link.receive().body["join"]
     pool = member.join(join)
-    rank = Rank(member.model, pool, num_slots=join["num_slots"], device=member.device, team=member.mesh)
+    model = member.take_model()
+    rank = Rank(model, pool, num_slots=join["num_slots"], device=member.device, team=member.mesh)
     link.send(encode({"ready": True}))
     with torch.inference_mode():
         while True:

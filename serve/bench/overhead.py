@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from runtime.errors import ConfigurationError
 from serve.bench import report
 from serve.bench.options import add_output_options, new_parser
 
@@ -23,6 +24,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--steps", type=int, default=1000, help="measured steps of scheduling")
     options.add_argument("--streams", type=int, nargs="+", default=[64, 256], help="clients, for streaming")
     options.add_argument("--tokens", type=int, default=256, help="streamed to each client")
+    options.add_argument("--repetitions", type=int, default=1, help="of streaming; the cheapest counts")
     options.add_argument("--check", action="store_true", help="exit with 1 when a budget is exceeded")
     add_output_options(options)
     return options
@@ -33,6 +35,8 @@ def main(argv: Sequence[str]) -> int:
     options = parser().parse_args(argv)
     results: dict[str, Any] = {}
     kept = True
+    if options.running < 1 or options.steps < 1:
+        raise ConfigurationError("--running and --steps must be at least 1.")
     if options.figure in ("all", "scheduling"):
         results["scheduling"] = costs = _schedule(options)
         kept = kept and all(cost.within_budget for cost in costs)
@@ -69,7 +73,10 @@ def _schedule(options: argparse.Namespace) -> list[SchedulingCost]:
 def _stream(options: argparse.Namespace) -> list[StreamingCost]:
     from serve.bench.streaming_cost import BUDGET_US, measure_streaming
 
-    costs = [measure_streaming(streams=streams, output_tokens=options.tokens) for streams in options.streams]
+    costs = [
+        measure_streaming(streams=streams, output_tokens=options.tokens, repetitions=options.repetitions)
+        for streams in options.streams
+    ]
     rows: list[report.Row] = [("tokens per stream", options.tokens), ("budget (us/token)", BUDGET_US)]
     for cost in costs:
         rows += [

@@ -8,7 +8,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from runtime.request import Chunk, Request, SamplingParams
-from serve.body import INLINE_BYTES, parse_object, read_bytes
+from serve.body import parse_object, read_body
 from serve.core import Core
 from serve.decode import decode
 from serve.errors import Dialect, native_body
@@ -31,11 +31,7 @@ class GenerateDoor:
         self._max_body_bytes = max_body_bytes
 
     async def generate(self, http: HttpRequest) -> ASGIApp:
-        raw = await read_bytes(http, limit=self._max_body_bytes)
-        if len(raw) > INLINE_BYTES:
-            body, requests = await anyio.to_thread.run_sync(self._read, raw)
-        else:
-            body, requests = self._read(raw)
+        body, requests = await read_body(http, self._read, limit=self._max_body_bytes)
         core = self._core
         single = not body.is_batch and requests[0].sampling.n == 1
         answers = Answers(

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-import anyio.to_thread
 from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp
 
 from runtime.errors import InvalidRequest
-from serve.body import parse_object, read_bytes
+from serve.body import parse_object, read_body
 from serve.core import Core
 from serve.decode import Length, decode
 from serve.native.schema import MAX_PROMPTS
@@ -48,12 +47,10 @@ class TokensDoor:
         self._max_body_bytes = max_body_bytes
 
     async def tokenize(self, http: HttpRequest) -> ASGIApp:
-        raw = await read_bytes(http, limit=self._max_body_bytes)
-        return json_response(await anyio.to_thread.run_sync(self._tokenize, raw))
+        return json_response(await read_body(http, self._tokenize, limit=self._max_body_bytes))
 
     async def detokenize(self, http: HttpRequest) -> ASGIApp:
-        raw = await read_bytes(http, limit=self._max_body_bytes)
-        return json_response(await anyio.to_thread.run_sync(self._detokenize, raw))
+        return json_response(await read_body(http, self._detokenize, limit=self._max_body_bytes))
 
     def _tokenize(self, raw: bytes) -> dict[str, Any]:
         value = parse_object(raw)

@@ -14,12 +14,12 @@ from starlette.types import ASGIApp
 
 from runtime.errors import InvalidRequest
 from runtime.request import Chunk, LogprobParams, Request
-from serve.body import read_bytes, require_json
+from serve.body import read_body, require_json
 from serve.core import Core
 from serve.errors import Dialect, openai_body
 from serve.openai.answers import Head
 from serve.openai.chat_answers import ChatEvents, chat_answer
-from serve.openai.requests import check_model, read_body, sampling_of
+from serve.openai.requests import check_model, decode_body, sampling_of
 from serve.openai.schema import NAMES, ChatBody, Message
 from serve.replies import json_response, submit_all, wait_all
 from serve.sse import EventStream
@@ -27,7 +27,6 @@ from serve.sse import EventStream
 DIALECT = Dialect(
     openai_body, {**NAMES, "text": "messages", "input_ids": "messages", "top_logprobs_num": "top_logprobs"}
 )
-INLINE_BYTES = 4096  # bodies up to here are read, and their template rendered, without a thread
 TEMPERATURE = 0.7  # of this endpoint, where neither the model nor the user says another
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 RESERVED_KWARGS = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
@@ -51,11 +50,7 @@ class ChatDoor:
 
     async def complete(self, http: HttpRequest) -> ASGIApp:
         require_json(http)
-        raw = await read_bytes(http, limit=self._max_body_bytes)
-        if len(raw) > INLINE_BYTES:
-            call = await anyio.to_thread.run_sync(self._read, raw)
-        else:
-            call = self._read(raw)
+        call = await read_body(http, self._read, limit=self._max_body_bytes)
         core = self._core
         head = Head.of(core, call.request.label, call.model)
         replies = submit_all(core, [call.request])
@@ -71,7 +66,7 @@ class ChatDoor:
         return json_response(chat_answer(head, self._core.tokenizer, chunks))
 
     def _read(self, raw: bytes) -> _Call:
-        core, body = self._core, read_body(ChatBody, raw)
+        core, body = self._core, decode_body(ChatBody, raw)
         model = check_model(core, body.model)
         _refuse_tools(body)
         logprobs = _logprobs(body)

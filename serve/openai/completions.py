@@ -13,13 +13,13 @@ from starlette.types import ASGIApp
 
 from runtime.errors import InvalidRequest
 from runtime.request import Chunk, LogprobParams, Request
-from serve.body import INLINE_BYTES, read_bytes, require_json
+from serve.body import read_body, require_json
 from serve.core import Core
 from serve.errors import Dialect, openai_body
 from serve.native.schema import check_choices, labels_of
 from serve.openai.answers import Head
 from serve.openai.completion_answers import CompletionAnswers
-from serve.openai.requests import check_model, read_body, sampling_of
+from serve.openai.requests import check_model, decode_body, sampling_of
 from serve.openai.schema import NAMES, CompletionBody
 from serve.replies import json_response, submit_all, wait_all
 from serve.sse import EventStream
@@ -49,11 +49,7 @@ class CompletionsDoor:
 
     async def complete(self, http: HttpRequest) -> ASGIApp:
         require_json(http)
-        raw = await read_bytes(http, limit=self._max_body_bytes)
-        if len(raw) > INLINE_BYTES:
-            call = await anyio.to_thread.run_sync(self._read, raw)
-        else:
-            call = self._read(raw)
+        call = await read_body(http, self._read, limit=self._max_body_bytes)
         core, body = self._core, call.body
         label = body.rid if isinstance(body.rid, str) else call.requests[0].label
         answers = CompletionAnswers(
@@ -75,7 +71,7 @@ class CompletionsDoor:
         return json_response(answers.whole(chunks))
 
     def _read(self, raw: bytes) -> _Call:
-        core, body = self._core, read_body(CompletionBody, raw)
+        core, body = self._core, decode_body(CompletionBody, raw)
         model = check_model(core, body.model)
         if body.best_of is not None and body.best_of != body.n:
             raise InvalidRequest("best_of is not built yet; leave it out or make it n.", param="best_of")

@@ -33,7 +33,7 @@ _SAME_NAME = (
 _FLAGS = ("no_stop_trim", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens")
 
 
-def read_body(cls: type[Body], raw: bytes) -> Body:
+def decode_body(cls: type[Body], raw: bytes) -> Body:
     """Raises `InvalidRequest`, also for what is not built yet."""
     body = decode(cls, parse_object(raw))
     if body.response_format is not None:

@@ -35,6 +35,9 @@ class ScriptedRunner:
         self.fake.launch(batch)
         return ScriptedStep(self)
 
+    async def watch(self) -> None:
+        await asyncio.get_running_loop().create_future()
+
     def close(self) -> None:
         self.closed = True
 

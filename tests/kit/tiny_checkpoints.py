@@ -41,7 +41,7 @@ def write(
     *,
     vocab_size: int = 128,
     seed: int = 0,
-    dtype: torch.dtype = torch.float32,
+    dtype: str = "float32",
     max_shard_size: str = "5GB",
     **config_overrides: Any,
 ) -> str:
@@ -49,7 +49,7 @@ def write(
     config = CONFIGS[family](vocab_size=vocab_size, **{**SHAPE, **config_overrides})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     redraw(model, seed)
-    model.to(dtype).save_pretrained(directory, max_shard_size=max_shard_size)
+    model.to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size=max_shard_size)
     return str(directory)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ops.attention import AttentionInputs, native
 
@@ -117,6 +118,33 @@ def test_half_precision_stays_close_and_keeps_its_dtype(dtype) -> None:
     out = native.attend(q, k_pool, v_pool, case.inputs, scale=0.3)
     assert out.dtype == dtype
     torch.testing.assert_close(out.float(), exact, atol=0.03, rtol=0.03)
+
+
+class LargestTensor(TorchDispatchMode):
+    """The size in bytes of the largest tensor that any operation made."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and not func.is_view:
+            self.nbytes = max(self.nbytes, out.nbytes)
+        return out
+
+
+@pytest.mark.parametrize("soft_cap", [None, 30.0])
+def test_long_chunk_of_a_long_context_takes_little_memory(monkeypatch, soft_cap) -> None:
+    bound = 2**20
+    monkeypatch.setattr(native, "MAX_MASK_ELEMENTS", bound)
+    monkeypatch.setattr(native, "MAX_SCORE_ELEMENTS", bound)
+    end, count = 16384, 512
+    k_pool, v_pool = torch.randn(2, end // 16, 1, 16, 4)
+    table = np.arange(end // 16, dtype=np.int32)[None]
+    inputs = AttentionInputs.build([end - count], [count], table, 16)
+    q = torch.randn(count, 4, 4)
+    with LargestTensor() as largest:
+        native.attend(q, k_pool, v_pool, inputs, scale=0.5, soft_cap=soft_cap)
+    assert largest.nbytes <= 4 * bound
 
 
 @given(lengths=st.lists(st.integers(1, 2000), max_size=60), max_pages=st.integers(1, 4000))

@@ -32,7 +32,7 @@ def directory(tmp_path: Path, config: dict[str, Any], generation: dict[str, Any]
 
 
 def test_facts_of_a_written_checkpoint(tmp_path) -> None:
-    path = tiny_checkpoints.write(tmp_path, "qwen3", dtype=torch.bfloat16)
+    path = tiny_checkpoints.write(tmp_path, "qwen3", dtype="bfloat16")
     facts = read_facts(path)
     assert (facts.architecture, facts.path, facts.dtype) == ("Qwen3ForCausalLM", path, "bfloat16")
     assert (facts.num_layers, facts.num_heads, facts.num_kv_heads, facts.head_dim) == (3, 4, 2, 8)
@@ -58,7 +58,7 @@ def test_ends_and_sampling_come_from_both_files(tmp_path) -> None:
 
 
 def test_dtype_of_the_files_counts_where_the_configuration_is_silent(tmp_path) -> None:
-    path = tiny_checkpoints.write(tmp_path, dtype=torch.float16)
+    path = tiny_checkpoints.write(tmp_path, dtype="float16")
     values = json.loads((tmp_path / "config.json").read_text())
     del values["dtype"]
     assert read_facts(directory(tmp_path, values)).dtype == "float16"

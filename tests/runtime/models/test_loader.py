@@ -44,6 +44,12 @@ def test_missing_extra_and_misshapen_tensors_are_all_named_at_once(tmp_path) -> 
     assert "1 of the wrong shape (model.norm.weight is 31, must be 32)" in message
 
 
+def test_misfit_is_found_before_any_memory_is_taken() -> None:
+    huge = {"vocab_size": 2**31 - 1, "hidden_size": 2**20}
+    with pytest.raises(CheckpointError, match="model.embed_tokens.weight is 128x32, must be 2147483647x1048576"):
+        paged_forward.load(tiny_checkpoints.cached(), huge)
+
+
 def test_long_lists_of_tensors_are_cut(tmp_path) -> None:
     path = edited(tmp_path, lambda t: t.update({f"extra.{i}": torch.zeros(1) for i in range(50)}))
     with pytest.raises(CheckpointError, match="50 not of this model .* and 30 more") as error:
@@ -70,6 +76,15 @@ def test_torch_files_load_the_same_model(tmp_path) -> None:
     (tmp_path / "model.safetensors").unlink()
     assert torch.equal(logits(paged_forward.load(path, load_format="pt")), expected)
     assert torch.equal(logits(paged_forward.load(path, mmap=False)), expected)
+
+
+def test_torch_files_of_old_versions_load(tmp_path) -> None:
+    path = tiny_checkpoints.write(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    torch.save(tensors, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    (tmp_path / "model.safetensors").unlink()
+    loaded = paged_forward.load(path).embedding.weight
+    assert torch.equal(loaded, tensors["model.embed_tokens.weight"])
 
 
 def test_torch_file_that_would_run_code_is_refused(tmp_path) -> None:
@@ -135,7 +150,7 @@ def test_weights_take_the_planned_dtype_and_compute_about_the_same(dtype) -> Non
 
 
 def test_bfloat16_checkpoint_loads_exactly(tmp_path) -> None:
-    path = tiny_checkpoints.write(tmp_path, dtype=torch.bfloat16)
+    path = tiny_checkpoints.write(tmp_path, dtype="bfloat16")
     stored = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
     for mmap in (True, False):
         assert torch.equal(paged_forward.load(path, dtype="bfloat16", mmap=mmap).embedding.weight, stored)
