@@ -8,14 +8,14 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Literal
 
 import anyio
 import anyio.to_thread
 
 from runtime.actors.detokenizer import DetokenizerActor
-from runtime.actors.reply import Reply
 from runtime.actors.replica import DeviceRunner
+from runtime.actors.reply import Reply
 from runtime.actors.scheduler import Abort, Admit, SchedulerActor, StopEarly
 from runtime.actors.tokenizer import TokenizerActor
 from runtime.errors import ContextOverflow, EngineClosed, EngineFailure, InvalidRequest, PenstockError

@@ -45,8 +45,8 @@ class Replica:
 async def start_replica(plan: Plan, facts: ModelFacts) -> Replica:
     """Load the weights, on every rank, and size and make the KV pool.
 
-    Raises `ConfigurationError` for what only the files themselves show, `WorkerFailed` naming the rank. Failed
-    or cancelled, it leaves nothing behind.
+    Raises `ConfigurationError` for what only the files themselves show, `WorkerFailed` naming the rank.
+    Failed or cancelled, it leaves nothing behind.
     """
     from runtime.parallel.crew import Crew
 

@@ -29,7 +29,7 @@ class Rank:
     """A share of the model over a share of the cache, and each slot's last token.
 
     The first rank of a team calls `hidden`, `logits` where it wants some, and `keep`; the others call
-    `follow`, which does the same without choosing tokens. Only the first rank chooses, so no two can disagree.
+    `follow`, which does the same without choosing tokens. Only the first rank chooses: no two can disagree.
     """
 
     def __init__(

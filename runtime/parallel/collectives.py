@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ class Group:
 
     def __init__(
         self,
-        store: dist.Store,
+        store: Any,  # of torch.distributed: where the members find each other
         name: str,
         rank: int,
         size: int,
@@ -31,7 +32,7 @@ class Group:
     ) -> None:
         self.rank = rank
         self.size = size
-        store = dist.PrefixStore(name, store)
+        store = dist.PrefixStore(name, store)  # pyright: ignore[reportPrivateImportUsage]
         make = _nccl if device.type == "cuda" else _gloo
         self._group = make(store, rank, size, timedelta(seconds=timeout_s), address)
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
@@ -80,15 +81,15 @@ class Group:
         del self._group
 
 
-def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta, address: str) -> dist.Backend:
-    options = dist.ProcessGroupGloo._Options()
+def _gloo(store: Any, rank: int, size: int, timeout: timedelta, address: str) -> Any:
+    options: Any = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]  # listens there and only there
     options._timeout = timeout
     options._threads = 1  # calls of one group never overlap
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 
-def _nccl(store: dist.Store, rank: int, size: int, timeout: timedelta, address: str) -> dist.Backend:
+def _nccl(store: Any, rank: int, size: int, timeout: timedelta, address: str) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     return dist.ProcessGroupNCCL(store, rank, size, options)

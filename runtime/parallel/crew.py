@@ -64,8 +64,8 @@ class Crew:
         with _in_time(self._plan.parallel.join_timeout_s, "load the model"):
             async with anyio.create_task_group() as loading:
                 loading.start_soon(receive)
-                self.member = await anyio.to_thread.run_sync(Member, setups[0])
-        return [self.member.memory(), *(report["loaded"] for report in reports)]
+                self.member = member = await anyio.to_thread.run_sync(Member, setups[0])
+        return [member.memory(), *(report["loaded"] for report in reports)]
 
     async def join(self, num_pages: int, num_slots: int) -> KVPool:
         """Have all ranks meet and make their pools; returns rank 0's."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch import distributed
 
 from ops.machine import Machine
 from ops.select import select
@@ -51,7 +51,7 @@ class Member:
         """Meet the other ranks and make the pool. Blocks until all are there."""
         world_size = self.mesh.place.world_size
         if world_size > 1:
-            store = dist.FileStore(join["store"], world_size)
+            store = distributed.FileStore(join["store"], world_size)  # pyright: ignore[reportPrivateImportUsage]
             self.mesh.join(store, timeout_s=join["timeout_s"], address=join["address"])
         local = self.mesh.place.local(self.facts)
         return KVPool(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from runtime.facts import ModelFacts
@@ -69,7 +69,7 @@ class Mesh:
     def size(self) -> int:
         return self.place.tp_size
 
-    def join(self, store: dist.Store, *, timeout_s: float, address: str) -> None:
+    def join(self, store: Any, *, timeout_s: float, address: str) -> None:
         """Meet the other ranks. Blocks until all are there; RuntimeError when they are not in time."""
         place = self.place
 

@@ -72,7 +72,7 @@ def encode_batch(batch: Batch) -> bytes:
 
 
 def decode_batch(frame: Frame) -> Batch:
-    """The batch as a worker needs it: `sequences` is empty, `sampling` holds rows alone, targets are zeros."""
+    """The batch as a worker needs it: no sequences, of `sampling` the rows alone, targets that are zeros."""
     arrays = frame.arrays
     rows = arrays.get("rows")
     return Batch(

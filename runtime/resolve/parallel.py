@@ -49,6 +49,6 @@ def _check_devices(ledger: Ledger, machine: Machine, device: str) -> None:
     if first + needed > len(machine.gpus):
         ledger.refuse(
             "tp_size",
-            f"--tp-size {args.tp_size} x --pp-size {args.pp_size} needs {needed} GPUs from number {first} on; "
-            f"there are {len(machine.gpus)} in all.",
+            f"--tp-size {args.tp_size} x --pp-size {args.pp_size} needs {needed} GPUs from {first} on; "
+            f"this machine has {len(machine.gpus)}.",
         )
