@@ -24,6 +24,9 @@ from serve.replies import close_all, each, first_error, until_gone
 PING_S = 15.0
 PING = b": ping\n\n"
 DONE = b"data: [DONE]\n\n"
+DIRECT_SEND = (
+    "penstock.send"  # in the scope: the server's send, for bodies; headers go through the middleware
+)
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -63,6 +66,7 @@ class EventStream:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         failure: Exception | None = None
+        self._send_body: Send = scope.get(DIRECT_SEND, send)
         try:
             async with anyio.create_task_group() as group:
                 group.start_soon(self._accompany, receive, send, group.cancel_scope)
@@ -104,7 +108,7 @@ class EventStream:
         self._last_write_s = time.monotonic()
         self._num_writing += 1
         try:
-            await send({"type": "http.response.body", "body": body, "more_body": more})
+            await self._send_body({"type": "http.response.body", "body": body, "more_body": more})
         finally:
             self._num_writing -= 1
 

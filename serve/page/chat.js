@@ -149,9 +149,12 @@ function edit(turn) {
 }
 
 function stopEditing() {
-  edited?.element.classList.remove("edited");
+  if (!edited) return;
+  edited.element.classList.remove("edited");
   edited = null;
   part("editing").hidden = true;
+  prompt.value = "";
+  fitPrompt();
 }
 
 function stop() {
@@ -179,10 +182,10 @@ function showState(status) {
   offerActions();
 }
 
-/** Edit under the user's last message, retry under the last answer; nothing while one is written. */
+/** Edit under the user's last message, retry under the last answer; not to be seen while one is written. */
 function offerActions() {
   for (const old of log.querySelectorAll(".actions")) old.remove();
-  if (running || !turns.length) return;
+  if (!turns.length) return;
   const asked = turns.findLast((turn) => turn.role === "user");
   offer(asked, "Edit", () => edit(asked));
   offer(turns.at(-1), "Retry", retry);
@@ -267,8 +270,9 @@ prompt.addEventListener("keydown", (event) => {
   composer.requestSubmit();
 });
 prompt.addEventListener("input", fitPrompt);
+addEventListener("resize", fitPrompt);
 document.addEventListener("keydown", (event) => {
-  if (event.key !== "Escape") return;
+  if (event.key !== "Escape" || event.isComposing) return;
   if (running) stop();
   else if (edited) cancelEdit();
   else if (!part("settings").hidden && !wide.matches) hideSettings();
@@ -276,8 +280,6 @@ document.addEventListener("keydown", (event) => {
 
 function cancelEdit() {
   stopEditing();
-  prompt.value = "";
-  fitPrompt();
   prompt.focus();
 }
 
@@ -306,5 +308,6 @@ part("key-form").addEventListener("submit", (event) => {
 });
 
 part("tools").value = JSON.stringify(EXAMPLE_TOOLS, null, 2);
+wide.addEventListener("change", () => showSettings(wide.matches));
 showSettings(wide.matches);
 meetServer();

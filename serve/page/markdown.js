@@ -1,4 +1,4 @@
-// A small part of Markdown as DOM nodes: paragraphs, headings, lists, code blocks, bold, inline code.
+// A small part of Markdown as DOM nodes: paragraphs, headings, lists, code blocks, inline marks.
 // Text reaches the page through textContent only, so nothing in it is ever read as HTML.
 
 /** Show `text` in `container`. Called again with a longer text, only the blocks that changed are made anew. */
@@ -88,9 +88,9 @@ function list(lines) {
   return block;
 }
 
-/** Append `text` to `parent`, with bold and inline code. Takes time linear in the text, whatever it is. */
+/** Append `text` to `parent`, with its inline marks. Takes time linear in the text, whatever it is. */
 function withInline(parent, text) {
-  const marks = [...text.matchAll(/`+|\*\*/g)];
+  const marks = [...text.matchAll(/`+|\*\*|(?<!\w)\*(?=\S)|(?<=\S)\*(?!\w)/g)];
   const partners = partnersOf(marks.map((mark) => mark[0]));
   let done = 0;
   for (let place = 0; place < marks.length; place++) {
@@ -98,16 +98,18 @@ function withInline(parent, text) {
     const partner = partners[place];
     const start = marks[place].index + mark.length;
     const inner = partner === undefined ? "" : text.slice(start, marks[partner].index);
-    const isBold = mark === "**";
-    if (isBlank(inner) || (isBold && inner !== inner.trim())) continue;
+    const name = NAMES[mark] ?? "code";
+    if (isBlank(inner) || (name !== "code" && inner !== inner.trim())) continue;
     parent.append(text.slice(done, marks[place].index));
-    parent.append(isBold ? withInline(element("strong"), inner) : element("code", inner));
+    parent.append(name === "code" ? element("code", inner) : withInline(element(name), inner));
     done = start + inner.length + mark.length;
     place = partner;
   }
   parent.append(text.slice(done));
   return parent;
 }
+
+const NAMES = { "**": "strong", "*": "em" }; // any other mark is a run of backticks
 
 /** For each mark the place of the next one like it. */
 function partnersOf(marks) {

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from fake_runner import Drive, make_plan, make_sequence
 
-from runtime.batch import Sampling
+from runtime.batch import Batch, Sampling
 from runtime.request import LogprobParams
 from runtime.schedule import budget
 from runtime.schedule.sampling import uniform_numbers
@@ -15,12 +15,12 @@ from runtime.sequence import Sequence
 def samplings(*sequences: Sequence, depth: int = 1, plan: Any = None, **pool: Any) -> list[Sampling]:
     """Run sequences to their end; the sampling arrays of every step."""
     found: list[Sampling] = []
-    drive = Drive(
-        plan,
-        depth=depth,
-        watch=lambda batch: found.append(batch.sampling) if batch.sampling else None,
-        **pool,
-    )
+
+    def watch(batch: Batch) -> None:
+        if batch.sampling is not None:
+            found.append(batch.sampling)
+
+    drive = Drive(plan, depth=depth, watch=watch, **pool)
     drive.add(*sequences)
     drive.run()
     return found
