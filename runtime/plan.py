@@ -63,6 +63,7 @@ class ParallelPlan:
     tp_size: int = 1  # ranks that share every layer
     pp_size: int = 1  # stages, each with a share of the layers
     dp_size: int = 1  # copies of the model
+    balance: str = "round_robin"  # how requests are spread over the copies
     join_timeout_s: float = 600.0  # for all processes to be there at the start
 
     @property

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import partial
 
 import anyio
 import anyio.to_thread
 
 from ops.machine import Machine
 from runtime.actors.core import Core
-from runtime.actors.replica import first_error, start_replica
+from runtime.actors.replica import Replica, first_error, start_replica
 from runtime.args import Args, without_effect
 from runtime.facts import ModelFacts
 from runtime.models.checkpoint import locate
@@ -57,20 +58,27 @@ async def assemble(plan: Plan, facts: ModelFacts) -> Core:
         if plan.text.tokenizer_path is not None:
             tokenizer = await anyio.to_thread.run_sync(Tokenizer.load, plan.text, facts)
 
+    replicas: list[Replica] = []
     try:
         async with anyio.create_task_group() as loading:
             loading.start_soon(load_tokenizer)
-            replica = await start_replica(plan, facts)
-    except ExceptionGroup as group:
-        raise first_error(group) from None
+            for place in range(plan.parallel.dp_size):
+                replicas.append(await start_replica(plan, facts, place))
+    except BaseException as error:
+        with anyio.CancelScope(shield=True):
+            for replica in replicas:
+                await anyio.to_thread.run_sync(replica.runner.close)
+        raise first_error(error) from None
+    replica, *others = replicas
+    renew = partial(start_replica, plan, facts) if others else None
     plan = replica.plan
     logger.info(
         "max_total_num_tokens=%d, chunked_prefill_size=%s, max_prefill_tokens=%d, max_running_requests=%d, "
         "context_len=%d",
-        replica.schedule.load.num_pages * plan.cache.page_size,
+        sum(each.schedule.load.num_pages for each in replicas) * plan.cache.page_size,
         plan.schedule.chunk_tokens,
         plan.schedule.max_prefill_tokens,
         plan.schedule.max_running,
         plan.model.context_length,
     )
-    return Core(plan, facts, tokenizer, replica.schedule, replica.runner)
+    return Core(plan, facts, tokenizer, replica.schedule, replica.runner, others=others, renew=renew)

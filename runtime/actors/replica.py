@@ -42,15 +42,15 @@ class Replica:
     runner: DeviceRunner
 
 
-async def start_replica(plan: Plan, facts: ModelFacts) -> Replica:
-    """Load the weights, on every rank, and size and make the KV pool.
+async def start_replica(plan: Plan, facts: ModelFacts, place: int = 0) -> Replica:
+    """Load the weights, on every rank, and size and make the KV pool of the replica with this number.
 
     Raises `ConfigurationError` for what only the files themselves show, `WorkerFailed` naming the rank.
     Failed or cancelled, it leaves nothing behind.
     """
     from runtime.parallel.crew import Crew
 
-    crew = Crew(plan, facts)
+    crew = Crew(plan, facts, place * plan.parallel.ranks)
     try:
         began = time.monotonic()
         memory = await crew.load()
@@ -85,7 +85,8 @@ def _size(plan: Plan, facts: ModelFacts, memory: Sequence[Mapping[str, int]]) ->
     from runtime.parallel.mesh import Place
 
     parallel = plan.parallel
-    sharing = parallel.ranks if plan.model.device == "cpu" else 1  # ranks that share one memory
+    # Ranks of one machine share its memory; each replica counts only itself as there.
+    sharing = parallel.ranks * parallel.dp_size if plan.model.device == "cpu" else 1
     sizes = [
         size_pool(
             plan,

@@ -36,7 +36,7 @@ class ParallelArgs:
             "Data parallelism: number of copies of the model that share the requests.",
             aliases=("--data-parallel-size",),
             low=1,
-            built=(1,),
+            plan="parallel.dp_size",
         ),
     ] = 1
     max_micro_batch_size: Annotated[
@@ -65,13 +65,21 @@ class ParallelArgs:
     gpu_id_step: Annotated[int, planned("Distance between the numbers of the GPUs to use.", low=1)] = 1
     load_balance_method: Annotated[
         str,
-        planned(
-            "How requests are spread over the copies of the model.",
-            choices=("round_robin", "shortest_queue", "minimum_tokens"),
+        Knob(
+            "How requests are spread over the copies of the model. round_robin: in turn; shortest_queue: to "
+            "the copy with fewest requests; minimum_tokens: to the one whose requests have fewest tokens; "
+            "longest_prefix: to the one that has most of the prompt in its cache, unless it is much busier.",
+            choices=("round_robin", "shortest_queue", "minimum_tokens", "longest_prefix"),
+            plan="parallel.balance",
         ),
     ] = "round_robin"
     load_watch_interval: Annotated[
-        float, planned("Seconds between two looks at the load of the copies.", above=0)
+        float,
+        inert(
+            "Seconds between two looks at the load of the copies.",
+            because="all copies are scheduled in one process and their load is always known",
+            above=0,
+        ),
     ] = 0.1
     prefill_round_robin_balance: Annotated[
         bool, planned("With separate prefill servers: promise that they spread requests in turn.")

@@ -15,6 +15,7 @@ from typing import Any
 
 import anyio
 import anyio.to_thread
+import torch
 
 from ops.machine import Machine
 from runtime.batch import Batch, Tokens
@@ -39,8 +40,9 @@ class Crew:
     `load`, then `join`; `close` at any time, after which no process and no file is left.
     """
 
-    def __init__(self, plan: Plan, facts: ModelFacts) -> None:
+    def __init__(self, plan: Plan, facts: ModelFacts, first_device: int = 0) -> None:
         self._plan = plan
+        self._first_device = first_device  # how many devices other replicas have before ours
         self._facts = facts
         self._directory: Path | None = None  # where the ranks find each other
         self.workers: list[Worker] = []
@@ -52,6 +54,8 @@ class Crew:
         Raises `WorkerFailed` naming the rank, or what rank 0 raised (`CheckpointError`, ...).
         """
         ranks = self._plan.parallel.ranks
+        if self._shares_processors():
+            torch.set_num_threads(self._num_threads())
         setups = [self._setup(rank) for rank in range(ranks)]
         for rank in range(1, ranks):
             self.workers.append(Worker(rank, self._environment()))
@@ -154,7 +158,7 @@ class Crew:
     def _setup(self, rank: int) -> dict[str, Any]:
         plan = self._plan
         place = {"rank": rank, "tp_size": plan.parallel.tp_size, "pp_size": plan.parallel.pp_size}
-        model = replace(plan.model, device=_device(plan.model.device, rank))
+        model = replace(plan.model, device=_device(plan.model.device, self._first_device + rank))
         return {
             "place": place,
             "facts": asdict(self._facts) if rank else self._facts,
@@ -163,9 +167,18 @@ class Crew:
         }
 
     def _environment(self) -> dict[str, str]:
-        if self._plan.model.device != "cpu" or "OMP_NUM_THREADS" in os.environ:
-            return {}
-        return {"OMP_NUM_THREADS": str(max(1, Machine.probe().num_cpus // self._plan.parallel.ranks))}
+        return {"OMP_NUM_THREADS": str(self._num_threads())} if self._shares_processors() else {}
+
+    def _shares_processors(self) -> bool:
+        """Whether this process and others compute on one CPU, and nobody said with how many threads."""
+        parallel = self._plan.parallel
+        several = self._plan.model.device == "cpu" and parallel.ranks * parallel.dp_size > 1
+        return several and "OMP_NUM_THREADS" not in os.environ
+
+    def _num_threads(self) -> int:
+        """Each rank's part of the processors: with more threads, a step takes many times longer."""
+        parallel = self._plan.parallel
+        return max(1, Machine.probe().num_cpus // (parallel.ranks * parallel.dp_size))
 
 
 class CrewRunner:

@@ -17,6 +17,7 @@ def parallel_plan(ledger: Ledger, machine: Machine, facts: ModelFacts, device: s
     timeout = args.dist_timeout
     why = "as asked" if timeout is not None else "long enough to read a large model"
     return ParallelPlan(
+        balance=ledger.take("parallel.balance", "load_balance_method"),
         tp_size=ledger.take("parallel.tp_size", "tp_size"),
         pp_size=ledger.take("parallel.pp_size", "pp_size"),
         dp_size=ledger.take("parallel.dp_size", "dp_size"),
@@ -42,13 +43,13 @@ def _check_heads(ledger: Ledger, facts: ModelFacts) -> None:
 
 def _check_devices(ledger: Ledger, machine: Machine, device: str) -> None:
     args = ledger.args.parallel
-    needed = args.tp_size * args.pp_size
+    needed = args.tp_size * args.pp_size * args.dp_size
     if not device.startswith("cuda") or needed == 1:
         return
     first = int(device.partition(":")[2] or 0)
     if first + needed > len(machine.gpus):
         ledger.refuse(
             "tp_size",
-            f"--tp-size {args.tp_size} x --pp-size {args.pp_size} needs {needed} GPUs from {first} on; "
-            f"this machine has {len(machine.gpus)}.",
+            f"--tp-size {args.tp_size} x --pp-size {args.pp_size} x --dp-size {args.dp_size} needs {needed} "
+            f"GPUs from number {first} on; this machine has {len(machine.gpus)}.",
         )

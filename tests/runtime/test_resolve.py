@@ -331,6 +331,6 @@ def test_heads_are_shared_or_repeated_evenly(heads: int, kv_heads: int, size: in
 def test_ranks_need_a_gpu_each() -> None:
     args = Args.of(model_path="m", tp_size=2, device="cuda")
     with pytest.raises(
-        ConfigurationError, match=r"--tp-size 2 .* needs 2 GPUs from 0 on; this machine has 1"
+        ConfigurationError, match=r"--tp-size 2 .* needs 2 GPUs from number 0 on; this machine has 1"
     ):
         check(args, H200)

@@ -230,3 +230,22 @@ async def test_twenty_starts_leave_nothing_behind():
             await engine.generate(input_ids=[5, 6, 7], sampling_params=GREEDY)
         seen.append(held())
     assert seen[-1] == seen[1]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+async def test_two_copies_give_the_tokens_of_one(family: str):
+    await check_same_tokens(family, dp_size=2, load_balance_method="longest_prefix")
+
+
+async def test_copy_whose_worker_is_killed_is_started_again_and_the_others_go_on():
+    async with Engine(model_path(), **PLAIN, dp_size=2, tp_size=2) as engine:
+        expected = await outputs(engine)
+        before = workers()
+        assert len(before) == 2
+        before[1].kill()
+        assert await outputs(engine) == expected
+        while len(workers()) < 2 or before[1] in workers():
+            await asyncio.sleep(0.05)
+        assert await outputs(engine) == expected
+        assert engine.status().state == "ready"
+    assert not workers()
