@@ -47,6 +47,8 @@ class SchedulePlan:
     stream_interval: int
     log_interval_steps: int
     watchdog_timeout_s: float
+    micro_batches: int = 1  # in flight at the same time, without a sequence in common: one for each stage
+    max_micro_batch: int | None = None  # rows of one of them; None: no limit of its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

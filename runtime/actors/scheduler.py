@@ -76,7 +76,8 @@ class SchedulerActor:
         self.schedule = schedule
         self.progress = Progress(plan.log_interval_steps, page_size)
         self._runner = runner
-        self._depth = 1 if plan.overlap else 0  # steps in flight while the next one is filled
+        # Steps in flight while the next one is filled: for overlap one, in a pipeline one for each stage.
+        self._depth = plan.micro_batches - 1 if plan.micro_batches > 1 else int(plan.overlap)
         self._emit = emit
         self._fail = fail
         self._in_flight: deque[tuple[Batch, Step]] = deque()

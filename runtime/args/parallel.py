@@ -27,7 +27,7 @@ class ParallelArgs:
             "Pipeline parallelism: number of stages, each with a share of the layers.",
             aliases=("--pipeline-parallel-size",),
             low=1,
-            built=(1,),
+            plan="parallel.pp_size",
         ),
     ] = 1
     dp_size: Annotated[
@@ -40,7 +40,13 @@ class ParallelArgs:
         ),
     ] = 1
     max_micro_batch_size: Annotated[
-        int | None, planned("Most sequences in one micro-batch of a pipeline.", low=1)
+        int | None,
+        Knob(
+            "Most sequences in one micro-batch of a pipeline. Default: the running ones are divided evenly "
+            "among the stages.",
+            low=1,
+            plan="schedule.max_micro_batch",
+        ),
     ] = None
     nnodes: Annotated[int, Knob("Number of machines that serve the model together.", low=1, built=(1,))] = 1
     node_rank: Annotated[int, Knob("Number of this machine among them, from 0.", low=0, built=(0,))] = 0

@@ -29,6 +29,14 @@ class Span(NamedTuple):
         return slice(self.start, self.start + self.size)
 
 
+class Stage(NamedTuple):
+    """Which part of a decoder's depth a rank computes. The first stage also embeds and has the head."""
+
+    layers: range
+    first: bool
+    last: bool
+
+
 class Team(Protocol):
     """The ranks that share every layer, seen from one of them. All of them call the same methods in step."""
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ops.select import Kernels
 from runtime.errors import CheckpointError
 from runtime.facts import ModelFacts
-from runtime.layers.split import Split, Team
+from runtime.layers.split import Split, Stage, Team
 from runtime.layers.weight import Piece, Weighted
 from runtime.models.checkpoint import find_weights
 from runtime.models.config import Config
@@ -30,8 +30,16 @@ IGNORED = re.compile(r".*\.rotary_emb\.inv_freq")
 IGNORED_IF_TIED = re.compile(r"lm_head\.weight")
 
 
-def load_model(facts: ModelFacts, plan: ModelPlan, kernels: Kernels, team: Team | None = None) -> Decoder:
-    """The model on plan.device in plan.dtype, ready to compute, without gradients; a `team`'s rank's share.
+def load_model(
+    facts: ModelFacts,
+    plan: ModelPlan,
+    kernels: Kernels,
+    team: Team | None = None,
+    stage: Stage | None = None,
+) -> Decoder:
+    """The model on plan.device in plan.dtype, ready to compute, without gradients.
+
+    Of every layer only the share of the `team`'s rank, of the layers only those of the `stage`.
 
     At no time does it hold more than these weights and one tensor. Raises CheckpointError naming every tensor
     that is missing, left over or misshapen; then no memory was taken yet.
@@ -46,6 +54,8 @@ def load_model(facts: ModelFacts, plan: ModelPlan, kernels: Kernels, team: Team 
         ignored = _ignored(tensors.shapes, tied=config.flag("tie_word_embeddings"))
         shapes = {name: shape for name, shape in tensors.shapes.items() if name not in ignored}
         check_total(collect_pieces(model), shapes)
+    if stage is not None:
+        model.keep(stage)
     if team is not None and team.size > 1:
         with torch.device("meta"):
             split(model, team)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+MAX_UNSENT = 16  # tensors on their way, kept alive until then
 
 
 class Group:
@@ -57,13 +58,12 @@ class Group:
         self._group.broadcast([x], options).wait()
         return x
 
-    def send(self, tensors: Sequence[Tensor], to: int) -> None:
-        """Send without waiting for the receiver. The tensors must not be changed afterwards."""
-        while self._sent and self._sent[0][0].is_completed():
-            self._sent.popleft()
-        for tensor in tensors:
-            tensor = tensor.contiguous()
-            self._sent.append((self._group.send([tensor], to, 0), tensor))
+    def send(self, x: Tensor, to: int) -> None:
+        """Send without waiting for the receiver. The tensor must not be changed afterwards."""
+        while len(self._sent) >= MAX_UNSENT:
+            self._sent.popleft()[0].wait()
+        x = x.contiguous()
+        self._sent.append((self._group.send([x], to, 0), x))
 
     def receive(self, like: Tensor, source: int) -> Tensor:
         """Fill `like` with what `source` sent next."""

@@ -21,7 +21,7 @@ from ops.machine import Machine
 from runtime.batch import Batch, Tokens
 from runtime.cache.pool import KVPool
 from runtime.errors import ConfigurationError, WorkerFailed
-from runtime.execute.runner import ModelRunner, ModelStep
+from runtime.execute.runner import ModelRunner, ModelStep, PipelinedStep
 from runtime.execute.sampler import Sampler
 from runtime.facts import ModelFacts
 from runtime.parallel.member import Member
@@ -98,10 +98,10 @@ class Crew:
         """The runner of the joined crew, which then owns and closes it."""
         if self.member is None:
             raise RuntimeError("Nobody leads a crew that has not loaded.")
-        device, team = self.member.device, self.member.mesh
+        device, mesh = self.member.device, self.member.mesh
         sampler = Sampler(self._facts.vocab_size, num_slots, device)
         model = self.member.take_model()
-        inner = ModelRunner(model, pool, sampler, num_slots=num_slots, device=str(device), team=team)
+        inner = ModelRunner(model, pool, sampler, num_slots=num_slots, device=str(device), mesh=mesh)
         return CrewRunner(inner, self) if self.workers else inner
 
     def launch(self, batch: Batch) -> None:
@@ -109,6 +109,12 @@ class Crew:
         frame = encode_batch(batch)
         for worker in self.workers:
             worker.send(frame)
+
+    def end(self) -> None:
+        """Have the first stage end the oldest step that it only began; returns at once."""
+        parallel = self._plan.parallel
+        if parallel.pp_size > 1:
+            tell_all(self.workers[: parallel.tp_size - 1], {"end": True})
 
     async def watch(self) -> None:
         """Never returns; raises `WorkerFailed` when a worker failed or is gone, and kills the others."""
@@ -216,12 +222,13 @@ class CrewStep:
 
     __slots__ = ("_crew", "_inner")
 
-    def __init__(self, inner: ModelStep, crew: Crew) -> None:
+    def __init__(self, inner: ModelStep | PipelinedStep, crew: Crew) -> None:
         self._inner = inner
         self._crew = crew
 
     async def tokens(self) -> Tokens:
         """The step's tokens. Raises `WorkerFailed`: ranks that failed in different places cannot go on."""
+        self._crew.end()
         try:
             return await self._inner.tokens()
         except Exception as error:  # whatever it was, the other ranks now wait for what will not come

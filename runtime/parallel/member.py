@@ -27,7 +27,13 @@ class Member:
         self.facts: ModelFacts = setup["facts"]
         self.device = torch.device(model.device)
         self.mesh = Mesh(Place(**setup["place"]), self.device)
-        decoder = load_model(self.facts, model, select(setup["kernels"]), self.mesh)
+        decoder = load_model(
+            self.facts,
+            model,
+            select(setup["kernels"]),
+            self.mesh,
+            self.mesh.place.share(self.facts.num_layers),
+        )
         self._weight_bytes = sum(parameter.nbytes for parameter in decoder.parameters())
         self._model: Decoder | None = decoder
 

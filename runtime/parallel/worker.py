@@ -14,12 +14,20 @@ import sys
 import threading
 import time
 import traceback
-from typing import Any
+from collections import deque
+from typing import TYPE_CHECKING, Any
 
+from runtime.batch import Batch
 from runtime.facts import ModelFacts
 from runtime.parallel.link import LinkClosed, WorkerLink
 from runtime.parallel.message import Frame, decode_batch, encode
 from runtime.plan import ModelPlan
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from runtime.execute.inputs import StepInputs
+    from runtime.execute.rank import Rank
 
 PR_SET_PDEATHSIG = 1
 FAREWELL_S = 1.0  # for a worker whose link has closed to end by itself
@@ -55,11 +63,25 @@ def _work(link: WorkerLink) -> None:
     join = link.receive().body["join"]
     pool = member.join(join)
     model = member.take_model()
-    rank = Rank(model, pool, num_slots=join["num_slots"], device=member.device, team=member.mesh)
+    rank = Rank(model, pool, num_slots=join["num_slots"], device=member.device, mesh=member.mesh)
     link.send(encode({"ready": True}))
     with torch.inference_mode():
-        while True:
-            rank.follow(decode_batch(link.receive()))
+        if not member.mesh.place.first:
+            while True:
+                rank.relay(decode_batch(link.receive()))
+        _follow(link, rank, pipelined=member.mesh.place.pp_size > 1)
+
+
+def _follow(link: WorkerLink, rank: Rank, *, pipelined: bool) -> None:
+    """Do as the first rank does: in a pipeline, a step's beginning and its end are told apart."""
+    begun: deque[tuple[Batch, StepInputs, Tensor | None]] = deque()
+    while True:
+        frame = link.receive()
+        if "batch" in frame.body:
+            batch = decode_batch(frame)
+            begun.append((batch, *rank.begin(batch)))
+        if not pipelined or "end" in frame.body:
+            rank.follow(*begun.popleft())
 
 
 def _setup(frame: Frame) -> dict[str, Any]:

@@ -13,6 +13,7 @@ JOIN_TIMEOUT_S = 600.0
 def parallel_plan(ledger: Ledger, machine: Machine, facts: ModelFacts, device: str) -> ParallelPlan:
     args = ledger.args.parallel
     _check_heads(ledger, facts)
+    _check_stages(ledger, facts)
     _check_devices(ledger, machine, device)
     timeout = args.dist_timeout
     why = "as asked" if timeout is not None else "long enough to read a large model"
@@ -39,6 +40,16 @@ def _check_heads(ledger: Ledger, facts: ModelFacts) -> None:
             f"--tp-size {size}: the model's {facts.num_kv_heads} kv heads can be neither shared nor repeated "
             "evenly.",
         )
+
+
+def _check_stages(ledger: Ledger, facts: ModelFacts) -> None:
+    args = ledger.args.parallel
+    if facts.path and args.pp_size > facts.num_layers:
+        ledger.refuse(
+            "pp_size", f"--pp-size {args.pp_size}: the model has only {facts.num_layers} layers to share."
+        )
+    if args.max_micro_batch_size is not None and args.pp_size == 1:
+        ledger.refuse("max_micro_batch_size", "--max-micro-batch-size needs a pipeline; say --pp-size too.")
 
 
 def _check_devices(ledger: Ledger, machine: Machine, device: str) -> None:

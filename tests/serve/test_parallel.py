@@ -42,7 +42,7 @@ def model_path(family: str = "llama") -> str:
 
 def prompts() -> list[list[int]]:
     fresh = [[3 + (7 * i + n) % 100 for i in range(n)] for n in (1, 2, 5, 16, 17, 33, 60, 9)]
-    return fresh + [prompt[: 1 + len(prompt) // 2] + [4, 5] for prompt in fresh]
+    return fresh + [[*prompt[: 1 + len(prompt) // 2], 4, 5] for prompt in fresh]
 
 
 async def outputs(engine: Engine) -> list[list[int]]:
@@ -82,7 +82,24 @@ async def test_four_ranks_share_two_kv_heads(family: str):
     await check_same_tokens(family, tp_size=4)
 
 
-async def test_logprobs_and_penalties_are_those_of_one_process():
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_two_stages_give_the_tokens_of_one(family: str):
+    await check_same_tokens(family, pp_size=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_two_stages_of_two_ranks(family: str):
+    await check_same_tokens(family, pp_size=2, tp_size=2)
+
+
+@pytest.mark.slow
+async def test_three_stages_with_small_micro_batches():
+    await check_same_tokens("llama", pp_size=3, max_micro_batch_size=5)
+
+
+@pytest.mark.parametrize("parallel", [{"tp_size": 2}, {"pp_size": 2}], ids=["ranks", "stages"])
+async def test_logprobs_and_penalties_are_those_of_one_process(parallel: dict[str, int]):
     async def ask(**parallel: Any) -> Any:
         async with Engine(model_path(), **PLAIN, chunked_prefill_size=16, **parallel) as engine:
             return await engine.generate(
@@ -93,7 +110,7 @@ async def test_logprobs_and_penalties_are_those_of_one_process():
                 top_logprobs_num=2,
             )
 
-    one, two = await ask(), await ask(tp_size=2)
+    one, two = await ask(), await ask(**parallel)
     assert two["output_ids"] == one["output_ids"]
     for name in ("input_token_logprobs", "output_token_logprobs"):
         found, expected = two["meta_info"][name], one["meta_info"][name]
@@ -138,7 +155,7 @@ async def test_idle_engine_ends_when_a_worker_does():
     engine = Engine(model_path(), **PLAIN, tp_size=2)
     await engine.start()
     workers()[0].terminate()
-    with pytest.raises(WorkerFailed, match="Rank 1 .* was killed by SIGTERM"):
+    with pytest.raises(WorkerFailed, match=r"Rank 1 .* was killed by SIGTERM"):
         await engine.wait()
     await engine.aclose()
 
