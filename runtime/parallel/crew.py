@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -47,6 +48,7 @@ class Crew:
         self._directory: Path | None = None  # where the ranks find each other
         self.workers: list[Worker] = []
         self.member: Member | None = None
+        self.seconds_sending = 0.0  # what the last batch took
 
     async def load(self) -> list[Mapping[str, int]]:
         """Start the workers and load every rank's weights; returns each rank's memory.
@@ -106,9 +108,11 @@ class Crew:
 
     def launch(self, batch: Batch) -> None:
         """Send the batch to every worker; returns at once."""
+        began = time.perf_counter()
         frame = encode_batch(batch)
         for worker in self.workers:
             worker.send(frame)
+        self.seconds_sending = time.perf_counter() - began
 
     def end(self) -> None:
         """Have the first stage end the oldest step that it only began; returns at once."""
@@ -191,30 +195,30 @@ class CrewRunner:
     """Leads the crew: what it launches, every rank computes. Any failed step is the end of the whole crew."""
 
     def __init__(self, inner: ModelRunner, crew: Crew) -> None:
+        self.crew = crew
         self._inner = inner
-        self._crew = crew
 
     def launch(self, batch: Batch) -> CrewStep:
         """Enqueue the batch on every rank; returns at once."""
-        self._crew.launch(batch)
-        return CrewStep(self._inner.launch(batch), self._crew)
+        self.crew.launch(batch)
+        return CrewStep(self._inner.launch(batch), self.crew)
 
     async def watch(self) -> None:
         """Never returns; raises `WorkerFailed` when a worker failed or is gone."""
         try:
-            await self._crew.watch()
+            await self.crew.watch()
         finally:
-            self._crew.detach()
+            self.crew.detach()
 
     def close(self) -> None:
         """Finish what was launched, as far as that is possible, and end the workers. Blocks."""
-        too_late = threading.Timer(FINISH_S, self._crew.kill)
+        too_late = threading.Timer(FINISH_S, self.crew.kill)
         too_late.daemon = True
         too_late.start()
         self._inner.close()
         too_late.cancel()
         too_late.join()
-        self._crew.reap()
+        self.crew.reap()
 
 
 class CrewStep:

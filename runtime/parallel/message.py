@@ -6,6 +6,7 @@ after the other. Both ends are the same program on machines of one byte order.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -21,6 +22,8 @@ HEAD = struct.Struct("<II")  # bytes after the head, bytes of JSON
 MAX_FRAME_BYTES = 1 << 30
 
 _NOTHING = LogprobParams()
+_NO_FLOATS = np.zeros(0, np.float32)
+_NO_FLAGS = np.zeros(0, np.bool_)
 
 
 class Frame(NamedTuple):
@@ -48,8 +51,9 @@ def decode(content: bytearray | bytes, text_length: int) -> Frame:
     arrays: dict[str, NDArray[np.int32]] = {}
     offset = text_length
     for name, shape in body.pop("", ()):
-        size = int(np.prod(shape))
-        arrays[name] = np.frombuffer(content, np.uint8, size * 4, offset).view(np.int32).reshape(shape)
+        size = math.prod(shape)
+        flat = np.frombuffer(content, np.uint8, size * 4, offset)  # bytes first: they need no alignment
+        arrays[name] = flat.view(np.int32).reshape(shape)
         offset += size * 4
     return Frame(body, arrays)
 
@@ -94,15 +98,14 @@ def decode_batch(frame: Frame) -> Batch:
 
 
 def _rows_alone(rows: NDArray[np.int32]) -> Sampling:
-    none = np.zeros(0, np.float32)
     return Sampling(
         rows=rows,
-        greedy=np.zeros(0, np.bool_),
-        temperature=none,
-        top_k=np.zeros(0, np.int32),
-        top_p=none,
-        min_p=none,
-        uniform=none,
+        greedy=_NO_FLAGS,
+        temperature=_NO_FLOATS,
+        top_k=rows[:0],
+        top_p=_NO_FLOATS,
+        min_p=_NO_FLOATS,
+        uniform=_NO_FLOATS,
     )
 
 
