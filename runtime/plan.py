@@ -66,12 +66,23 @@ class ParallelPlan:
     pp_size: int = 1  # stages, each with a share of the layers
     dp_size: int = 1  # copies of the model
     balance: str = "round_robin"  # how requests are spread over the copies
+    gpu_step: int = 1  # distance between the numbers of the GPUs in use
+    nnodes: int = 1  # machines
+    node_rank: int = 0  # this one among them
+    meeting: tuple[str, int] | None = None  # address and port of the first machine, where the others report
+    store_port: int | None = None  # of the ranks' own meeting; None: any that is free
     join_timeout_s: float = 600.0  # for all processes to be there at the start
 
     @property
     def ranks(self) -> int:
         """Processes of one copy of the model."""
         return self.tp_size * self.pp_size
+
+    @property
+    def ranks_here(self) -> range:
+        """Of one copy, those that are on this machine."""
+        share = self.ranks // self.nnodes
+        return range(self.node_rank * share, (self.node_rank + 1) * share)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,11 +48,25 @@ class ParallelArgs:
             plan="schedule.max_micro_batch",
         ),
     ] = None
-    nnodes: Annotated[int, Knob("Number of machines that serve the model together.", low=1, built=(1,))] = 1
-    node_rank: Annotated[int, Knob("Number of this machine among them, from 0.", low=0, built=(0,))] = 0
+    nnodes: Annotated[
+        int, Knob("Number of machines that serve the model together.", low=1, plan="parallel.nnodes")
+    ] = 1
+    node_rank: Annotated[
+        int,
+        Knob(
+            "Number of this machine among them, from 0. The first one has the server; the others run workers "
+            "for it and end with it.",
+            low=0,
+            plan="parallel.node_rank",
+        ),
+    ] = 0
     dist_init_addr: Annotated[
         str | None,
-        planned("host:port at which the machines meet.", aliases=("--nccl-init-addr",)),
+        Knob(
+            "host:port of the first machine, at which the others report.",
+            aliases=("--nccl-init-addr",),
+            plan="parallel.meeting",
+        ),
     ] = None
     dist_timeout: Annotated[
         int | None,
@@ -63,12 +77,23 @@ class ParallelArgs:
         ),
     ] = None
     nccl_port: Annotated[
-        int | None, planned("Port at which the processes of this machine meet.", low=1, high=65535)
+        int | None,
+        Knob(
+            "With several machines: port of the first one at which the ranks meet. Default: any free one. On "
+            "one machine the ranks meet in a file.",
+            low=1,
+            high=65535,
+            plan="parallel.store_port",
+        ),
     ] = None
     base_gpu_id: Annotated[
-        int, planned("Number of the first GPU to use.", low=0, instead="use --device cuda:N")
+        int,
+        Knob("Number of the first GPU to use; the same as --device cuda:N.", low=0, plan="model.device"),
     ] = 0
-    gpu_id_step: Annotated[int, planned("Distance between the numbers of the GPUs to use.", low=1)] = 1
+    gpu_id_step: Annotated[
+        int,
+        Knob("Distance between the numbers of the GPUs to use.", low=1, plan="parallel.gpu_step"),
+    ] = 1
     load_balance_method: Annotated[
         str,
         Knob(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import secrets
 import shutil
 import tempfile
 import threading
@@ -27,8 +29,11 @@ from runtime.execute.sampler import Sampler
 from runtime.facts import ModelFacts
 from runtime.parallel.member import Member
 from runtime.parallel.message import encode, encode_batch
+from runtime.parallel.rendezvous import TOKEN_VARIABLE, Gate, fingerprint, listen
 from runtime.parallel.spawn import Worker, gather_all, tell_all
 from runtime.plan import Plan
+
+logger = logging.getLogger("penstock.core")
 
 LOOPBACK = "127.0.0.1"
 BLAME_S = 1.0  # to learn which rank is gone when a step failed
@@ -55,13 +60,19 @@ class Crew:
 
         Raises `WorkerFailed` naming the rank, or what rank 0 raised (`CheckpointError`, ...).
         """
-        ranks = self._plan.parallel.ranks
+        parallel = self._plan.parallel
+        ranks = parallel.ranks
         if self._shares_processors():
             torch.set_num_threads(self._num_threads())
         setups = [self._setup(rank) for rank in range(ranks)]
-        for rank in range(1, ranks):
-            self.workers.append(Worker(rank, self._environment()))
-            self.workers[-1].send(encode({"setup": setups[rank]}))
+        for rank in parallel.ranks_here[1:]:
+            self.workers.append(Worker.start(rank, self._environment()))
+        if parallel.meeting is not None:
+            with _in_time(parallel.join_timeout_s, "report from the other machines"):
+                elsewhere = range(len(parallel.ranks_here), ranks)
+                self.workers += await self._gate(parallel.meeting).admit(elsewhere)
+        for worker in self.workers:
+            worker.send(encode({"setup": setups[worker.rank]}))
         reports: list[dict[str, Any]] = []
 
         async def receive() -> None:
@@ -78,10 +89,10 @@ class Crew:
         if self.member is None:
             raise RuntimeError("Ranks join when they are loaded.")
         plan = self._plan
-        self._directory = Path(tempfile.mkdtemp(prefix="penstock-"))  # for our eyes only (0700)
+        store, listening = self._store()
         join = {
-            "store": str(self._directory / "store"),
-            "address": LOOPBACK,
+            "store": store,
+            "address": plan.parallel.meeting[0] if plan.parallel.meeting else LOOPBACK,
             "timeout_s": max(plan.parallel.join_timeout_s, plan.schedule.watchdog_timeout_s),
             "num_pages": num_pages,
             "num_slots": num_slots,
@@ -92,7 +103,7 @@ class Crew:
         with _in_time(plan.parallel.join_timeout_s, "meet"):
             async with anyio.create_task_group() as joining:
                 joining.start_soon(gather_all, self.workers)
-                meet = partial(self.member.join, join)
+                meet = partial(self.member.join, {**join, "listening": listening})
                 pool = await anyio.to_thread.run_sync(meet, abandon_on_cancel=True)
         return pool
 
@@ -168,13 +179,35 @@ class Crew:
     def _setup(self, rank: int) -> dict[str, Any]:
         plan = self._plan
         place = {"rank": rank, "tp_size": plan.parallel.tp_size, "pp_size": plan.parallel.pp_size}
-        model = replace(plan.model, device=_device(plan.model.device, self._first_device + rank))
+        index = self._first_device + rank % len(plan.parallel.ranks_here)
+        device = _device(plan.model.device, index, plan.parallel.gpu_step)
+        model = replace(plan.model, device=device)
         return {
             "place": place,
             "facts": asdict(self._facts) if rank else self._facts,
             "model": asdict(model) if rank else model,
             "kernels": dict(plan.kernels.choices),
         }
+
+    def _gate(self, meeting: tuple[str, int]) -> Gate:
+        token = os.environ.get(TOKEN_VARIABLE, "")
+        if not token:
+            logger.warning(
+                "Whoever reaches %s:%d can take a rank's place and read prompts: set %s, the same everywhere.",
+                *meeting,
+                TOKEN_VARIABLE,
+            )
+        return Gate(meeting, token, fingerprint(self._facts))
+
+    def _store(self) -> tuple[str | dict[str, Any], int]:
+        """Where the ranks find each other; over the network with a socket that listens there, else -1."""
+        parallel = self._plan.parallel
+        if parallel.meeting is None:
+            self._directory = Path(tempfile.mkdtemp(prefix="penstock-"))  # for our eyes only (0700)
+            return str(self._directory / "store"), -1
+        listening = listen(parallel.meeting[0], parallel.store_port or 0)
+        host, port = listening.getsockname()[:2]
+        return {"host": host, "port": port, "name": secrets.token_hex(16)}, listening.detach()
 
     def _environment(self) -> dict[str, str]:
         return {"OMP_NUM_THREADS": str(self._num_threads())} if self._shares_processors() else {}
@@ -188,7 +221,7 @@ class Crew:
     def _num_threads(self) -> int:
         """Each rank's part of the processors: with more threads, a step takes many times longer."""
         parallel = self._plan.parallel
-        return max(1, Machine.probe().num_cpus // (parallel.ranks * parallel.dp_size))
+        return max(1, Machine.probe().num_cpus // (len(parallel.ranks_here) * parallel.dp_size))
 
 
 class CrewRunner:
@@ -252,11 +285,11 @@ def _in_time(seconds: float, what: str) -> Iterator[None]:
         ) from error
 
 
-def _device(device: str, rank: int) -> str:
-    """The rank's device: on CUDA, ranks take the GPUs from the first one on."""
+def _device(device: str, index: int, step: int) -> str:
+    """The device of the model's rank with this index on its machine: GPUs from the first one on."""
     if device == "cpu":
         return device
-    return f"cuda:{int(device.partition(':')[2] or 0) + rank}"
+    return f"cuda:{int(device.partition(':')[2] or 0) + index * step}"
 
 
 def _first_failure(group: BaseExceptionGroup) -> BaseException:

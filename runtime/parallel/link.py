@@ -110,12 +110,19 @@ class Link:
 class WorkerLink:
     """The worker's end; every call blocks."""
 
-    def __init__(self, end: socket.socket) -> None:
+    def __init__(self, end: socket.socket, *, max_bytes: int = MAX_FRAME_BYTES) -> None:
         self._socket = end
-        end.setblocking(True)
+        self._max_bytes = max_bytes
 
     def fileno(self) -> int:
         return self._socket.fileno()
+
+    @property
+    def address(self) -> str | None:
+        """This machine's address on the way to the engine; None where the engine is on this machine."""
+        if self._socket.family == socket.AF_UNIX:
+            return None
+        return self._socket.getsockname()[0]
 
     def send(self, frame: bytes) -> None:
         """Raises `LinkClosed` when the engine is gone."""
@@ -127,6 +134,8 @@ class WorkerLink:
     def receive(self) -> Frame:
         """The next frame. Raises `LinkClosed` when there will be none."""
         length, text_length = HEAD.unpack(self._exactly(HEAD.size))
+        if length > self._max_bytes:
+            raise ValueError("A frame beyond all measure.")
         return decode(self._exactly(length), text_length)
 
     def _exactly(self, size: int) -> bytearray:

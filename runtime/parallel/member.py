@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -55,10 +56,8 @@ class Member:
 
     def join(self, join: Mapping[str, Any]) -> KVPool:
         """Meet the other ranks and make the pool. Blocks until all are there."""
-        world_size = self.mesh.place.world_size
-        if world_size > 1:
-            store = distributed.FileStore(join["store"], world_size)  # pyright: ignore[reportPrivateImportUsage]
-            self.mesh.join(store, timeout_s=join["timeout_s"], address=join["address"])
+        if self.mesh.place.world_size > 1:
+            self.mesh.join(self._store(join), timeout_s=join["timeout_s"], address=join["address"])
         local = self.mesh.place.local(self.facts)
         return KVPool(
             local.num_layers,
@@ -69,3 +68,20 @@ class Member:
             getattr(torch, join["kv_dtype"]),
             self.device,
         )
+
+    def _store(self, join: Mapping[str, Any]) -> Any:
+        """Where the ranks find each other: a private file, or over the network a port of rank 0's machine."""
+        world_size, place = self.mesh.place.world_size, join["store"]
+        if isinstance(place, str):
+            return distributed.FileStore(place, world_size)  # pyright: ignore[reportPrivateImportUsage]
+        listening = join.get("listening", -1)  # rank 0's socket, bound to the one address that was asked for
+        store = distributed.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+            place["host"],
+            place["port"],
+            world_size,
+            listening >= 0,
+            timedelta(seconds=join["timeout_s"]),
+            wait_for_workers=False,
+            **({"master_listen_fd": listening} if listening >= 0 else {}),
+        )
+        return distributed.PrefixStore(place["name"], store)  # pyright: ignore[reportPrivateImportUsage]

@@ -9,8 +9,9 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import anyio
 import anyio.to_thread
@@ -29,36 +30,38 @@ class RemoteError(Exception):
 
 
 class Worker:
-    """One process of a rank. It ends with its owner, in any case: it watches the link and the parent.
+    """One rank's process, here or on another machine, at the other end of a link.
 
-    Made on the loop that uses it. The new process inherits nothing but its end of the link.
+    Belongs to the loop that it was made on. It ends with its owner, in any case: it watches the link, and a
+    process of this machine its parent.
     """
 
-    def __init__(self, rank: int, environment: Mapping[str, str] | None = None) -> None:
-        if not sys.executable:
-            raise ConfigurationError("There is no Python interpreter to start workers with (sys.executable).")
+    def __init__(
+        self, rank: int, end: socket.socket, process: subprocess.Popen[bytes] | None, who: str
+    ) -> None:
         self.rank = rank
+        self._who = who
+        self._process = process  # None: on another machine
+        self._socket = end
+        self._link = Link(end)
+        self._failure: asyncio.Future[WorkerFailed] = asyncio.get_running_loop().create_future()
+        self._remote: RemoteError | None = None
+
+    @classmethod
+    def start(cls, rank: int, environment: Mapping[str, str] | None = None) -> Self:
+        """A new process on this machine, which inherits nothing but its end of the link."""
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", MODULE, str(theirs.fileno()), str(os.getpid())],
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=(theirs.fileno(),),
-                    start_new_session=True,  # Ctrl-C is for the engine, which then ends us
-                    env=_environment(environment or {}),
-                )
+                process = start_process(theirs, environment)
             except BaseException:
                 ours.close()
                 raise
-        self._link = Link(ours)
-        self._loop = asyncio.get_running_loop()
-        self._failure: asyncio.Future[WorkerFailed] = self._loop.create_future()
-        self._remote: RemoteError | None = None
+        return cls(rank, ours, process, f"process {process.pid}")
 
     @property
-    def process_id(self) -> int:
-        return self._process.pid
+    def process_id(self) -> int | None:
+        return None if self._process is None else self._process.pid
 
     def send(self, frame: bytes) -> None:
         """Returns at once. Frames arrive in order."""
@@ -88,7 +91,7 @@ class Worker:
     async def _ended(self) -> WorkerFailed:
         """Wait for the process's end, which is near, and say how it ended."""
         await anyio.to_thread.run_sync(self.reap, abandon_on_cancel=True)
-        error = WorkerFailed(f"Rank {self.rank} (process {self.process_id}) {self._how()}.")
+        error = WorkerFailed(f"Rank {self.rank} ({self._who}) {self._how()}.")
         error.__cause__ = self._remote
         if not self._failure.done():
             self._failure.set_result(error)
@@ -97,6 +100,8 @@ class Worker:
     def _how(self) -> str:
         if self._remote is not None:
             return "failed"
+        if self._process is None:
+            return "is gone"
         status = self._process.returncode
         if status is not None and status < 0:
             known = {each.value: each.name for each in signal.Signals}
@@ -109,15 +114,39 @@ class Worker:
 
     def kill(self) -> None:
         """End the process now. From any thread; does nothing when it is gone."""
-        self._process.kill()
+        if self._process is not None:
+            self._process.kill()
+            return
+        with suppress(OSError):  # closed already
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def reap(self, timeout_s: float = EXIT_TIMEOUT_S) -> None:
-        """Wait until the process is gone; kill it when that takes too long. Blocks, from any thread."""
+        """Wait until the process is gone; kill it when that takes too long. Blocks, from any thread.
+
+        Of a process on another machine nothing more is known than that its link closed.
+        """
+        if self._process is None:
+            return
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+def start_process(
+    end: socket.socket, environment: Mapping[str, str] | None = None, *words: str
+) -> subprocess.Popen[bytes]:
+    """A worker process that reads its work from this end of a link and inherits nothing else."""
+    if not sys.executable:
+        raise ConfigurationError("There is no Python interpreter to start workers with (sys.executable).")
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", MODULE, str(end.fileno()), str(os.getpid()), *words],
+        stdin=subprocess.DEVNULL,
+        pass_fds=(end.fileno(),),
+        start_new_session=True,  # Ctrl-C is for the engine, which then ends us
+        env=_environment(environment or {}),
+    )
 
 
 def _environment(more: Mapping[str, str]) -> dict[str, str]:

@@ -33,14 +33,19 @@ PR_SET_PDEATHSIG = 1
 FAREWELL_S = 1.0  # for a worker whose link has closed to end by itself
 
 
-def main(link_fd: int, parent: int) -> int:
-    """Work until the link closes; returns the exit status. What is raised goes to the engine as text."""
+def main(link_fd: int, parent: int, path: str | None = None) -> int:
+    """Work until the link closes; returns the exit status. What is raised goes to the engine as text.
+
+    `path` is where this machine has the checkpoint, when that is not the engine's machine.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine gets it too, and ends us in order
     _die_with_parent(parent)
-    link = WorkerLink(socket.socket(fileno=link_fd))
+    end = socket.socket(fileno=link_fd)
+    end.setblocking(True)
+    link = WorkerLink(end)
     threading.Thread(target=_leave_on_hang_up, args=(link.fileno(),), daemon=True).start()
     try:
-        _work(link)
+        _work(link, path)
     except LinkClosed:
         return 0
     except BaseException:  # the process border: the engine raises it again, with this traceback
@@ -49,18 +54,19 @@ def main(link_fd: int, parent: int) -> int:
     return 0
 
 
-def _work(link: WorkerLink) -> None:
+def _work(link: WorkerLink, path: str | None) -> None:
     import torch
 
     from runtime.execute.rank import Rank
     from runtime.parallel.member import Member
 
-    setup = _setup(link.receive())
+    setup = _setup(link.receive(), path)
     if setup["model"].device.startswith("cuda"):
         torch.cuda.set_device(setup["model"].device)
     member = Member(setup)
     link.send(encode({"loaded": member.memory()}))
     join = link.receive().body["join"]
+    join["address"] = link.address or join["address"]
     pool = member.join(join)
     model = member.take_model()
     rank = Rank(model, pool, num_slots=join["num_slots"], device=member.device, mesh=member.mesh)
@@ -84,14 +90,11 @@ def _follow(link: WorkerLink, rank: Rank, *, pipelined: bool) -> None:
             rank.follow(*begun.popleft())
 
 
-def _setup(frame: Frame) -> dict[str, Any]:
+def _setup(frame: Frame, path: str | None) -> dict[str, Any]:
     body = frame.body["setup"]
-    facts = body["facts"]
-    return {
-        **body,
-        "facts": ModelFacts(**{**facts, "eos_ids": frozenset(facts["eos_ids"])}),
-        "model": ModelPlan(**body["model"]),
-    }
+    here = {} if path is None else {"path": path}
+    facts = {**body["facts"], **here, "eos_ids": frozenset(body["facts"]["eos_ids"])}
+    return {**body, "facts": ModelFacts(**facts), "model": ModelPlan(**{**body["model"], **here})}
 
 
 def _die_with_parent(parent: int) -> None:
@@ -120,6 +123,6 @@ def _tell(link: WorkerLink, trace: str) -> None:
 
 
 if __name__ == "__main__":
-    status = main(int(sys.argv[1]), int(sys.argv[2]))
+    status = main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
     sys.stderr.flush()
     os._exit(status)  # without waiting for threads of groups whose other ranks may be gone

@@ -18,12 +18,42 @@ def parallel_plan(ledger: Ledger, machine: Machine, facts: ModelFacts, device: s
     timeout = args.dist_timeout
     why = "as asked" if timeout is not None else "long enough to read a large model"
     return ParallelPlan(
+        gpu_step=ledger.take("parallel.gpu_step", "gpu_id_step"),
+        nnodes=ledger.take("parallel.nnodes", "nnodes"),
+        node_rank=ledger.take("parallel.node_rank", "node_rank"),
+        meeting=_meeting(ledger),
+        store_port=ledger.take("parallel.store_port", "nccl_port"),
         balance=ledger.take("parallel.balance", "load_balance_method"),
         tp_size=ledger.take("parallel.tp_size", "tp_size"),
         pp_size=ledger.take("parallel.pp_size", "pp_size"),
         dp_size=ledger.take("parallel.dp_size", "dp_size"),
         join_timeout_s=ledger.decide("parallel.join_timeout_s", timeout or JOIN_TIMEOUT_S, why),
     )
+
+
+def _meeting(ledger: Ledger) -> tuple[str, int] | None:
+    args = ledger.args.parallel
+    place = "parallel.meeting"
+    if args.nnodes == 1:
+        for option in ("node_rank", "dist_init_addr", "nccl_port"):
+            if value := ledger.args.get(option):
+                flag = "--" + option.replace("_", "-")
+                ledger.refuse(option, f"{flag} {value} is for several machines; say --nnodes too.")
+        return ledger.decide(place, None, "there is one machine")
+    if args.node_rank >= args.nnodes:
+        ledger.refuse("node_rank", f"--node-rank {args.node_rank}: it must be below --nnodes {args.nnodes}.")
+    if args.tp_size * args.pp_size % args.nnodes:
+        ledger.refuse(
+            "nnodes",
+            f"--nnodes {args.nnodes} must divide --tp-size {args.tp_size} x --pp-size {args.pp_size}.",
+        )
+    if args.dp_size > 1:
+        ledger.refuse("dp_size", "--dp-size over several machines is not possible; start one server on each.")
+    host, colon, port = (args.dist_init_addr or "").rpartition(":")
+    if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
+        ledger.refuse("dist_init_addr", "--nnodes needs --dist-init-addr HOST:PORT, of the first machine.")
+        return None
+    return ledger.decide(place, (host.strip("[]"), int(port)), "as asked")
 
 
 def _check_heads(ledger: Ledger, facts: ModelFacts) -> None:
@@ -54,11 +84,16 @@ def _check_stages(ledger: Ledger, facts: ModelFacts) -> None:
 
 def _check_devices(ledger: Ledger, machine: Machine, device: str) -> None:
     args = ledger.args.parallel
-    needed = args.tp_size * args.pp_size * args.dp_size
-    if not device.startswith("cuda") or needed == 1:
+    needed = args.tp_size * args.pp_size * args.dp_size // args.nnodes
+    if not device.startswith("cuda"):
+        for option in ("base_gpu_id", "gpu_id_step"):
+            if option in ledger.args.said:
+                ledger.refuse(option, f"--{option.replace('_', '-')} needs GPUs; the model runs on the CPU.")
+        return
+    if needed == 1:
         return
     first = int(device.partition(":")[2] or 0)
-    if first + needed > len(machine.gpus):
+    if first + (needed - 1) * args.gpu_id_step >= len(machine.gpus):
         ledger.refuse(
             "tp_size",
             f"--tp-size {args.tp_size} x --pp-size {args.pp_size} x --dp-size {args.dp_size} needs {needed} "

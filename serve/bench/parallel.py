@@ -153,7 +153,8 @@ def _decoding(batch: Batch) -> float:
 
 def main(words: Sequence[str]) -> int:
     """Measure and print; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="penstock bench parallel", description=__doc__.splitlines()[0])
+    about = "What a step of several processes costs."
+    parser = argparse.ArgumentParser(prog="penstock bench parallel", description=about)
     parser.add_argument("--model", help="checkpoint; by default the demo model")
     parser.add_argument("--tp-size", type=int, default=2, help="ranks (default 2)")
     parser.add_argument("--rows", type=int, default=8, help="sequences that decode together (default 8)")

@@ -334,3 +334,39 @@ def test_ranks_need_a_gpu_each() -> None:
         ConfigurationError, match=r"--tp-size 2 .* needs 2 GPUs from number 0 on; this machine has 1"
     ):
         check(args, H200)
+
+
+def test_gpus_from_a_number_on_and_at_a_distance() -> None:
+    four = replace(H200, gpus=H200.gpus * 4)
+    made = plan(four, tp_size=2, base_gpu_id=1, gpu_id_step=2)
+    assert made.model.device == "cuda:1"
+    assert made.parallel.gpu_step == 2
+    assert "needs 2 GPUs" in refusals(four, tp_size=2, base_gpu_id=2, gpu_id_step=2)
+    assert "give one of them" in refusals(four, base_gpu_id=1, device="cuda:2")
+    assert "numbered 0 to 3" in refusals(four, base_gpu_id=4)
+    assert "--base-gpu-id needs GPUs" in refusals(base_gpu_id=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"nnodes": 2, "tp_size": 2}, "needs --dist-init-addr HOST:PORT"),
+        ({"nnodes": 2, "tp_size": 2, "dist_init_addr": "host"}, "needs --dist-init-addr HOST:PORT"),
+        ({"nnodes": 2, "tp_size": 2, "dist_init_addr": "h:1", "node_rank": 2}, "must be below --nnodes 2"),
+        ({"nnodes": 2, "dist_init_addr": "h:1"}, "must divide --tp-size 1 x --pp-size 1"),
+        ({"nnodes": 2, "tp_size": 2, "dp_size": 2, "dist_init_addr": "h:1"}, "start one server on each"),
+        ({"node_rank": 1}, "say --nnodes too"),
+        ({"nccl_port": 5}, "say --nnodes too"),
+        ({"pp_size": 5}, "has only 4 layers"),
+        ({"max_micro_batch_size": 2}, "needs a pipeline"),
+    ],
+)
+def test_sizes_that_make_no_sense_are_refused(options: dict[str, Any], reason: str) -> None:
+    assert reason in refusals(**options)
+
+
+def test_address_of_version_six_is_taken_apart() -> None:
+    made = plan(nnodes=2, tp_size=2, dist_init_addr="[fd00::1]:29500")
+    assert made.parallel.meeting == ("fd00::1", 29500)
+    assert list(made.parallel.ranks_here) == [0]
+    assert not plan(pp_size=2).schedule.overlap
