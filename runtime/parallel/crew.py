@@ -193,7 +193,7 @@ class Crew:
         token = os.environ.get(TOKEN_VARIABLE, "")
         if not token:
             logger.warning(
-                "Whoever reaches %s:%d can take a rank's place and read prompts: set %s, the same everywhere.",
+                "Who reaches %s:%d can take a rank's place and read prompts: set %s, everywhere the same.",
                 *meeting,
                 TOKEN_VARIABLE,
             )
