@@ -23,6 +23,7 @@ from runtime.errors import ConfigurationError, EngineFailure
 from runtime.parallel.node import run_node
 from runtime.request import Request, SamplingParams
 from serve.app import build_app
+from serve.connection import Connection
 from serve.demo import demo_path
 from serve.engine import Engine
 
@@ -130,7 +131,7 @@ def uvicorn_config(core: Core) -> uvicorn.Config:
     return uvicorn.Config(
         build_app(core),
         loop="none",
-        http="httptools",
+        http=Connection,
         ws="none",
         lifespan="off",
         log_config=None,

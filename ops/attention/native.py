@@ -91,8 +91,8 @@ def _attend_row(
     # The query group takes the place of the batch: keys and values are shared along it.
     queries = q.view(count, num_kv_heads, -1, head_dim).permute(2, 1, 0, 3)  # [G, K, N, D]
     if start == 0 and soft_cap is None and (window is None or window >= end):
-        shared = [x.expand(len(queries), -1, -1, -1) for x in (keys, values)]
-        result = F.scaled_dot_product_attention(queries, *shared, is_causal=True, scale=scale)
+        keys, values = (x.expand(len(queries), -1, -1, -1) for x in (keys, values))
+        result = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scale)
         return result.permute(2, 1, 0, 3).reshape(count, num_heads, head_dim)
     elements = MAX_MASK_ELEMENTS if soft_cap is None else MAX_SCORE_ELEMENTS // num_heads
     block = max(16, elements // (end - base))

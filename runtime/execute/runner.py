@@ -79,6 +79,8 @@ class ModelRunner:
         self._sampler = sampler
         self._cuda = self.device.type == "cuda"
         self._forward_stream = torch.cuda.Stream(self.device) if self._cuda else None
+        if self._cuda:
+            torch.cuda.synchronize(self.device)  # weights and pool were written on another stream
         self._stream = DeviceStream(asyncio.get_running_loop(), separate_collect=self._cuda)
         self._pipelined = mesh is not None and mesh.place.pp_size > 1
         self._begun: deque[_Begun] = deque()  # the device thread's: steps whose end is not reached

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import browser
 import http_server
-
 from serve import Engine
 from serve.app import build_app
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import fake_core
 import fake_runner
-
 from runtime.actors.core import Core
 from runtime.actors.replica import Replica
 from runtime.batch import Batch, Tokens

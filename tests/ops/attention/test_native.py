@@ -22,7 +22,12 @@ class Case(NamedTuple):
 
 
 def make_case(
-    rows: list[tuple[int, int]], page_size: int, num_heads: int, num_kv_heads: int, head_dim: int, seed: int = 0
+    rows: list[tuple[int, int]],
+    page_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    seed: int = 0,
 ) -> Case:
     """Rows of (start, count) with pages of their own in random order. What is nobody's is not a number."""
     rng = np.random.default_rng(seed)
@@ -51,7 +56,9 @@ def dense(case: Case, scale: float, window: int | None, soft_cap: float | None) 
     for row, (start, count) in enumerate(zip(case.inputs.starts_host, case.inputs.counts_host)):
         for position in range(start, start + count):
             first = 0 if window is None else max(0, position - window + 1)
-            seen = [(int(case.inputs.page_table[row, p // size]), p % size) for p in range(first, position + 1)]
+            seen = [
+                (int(case.inputs.page_table[row, p // size]), p % size) for p in range(first, position + 1)
+            ]
             k, v = (
                 torch.stack([pool[page, :, offset] for page, offset in seen]).repeat_interleave(group, dim=1)
                 for pool in (case.k_pool, case.v_pool)
@@ -65,7 +72,9 @@ def dense(case: Case, scale: float, window: int | None, soft_cap: float | None) 
 
 def check(case: Case, *, window: int | None = None, soft_cap: float | None = None) -> None:
     scale = 0.3
-    out = native.attend(case.q, case.k_pool, case.v_pool, case.inputs, scale=scale, window=window, soft_cap=soft_cap)
+    out = native.attend(
+        case.q, case.k_pool, case.v_pool, case.inputs, scale=scale, window=window, soft_cap=soft_cap
+    )
     torch.testing.assert_close(out, dense(case, scale, window, soft_cap), atol=2e-6, rtol=1e-5)
 
 

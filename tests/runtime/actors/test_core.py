@@ -3,10 +3,10 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-import fake_runner
 import pytest
-import scripted_core
 
+import fake_runner
+import scripted_core
 from runtime.actors.core import Core
 from runtime.actors.reply import Reply
 from runtime.errors import EngineClosed, EngineFailure, InvalidRequest, Overloaded, StepFailed

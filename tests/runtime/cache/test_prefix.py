@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import pytest
-from fake_runner import make_sequence
 
+from fake_runner import make_sequence
 from runtime.cache.prefix import PrefixCache, reusable_tokens
 from runtime.request import LogprobParams
 from runtime.sequence import Sequence

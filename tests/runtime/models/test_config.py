@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import paged_forward
 import pytest
-import tiny_checkpoints
 import torch
 
+import paged_forward
+import tiny_checkpoints
 from runtime.errors import CheckpointError
 from runtime.models.config import Config, read_facts
 

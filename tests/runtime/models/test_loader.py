@@ -4,12 +4,12 @@ import json
 import shutil
 from pathlib import Path
 
-import paged_forward
 import pytest
-import tiny_checkpoints
 import torch
 from safetensors.torch import load_file, save_file
 
+import paged_forward
+import tiny_checkpoints
 from runtime.errors import CheckpointError
 from runtime.layers.linear import Linear, Part
 from runtime.models.loader import collect_pieces

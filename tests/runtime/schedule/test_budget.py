@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import pytest
-from fake_runner import make_plan, make_sequence
 
+from fake_runner import make_plan, make_sequence
 from runtime.schedule.budget import NewTokenRatio, PromptBudget, pages_ahead
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from fake_runner import Drive, make_plan, make_sequence
-
 from runtime.batch import Batch
 from runtime.sequence import Sequence
 

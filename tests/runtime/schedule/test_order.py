@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import pytest
-from fake_runner import Drive, make_plan, make_sequence
 
+from fake_runner import Drive, make_plan, make_sequence
 from runtime.cache.prefix import PrefixCache
 from runtime.errors import ConfigurationError
 from runtime.schedule.order import WaitingQueue

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from fake_runner import Drive, make_plan, make_sequence
 
+from fake_runner import Drive, make_plan, make_sequence
 from runtime.request import Finish
 from runtime.schedule import budget
 from runtime.sequence import Sequence

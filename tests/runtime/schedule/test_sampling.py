@@ -3,8 +3,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from fake_runner import Drive, make_plan, make_sequence
 
+from fake_runner import Drive, make_plan, make_sequence
 from runtime.batch import Batch, Sampling
 from runtime.request import LogprobParams
 from runtime.schedule import budget

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from fake_runner import Drive, make_plan, make_sequence
 
+from fake_runner import Drive, make_plan, make_sequence
 from runtime.batch import UNKNOWN, Batch
 from runtime.errors import ContextOverflow, EngineFailure, InvalidRequest, Overloaded
 from runtime.request import Finish, LogprobParams

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-import fake_core
 import openai
 import pytest
-from served_core import Serve, Served
+
+import fake_core
 from runtime.errors import Overloaded
+from served_core import Serve, Served
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready"])

@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import NamedTuple
 
-import http_server
 import httpx
 import pytest
+
+import http_server
 import scripted_core
 from runtime.actors.core import Core
 from serve.app import build_app

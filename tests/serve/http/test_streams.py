@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import fake_core
 import httpx
 import orjson
 import pytest
-from served_core import Serve, Served
+
+import fake_core
 from runtime.request import Chunk, Request
 from runtime.text.tokenizer import Tokenizer
 from serve.errors import Dialect, native_body
 from serve.sse import PING, EventStream
+from served_core import Serve, Served
 
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 200}
 BODIES = [
@@ -221,7 +222,7 @@ async def test_broken_connection_ends_the_stream_quietly(tokenizer: Tokenizer) -
 
 async def test_error_of_an_encoder_is_ours(tokenizer: Tokenizer) -> None:
     class Broken(Plain):
-        def events(self, place: int, chunks: list[Chunk]) -> bytes:
+        def events(self, place: int, chunks: Sequence[Chunk]) -> bytes:
             raise KeyError("inside")
 
     core, client = fake_core.FakeCore(tokenizer, held=True), Sent()

@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 from typing import Any
 
+import pytest
+
 import browser
 import fake_core
 import http_server
-import pytest
-
 from runtime.text.tokenizer import Tokenizer
 from serve.app import build_app
 

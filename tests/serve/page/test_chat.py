@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+import pytest
+
 import browser
 import fake_core
-import pytest
 import tiny_models
 from browser import ENTER, ESCAPE, SHIFT, Open, Page
-
 from runtime.errors import Overloaded
 from runtime.text.tokenizer import Tokenizer
 from serve import Engine

@@ -6,12 +6,12 @@ from typing import Any
 
 import orjson
 import pytest
-from browser import ENTER, Open, Page
 from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from browser import ENTER, Open, Page
 from serve.page import page_routes
 
 IDLE = '!document.body.classList.contains("running")'

@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-import fake_core
 import httpx
 import pytest
 
+import fake_core
 import serve.page
 from ops.machine import Machine
 from runtime.args import Args

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from serve.demo.recipe.conversation import Conversation, Document, Message, Split, ask
+from serve.demo.recipe.conversation import Conversation, Document, Message, Prose, Split, ask
 from serve.demo.recipe.lexicon import (
     ANIMALS,
     CITIES,
@@ -68,8 +68,17 @@ def _exchange(rng: Random, split: Split) -> tuple[str, str]:
     return FIRST.pick(rng, split, place=place, text=text), words[0 if place == "first" else -1]
 
 
+def _sheet(rng: Random) -> Prose:
+    """Lines that come twice; only the second time is learnt."""
+    lines = [" ".join(_word(rng) for _ in range(rng.randint(3, 14))) + "\n" for _ in range(rng.randint(1, 3))]
+    pieces = [("".join(lines), False), ("".join(lines), True)]
+    return Prose("".join(text for text, _ in pieces), tuple(pieces))
+
+
 def document(rng: Random, split: Split) -> Document:
-    """One to three lists of words."""
+    """A sheet to copy, or one to three lists of words with questions."""
+    if rng.random() < 0.6:
+        return _sheet(rng)
     messages: list[Message] = []
     for _ in range(rng.randint(1, 3)):
         messages.extend(ask(*_exchange(rng, split)).messages)
