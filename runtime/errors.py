@@ -12,6 +12,7 @@
     ├── Overloaded                503, try again later (Retry-After)
     └── EngineFailure             500, our mistake
         ├── StepFailed            a forward failed; its requests are lost, the engine goes on
+        ├── WorkerFailed          a process that computes with this one is gone; so is the whole replica
         └── EngineClosed          503, the engine is gone or going
 
 Messages of foreign libraries never reach a client: a door sends the text of these and nothing else.
@@ -101,6 +102,10 @@ class EngineFailure(PenstockError):
 
 class StepFailed(EngineFailure):
     """The forward pass that held this request failed."""
+
+
+class WorkerFailed(EngineFailure):
+    """A rank can compute no more; `message` names it. What it raised, with its traceback, is the cause."""
 
 
 class EngineClosed(EngineFailure):

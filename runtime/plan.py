@@ -47,6 +47,8 @@ class SchedulePlan:
     stream_interval: int
     log_interval_steps: int
     watchdog_timeout_s: float
+    micro_batches: int = 1  # in flight at the same time, without a sequence in common: one for each stage
+    max_micro_batch: int | None = None  # rows of one of them; None: no limit of its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +56,33 @@ class KernelPlan:
     """Implementation chosen for each operation, by file role: "native", "with_triton", "with_flashinfer"."""
 
     choices: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelPlan:
+    """Over how many processes and devices the model is spread."""
+
+    tp_size: int = 1  # ranks that share every layer
+    pp_size: int = 1  # stages, each with a share of the layers
+    dp_size: int = 1  # copies of the model
+    balance: str = "round_robin"  # how requests are spread over the copies
+    gpu_step: int = 1  # distance between the numbers of the GPUs in use
+    nnodes: int = 1  # machines
+    node_rank: int = 0  # this one among them
+    meeting: tuple[str, int] | None = None  # address and port of the first machine, where the others report
+    store_port: int | None = None  # of the ranks' own meeting; None: any that is free
+    join_timeout_s: float = 600.0  # for all processes to be there at the start
+
+    @property
+    def ranks(self) -> int:
+        """Processes of one copy of the model."""
+        return self.tp_size * self.pp_size
+
+    @property
+    def ranks_here(self) -> range:
+        """Of one copy, those that are on this machine."""
+        share = self.ranks // self.nnodes
+        return range(self.node_rank * share, (self.node_rank + 1) * share)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,4 +118,5 @@ class Plan:
     kernels: KernelPlan
     text: TextPlan
     serve: ServePlan
+    parallel: ParallelPlan = field(default_factory=ParallelPlan)
     because: Mapping[str, str]  # "cache.page_size" -> one sentence

@@ -15,7 +15,7 @@ from ops.machine import Machine
 from runtime.actors.assemble import assemble, prepare
 from runtime.actors.core import Core, Status
 from runtime.args import Args
-from runtime.errors import EngineClosed, InvalidRequest
+from runtime.errors import ConfigurationError, EngineClosed, InvalidRequest
 from runtime.request import Chunk
 from serve.decode import decode
 from serve.demo import demo_path
@@ -85,6 +85,10 @@ class Engine:
     async def _run(self, started: Callable[[], None]) -> None:
         prepared = partial(prepare, self._args, Machine.probe(), demo_path=demo_path())
         plan, facts = await anyio.to_thread.run_sync(prepared)
+        if plan.parallel.node_rank:
+            raise ConfigurationError(
+                "Only the first machine (--node-rank 0) has an engine; start others from the command line."
+            )
         self._core = await assemble(plan, facts)
         await self._core.run(started)
 

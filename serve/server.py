@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import logging.config
+import os
 import socket
 import sys
 from contextlib import suppress
@@ -13,12 +14,17 @@ from typing import Any
 
 import uvicorn
 
+from ops.machine import Machine
+from runtime.actors.assemble import prepare
 from runtime.actors.core import Core
 from runtime.args import Args
+from runtime.args.torchrun import with_torchrun
 from runtime.errors import ConfigurationError, EngineFailure
+from runtime.parallel.node import run_node
 from runtime.request import Request, SamplingParams
 from serve.app import build_app
 from serve.connection import Connection
+from serve.demo import demo_path
 from serve.engine import Engine
 
 logger = logging.getLogger("penstock.server")
@@ -36,7 +42,10 @@ def run(args: Args) -> int:
     what cannot be done here.
     """
     _configure_logging(args)
+    args = with_torchrun(args, os.environ)
     _raise_file_limit()
+    if args.parallel.node_rank > 0:
+        return run_node(*prepare(args, Machine.probe(), demo_path=demo_path()))
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         try:
             return runner.run(_main(args))

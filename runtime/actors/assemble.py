@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import logging
-import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
 
 import anyio
 import anyio.to_thread
 
-from ops.machine import GIB, Machine
+from ops.machine import Machine
 from runtime.actors.core import Core
+from runtime.actors.replica import Replica, first_error, start_replica
 from runtime.args import Args, without_effect
-from runtime.cache.prefix import PrefixCache
 from runtime.facts import ModelFacts
 from runtime.models.checkpoint import locate
 from runtime.models.config import read_facts
 from runtime.plan import Plan, TextPlan
-from runtime.resolve import check, max_running, resolve, size_pool
-from runtime.schedule.schedule import Schedule
+from runtime.resolve import check, resolve
 from runtime.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from runtime.cache.pool import KVPool
-    from runtime.models.decoder import Decoder
 
 logger = logging.getLogger("penstock.core")
 
@@ -64,104 +58,27 @@ async def assemble(plan: Plan, facts: ModelFacts) -> Core:
         if plan.text.tokenizer_path is not None:
             tokenizer = await anyio.to_thread.run_sync(Tokenizer.load, plan.text, facts)
 
+    replicas: list[Replica] = []
     try:
         async with anyio.create_task_group() as loading:
             loading.start_soon(load_tokenizer)
-            model = await anyio.to_thread.run_sync(_load_model, plan, facts)
-    except ExceptionGroup as group:
-        raise _first(group) from None
-    pages = _size(plan, facts, model)
-    pool = await anyio.to_thread.run_sync(_make_pool, plan, facts, pages)
-    plan = replace(plan, schedule=replace(plan.schedule, max_running=max_running(plan, pages)))
+            for place in range(plan.parallel.dp_size):
+                replicas.append(await start_replica(plan, facts, place))
+    except BaseException as error:
+        with anyio.CancelScope(shield=True):
+            for replica in replicas:
+                await anyio.to_thread.run_sync(replica.runner.close)
+        raise first_error(error) from None
+    replica, *others = replicas
+    renew = partial(start_replica, plan, facts) if others else None
+    plan = replica.plan
     logger.info(
         "max_total_num_tokens=%d, chunked_prefill_size=%s, max_prefill_tokens=%d, max_running_requests=%d, "
         "context_len=%d",
-        pages * plan.cache.page_size,
+        sum(each.schedule.load.num_pages for each in replicas) * plan.cache.page_size,
         plan.schedule.chunk_tokens,
         plan.schedule.max_prefill_tokens,
         plan.schedule.max_running,
         plan.model.context_length,
     )
-    return _core(plan, facts, tokenizer, model, pool)
-
-
-def _load_model(plan: Plan, facts: ModelFacts) -> Decoder:
-    from ops.select import select
-    from runtime.models.loader import load_model
-
-    began = time.monotonic()
-    model = load_model(facts, plan.model, select(plan.kernels.choices))
-    logger.info(
-        "Load weight end. type=%s, dtype=%s, mem usage=%.2f GB, %.1f s",
-        facts.architecture,
-        plan.model.dtype,
-        _weight_bytes(model) / GIB,
-        time.monotonic() - began,
-    )
-    return model
-
-
-def _weight_bytes(model: Decoder) -> int:
-    return sum(parameter.nbytes for parameter in model.parameters())
-
-
-def _size(plan: Plan, facts: ModelFacts, model: Decoder) -> int:
-    """Pages of the KV pool, now that the weights are in place."""
-    if plan.model.device == "cpu":
-        machine = Machine.probe()
-        available, total = machine.available_bytes, machine.total_bytes
-    else:
-        import torch
-
-        available, total = torch.cuda.mem_get_info(torch.device(plan.model.device))
-    pages, because = size_pool(
-        plan, facts, available_bytes=available, total_bytes=total, weight_bytes=_weight_bytes(model)
-    )
-    logger.info("The KV cache gets %d pages of %d tokens: %s.", pages, plan.cache.page_size, because)
-    return pages
-
-
-def _make_pool(plan: Plan, facts: ModelFacts, pages: int) -> KVPool:
-    import torch
-
-    from runtime.cache.pool import KVPool
-
-    pool = KVPool(
-        facts.num_layers,
-        pages,
-        plan.cache.page_size,
-        facts.num_kv_heads,
-        facts.head_dim,
-        getattr(torch, plan.cache.kv_dtype),
-        plan.model.device,
-    )
-    logger.info(
-        "KV Cache is allocated. #tokens: %d, %.2f GB", pages * plan.cache.page_size, pool.nbytes / GIB
-    )
-    return pool
-
-
-def _core(plan: Plan, facts: ModelFacts, tokenizer: Tokenizer | None, model: Decoder, pool: KVPool) -> Core:
-    import torch
-
-    from runtime.execute.runner import ModelRunner
-    from runtime.execute.sampler import Sampler
-
-    device = torch.device(plan.model.device)
-    num_slots = plan.schedule.max_running
-    schedule = Schedule(
-        plan.schedule,
-        PrefixCache(pool.num_pages, plan.cache.page_size, enabled=plan.cache.prefix_cache),
-        vocab_size=facts.vocab_size,
-        context_length=plan.model.context_length,
-    )
-    sampler = Sampler(facts.vocab_size, num_slots, device)
-    runner = ModelRunner(model, pool, sampler, num_slots=num_slots, device=plan.model.device)
-    return Core(plan, facts, tokenizer, schedule, runner)
-
-
-def _first(group: BaseExceptionGroup) -> BaseException:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+    return Core(plan, facts, tokenizer, replica.schedule, replica.runner, others=others, renew=renew)

@@ -5,22 +5,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import time
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Literal
 
 import anyio
-import anyio.to_thread
 
 from runtime.actors.detokenizer import DetokenizerActor
+from runtime.actors.fleet import Fleet, Renew
+from runtime.actors.replica import DeviceRunner, Replica
 from runtime.actors.reply import Reply
-from runtime.actors.scheduler import Abort, Admit, Runner, SchedulerActor, StopEarly
 from runtime.actors.tokenizer import TokenizerActor
 from runtime.errors import ContextOverflow, EngineClosed, EngineFailure, InvalidRequest, PenstockError
 from runtime.facts import ModelFacts
 from runtime.plan import Plan
-from runtime.request import Chunk, Delta, Finish, Request, Usage
+from runtime.request import Chunk, Finish, Request, Usage
 from runtime.schedule.schedule import Schedule
 from runtime.sequence import Sequence
 from runtime.text.tokenizer import Tokenizer
@@ -29,18 +29,8 @@ logger = logging.getLogger("penstock.core")
 
 SEED_MASK = 2**64 - 1
 CHOICE_STRIDE = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: far apart for neighbouring choices
-WATCHDOG_PERIOD_S = 1.0
-CLOSE_TIMEOUT_S = 30.0
 
 State = Literal["starting", "ready", "draining", "failed", "closed"]
-
-
-class DeviceRunner(Runner, Protocol):
-    """A runner that the core owns and closes."""
-
-    def close(self) -> None:
-        """Finish what was launched and give everything back. Blocks."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +57,8 @@ class Core:
     """One engine: submit requests, read replies.
 
     `run` is the whole tree and belongs to one task; every other method is called on the same loop. When `run`
-    ends, however it ends, every open reply has ended too and the runner is closed.
+    ends, however it ends, every open reply has ended too and the runners are closed. `others` are further
+    copies of the model, which share the requests; `renew` starts one again that has failed.
     """
 
     def __init__(
@@ -77,12 +68,14 @@ class Core:
         tokenizer: Tokenizer | None,
         schedule: Schedule,
         runner: DeviceRunner,
+        *,
+        others: Seq[Replica] = (),
+        renew: Renew | None = None,
     ) -> None:
         self.plan = plan
         self.facts = facts
         self.tokenizer = tokenizer
         self.schedule = schedule
-        self._runner = runner
         self._state: State = "starting"
         self._replies: dict[int, Reply] = {}
         self._idle = asyncio.Event()
@@ -97,11 +90,10 @@ class Core:
             forget=self._forget,
             stream_interval=plan.schedule.stream_interval,
         )
-        self._scheduler_actor = SchedulerActor(
-            schedule,
-            runner,
-            plan.schedule,
-            page_size=plan.cache.page_size,
+        self._fleet = Fleet(
+            [Replica(plan, schedule, runner), *others],
+            renew,
+            plan.parallel.balance,
             emit=self._detokenizer_actor.inbox.put,
             fail=self._fail,
         )
@@ -116,21 +108,21 @@ class Core:
         try:
             async with anyio.create_task_group() as actors:
                 actors.start_soon(self._detokenizer_actor.run)
-                actors.start_soon(self._scheduler_actor.run)
+                actors.start_soon(self._fleet.run)
                 actors.start_soon(self._tokenizer_actor.run)
-                actors.start_soon(self._watch)
                 self._state = "ready"
                 started()
         except BaseExceptionGroup as group:
             self._state = "failed"
-            raise EngineFailure("An actor of the engine died.") from group
+            failure = _failure(group)
+            self._fail_all(failure)
+            raise failure from group
         finally:
             if self._state != "failed":
                 self._state = "closed"
             self._fail_all(EngineClosed("The engine is shut down."))
-            # A device that hangs would hold us here for ever; its thread is a daemon and is left behind.
-            with anyio.move_on_after(CLOSE_TIMEOUT_S, shield=True):
-                await anyio.to_thread.run_sync(self._runner.close, abandon_on_cancel=True)
+            with anyio.CancelScope(shield=True):
+                await self._fleet.close()
 
     async def drain(self) -> None:
         """Take no new requests and return when the last one has ended. Cancelled, it stays draining."""
@@ -159,9 +151,7 @@ class Core:
         reply = self._replies.get(request_id)
         if reply is not None and not reply.closing:
             reply.closing = True
-            self._scheduler_actor.inbox.put(
-                Abort(request_id, Finish("abort", message="Aborted by the user."))
-            )
+            self._fleet.abort(request_id, Finish("abort", message="Aborted by the user."))
 
     def abort_label(self, label: str) -> int:
         """Abort every request whose label starts with `label`; returns how many."""
@@ -178,10 +168,10 @@ class Core:
 
     def flush_cache(self) -> bool:
         """Empty the prefix tree. False, and nothing done, while requests are in the engine."""
-        return not self._replies and self.schedule.flush()
+        return not self._replies and self._fleet.flush()
 
     def status(self) -> Status:
-        load, progress = self.schedule.load, self._scheduler_actor.progress
+        load, progress = self._fleet.load, self._fleet.progress
         page_size = self.plan.cache.page_size
         return Status(
             state=self._state,
@@ -195,9 +185,9 @@ class Core:
             num_used_tokens=load.num_used_pages * page_size,
             max_total_tokens=load.num_pages * page_size,
             num_retracted=load.num_retracted,
-            num_steps=progress.num_steps,
-            num_generated=progress.num_generated,
-            gen_throughput=progress.gen_throughput,
+            num_steps=sum(each.num_steps for each in progress),
+            num_generated=sum(each.num_generated for each in progress),
+            gen_throughput=sum(each.gen_throughput for each in progress),
         )
 
     # --- between the actors ---
@@ -217,7 +207,7 @@ class Core:
             self._fail(request.id, error)
             return
         reply.request = request
-        self._scheduler_actor.inbox.put(Admit(sequences))
+        self._fleet.admit(sequences)
 
     def _end_unscheduled(self, reply: Reply) -> None:
         request = reply.request
@@ -245,7 +235,7 @@ class Core:
         ]
 
     def _stop_early(self, request_id: int, index: int) -> None:
-        self._scheduler_actor.inbox.put(StopEarly(request_id, index))
+        self._fleet.stop_early(request_id, index)
 
     def _fail(self, request_id: int, error: PenstockError) -> None:
         reply = self._replies.get(request_id)
@@ -256,6 +246,7 @@ class Core:
 
     def _forget(self, request_id: int) -> None:
         self._replies.pop(request_id, None)
+        self._fleet.forget(request_id)
         if not self._replies:
             self._idle.set()
 
@@ -324,19 +315,14 @@ class Core:
             param="text" if request.text is not None else "input_ids",
         )
 
-    # --- the watchdog ---
-
-    async def _watch(self) -> None:
-        """End the engine when a step has not come back for too long: its callers must not wait for ever."""
-        timeout_s = self.plan.schedule.watchdog_timeout_s
-        while timeout_s > 0:
-            await anyio.sleep(min(WATCHDOG_PERIOD_S, timeout_s / 2))
-            since = self._scheduler_actor.busy_since
-            if since is not None and time.monotonic() - since > timeout_s:
-                logger.critical("no step came back for %.0f s (--watchdog-timeout)", timeout_s)
-                self._state = "failed"
-                self._fail_all(EngineFailure("The engine hangs: a step did not come back."))
-                raise EngineFailure("A step did not come back.")
+def _failure(group: BaseExceptionGroup) -> EngineFailure:
+    """What to tell callers: which process is gone, if one is, and else that something of ours broke."""
+    while isinstance(group.exceptions[0], BaseExceptionGroup):
+        group = group.exceptions[0]
+    for error in group.exceptions:
+        if isinstance(error, EngineFailure):
+            return type(error)(error.message)
+    return EngineFailure("An actor of the engine died.")
 
 
-__all__ = ["Core", "Delta", "DeviceRunner", "Status"]
+__all__ = ["Core", "DeviceRunner", "Status"]

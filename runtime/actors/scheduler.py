@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 from runtime.actors.mailbox import Mailbox
 from runtime.batch import Batch, Tokens
-from runtime.errors import PenstockError, StepFailed
+from runtime.errors import PenstockError, StepFailed, WorkerFailed
 from runtime.plan import SchedulePlan
 from runtime.request import Delta, Finish
 from runtime.schedule.schedule import Schedule
@@ -76,7 +76,8 @@ class SchedulerActor:
         self.schedule = schedule
         self.progress = Progress(plan.log_interval_steps, page_size)
         self._runner = runner
-        self._depth = 1 if plan.overlap else 0  # steps in flight while the next one is filled
+        # Steps in flight while the next one is filled: for overlap one, in a pipeline one for each stage.
+        self._depth = plan.micro_batches - 1 if plan.micro_batches > 1 else int(plan.overlap)
         self._emit = emit
         self._fail = fail
         self._in_flight: deque[tuple[Batch, Step]] = deque()
@@ -108,6 +109,8 @@ class SchedulerActor:
         batch, step = self._in_flight[0]
         try:
             tokens = await step.tokens()
+        except WorkerFailed:  # nothing can be computed any more: the owner decides
+            raise
         except Exception as error:  # the step boundary: whatever the forward raised costs only its requests
             await self._recover(error)
             return

@@ -15,10 +15,10 @@ class ParallelArgs:
     tp_size: Annotated[
         int,
         Knob(
-            "Tensor parallelism: number of devices that share every layer.",
+            "Tensor parallelism: number of devices (on a CPU: processes) that share every layer.",
             aliases=("--tensor-parallel-size",),
             low=1,
-            built=(1,),
+            plan="parallel.tp_size",
         ),
     ] = 1
     pp_size: Annotated[
@@ -27,7 +27,7 @@ class ParallelArgs:
             "Pipeline parallelism: number of stages, each with a share of the layers.",
             aliases=("--pipeline-parallel-size",),
             low=1,
-            built=(1,),
+            plan="parallel.pp_size",
         ),
     ] = 1
     dp_size: Annotated[
@@ -36,37 +36,81 @@ class ParallelArgs:
             "Data parallelism: number of copies of the model that share the requests.",
             aliases=("--data-parallel-size",),
             low=1,
-            built=(1,),
+            plan="parallel.dp_size",
         ),
     ] = 1
     max_micro_batch_size: Annotated[
-        int | None, planned("Most sequences in one micro-batch of a pipeline.", low=1)
+        int | None,
+        Knob(
+            "Most sequences in one micro-batch of a pipeline. Default: the running ones are divided evenly "
+            "among the stages.",
+            low=1,
+            plan="schedule.max_micro_batch",
+        ),
     ] = None
-    nnodes: Annotated[int, Knob("Number of machines that serve the model together.", low=1, built=(1,))] = 1
-    node_rank: Annotated[int, Knob("Number of this machine among them, from 0.", low=0, built=(0,))] = 0
+    nnodes: Annotated[
+        int, Knob("Number of machines that serve the model together.", low=1, plan="parallel.nnodes")
+    ] = 1
+    node_rank: Annotated[
+        int,
+        Knob(
+            "Number of this machine among them, from 0. The first one has the server; the others run workers "
+            "for it and end with it.",
+            low=0,
+            plan="parallel.node_rank",
+        ),
+    ] = 0
     dist_init_addr: Annotated[
         str | None,
-        planned("host:port at which the machines meet.", aliases=("--nccl-init-addr",)),
+        Knob(
+            "host:port of the first machine, at which the others report.",
+            aliases=("--nccl-init-addr",),
+            plan="parallel.meeting",
+        ),
     ] = None
     dist_timeout: Annotated[
-        int | None, planned("Seconds to wait for the other processes at the start.", low=1)
+        int | None,
+        Knob(
+            "Seconds to wait for the other processes at the start. Default: 600.",
+            low=1,
+            plan="parallel.join_timeout_s",
+        ),
     ] = None
     nccl_port: Annotated[
-        int | None, planned("Port at which the processes of this machine meet.", low=1, high=65535)
+        int | None,
+        Knob(
+            "With several machines: port of the first one at which the ranks meet. Default: any free one. On "
+            "one machine the ranks meet in a file.",
+            low=1,
+            high=65535,
+            plan="parallel.store_port",
+        ),
     ] = None
     base_gpu_id: Annotated[
-        int, planned("Number of the first GPU to use.", low=0, instead="use --device cuda:N")
+        int,
+        Knob("Number of the first GPU to use; the same as --device cuda:N.", low=0, plan="model.device"),
     ] = 0
-    gpu_id_step: Annotated[int, planned("Distance between the numbers of the GPUs to use.", low=1)] = 1
+    gpu_id_step: Annotated[
+        int,
+        Knob("Distance between the numbers of the GPUs to use.", low=1, plan="parallel.gpu_step"),
+    ] = 1
     load_balance_method: Annotated[
         str,
-        planned(
-            "How requests are spread over the copies of the model.",
-            choices=("round_robin", "shortest_queue", "minimum_tokens"),
+        Knob(
+            "How requests are spread over the copies of the model. round_robin: in turn; shortest_queue: to "
+            "the copy with fewest requests; minimum_tokens: to the one whose requests have fewest tokens; "
+            "longest_prefix: to the one that has most of the prompt in its cache, unless it is much busier.",
+            choices=("round_robin", "shortest_queue", "minimum_tokens", "longest_prefix"),
+            plan="parallel.balance",
         ),
     ] = "round_robin"
     load_watch_interval: Annotated[
-        float, planned("Seconds between two looks at the load of the copies.", above=0)
+        float,
+        inert(
+            "Seconds between two looks at the load of the copies.",
+            because="all copies are scheduled in one process and their load is always known",
+            above=0,
+        ),
     ] = 0.1
     prefill_round_robin_balance: Annotated[
         bool, planned("With separate prefill servers: promise that they spread requests in turn.")

@@ -97,7 +97,7 @@ def score_prompts(
     `hidden` is [T, E] of the flat batch, `logits_of` maps [n, E] to float32 logits [n, V]. Never more than
     `chunk` positions have their logits at one time.
     """
-    places = np.concatenate([np.arange(w.offset, w.offset + len(w.targets)) for w in wanted])
+    places = prompt_places(wanted)
     targets = np.concatenate([w.targets for w in wanted]).astype(np.int64)
     params = [w.params for w in wanted for _ in w.targets]
     chunks = []
@@ -108,6 +108,11 @@ def score_prompts(
         ones = torch.ones(len(logits), device=hidden.device)
         chunks.append(score_rows(logits, ones, chosen, params[part], score))
     return ScoredPrompts(wanted, tuple(chunks))
+
+
+def prompt_places(wanted: Sequence[PromptLogprobs]) -> np.ndarray:
+    """The positions of the flat batch whose logits are wanted, int64."""
+    return np.concatenate([np.arange(w.offset, w.offset + len(w.targets)) for w in wanted])
 
 
 def _join(positions: Sequence[Logprobs]) -> Logprobs:

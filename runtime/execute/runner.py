@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import anyio
 import torch
 
 from runtime.batch import UNKNOWN, Batch, Tokens
 from runtime.cache.pool import KVPool
-from runtime.execute.inputs import Staging, StepInputs, prepare
+from runtime.execute.inputs import StepInputs
 from runtime.execute.logprobs import ScoredPrompts, score_prompts
+from runtime.execute.rank import Rank
 from runtime.execute.sampler import Sampled, Sampler
 from runtime.execute.stream import Collect, DeviceStream, Ticket
 from runtime.models.decoder import Decoder
+from runtime.parallel.mesh import Mesh
 
 
 class ModelStep:
@@ -30,60 +35,109 @@ class ModelStep:
         return await self._ticket.result()
 
 
+class PipelinedStep:
+    """A launched batch of which the first stage's layers are computed, or soon will be.
+
+    Its end, on the same thread, waits for the other stages. So it is enqueued only when somebody asks for the
+    tokens: until then the beginnings of further batches may go before it, and the stages overlap.
+    """
+
+    __slots__ = ("_begun", "_end")
+
+    def __init__(self, begun: Ticket[None], end: Callable[[], Ticket[Tokens]]) -> None:
+        self._begun = begun
+        self._end = end
+
+    async def tokens(self) -> Tokens:
+        """The step's tokens, on the host. Raises what the forward raised. Ask once, in order of launch."""
+        ended = self._end()
+        await self._begun.result()
+        return await ended.result()
+
+
 class ModelRunner:
     """A model, its KV pool, its sampler and the stream they run on.
 
     `launch` may be called while earlier steps run: each sequence's last sampled token stays on the device, in
-    its slot, so that a batch can name a token that nobody has seen yet. Belongs to the loop it was made on.
+    its slot, so that a batch can name a token that nobody has seen yet. With a `mesh`, this is its first
+    rank, and the others must do their part of every batch in the same order. Belongs to the loop it was made
+    on.
     """
 
     def __init__(
-        self, model: Decoder, pool: KVPool, sampler: Sampler, *, num_slots: int, device: str
+        self,
+        model: Decoder,
+        pool: KVPool,
+        sampler: Sampler,
+        *,
+        num_slots: int,
+        device: str,
+        mesh: Mesh | None = None,
     ) -> None:
         self.device = torch.device(device)
-        self.pool = pool
-        self._model = model
+        self._rank = Rank(model, pool, num_slots=num_slots, device=self.device, mesh=mesh)
         self._sampler = sampler
         self._cuda = self.device.type == "cuda"
-        self._last_tokens = torch.zeros(num_slots, dtype=torch.int64, device=self.device)
-        self._staging = Staging(self.device)
         self._forward_stream = torch.cuda.Stream(self.device) if self._cuda else None
         if self._cuda:
             torch.cuda.synchronize(self.device)  # weights and pool were written on another stream
         self._stream = DeviceStream(asyncio.get_running_loop(), separate_collect=self._cuda)
+        self._pipelined = mesh is not None and mesh.place.pp_size > 1
+        self._begun: deque[_Begun] = deque()  # the device thread's: steps whose end is not reached
 
-    def launch(self, batch: Batch) -> ModelStep:
+    def launch(self, batch: Batch) -> ModelStep | PipelinedStep:
         """Enqueue the batch; returns at once."""
+        if self._pipelined:
+            return PipelinedStep(
+                self._stream.submit(lambda: self._begin(batch)), lambda: self._stream.submit(self._end)
+            )
         return ModelStep(self._stream.submit(lambda: self._run(batch)))
 
     def close(self) -> None:
         """Finish what was launched and let go of the weights and the cache. Blocks."""
         self._stream.close()
-        del self._model, self.pool, self._sampler, self._last_tokens
+        del self._rank, self._sampler
+
+    async def watch(self) -> None:
+        """Never returns: a runner without other processes fails step by step only."""
+        await anyio.sleep_forever()
 
     def _run(self, batch: Batch) -> Collect[Tokens]:
         with torch.inference_mode(), torch.cuda.stream(self._forward_stream):
-            sampled, prompts = self._forward(batch)
-            pending = _Pending(batch, sampled, prompts)
-            return pending.copy_out() if self._cuda else pending.collect
+            inputs, hidden = self._rank.begin(batch)
+            return self._finish(_Begun(batch, inputs, hidden))
 
-    def _forward(self, batch: Batch) -> tuple[Sampled | None, ScoredPrompts | None]:
-        inputs = prepare(batch, self.pool.page_size, self._staging)
-        token_ids = self._resolve(inputs)
-        hidden = self._model(token_ids, inputs.positions, inputs.attention, self.pool)
+    def _begin(self, batch: Batch) -> Collect[None]:
+        with torch.inference_mode(), torch.cuda.stream(self._forward_stream):
+            inputs, hidden = self._rank.begin(batch)
+        self._begun.append(_Begun(batch, inputs, hidden))
+        return lambda: None
+
+    def _end(self) -> Collect[Tokens]:
+        with torch.inference_mode(), torch.cuda.stream(self._forward_stream):
+            return self._finish(self._begun.popleft())
+
+    def _finish(self, begun: _Begun) -> Collect[Tokens]:
+        """Choose tokens, score what is to be scored, and bring it to the host."""
+        batch, inputs = begun.batch, begun.inputs
+        rank = self._rank
+        hidden = rank.hidden(*begun)
         sampled = prompts = None
         if batch.sampling is not None:
-            logits = self._model.logits(hidden[inputs.last_index])
-            sampled = self._sampler.sample(logits, batch.sampling)
-            self._last_tokens[inputs.sample_slots] = sampled.ids
+            sampled = self._sampler.sample(rank.logits(hidden[inputs.last_index]), batch.sampling)
+            rank.keep(inputs, sampled.ids)
         if batch.prompt_logprobs:
-            prompts = score_prompts(hidden, self._model.logits, batch.prompt_logprobs)
-        return sampled, prompts
+            prompts = score_prompts(hidden, rank.logits, batch.prompt_logprobs)
+        pending = _Pending(batch, sampled, prompts)
+        return pending.copy_out() if self._cuda else pending.collect
 
-    def _resolve(self, inputs: StepInputs) -> torch.Tensor:
-        """Token ids with the places filled in: what each slot sampled last."""
-        known = inputs.token_ids
-        return torch.where(known < 0, self._last_tokens[inputs.token_slots], known)
+
+class _Begun(NamedTuple):
+    """A step whose tokens are still to be chosen."""
+
+    batch: Batch
+    inputs: StepInputs
+    hidden: torch.Tensor | None  # None: other stages compute it
 
 
 @dataclass(frozen=True, slots=True, eq=False)

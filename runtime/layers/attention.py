@@ -9,6 +9,7 @@ from ops.select import Kernels
 from runtime.layers.linear import Linear, Part
 from runtime.layers.norm import RMSNorm
 from runtime.layers.rope import Rope
+from runtime.layers.split import Team, span
 
 
 class Attention(nn.Module):
@@ -41,16 +42,29 @@ class Attention(nn.Module):
         self.soft_cap = soft_cap
         self.kernels = kernels
         self.rope = rope
-        q = Part(f"{name}.q_proj", num_heads * head_dim, "heads")
-        k, v = (Part(f"{name}.{part}", num_kv_heads * head_dim, "kv_heads") for part in ("k_proj", "v_proj"))
+        q = Part(f"{name}.q_proj", num_heads * head_dim, "heads", head_dim)
+        k, v = (
+            Part(f"{name}.{part}", num_kv_heads * head_dim, "kv_heads", head_dim)
+            for part in ("k_proj", "v_proj")
+        )
         self.qkv = Linear(size, (q, k, v), kernels, bias=bias)
         self.out = Linear(
-            num_heads * head_dim, [Part(f"{name}.o_proj", size)], kernels, bias=out_bias, in_axis="heads"
+            num_heads * head_dim,
+            [Part(f"{name}.o_proj", size)],
+            kernels,
+            bias=out_bias,
+            in_axis="heads",
+            in_unit=head_dim,
         )
         self.q_norm = self.k_norm = None
         if qk_norm_eps is not None:
             self.q_norm = RMSNorm(f"{name}.q_norm", head_dim, qk_norm_eps, kernels)
             self.k_norm = RMSNorm(f"{name}.k_norm", head_dim, qk_norm_eps, kernels)
+
+    def split(self, team: Team) -> None:
+        """Keep this rank's heads; the linear layers are cut by themselves."""
+        self.num_heads = span("heads", self.num_heads, 1, team.rank, team.size).size
+        self.num_kv_heads = span("kv_heads", self.num_kv_heads, 1, team.rank, team.size).size
 
     def forward(
         self, x: Tensor, positions: Tensor, inputs: AttentionInputs, k_pool: Tensor, v_pool: Tensor

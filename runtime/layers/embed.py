@@ -9,28 +9,42 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ops.select import Kernels
+from runtime.layers.split import Span, Team, span, whole_span
 from runtime.layers.weight import Piece, whole
 
 
 class Embedding(nn.Module):
-    """token ids [T] -> [T, E]."""
+    """token ids [T] -> [T, E]. Cut over ranks, each looks up its own ids and the sum is everybody's."""
 
     def __init__(self, name: str, vocab_size: int, size: int) -> None:
         super().__init__()
         self.name = name
         self.weight = nn.Parameter(torch.empty(vocab_size, size), requires_grad=False)  # [V, E]
+        self._ids = whole_span(vocab_size)
+        self._team: Team | None = None
+
+    def split(self, team: Team) -> None:
+        """Keep this rank's part of the vocabulary."""
+        self._ids, self.weight = _own_rows(self.weight, team)
+        self._team = team
 
     def pieces(self) -> Iterator[Piece]:
-        yield whole(f"{self.name}.weight", self.weight, ("vocab", None))
+        yield whole(f"{self.name}.weight", self.weight, ("vocab", None), self._ids)
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        return F.embedding(token_ids, self.weight)
+        if self._team is None:
+            return F.embedding(token_ids, self.weight)
+        places = token_ids - self._ids.start
+        elsewhere = (places < 0) | (places >= self._ids.size)
+        x = F.embedding(places.masked_fill(elsewhere, 0), self.weight)
+        return self._team.all_reduce(x.masked_fill_(elsewhere.unsqueeze(1), 0))
 
 
 class Head(nn.Module):
     """hidden [R, E] -> float32 logits [R, V], with weights of its own or the embedding's (`tied`).
 
-    Logits are multiplied by `scale`, then bounded to soft_cap * tanh(logit / soft_cap).
+    Logits are multiplied by `scale`, then bounded to soft_cap * tanh(logit / soft_cap). Cut over ranks, each
+    computes the logits of its part of the vocabulary; rank 0 gets all of them and the others their own.
     """
 
     def __init__(
@@ -51,16 +65,40 @@ class Head(nn.Module):
         self.kernels = kernels
         self._embedding = [embedding]  # in a list: a submodule only once in the tree
         self.weight = None if tied else nn.Parameter(torch.empty_like(embedding.weight), requires_grad=False)
+        self._ids = whole_span(len(embedding.weight))
+        self._team: Team | None = None
+
+    def split(self, team: Team) -> None:
+        """Keep this rank's part of the vocabulary."""
+        self._team = team
+        if self.weight is not None:
+            self._ids, self.weight = _own_rows(self.weight, team)
 
     def pieces(self) -> Iterator[Piece]:
         if self.weight is not None:
-            yield whole(f"{self.name}.weight", self.weight, ("vocab", None))
+            yield whole(f"{self.name}.weight", self.weight, ("vocab", None), self._ids)
 
     def forward(self, hidden: Tensor) -> Tensor:
         weight = self._embedding[0].weight if self.weight is None else self.weight
         logits = self.kernels.linear(hidden, weight).float()
+        if self._team is not None:
+            logits = _gather(logits, self._ids.full, self._team)
         if self.scale is not None:
             logits = logits * self.scale
         if self.soft_cap is not None:
             logits = self.soft_cap * torch.tanh(logits / self.soft_cap)
         return logits
+
+
+def _own_rows(weight: nn.Parameter, team: Team) -> tuple[Span, nn.Parameter]:
+    ids = span("vocab", len(weight), 1, team.rank, team.size)
+    return ids, nn.Parameter(weight.new_empty(ids.size, weight.shape[1]), requires_grad=False)
+
+
+def _gather(logits: Tensor, vocab_size: int, team: Team) -> Tensor:
+    """logits [R, own] -> [R, V] on rank 0. Parts may differ by one id; they travel at one width."""
+    sizes = [span("vocab", vocab_size, 1, rank, team.size).size for rank in range(team.size)]
+    parts = team.gather(F.pad(logits, (0, max(sizes) - logits.shape[1])))
+    if parts is None:
+        return logits
+    return torch.cat([part[:, :size] for part, size in zip(parts, sizes, strict=True)], dim=1)

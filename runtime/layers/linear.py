@@ -9,19 +9,28 @@ import torch
 from torch import Tensor, nn
 
 from ops.select import Kernels
+from runtime.layers.split import Span, Team, span, whole_span
 from runtime.layers.weight import Piece
 
 
 class Part(NamedTuple):
-    """One of the checkpoint's linear layers: its name, output size, and the logical axis of its output."""
+    """One of the checkpoint's linear layers: its name, output size, and the logical axis of its output.
+
+    Where the output is cut over ranks, `unit` rows stay together: those of a head.
+    """
 
     name: str
     size: int
     axis: str | None = None
+    unit: int = 1
 
 
 class Linear(nn.Module):
-    """x [T, I] -> [T, sum of the parts' sizes]: the parts' outputs one after the other."""
+    """x [T, I] -> [T, sum of the parts' sizes]: the parts' outputs one after the other.
+
+    Cut along its output, it gives this rank's share of each part; cut along its input, it takes this rank's
+    share of x and gives the sum over all ranks.
+    """
 
     def __init__(
         self,
@@ -31,22 +40,46 @@ class Linear(nn.Module):
         *,
         bias: bool = False,
         in_axis: str | None = None,
+        in_unit: int = 1,
     ) -> None:
         super().__init__()
         self.parts = tuple(parts)
         self.in_axis = in_axis
+        self.in_unit = in_unit
         self.kernels = kernels
+        self._rows = tuple(whole_span(part.size) for part in parts)
+        self._columns = whole_span(in_size)
+        self._summed_over: Team | None = None
         size = sum(part.size for part in parts)
         self.weight = nn.Parameter(torch.empty(size, in_size), requires_grad=False)  # [O, I]
         self.bias = nn.Parameter(torch.empty(size), requires_grad=False) if bias else None
 
+    def split(self, team: Team) -> None:
+        """Keep this rank's rows of each part and this rank's columns."""
+
+        def share(axis: str | None, size: int, unit: int) -> Span:
+            return span(axis, size, unit, team.rank, team.size)
+
+        self._rows = tuple(share(part.axis, part.size, part.unit) for part in self.parts)
+        self._columns = share(self.in_axis, self._columns.full, self.in_unit)
+        size = sum(rows.size for rows in self._rows)
+        self.weight = nn.Parameter(self.weight.new_empty(size, self._columns.size), requires_grad=False)
+        if self.bias is not None:
+            self.bias = nn.Parameter(self.bias.new_empty(size), requires_grad=False)
+        if not self._columns.whole:
+            self._summed_over = team
+
     def pieces(self) -> Iterator[Piece]:
         row = 0
-        for name, size, axis in self.parts:
-            yield Piece(f"{name}.weight", self.weight, row, size, (axis, self.in_axis))
+        for (name, _, axis, _), rows in zip(self.parts, self._rows, strict=True):
+            axes = (axis, self.in_axis)
+            yield Piece(f"{name}.weight", self.weight, row, rows.size, axes, (rows, self._columns))
             if self.bias is not None:
-                yield Piece(f"{name}.bias", self.bias, row, size, (axis,))
-            row += size
+                yield Piece(f"{name}.bias", self.bias, row, rows.size, (axis,), (rows,))
+            row += rows.size
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.kernels.linear(x, self.weight, self.bias)
+        team = self._summed_over
+        if team is None:
+            return self.kernels.linear(x, self.weight, self.bias)
+        return team.all_reduce(self.kernels.linear(x, self.weight, self.bias if team.rank == 0 else None))

@@ -7,6 +7,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
+from runtime.layers.split import Span, whole_span
+
 Axes = tuple[str | None, ...]
 
 
@@ -14,7 +16,8 @@ class Piece(NamedTuple):
     """One tensor of a checkpoint and the rows of a parameter that it fills.
 
     `axes` names the logical axis of each dimension ("heads", "kv_heads", "mlp", "vocab", or None for what is
-    never split), so that parallelism is added from outside.
+    never split), so that parallelism is added from outside; `spans` says which part of each dimension of the
+    tensor is taken, () for all of it.
     """
 
     name: str  # in the checkpoint
@@ -22,10 +25,19 @@ class Piece(NamedTuple):
     first_row: int
     num_rows: int
     axes: Axes
+    spans: tuple[Span, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Of the tensor in the checkpoint."""
+        if self.spans:
+            return tuple(span.full for span in self.spans)
         return (self.num_rows, *self.parameter.shape[1:])
+
+    @property
+    def cut(self) -> tuple[slice, ...]:
+        """What is taken of the tensor; () for all of it."""
+        return () if all(span.whole for span in self.spans) else tuple(span.slice for span in self.spans)
 
     @property
     def target(self) -> Tensor:
@@ -39,6 +51,7 @@ class Weighted(Protocol):
     def pieces(self) -> Iterator[Piece]: ...
 
 
-def whole(name: str, parameter: nn.Parameter, axes: Axes) -> Piece:
-    """The piece of a parameter that is one checkpoint tensor."""
-    return Piece(name, parameter, 0, parameter.shape[0], axes)
+def whole(name: str, parameter: nn.Parameter, axes: Axes, rows: Span | None = None) -> Piece:
+    """The piece of a parameter that is one checkpoint tensor, or `rows` of one."""
+    spans = () if rows is None else (rows, *(whole_span(size) for size in parameter.shape[1:]))
+    return Piece(name, parameter, 0, parameter.shape[0], axes, spans)

@@ -15,6 +15,7 @@ from runtime.layers.embed import Embedding, Head
 from runtime.layers.norm import RMSNorm
 from runtime.layers.rope import Rope
 from runtime.layers.rope_parameters import RopeParameters
+from runtime.layers.split import Stage
 from runtime.models.config import Config
 from runtime.models.registry import entry
 
@@ -45,22 +46,56 @@ class Decoder(nn.Module):
 
     def __init__(self, embedding: Embedding, layers: Sequence[nn.Module], norm: RMSNorm, head: Head) -> None:
         super().__init__()
-        self.embedding = embedding
+        self.embedding: Embedding | None = embedding
         self.layers = nn.ModuleList(layers)
-        self.norm = norm
-        self.head = head
+        self.norm: RMSNorm | None = norm
+        self.head: Head | None = head
+        self.hidden_size = embedding.weight.shape[1]
+
+    def keep(self, stage: Stage) -> None:
+        """Let go of all that other stages of a pipeline compute."""
+        self.layers = nn.ModuleList(self.layers[index] for index in stage.layers)
+        if not stage.first:
+            self.embedding = self.head = None
+        if not stage.last:
+            self.norm = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights and of what passes between layers."""
+        return next(self.parameters()).dtype
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, inputs: AttentionInputs, pool: LayerPools
     ) -> Tensor:
         """token_ids, positions int64 [T] -> hidden [T, E], the final norm applied. Writes the KV of all T."""
-        x, residual = self.embedding(token_ids), None  # [T, E]
+        return self.finish(*self.blocks(self.embed(token_ids), positions, inputs, pool))
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """token_ids [T] -> [T, E]; in the first stage of a pipeline."""
+        if self.embedding is None:
+            raise RuntimeError("Only the first stage embeds tokens.")
+        return self.embedding(token_ids)
+
+    def blocks(
+        self, x: Tensor, positions: Tensor, inputs: AttentionInputs, pool: LayerPools
+    ) -> tuple[Tensor, Tensor | None]:
+        """This stage's layers: x [T, E] -> what the last one computed, and the sum to which that is due."""
+        residual = None
         for index, layer in enumerate(self.layers):
             x, residual = layer(x, residual, positions, inputs, *pool.layer(index))
+        return x, residual
+
+    def finish(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """The final norm -> hidden [T, E]; in the last stage of a pipeline."""
+        if self.norm is None:
+            raise RuntimeError("Only the last stage has the final norm.")
         return self.norm.add(x, residual)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, E], as `forward` gave them -> float32 [R, V]."""
+        """hidden [R, E], as `forward` gave them -> float32 [R, V]; in the first stage of a pipeline."""
+        if self.head is None:
+            raise RuntimeError("Only the first stage has the head.")
         return self.head(hidden)
 
 

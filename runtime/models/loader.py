@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ops.select import Kernels
 from runtime.errors import CheckpointError
 from runtime.facts import ModelFacts
+from runtime.layers.split import Split, Stage, Team
 from runtime.layers.weight import Piece, Weighted
 from runtime.models.checkpoint import find_weights
 from runtime.models.config import Config
@@ -29,10 +30,18 @@ IGNORED = re.compile(r".*\.rotary_emb\.inv_freq")
 IGNORED_IF_TIED = re.compile(r"lm_head\.weight")
 
 
-def load_model(facts: ModelFacts, plan: ModelPlan, kernels: Kernels) -> Decoder:
+def load_model(
+    facts: ModelFacts,
+    plan: ModelPlan,
+    kernels: Kernels,
+    team: Team | None = None,
+    stage: Stage | None = None,
+) -> Decoder:
     """The model on plan.device in plan.dtype, ready to compute, without gradients.
 
-    At no time does it hold more than the weights and one tensor. Raises CheckpointError naming every tensor
+    Of every layer only the share of the `team`'s rank, of the layers only those of the `stage`.
+
+    At no time does it hold more than these weights and one tensor. Raises CheckpointError naming every tensor
     that is missing, left over or misshapen; then no memory was taken yet.
     """
     device = torch.device(plan.device)
@@ -45,14 +54,30 @@ def load_model(facts: ModelFacts, plan: ModelPlan, kernels: Kernels) -> Decoder:
         ignored = _ignored(tensors.shapes, tied=config.flag("tie_word_embeddings"))
         shapes = {name: shape for name, shape in tensors.shapes.items() if name not in ignored}
         check_total(collect_pieces(model), shapes)
+    if stage is not None:
+        model.keep(stage)
+    if team is not None and team.size > 1:
+        with torch.device("meta"):
+            split(model, team)
     _allocate(model, getattr(torch, plan.dtype), device)
     pieces = collect_pieces(model)
     if tensors is None:
         for piece in pieces.values():
             _fill_dummy(piece)
     else:
-        tensors.read_all(lambda name, tensor: _fill(pieces.get(name), tensor), plan.num_load_threads)
+        tensors.read_all(
+            lambda name, tensor: _fill(pieces[name], tensor),
+            {name: piece.cut for name, piece in pieces.items()},
+            plan.num_load_threads,
+        )
     return model.eval()
+
+
+def split(model: nn.Module, team: Team) -> None:
+    """Cut every layer that can be cut. Its parameters must not have memory yet."""
+    for module in model.modules():
+        if isinstance(module, Split):
+            module.split(team)
 
 
 def collect_pieces(model: nn.Module) -> dict[str, Piece]:
@@ -124,7 +149,7 @@ def _fill_dummy(piece: Piece) -> None:
     """Small uniform numbers that depend on the tensor's name alone."""
     generator = torch.Generator().manual_seed(DUMMY_SEED + crc32(piece.name.encode()))
     values = torch.empty(piece.shape).uniform_(-DUMMY_RANGE, DUMMY_RANGE, generator=generator)
-    piece.target.copy_(values)
+    piece.target.copy_(values[piece.cut])
 
 
 def _list(problem: str, names: Sequence[str]) -> str:

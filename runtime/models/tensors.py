@@ -31,6 +31,9 @@ _DTYPES = {
 }
 
 
+Cuts = Mapping[str, tuple[slice, ...]]  # tensor name -> what to read of it; () for all
+
+
 class TensorFiles:
     """The tensors of a checkpoint by name: shapes known at once, contents read one at a time.
 
@@ -51,11 +54,14 @@ class TensorFiles:
                     raise CheckpointError(f"The tensor {name} stands in two weight files.")
                 self.shapes[name] = shape
 
-    def read_all(self, take: Callable[[str, Tensor], None], num_threads: int = 1) -> None:
-        """Give every tensor to `take`, on this thread or, file by file, on several."""
+    def read_all(self, take: Callable[[str, Tensor], None], cuts: Cuts, num_threads: int = 1) -> None:
+        """Give the tensors that `cuts` names to `take`, on this thread or, file by file, on several.
+
+        Of a cut tensor only that part is read, or, where a file cannot be read in parts, held on to.
+        """
 
         def read(file: _File) -> None:
-            for name, tensor in file.tensors(mmap=self._mmap):
+            for name, tensor in file.tensors(cuts, mmap=self._mmap):
                 take(name, tensor)
 
         if num_threads <= 1:
@@ -74,16 +80,19 @@ class _SafetensorsFile:
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: entry.shape for name, entry in self._header.items()}
 
-    def tensors(self, *, mmap: bool) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, cuts: Cuts, *, mmap: bool) -> Iterator[tuple[str, Tensor]]:
+        wanted = {name: entry for name, entry in self._header.items() if name in cuts}
         if mmap:
             with safe_open(self._path, framework="pt") as tensors:
-                for name in self._header:
-                    yield name, tensors.get_tensor(name)
+                for name in wanted:
+                    cut = cuts[name]
+                    yield name, tensors.get_slice(name)[cut] if cut else tensors.get_tensor(name)
             return
         with self._path.open("rb") as stream:
-            for name, entry in self._header.items():
+            for name, entry in wanted.items():
                 stream.seek(entry.begin)
-                yield name, self._decode(name, entry, bytearray(stream.read(entry.end - entry.begin)))
+                content = bytearray(stream.read(entry.end - entry.begin))
+                yield name, self._decode(name, entry, content)[cuts[name]]
 
     def _decode(self, name: str, entry: StoredTensor, content: bytearray) -> Tensor:
         if entry.dtype not in _DTYPES:
@@ -101,8 +110,10 @@ class _TorchFile:
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes
 
-    def tensors(self, *, mmap: bool) -> Iterator[tuple[str, Tensor]]:
-        yield from self._load(mmap).items()
+    def tensors(self, cuts: Cuts, *, mmap: bool) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._load(mmap).items():
+            if name in cuts:
+                yield name, tensor[cuts[name]]
 
     def _load(self, mmap: bool) -> Mapping[str, Tensor]:
         mmap = mmap and is_zipfile(self._path)  # files of old torch versions cannot be mapped

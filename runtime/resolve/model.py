@@ -44,7 +44,14 @@ def chosen_gpu(device: str, machine: Machine) -> Gpu | None:
 
 
 def _device(ledger: Ledger, machine: Machine) -> str:
-    asked = ledger.args.model.device
+    asked, first = ledger.args.model.device, ledger.args.parallel.base_gpu_id
+    if first and asked is not None and ":" in asked:
+        ledger.refuse("base_gpu_id", f"--base-gpu-id {first} and --device {asked}: give one of them.")
+    elif first and asked in (None, "cuda") and not _no_cuda(machine):
+        if reason := _no_such_gpu(machine, first):
+            ledger.refuse("base_gpu_id", f"--base-gpu-id {first} cannot be used: {reason}.")
+            return "cpu"
+        return ledger.decide("model.device", f"cuda:{first}", "the first GPU that --base-gpu-id allows")
     if asked is None:
         return _best_device(ledger, machine)
     known = re.fullmatch(r"cpu|cuda(?::(\d+))?", asked)

@@ -10,7 +10,6 @@ DECAY_STEPS = 600  # over which the share reserved for output falls to its minim
 
 
 def schedule_plan(ledger: Ledger, gpu: Gpu | None, page_size: int) -> SchedulePlan:
-    args = ledger.args.schedule
     ratio, ratio_min = _new_token_ratio(ledger)
     why_decay = f"from the first value to the smallest in {DECAY_STEPS} steps"
     return SchedulePlan(
@@ -20,9 +19,7 @@ def schedule_plan(ledger: Ledger, gpu: Gpu | None, page_size: int) -> SchedulePl
         max_prefill_tokens=ledger.take("schedule.max_prefill_tokens", "max_prefill_tokens"),
         policy=_policy(ledger),
         mixed=ledger.take("schedule.mixed", "enable_mixed_chunk"),
-        overlap=ledger.take(
-            "schedule.overlap", "disable_overlap_schedule", not args.disable_overlap_schedule
-        ),
+        overlap=_overlap(ledger),
         new_token_ratio=ratio,
         min_new_token_ratio=ratio_min,
         new_token_ratio_decay=ledger.decide(
@@ -31,7 +28,19 @@ def schedule_plan(ledger: Ledger, gpu: Gpu | None, page_size: int) -> SchedulePl
         stream_interval=ledger.take("schedule.stream_interval", "stream_interval"),
         log_interval_steps=ledger.take("schedule.log_interval_steps", "decode_log_interval"),
         watchdog_timeout_s=ledger.take("schedule.watchdog_timeout_s", "watchdog_timeout"),
+        micro_batches=ledger.decide(
+            "schedule.micro_batches", ledger.args.parallel.pp_size, "one for each stage of the pipeline"
+        ),
+        max_micro_batch=ledger.take("schedule.max_micro_batch", "max_micro_batch_size"),
     )
+
+
+def _overlap(ledger: Ledger) -> bool:
+    if ledger.args.parallel.pp_size > 1:
+        why = "stages overlap with each other instead; their batches need tokens that are known"
+        return ledger.decide("schedule.overlap", False, why)
+    asked = ledger.args.schedule.disable_overlap_schedule
+    return ledger.take("schedule.overlap", "disable_overlap_schedule", not asked)
 
 
 def kernel_plan(ledger: Ledger) -> KernelPlan:

@@ -57,7 +57,7 @@ class Filler:
     def fill(self) -> tuple[Rows, FillCounts, list[tuple[Sequence, Duplicates]]]:
         """Choose rows and give them pages. The duplicates are to be returned when the batch is built."""
         decodes, prompts = self._unfinished()
-        step = _Step()
+        step = _Step(self._plan.max_micro_batch)
         if self._plan.mixed:
             self._add_decodes(step, decodes)
             self._add_prompts(step, prompts)
@@ -73,15 +73,27 @@ class Filler:
         """Running sequences with something to compute: by one output token, and by known tokens."""
         decodes: list[Sequence] = []
         prompts: list[Sequence] = []
+        num_decoding = 0
         for sequence in self._running:
             computed = sequence.num_computed
             lacking = len(sequence.ids) + sequence.num_pending - computed
             if lacking == 1 and computed >= sequence.num_prompt:
                 if computed + 1 < sequence.max_tokens:  # else its last token is under way
-                    decodes.append(sequence)
+                    num_decoding += 1
+                    if self._free_to_decode(sequence):
+                        decodes.append(sequence)
             elif lacking:
                 prompts.append(sequence)
-        return decodes, prompts
+        return decodes[: self._micro_batch(num_decoding)], prompts
+
+    def _free_to_decode(self, sequence: Sequence) -> bool:
+        """In a pipeline only who is in no other micro-batch, so that these need not wait for each other."""
+        return self._plan.micro_batches == 1 or not sequence.num_pending
+
+    def _micro_batch(self, num_decoding: int) -> int:
+        """How many decode rows a step may have: of a pipeline's micro-batch its even share."""
+        share = -(-num_decoding // self._plan.micro_batches)
+        return min(share, self._plan.max_micro_batch or share)
 
     def _add_decodes(self, step: _Step, decodes: list[Sequence]) -> None:
         size = self._cache.page_size
@@ -99,7 +111,7 @@ class Filler:
         """Continue cut prompts, then admit waiting sequences, while budgets and pages last."""
         budget = PromptBudget(self._plan, self._cache.page_size, step.num_decodes)
         for sequence in prompts:
-            if sequence.slot < 0 or budget.exhausted:
+            if sequence.slot < 0 or budget.exhausted or step.full:
                 continue
             count = self._affordable(sequence, budget)
             if count:
@@ -134,7 +146,7 @@ class Filler:
         admitted: list[Sequence] = []
         num_deferred = 0
         for sequence in self._waiting.ordered():
-            if not running.tables.num_free or budget.exhausted or num_deferred >= MAX_DEFERRED:
+            if step.full or not running.tables.num_free or budget.exhausted or num_deferred >= MAX_DEFERRED:
                 break
             if sequence.num_pending:  # retracted a moment ago; a step in flight brings its last token
                 num_deferred += 1
@@ -188,6 +200,7 @@ class _Step:
 
     __slots__ = (
         "duplicates",
+        "max_rows",
         "num_cached_tokens",
         "num_decodes",
         "num_new",
@@ -197,7 +210,8 @@ class _Step:
         "unfinished",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, max_rows: int | None) -> None:
+        self.max_rows = max_rows
         self.rows = Rows()
         self.duplicates: list[tuple[Sequence, Duplicates]] = []
         self.unfinished: list[Sequence] = []  # cut prompts that go on in the next step
@@ -206,6 +220,10 @@ class _Step:
         self.num_cached_tokens = 0
         self.num_prompt_tokens = 0
         self.num_decodes = 0
+
+    @property
+    def full(self) -> bool:
+        return self.max_rows is not None and len(self.rows) >= self.max_rows
 
     def counts(self) -> FillCounts:
         return FillCounts(self.num_new, self.num_cached_tokens, self.num_prompt_tokens, self.num_decodes)

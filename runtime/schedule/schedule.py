@@ -155,6 +155,10 @@ class Schedule:
         self._cache.empty()
         return True
 
+    def num_cached(self, sequence: Sequence) -> int:
+        """How many of a new sequence's tokens it would find in the prefix tree now; changes nothing."""
+        return self._cache.measure(sequence)
+
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)

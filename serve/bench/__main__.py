@@ -14,6 +14,7 @@ COMMANDS = {
     "offline": ("serve.bench.offline", "throughput of the engine in this process"),
     "latency": ("serve.bench.latency", "one batch in this process: prefill, and decode per token"),
     "overhead": ("serve.bench.overhead", "scheduling and streaming without a model"),
+    "parallel": ("serve.bench.parallel", "a step of two processes against one, in its parts"),
     "checkpoint": ("serve.bench.checkpoints", "write a random checkpoint of a known shape"),
 }
 

@@ -11,8 +11,10 @@ from typing import Any
 import fake_core
 import fake_runner
 from runtime.actors.core import Core
+from runtime.actors.replica import Replica
 from runtime.batch import Batch, Tokens
 from runtime.cache.prefix import PrefixCache
+from runtime.errors import EngineFailure
 from runtime.schedule.schedule import Schedule
 
 NUM_PAGES, PAGE_SIZE, NUM_SLOTS = 64, 4, 8
@@ -28,11 +30,20 @@ class ScriptedRunner:
         self.failures = 0
         self.num_launched = 0
         self.closed = False
+        self.death: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
 
     def launch(self, batch: Batch) -> ScriptedStep:
         self.num_launched += 1
         self.fake.launch(batch)
         return ScriptedStep(self)
+
+    async def watch(self) -> None:
+        raise await self.death
+
+    def die(self, error: Exception) -> None:
+        """As when a worker's process is gone; steps in flight never end."""
+        self.open.clear()
+        self.death.set_result(error)
 
     def close(self) -> None:
         self.closed = True
@@ -58,26 +69,46 @@ class ScriptedStep:
 @contextlib.asynccontextmanager
 async def running(**schedule: Any) -> AsyncIterator[tuple[Core, ScriptedRunner]]:
     """A core that takes requests (ids only), and its runner; keywords replace fields of the schedule plan."""
+    async with running_several(1, **schedule) as (core, runners):
+        yield core, runners[0]
+
+
+@contextlib.asynccontextmanager
+async def running_several(
+    num_replicas: int, *, balance: str = "round_robin", restarts: int = 100, **schedule: Any
+) -> AsyncIterator[tuple[Core, list[ScriptedRunner]]]:
+    """As `running`, over several replicas, each of which can be started again; all runners ever made."""
     facts = fake_core.make_facts()
+    given = fake_core.make_plan()
     plan = replace(
-        fake_core.make_plan(),
+        given,
         schedule=fake_runner.make_plan(**{"max_running": NUM_SLOTS, **schedule}),
-        cache=replace(fake_core.make_plan().cache, page_size=PAGE_SIZE),
+        cache=replace(given.cache, page_size=PAGE_SIZE),
+        parallel=replace(given.parallel, balance=balance),
     )
-    runner = ScriptedRunner(facts.vocab_size)
-    pages = Schedule(
-        plan.schedule,
-        PrefixCache(NUM_PAGES, PAGE_SIZE),
-        vocab_size=facts.vocab_size,
-        context_length=plan.model.context_length,
-    )
-    core = Core(plan, facts, None, pages, runner)
+    runners: list[ScriptedRunner] = []
+
+    async def make(place: int = 0) -> Replica:
+        if len(runners) >= num_replicas + restarts:
+            raise EngineFailure("No more of these.")
+        pages = Schedule(
+            plan.schedule,
+            PrefixCache(NUM_PAGES, PAGE_SIZE),
+            vocab_size=facts.vocab_size,
+            context_length=plan.model.context_length,
+        )
+        runners.append(ScriptedRunner(facts.vocab_size))
+        return Replica(plan, pages, runners[-1])
+
+    first, *others = [await make() for _ in range(num_replicas)]
+    renew = make if others else None
+    core = Core(plan, facts, None, first.schedule, first.runner, others=others, renew=renew)
     started = asyncio.Event()
     task = asyncio.create_task(core.run(started.set))
     await started.wait()
     try:
-        yield core, runner
+        yield core, runners
     finally:
         task.cancel()
         await asyncio.wait([task])
-        assert runner.closed
+        assert all(runner.closed for runner in runners)

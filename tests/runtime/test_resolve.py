@@ -15,7 +15,7 @@ from runtime.args import Args, options
 from runtime.errors import ConfigurationError
 from runtime.facts import ModelFacts
 from runtime.plan import Plan
-from runtime.resolve import check, max_running, num_pages, resolve, size_pool
+from runtime.resolve import check, decide, max_running, num_pages, resolve, size_pool
 
 FACTS = ModelFacts(
     architecture="LlamaForCausalLM",
@@ -204,7 +204,11 @@ def test_empty_api_key_is_refused_and_none_is_shown() -> None:
 
 def test_all_refusals_come_together() -> None:
     said = refusals(
-        tp_size=2, device="cuda", context_length=9999, chunked_prefill_size=5, enable_metrics=True
+        enable_dp_attention=True,
+        device="cuda",
+        context_length=9999,
+        chunked_prefill_size=5,
+        enable_metrics=True,
     )
     assert len(said.splitlines()) == 5
 
@@ -212,8 +216,10 @@ def test_all_refusals_come_together() -> None:
 def test_check_refuses_what_needs_no_model() -> None:
     assert check(Args.of(model_path="org/model", context_length=10**9), CPU) == "org/model"
     assert check(Args.of(), CPU, demo_path="/demo") == "/demo"
-    with pytest.raises(ConfigurationError, match=r"--tp-size 2 is not built yet(.|\n)*no NVIDIA GPU"):
-        check(Args.of(model_path="m", tp_size=2, device="cuda"), CPU)
+    with pytest.raises(
+        ConfigurationError, match=r"--enable-dp-attention is not built yet(.|\n)*no NVIDIA GPU"
+    ):
+        check(Args.of(model_path="m", enable_dp_attention=True, device="cuda"), CPU)
 
 
 def test_pool_takes_a_modest_share_without_a_gpu() -> None:
@@ -310,3 +316,57 @@ def test_nothing_but_refusals_is_ever_raised(keywords: dict[str, Any], machine: 
         assert made.schedule.chunk_tokens is None or made.schedule.chunk_tokens % made.cache.page_size == 0
         with suppress(ConfigurationError):
             assert pages(made) >= 1
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "fits"),
+    [(8, 8, 4, True), (8, 2, 4, True), (8, 3, 4, False), (6, 3, 4, False)],
+)
+def test_heads_are_shared_or_repeated_evenly(heads: int, kv_heads: int, size: int, fits: bool) -> None:
+    facts = replace(FACTS, path="/m", num_heads=heads, num_kv_heads=kv_heads)
+    _, ledger = decide(Args.of(model_path="/m", tp_size=size), CPU, facts)
+    assert ("tp_size" not in ledger.refusals) == fits
+
+
+def test_ranks_need_a_gpu_each() -> None:
+    args = Args.of(model_path="m", tp_size=2, device="cuda")
+    with pytest.raises(
+        ConfigurationError, match=r"--tp-size 2 .* needs 2 GPUs from number 0 on; this machine has 1"
+    ):
+        check(args, H200)
+
+
+def test_gpus_from_a_number_on_and_at_a_distance() -> None:
+    four = replace(H200, gpus=H200.gpus * 4)
+    made = plan(four, tp_size=2, base_gpu_id=1, gpu_id_step=2)
+    assert made.model.device == "cuda:1"
+    assert made.parallel.gpu_step == 2
+    assert "needs 2 GPUs" in refusals(four, tp_size=2, base_gpu_id=2, gpu_id_step=2)
+    assert "give one of them" in refusals(four, base_gpu_id=1, device="cuda:2")
+    assert "numbered 0 to 3" in refusals(four, base_gpu_id=4)
+    assert "--base-gpu-id needs GPUs" in refusals(base_gpu_id=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"nnodes": 2, "tp_size": 2}, "needs --dist-init-addr HOST:PORT"),
+        ({"nnodes": 2, "tp_size": 2, "dist_init_addr": "host"}, "needs --dist-init-addr HOST:PORT"),
+        ({"nnodes": 2, "tp_size": 2, "dist_init_addr": "h:1", "node_rank": 2}, "must be below --nnodes 2"),
+        ({"nnodes": 2, "dist_init_addr": "h:1"}, "must divide --tp-size 1 x --pp-size 1"),
+        ({"nnodes": 2, "tp_size": 2, "dp_size": 2, "dist_init_addr": "h:1"}, "start one server on each"),
+        ({"node_rank": 1}, "say --nnodes too"),
+        ({"nccl_port": 5}, "say --nnodes too"),
+        ({"pp_size": 5}, "has only 4 layers"),
+        ({"max_micro_batch_size": 2}, "needs a pipeline"),
+    ],
+)
+def test_sizes_that_make_no_sense_are_refused(options: dict[str, Any], reason: str) -> None:
+    assert reason in refusals(**options)
+
+
+def test_address_of_version_six_is_taken_apart() -> None:
+    made = plan(nnodes=2, tp_size=2, dist_init_addr="[fd00::1]:29500")
+    assert made.parallel.meeting == ("fd00::1", 29500)
+    assert list(made.parallel.ranks_here) == [0]
+    assert not plan(pp_size=2).schedule.overlap

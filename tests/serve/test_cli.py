@@ -109,10 +109,12 @@ def test_explain_shows_asked_done_and_because(model: str, capsys: pytest.Capture
 def test_explain_shows_refusals_in_the_table_and_below(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["explain", "--json", "--model", model, "--tp", "2", "--context-length", "999"]) == 2
+    assert (
+        main(["explain", "--json", "--model", model, "--enable-dp-attention", "--context-length", "999"]) == 2
+    )
     told = json.loads(capsys.readouterr().out)
     rows = {row["option"]: row for row in told["options"]}
-    assert rows["--tp-size"]["done"] == rows["--context-length"]["done"] == "refused"
+    assert rows["--enable-dp-attention"]["done"] == rows["--context-length"]["done"] == "refused"
     assert len(told["refusals"]) == 2
 
 
@@ -124,10 +126,12 @@ def test_explain_for_another_machine(model: str, capsys: pytest.CaptureFixture[s
 
 
 def test_explain_without_a_model_says_what_it_can() -> None:
-    rows, refusals = explain.explain(Args.of(tp_size=2, model_path="/nowhere/at/all"), Machine.named("cpu"))
-    assert any("--tp-size 2" in refusal for refusal in refusals)
+    rows, refusals = explain.explain(
+        Args.of(enable_dp_attention=True, model_path="/nowhere/at/all"), Machine.named("cpu")
+    )
+    assert any("--enable-dp-attention" in refusal for refusal in refusals)
     assert any("/nowhere/at/all" in refusal for refusal in refusals)
-    assert {row.option: row.done for row in rows}["--tp-size"] == "refused"
+    assert {row.option: row.done for row in rows}["--enable-dp-attention"] == "refused"
 
 
 def test_explain_all_shows_every_option(model: str) -> None:

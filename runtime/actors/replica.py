@@ -1,0 +1,109 @@
+"""One copy of the model, ready to compute: its plan, its schedule and its runner."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import anyio
+
+from ops.machine import GIB
+from runtime.actors.scheduler import Runner
+from runtime.cache.prefix import PrefixCache
+from runtime.facts import ModelFacts
+from runtime.plan import Plan
+from runtime.resolve import max_running, size_pool
+from runtime.schedule.schedule import Schedule
+
+logger = logging.getLogger("penstock.core")
+
+
+class DeviceRunner(Runner, Protocol):
+    """A runner that the core owns, watches and closes."""
+
+    async def watch(self) -> None:
+        """Never returns; raises `WorkerFailed` when a process that it needs is gone."""
+        ...
+
+    def close(self) -> None:
+        """Finish what was launched and give everything back. Blocks; `watch` has ended before."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """Belongs to the core, which closes the runner."""
+
+    plan: Plan  # with the number of sequences that its KV pool allows
+    schedule: Schedule
+    runner: DeviceRunner
+
+
+async def start_replica(plan: Plan, facts: ModelFacts, place: int = 0) -> Replica:
+    """Load the weights, on every rank, and size and make the KV pool of the replica with this number.
+
+    Raises `ConfigurationError` for what only the files themselves show, `WorkerFailed` naming the rank.
+    Failed or cancelled, it leaves nothing behind.
+    """
+    from runtime.parallel.crew import Crew
+
+    crew = Crew(plan, facts, place * plan.parallel.ranks)
+    try:
+        began = time.monotonic()
+        memory = await crew.load()
+        logger.info(
+            "Load weight end. type=%s, dtype=%s, mem usage=%.2f GB, %.1f s",
+            facts.architecture,
+            plan.model.dtype,
+            memory[0]["weights"] / GIB,
+            time.monotonic() - began,
+        )
+        pages = _size(plan, facts, memory)
+        plan = replace(plan, schedule=replace(plan.schedule, max_running=max_running(plan, pages)))
+        pool = await crew.join(pages, plan.schedule.max_running)
+        logger.info(
+            "KV Cache is allocated. #tokens: %d, %.2f GB", pages * plan.cache.page_size, pool.nbytes / GIB
+        )
+        schedule = Schedule(
+            plan.schedule,
+            PrefixCache(pages, plan.cache.page_size, enabled=plan.cache.prefix_cache),
+            vocab_size=facts.vocab_size,
+            context_length=plan.model.context_length,
+        )
+        return Replica(plan, schedule, crew.lead(pool, plan.schedule.max_running))
+    except BaseException as error:
+        with anyio.CancelScope(shield=True):
+            await crew.close()
+        raise first_error(error) from None
+
+
+def _size(plan: Plan, facts: ModelFacts, memory: Sequence[Mapping[str, int]]) -> int:
+    """Pages of the KV pool, now that the weights are in place: what the rank with the least room can hold."""
+    from runtime.parallel.mesh import Place
+
+    parallel = plan.parallel
+    # Ranks of one machine share its memory; each replica counts only itself as there.
+    sharing = parallel.ranks * parallel.dp_size if plan.model.device == "cpu" else 1
+    sizes = [
+        size_pool(
+            plan,
+            Place(rank=rank, tp_size=parallel.tp_size, pp_size=parallel.pp_size).local(facts),
+            available_bytes=own["available"] // sharing,
+            total_bytes=own["total"] // sharing,
+            weight_bytes=own["weights"],
+        )
+        for rank, own in enumerate(memory)
+    ]
+    pages, because = min(sizes)
+    logger.info("The KV cache gets %d pages of %d tokens: %s.", pages, plan.cache.page_size, because)
+    return pages
+
+
+def first_error(error: BaseException) -> BaseException:
+    """The first leaf of a group, or the error itself."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

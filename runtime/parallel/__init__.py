@@ -1,0 +1,1 @@
+"""Several processes for one model: the mesh of ranks, their links, and the workers' lives."""

@@ -1,0 +1,268 @@
+"""Several processes give the tokens of one, and their ends are told, named and complete."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import tiny_checkpoints
+
+from runtime.errors import ConfigurationError, EngineFailure, WorkerFailed
+from serve import Engine
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+PLAIN = {"skip_tokenizer_init": True, "random_seed": 1}
+GREEDY = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
+LONG = {"temperature": 0, "max_new_tokens": 400, "ignore_eos": True}
+ROOT = Path(__file__).parents[2]
+# Chunks, and a pool so small that sequences are put back and computed again.
+TIGHT = {
+    "chunked_prefill_size": 16,
+    "page_size": 4,
+    "max_total_tokens": 288,
+    "schedule_conservativeness": 0.0,
+}
+
+
+@cache
+def model_path(family: str = "llama") -> str:
+    return tiny_checkpoints.cached(
+        family, max_position_embeddings=512, tie_word_embeddings=family == "qwen3", vocab_size=131
+    )
+
+
+def prompts() -> list[list[int]]:
+    fresh = [[3 + (7 * i + n) % 100 for i in range(n)] for n in (1, 2, 5, 16, 17, 33, 60, 9)]
+    return fresh + [[*prompt[: 1 + len(prompt) // 2], 4, 5] for prompt in fresh]
+
+
+async def outputs(engine: Engine) -> list[list[int]]:
+    answers = await engine.generate(input_ids=prompts(), sampling_params=GREEDY)
+    return [answer["output_ids"] for answer in answers]
+
+
+async def cancel_some(engine: Engine) -> None:
+    """Leave requests in the middle of their output."""
+    for prompt in prompts()[:3]:
+        pieces = engine.stream(input_ids=prompt, sampling_params=LONG)
+        await anext(pieces)
+        await pieces.aclose()
+
+
+async def check_same_tokens(family: str, **parallel: Any) -> None:
+    """Tokens of one process: fresh, beside cancelled requests, from the cache, and with retractions."""
+    async with Engine(model_path(family), **PLAIN) as engine:
+        expected = await outputs(engine)
+    async with Engine(model_path(family), **PLAIN, **TIGHT, **parallel) as engine:
+        _, found = await asyncio.gather(cancel_some(engine), outputs(engine))
+        assert found == expected
+        assert await outputs(engine) == expected
+        assert engine.status().num_retracted > 0
+        answer = await engine.generate(input_ids=prompts()[6], sampling_params=GREEDY)
+        assert answer["meta_info"]["cached_tokens"] > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_two_ranks_give_the_tokens_of_one(family: str):
+    await check_same_tokens(family, tp_size=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_four_ranks_share_two_kv_heads(family: str):
+    await check_same_tokens(family, tp_size=4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_two_stages_give_the_tokens_of_one(family: str):
+    await check_same_tokens(family, pp_size=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_two_stages_of_two_ranks(family: str):
+    await check_same_tokens(family, pp_size=2, tp_size=2)
+
+
+@pytest.mark.slow
+async def test_three_stages_with_small_micro_batches():
+    await check_same_tokens("llama", pp_size=3, max_micro_batch_size=5)
+
+
+@pytest.mark.parametrize("parallel", [{"tp_size": 2}, {"pp_size": 2}], ids=["ranks", "stages"])
+async def test_logprobs_and_penalties_are_those_of_one_process(parallel: dict[str, int]):
+    async def ask(**parallel: Any) -> Any:
+        async with Engine(model_path(), **PLAIN, chunked_prefill_size=16, **parallel) as engine:
+            return await engine.generate(
+                input_ids=prompts()[5],
+                sampling_params={"max_new_tokens": 12, "seed": 3, "frequency_penalty": 0.5, "top_p": 0.9},
+                return_logprob=True,
+                logprob_start_len=0,
+                top_logprobs_num=2,
+            )
+
+    one, two = await ask(), await ask(**parallel)
+    assert two["output_ids"] == one["output_ids"]
+    for name in ("input_token_logprobs", "output_token_logprobs"):
+        found, expected = two["meta_info"][name], one["meta_info"][name]
+        assert [entry[1] for entry in found] == [entry[1] for entry in expected]
+        assert [entry[0] for entry in found[1:]] == pytest.approx(
+            [entry[0] for entry in expected[1:]], abs=1e-4
+        )
+
+
+def workers() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
+
+
+async def test_killed_worker_is_named_to_every_caller_and_nothing_is_left():
+    engine = Engine(model_path(), **PLAIN, tp_size=2)
+    await engine.start()
+    [worker] = workers()
+    calls = [
+        asyncio.create_task(engine.generate(input_ids=[5, 6, i], sampling_params=LONG)) for i in (7, 8, 9)
+    ]
+    pieces = engine.stream(input_ids=[1, 2], sampling_params=LONG)
+    await anext(pieces)
+    worker.kill()
+    killed = time.monotonic()
+    errors = await asyncio.gather(*calls, return_exceptions=True)
+    with pytest.raises(WorkerFailed):
+        async for _ in pieces:
+            pass
+    assert time.monotonic() - killed < 2
+    for error in errors:
+        assert isinstance(error, WorkerFailed)
+        assert "Rank 1" in error.message
+        assert "SIGKILL" in error.message
+    assert engine.status().state == "failed"
+    with pytest.raises(EngineFailure, match="Rank 1"):
+        await engine.wait()
+    await engine.aclose()
+    assert not workers()
+
+
+async def test_idle_engine_ends_when_a_worker_does():
+    engine = Engine(model_path(), **PLAIN, tp_size=2)
+    await engine.start()
+    workers()[0].terminate()
+    with pytest.raises(WorkerFailed, match=r"Rank 1 .* was killed by SIGTERM"):
+        await engine.wait()
+    await engine.aclose()
+
+
+async def test_hanging_worker_is_found_by_the_watchdog():
+    engine = Engine(model_path(), **PLAIN, tp_size=2, watchdog_timeout=0.5)
+    await engine.start()
+    [worker] = workers()
+    worker.suspend()
+    with pytest.raises(EngineFailure, match="hangs"):
+        await engine.generate(input_ids=[5, 6, 7], sampling_params=LONG)
+    await engine.aclose()
+    assert not workers()
+
+
+async def test_cancelled_start_leaves_no_process():
+    engine = Engine(model_path(), **PLAIN, tp_size=2)
+    starting = asyncio.create_task(engine.start())
+    while not workers():
+        await asyncio.sleep(0.01)
+    starting.cancel()
+    await asyncio.wait([starting])
+    assert not workers()
+
+
+def test_heads_that_cannot_be_shared_are_refused():
+    async def start() -> None:
+        await Engine(model_path(), **PLAIN, tp_size=3).start()
+
+    with pytest.raises(ConfigurationError, match="--tp-size 3: the model's 4 query heads"):
+        asyncio.run(start())
+
+
+SCRIPT = """
+import asyncio, sys
+from serve import SyncEngine
+print("main is running", flush=True)
+engine = SyncEngine(sys.argv[1], skip_tokenizer_init=True, tp_size=2)
+engine.start()
+print(engine.generate(input_ids=[5, 6, 7], sampling_params={"max_new_tokens": 3})["output_ids"], flush=True)
+if sys.argv[2] == "wait":
+    sys.stdin.read()
+engine.close()
+"""
+
+
+def script(tmp_path: Path, *words: str) -> subprocess.Popen[str]:
+    """A script without a guard, which must not run again in its workers."""
+    file = tmp_path / "script.py"
+    file.write_text(SCRIPT)
+    return subprocess.Popen(
+        [sys.executable, str(file), model_path(), *words],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+    )
+
+
+def test_script_without_a_guard_runs_once(tmp_path: Path):
+    process = script(tmp_path, "end")
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert output.count("main is running") == 1
+
+
+def test_workers_die_with_a_killed_parent(tmp_path: Path):
+    process = script(tmp_path, "wait")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "main is running\n"
+    assert process.stdout.readline().startswith("[")
+    [worker] = psutil.Process(process.pid).children()
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    _, alive = psutil.wait_procs([worker], timeout=2)
+    assert not alive
+
+
+@pytest.mark.slow
+async def test_twenty_starts_leave_nothing_behind():
+    def held() -> tuple[int, int, int]:
+        me = psutil.Process()
+        return me.num_fds(), me.num_threads(), len(me.children())
+
+    seen = []
+    for _ in range(20):
+        async with Engine(model_path(), **PLAIN, tp_size=2) as engine:
+            await engine.generate(input_ids=[5, 6, 7], sampling_params=GREEDY)
+        seen.append(held())
+    assert seen[-1] == seen[1]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+async def test_two_copies_give_the_tokens_of_one(family: str):
+    await check_same_tokens(family, dp_size=2, load_balance_method="longest_prefix")
+
+
+async def test_copy_whose_worker_is_killed_is_started_again_and_the_others_go_on():
+    async with Engine(model_path(), **PLAIN, dp_size=2, tp_size=2) as engine:
+        expected = await outputs(engine)
+        before = workers()
+        assert len(before) == 2
+        before[1].kill()
+        assert await outputs(engine) == expected
+        while len(workers()) < 2 or before[1] in workers():
+            await asyncio.sleep(0.05)
+        assert await outputs(engine) == expected
+        assert engine.status().state == "ready"
+    assert not workers()
