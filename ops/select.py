@@ -10,21 +10,22 @@ from torch import Tensor
 
 # operation -> (the Kernels fields its backend file provides, the backend files there are)
 OPERATIONS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "activation": (("gate",), ("native",)),
+    "activation": (("gate",), ("native", "with_triton")),
     "attention": (("attend",), ("native",)),
-    "kv": (("store",), ("native",)),
+    "kv": (("store", "copy_pages"), ("native", "with_triton")),
     "matmul": (("linear",), ("native",)),
-    "norm": (("rms_norm", "add_rms_norm"), ("native",)),
-    "rope": (("rotate",), ("native",)),
+    "norm": (("rms_norm", "add_rms_norm"), ("native", "with_triton")),
+    "rope": (("rotate",), ("native", "with_triton")),
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """One callable per operation; each contract stands in its folder, `attend` in `ops.attention` and so on."""
+    """One callable per operation; each contract stands in its folder, that of `attend` in `ops.attention`."""
 
     attend: Callable[..., Tensor]
     store: Callable[..., None]
+    copy_pages: Callable[..., None]
     rms_norm: Callable[..., Tensor]
     add_rms_norm: Callable[..., tuple[Tensor, Tensor]]
     rotate: Callable[..., tuple[Tensor, Tensor]]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernel_cases.rope import CASES, expected, outputs
+from kernel_comparison import agree
 
+from ops.rope import native
 from ops.rope.native import rotate
 
 
@@ -18,7 +21,9 @@ def test_pairs_turn_like_complex_numbers_and_the_rest_passes(interleaved, rotate
     angles = torch.rand(20, rotated // 2) * 6
     positions = torch.tensor([7, 0, 19])
     q, k = torch.randn(3, 4, 8), torch.randn(3, 2, 8)
-    for x, out in zip((q, k), rotate(q.clone(), k.clone(), table_of(angles), positions, interleaved=interleaved)):
+    for x, out in zip(
+        (q, k), rotate(q.clone(), k.clone(), table_of(angles), positions, interleaved=interleaved)
+    ):
         head = x[..., :rotated]
         first, second = (head[..., ::2], head[..., 1::2]) if interleaved else head.chunk(2, dim=-1)
         turn = torch.polar(torch.ones(3, 1, rotated // 2), angles[positions].unsqueeze(1))
@@ -34,7 +39,9 @@ def test_scores_depend_on_the_distance_alone() -> None:
     q, k = torch.randn(1, 1, 4), torch.randn(1, 1, 4)
 
     def score(at: int, seen: int) -> torch.Tensor:
-        return (rotate(q, k, table, torch.tensor([at]))[0] * rotate(q, k, table, torch.tensor([seen]))[1]).sum()
+        return (
+            rotate(q, k, table, torch.tensor([at]))[0] * rotate(q, k, table, torch.tensor([seen]))[1]
+        ).sum()
 
     torch.testing.assert_close(score(9, 4), score(60, 55), atol=1e-5, rtol=1e-5)
 
@@ -42,3 +49,8 @@ def test_scores_depend_on_the_distance_alone() -> None:
 def test_dtype_is_kept() -> None:
     q, k = rotate(*torch.randn(2, 1, 1, 4).bfloat16(), table_of(torch.zeros(1, 2)), torch.tensor([0]))
     assert q.dtype == k.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_native_follows_the_formula_in_every_case(name) -> None:
+    agree(outputs(native, CASES[name]), expected(CASES[name]))
