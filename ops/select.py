@@ -11,7 +11,7 @@ from torch import Tensor
 # operation -> (the Kernels fields its backend file provides, the backend files there are)
 OPERATIONS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "activation": (("gate",), ("native", "with_triton")),
-    "attention": (("attend",), ("native",)),
+    "attention": (("attend",), ("native", "with_triton")),
     "kv": (("store", "copy_pages"), ("native", "with_triton")),
     "matmul": (("linear",), ("native",)),
     "norm": (("rms_norm", "add_rms_norm"), ("native", "with_triton")),

