@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ops.attention import AttentionInputs
+from ops.sampling import Choice
 
 HEADS, KV_HEADS, DIM, WIDTH, PAGE = 32, 8, 128, 4096, 16
 BF16 = torch.bfloat16
@@ -80,6 +81,23 @@ def _attend(
     _backend("attention").attend(q, *pools, _places(counts, page), scale=dim**-0.5, **options)
 
 
+def _choose() -> None:
+    logits = torch.empty(4, 151_936)
+    one = torch.ones(4)
+    _backend("sampling").choose(logits, Choice(one > 1, one, one.int(), one, one, one - 1))
+
+
+def _penalize() -> None:
+    logits, counts = torch.empty(4, 151_936), torch.empty(2, 151_936, dtype=torch.int32)
+    rows, penalty = torch.zeros(2, dtype=torch.int64), torch.ones(2)
+    _backend("sampling").penalize(logits, rows, rows, counts, counts > 0, penalty, penalty, penalty)
+
+
+def _score() -> None:
+    ids = torch.zeros(4, dtype=torch.int64)
+    _backend("sampling").score(torch.zeros(4, 32_000), torch.ones(4), ids, 5, ids[:, None])
+
+
 ONE_EACH, CHUNK, BOTH = [1, 1, 1], [100, 30], [1, 100]
 
 # name -> the call; those whose name ends in "e4m3" need a GPU that has that type.
@@ -91,6 +109,9 @@ CALLS: Mapping[str, Callable[[], None]] = {
     "store bf16": lambda: _store(BF16),
     "store fp8 e4m3": lambda: _store(torch.float8_e4m3fn),
     "copy pages": _copy,
+    "choose": _choose,
+    "penalize": _penalize,
+    "score": _score,
     "decode": lambda: _attend(ONE_EACH),
     "prefill": lambda: _attend(CHUNK),
     "attend with window, soft cap and sinks": lambda: _attend(
