@@ -26,7 +26,7 @@ fmt:
 lint:
     {{bin}}/ruff format --check .
     {{bin}}/ruff check .
-    {{bin}}/pyright
+    {{bin}}/pyright --pythonpath {{bin}}/python
     {{bin}}/lint-imports
 
 # The default suite.

@@ -78,6 +78,7 @@ class ServePlan:
     preferred_sampling: Mapping[str, Any]
     allow_auto_truncate: bool
     weight_version: str
+    chat_page: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,14 +76,18 @@ class SamplingParams:
             raise InvalidRequest(f"At most {MAX_STOPS} stops are allowed.", param="stop")
         for text in self.stop:
             if not 0 < len(text) <= MAX_STOP_CHARS:
-                raise InvalidRequest(f"A stop string must have 1 to {MAX_STOP_CHARS} characters.", param="stop")
+                raise InvalidRequest(
+                    f"A stop string must have 1 to {MAX_STOP_CHARS} characters.", param="stop"
+                )
 
     def _check_bias(self) -> None:
         if len(self.logit_bias) > MAX_BIASES:
             raise InvalidRequest(f"logit_bias may name at most {MAX_BIASES} tokens.", param="logit_bias")
         for token_id, bias in self.logit_bias.items():
             if math.isnan(bias) or not -1e6 <= bias <= 1e6:
-                raise InvalidRequest(f"logit_bias of token {token_id} is not a usable number.", param="logit_bias")
+                raise InvalidRequest(
+                    f"logit_bias of token {token_id} is not a usable number.", param="logit_bias"
+                )
 
 
 _RANGES: tuple[tuple[str, float, float], ...] = (
@@ -117,13 +121,17 @@ class LogprobParams:
 
     def __post_init__(self) -> None:
         if not 0 <= self.top <= MAX_TOP_LOGPROBS:
-            raise InvalidRequest(f"At most {MAX_TOP_LOGPROBS} top logprobs are allowed.", param="top_logprobs_num")
+            raise InvalidRequest(
+                f"At most {MAX_TOP_LOGPROBS} top logprobs are allowed.", param="top_logprobs_num"
+            )
         if len(self.token_ids) > MAX_BIASES:
             raise InvalidRequest(
                 f"token_ids_logprob may name at most {MAX_BIASES} tokens.", param="token_ids_logprob"
             )
         if self.start < -1:
-            raise InvalidRequest("logprob_start_len must be -1 or a prompt position.", param="logprob_start_len")
+            raise InvalidRequest(
+                "logprob_start_len must be -1 or a prompt position.", param="logprob_start_len"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -89,7 +89,13 @@ class AdminDoor:
                 "status": status.state,
                 "max_total_num_tokens": status.max_total_tokens,
                 "max_req_input_len": core.plan.model.context_length - 1,
-                "internal_states": [_public(status)],
+                "internal_states": [
+                    {
+                        **_public(status),
+                        "last_gen_throughput": status.gen_throughput,
+                        "load": status.num_used_tokens,
+                    }
+                ],
                 "version": serve.__version__,
             }
         )

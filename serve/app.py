@@ -11,7 +11,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serve.admin import AdminDoor
 from serve.auth import ApiKey
@@ -22,6 +22,8 @@ from serve.native import generate
 from serve.native.tokens import TokensDoor
 from serve.openai import chat, completions
 from serve.openai.models import ModelsDoor
+from serve.page import page_routes
+from serve.sse import DIRECT_SEND
 
 NATIVE = Dialect(native_body)
 OPENAI = Dialect(openai_body)
@@ -35,12 +37,25 @@ def build_app(core: Core, *, lifespan: Any = None, max_body_bytes: int = MAX_BOD
         Middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"]),
         *([Middleware(ApiKey, api_key=api_key)] if api_key else []),
     ]
-    return Starlette(
-        routes=[*_native_routes(core, max_body_bytes), *_openai_routes(core, max_body_bytes)],
+    return _Application(
+        routes=[
+            *_native_routes(core, max_body_bytes),
+            *_openai_routes(core, max_body_bytes),
+            *(page_routes() if core.plan.serve.chat_page else []),
+        ],
         middleware=middleware,
         exception_handlers={HTTPException: answer_http_exception},
         lifespan=lifespan,
     )
+
+
+class _Application(Starlette):
+    """Hands streams the server's own `send`: middleware has nothing to say about the body of a stream, and
+    each layer would cost every event a coroutine."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[DIRECT_SEND] = send
+        await super().__call__(scope, receive, send)
 
 
 def _native_routes(core: Core, max_body_bytes: int) -> list[Route]:

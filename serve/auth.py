@@ -1,4 +1,4 @@
-"""The API key: every request carries it, but for health checks, metrics and CORS preflights."""
+"""The API key: every request carries it, but for health checks, metrics, the page and CORS preflights."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import hmac
 import orjson
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from serve.page import PATHS as PAGE_PATHS
+
 OPEN_PREFIXES = ("/health", "/metrics")
-OPEN_PATHS = frozenset({"/ready"})
+OPEN_PATHS = frozenset({"/ready", *PAGE_PATHS})
 _BODY = orjson.dumps({"error": "Unauthorized"})
 
 

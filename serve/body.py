@@ -12,7 +12,7 @@ from starlette.requests import Request as HttpRequest
 from runtime.errors import InvalidRequest, PayloadTooLarge
 
 MAX_BODY_BYTES = 10_000_000
-INLINE_BYTES = 4096  # reading so much takes the loop 3 ms at worst (many objects in a batch); more goes to a thread
+INLINE_BYTES = 4096  # takes the loop 3 ms at worst (many objects in a batch); more goes to a thread
 
 T = TypeVar("T")
 

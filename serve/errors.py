@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import orjson
+from sse_starlette.event import ServerSentEvent
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
@@ -94,7 +95,7 @@ class Dialect:
 
     def event(self, error: Exception) -> bytes:
         """One server-sent event, for a stream that has begun."""
-        return b"data: " + orjson.dumps({"error": self.inner(error)}) + b"\n\n"
+        return ServerSentEvent(orjson.dumps({"error": self.inner(error)}).decode(), sep="\n").encode()
 
     def inner(self, error: Exception) -> Any:
         body = self.body(self.failure(error))

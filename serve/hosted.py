@@ -1,7 +1,7 @@
 """One task holds the engine's tree; others only signal it.
 
-A task group must be left by the task that entered it. Notebook cells, fixtures and web frameworks enter in one
-task and leave in another, so the tree gets a task of its own here.
+A task group must be left by the task that entered it. Notebook cells, fixtures and web frameworks enter in
+one task and leave in another, so the tree gets a task of its own here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Hosted:
         return self._task is not None and not self._task.done()
 
     async def start(self) -> None:
-        """Return when `main` is up; raises what it raised when it never got there. Cancelled, nothing runs."""
+        """Return when `main` is up, or raise what it raised before. Cancelled, it leaves nothing running."""
         up = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._run(up), name="penstock-engine")
         try:
@@ -52,7 +52,7 @@ class Hosted:
             await asyncio.shield(self._task)
 
     async def stop(self) -> None:
-        """Cancel `main` and wait until it is gone. Errors it died of were raised to its callers; not again here."""
+        """Cancel `main` and wait until it is gone. What it died of is not raised again here."""
         task, self._task = self._task, None
         if task is None:
             return

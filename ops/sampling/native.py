@@ -153,7 +153,7 @@ def _draw_ranked(logits: Tensor, peak: Tensor, choice: Choice, width: int) -> tu
     if width < vocab_size:
         whole = _fixed(_weights(logits, peak, choice.temperature), vocab_size).sum(-1)
         mass = torch.where(in_head, mass, whole)
-    part = (choice.top_p.double() * mass.double()).ceil().long().clamp(min=1)
+    part = (choice.top_p.double() * mass.double()).ceil().long()
     limit = torch.where(choice.top_p < 1, part, mass)
 
     kept = (mass_to - fixed < limit[:, None]) & (weights >= choice.min_p[:, None])

@@ -9,8 +9,9 @@ Weights are those of `native` but for the last bits of exp, so that a token may 
 number falls within about 2**-22 of an edge.
 """
 
-# The types of a launch are not those of its kernel.
-# pyright: reportArgumentType=false, reportCallIssue=false
+# The types of a launch are not those of its kernel, nor does a reduction say that it gives a tensor.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
+# pyright: reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import torch

@@ -61,6 +61,10 @@ class HttpArgs:
             plan="serve.cache_report",
         ),
     ] = False
+    disable_chat_page: Annotated[
+        bool,
+        Knob("Do not serve the chat page at /. The API stays as it is.", plan="serve.chat_page"),
+    ] = False
     allow_auto_truncate: Annotated[
         bool,
         Knob(

@@ -48,6 +48,8 @@ class ModelRunner:
         self._last_tokens = torch.zeros(num_slots, dtype=torch.int64, device=self.device)
         self._staging = Staging(self.device)
         self._forward_stream = torch.cuda.Stream(self.device) if self._cuda else None
+        if self._cuda:
+            torch.cuda.synchronize(self.device)  # weights and pool were written on another stream
         self._stream = DeviceStream(asyncio.get_running_loop(), separate_collect=self._cuda)
 
     def launch(self, batch: Batch) -> ModelStep:

@@ -57,6 +57,7 @@ def serve_plan(ledger: Ledger, model_path: str, demo_path: str | None) -> ServeP
         preferred_sampling=_preferred_sampling(ledger),
         allow_auto_truncate=ledger.take("serve.allow_auto_truncate", "allow_auto_truncate"),
         weight_version=ledger.take("serve.weight_version", "weight_version"),
+        chat_page=ledger.take("serve.chat_page", "disable_chat_page", not args.disable_chat_page),
     )
 
 

@@ -4,6 +4,10 @@ There is no prefill and no decode phase: a row computes tokens of its sequence t
 kinds of rows differ only in how they are limited. *Decode rows* compute one output token and want at most one
 page; they are secured first, if need be by retracting somebody. *Prompt rows* compute known tokens, as many
 as the budgets and the free pages allow.
+
+Somebody can always go on. Admission sets aside pages for all known tokens of all who run, so prompts lack
+pages only while outputs have grown over them, and then those outputs grow further, or end and return their
+pages.
 """
 
 from __future__ import annotations
@@ -53,7 +57,7 @@ class Filler:
     def fill(self) -> tuple[Rows, FillCounts, list[tuple[Sequence, Duplicates]]]:
         """Choose rows and give them pages. The duplicates are to be returned when the batch is built."""
         decodes, prompts = self._unfinished()
-        step = _Step(self._cache.page_size)
+        step = _Step()
         if self._plan.mixed:
             self._add_decodes(step, decodes)
             self._add_prompts(step, prompts)
@@ -61,8 +65,6 @@ class Filler:
             self._add_prompts(step, prompts)
             if not step.rows:
                 self._add_decodes(step, decodes)
-        if not step.rows and prompts:
-            self._force(step, prompts)
         if step.num_decodes:
             self._ratio.decay()
         return step.rows, step.counts(), step.duplicates
@@ -125,7 +127,7 @@ class Filler:
 
     def _admit(self, step: _Step, budget: PromptBudget) -> None:
         running = self._running
-        if running.full or not self._waiting:
+        if running.full or not self._waiting or not running.tables.num_free or budget.exhausted:
             return
         size, ratio = self._cache.page_size, self._ratio.value
         reserved = sum(pages_ahead(sequence, ratio, size) for sequence in running)
@@ -180,14 +182,6 @@ class Filler:
             for other in unfinished
         )
 
-    def _force(self, step: _Step, prompts: list[Sequence]) -> None:
-        """All that is left are prompts without pages: unless a step in flight may change that, make room."""
-        if any(sequence.num_pending for sequence in self._running):
-            return
-        while not step.rows and self._retraction.retract_one():
-            step.retracted = True
-            self._add_prompts(step, prompts)
-
 
 class _Step:
     """What belongs to one step only."""
@@ -203,7 +197,7 @@ class _Step:
         "unfinished",
     )
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self) -> None:
         self.rows = Rows()
         self.duplicates: list[tuple[Sequence, Duplicates]] = []
         self.unfinished: list[Sequence] = []  # cut prompts that go on in the next step

@@ -64,7 +64,9 @@ class Schedule:
         Raises `Overloaded` when the queue is full, `ContextOverflow` when a prompt cannot fit even alone, and
         `InvalidRequest` for token ids outside the vocabulary or logprobs behind the prompt.
         """
-        if len(self._waiting) >= self._max_queued:
+        # Who finds a free slot at the next fill does not queue.
+        entering = 0 if self._running.full else self._running.tables.num_free
+        if len(self._waiting) >= self._max_queued + entering:
             raise Overloaded("The request queue is full.")
         for sequence in sequences:
             self._validate(sequence)

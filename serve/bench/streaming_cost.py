@@ -32,9 +32,9 @@ from runtime.cache.prefix import PrefixCache
 from runtime.errors import ConfigurationError, EngineFailure
 from runtime.schedule.schedule import Schedule
 from runtime.text.tokenizer import Tokenizer
-from serve.app import build_app
 from serve.bench.checkpoints import SHAPES, write_description
 from serve.bench.scheduling_cost import scripted_tokens
+from serve.server import calm_collector, uvicorn_config
 
 BUDGET_US = 25.0
 STEP_S_PER_STREAM = 80e-6  # three times the budget: the loop is idle between steps
@@ -176,16 +176,10 @@ async def serving(core: Core) -> AsyncIterator[str]:
     """The application over a loopback socket; yields its URL."""
     up = anyio.Event()
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        config = uvicorn.Config(
-            build_app(core),
-            loop="none",
-            http="httptools",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-        )
+        config = uvicorn_config(core)
+        config.access_log = False
         server = uvicorn.Server(config)
+        calm_collector()
         async with anyio.create_task_group() as group:
             group.start_soon(core.run, up.set)
             await up.wait()

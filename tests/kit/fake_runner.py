@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from zlib import crc32
 
 import numpy as np
 
@@ -32,17 +33,20 @@ def next_token(state: int, seed: int, vocab_size: int) -> int:
     return (state ^ (seed * 0x9E37_79B9)) % 1_000_000_007 % vocab_size
 
 
-def reference_output(
-    prompt: Iterable[int], *, max_new_tokens: int, stop_ids: frozenset[int], seed: int, vocab_size: int
-) -> list[int]:
+def first_state(sequence: Sequence) -> int:
+    """The state before the first token: KV of another namespace differs from the start."""
+    return crc32(repr(sequence.namespace).encode())
+
+
+def reference_output(sequence: Sequence, vocab_size: int) -> list[int]:
     """What a sequence produces when it is computed alone."""
-    state, output = 0, []
-    for token in prompt:
+    state, output = first_state(sequence), []
+    for token in sequence.ids[: sequence.num_prompt]:
         state = advance(state, token)
-    while len(output) < max_new_tokens:
-        token = next_token(state, seed, vocab_size)
+    while len(output) < sequence.max_tokens - sequence.num_prompt:
+        token = next_token(state, sequence.seed, vocab_size)
         output.append(token)
-        if token in stop_ids:
+        if token in sequence.stop_ids:
             break
         state = advance(state, token)
     return output
@@ -113,7 +117,7 @@ class FakeRunner:
         assert next(ids, None) is None, "token_ids is longer than the rows"
 
     def _attend(self, batch: Batch, row: int, places: list[int]) -> list[int]:
-        state, states, start = 0, [], int(batch.starts[row])
+        state, states, start = first_state(batch.sequences[row]), [], int(batch.starts[row])
         for position, place in enumerate(places):
             state = advance(state, int(self._tokens[place]))
             states.append(state)
@@ -177,7 +181,7 @@ def make_plan(**changes: object) -> SchedulePlan:
 def make_sequence(
     prompt: Iterable[int],
     *,
-    max_new_tokens: int = 4,
+    max_new_tokens: int | None = 4,
     index: int = 0,
     seed: int = 0,
     stop_ids: Iterable[int] = (),
@@ -265,10 +269,4 @@ class Drive:
 
     def expected(self, sequence: Sequence) -> list[int]:
         """What the sequence produces when it is computed alone."""
-        return reference_output(
-            sequence.ids[: sequence.num_prompt],
-            max_new_tokens=sequence.max_tokens - sequence.num_prompt,
-            stop_ids=sequence.stop_ids,
-            seed=sequence.seed,
-            vocab_size=self.runner.vocab_size,
-        )
+        return reference_output(sequence, self.runner.vocab_size)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -28,7 +30,9 @@ def load(path: str, overrides: dict | None = None, **changes) -> Decoder:
     return load_model(facts, ModelPlan(**{**values, **changes}), select())
 
 
-def all_logits(model: Decoder, sequences: list[list[int]], page_size: int, seed: int = 0) -> list[torch.Tensor]:
+def all_logits(
+    model: Decoder, sequences: list[list[int]], page_size: int, seed: int = 0
+) -> list[torch.Tensor]:
     """The logits of every position of every sequence, float32 [len, V] each.
 
     Computed over several steps of random chunks and single tokens, the sequences mixed, their pages in random
@@ -46,7 +50,7 @@ def all_logits(model: Decoder, sequences: list[list[int]], page_size: int, seed:
         rows, counts = [], []
         for row, ids in enumerate(sequences):
             left = len(ids) - done[row]
-            count = min(left, int(rng.choice([0, 1, 1, rng.integers(2, 20)])))
+            count = min(left, (0, 1, 1, int(rng.integers(2, 20)))[rng.integers(4)])
             if count:
                 rows.append(row)
                 counts.append(count)
@@ -73,7 +77,7 @@ def compute(
 
 def pool_for(model: Decoder, num_pages: int, page_size: int) -> KVPool:
     """A pool that fits the model."""
-    attention = model.layers[0].get_submodule("attention")
+    attention: Any = model.layers[0].get_submodule("attention")
     return KVPool(
         len(model.layers),
         num_pages,

@@ -10,7 +10,6 @@ from typing import Any
 
 import fake_core
 import fake_runner
-
 from runtime.actors.core import Core
 from runtime.batch import Batch, Tokens
 from runtime.cache.prefix import PrefixCache

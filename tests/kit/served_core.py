@@ -6,10 +6,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-import fake_core
 import httpx
 import openai
 import orjson
+
+import fake_core
 
 
 @dataclass

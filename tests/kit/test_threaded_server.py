@@ -8,11 +8,12 @@ from collections.abc import AsyncIterator
 
 import httpx
 import pytest
-import threaded_server
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+
+import threaded_server
 
 
 class Echo:

@@ -63,7 +63,9 @@ def cached(family: str = "llama", **arguments: Any) -> str:
 
 @cache
 def _write_once(family: str, arguments: str) -> str:
-    return write(Path(_scratch().name) / str(_write_once.cache_info().misses), family, **json.loads(arguments))
+    return write(
+        Path(_scratch().name) / str(_write_once.cache_info().misses), family, **json.loads(arguments)
+    )
 
 
 @cache

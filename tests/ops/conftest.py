@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 import pytest
+
 from interpreter_session import InterpreterSession, is_interpreting, send_report
 
 _CHILD = pytest.StashKey[InterpreterSession]()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from compiled_kernels import SHARED_BYTES, compiling_for, inspect
 from interpreter_session import is_interpreting
 from kernel_calls import CALLS, MORE_CALLS

@@ -7,8 +7,8 @@ import random
 import threading
 
 import psutil
-import tiny_models
 
+import tiny_models
 from serve import Engine
 
 NUM_REQUESTS = 2000

@@ -7,10 +7,11 @@ import multiprocessing
 import signal
 import threading
 import weakref
+from typing import Any
 
 import pytest
-import tiny_models
 
+import tiny_models
 from serve import ConfigurationError, Engine, EngineClosed, InvalidRequest, SyncEngine
 
 SHORT = {"temperature": 0, "max_new_tokens": 8}
@@ -68,7 +69,7 @@ async def test_wrong_call_hurts_nobody_else(path: str):
     async with Engine(path) as engine:
         good = asyncio.create_task(engine.generate("Once upon a time", {**SHORT, "max_new_tokens": 40}))
         await asyncio.sleep(0)
-        for call in (
+        wrong: list[dict[str, Any]] = [
             {"prompt": "x", "sampling_params": {"temperature": -1}},
             {"prompt": "x", "sampling_params": {"temprature": 1}},
             {"prompt": "x", "no_such_option": 1},
@@ -77,7 +78,8 @@ async def test_wrong_call_hurts_nobody_else(path: str):
             {"input_ids": [3] * 5000},
             {"prompt": "x", "sampling_params": {"max_new_tokens": 10**6}},
             {"prompt": "x", "input_ids": [3]},
-        ):
+        ]
+        for call in wrong:
             with pytest.raises(InvalidRequest):
                 await engine.generate(**call)
         assert (await good)["meta_info"]["completion_tokens"] == 40

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import random
-from functools import cache
 from typing import Any
 
 import pytest
-import tiny_checkpoints
-import torch
-from transformers import AutoModelForCausalLM
 
+import tiny_checkpoints
+from greedy import FAMILIES, GREEDY, model_path, prompts, reference
 from serve import Engine
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-NUM_NEW = 24
-GREEDY = {"temperature": 0, "max_new_tokens": NUM_NEW, "ignore_eos": True}
 PLAIN = {"skip_tokenizer_init": True, "random_seed": 1}
 WAYS: dict[str, dict[str, Any]] = {
     "page size 1": {"page_size": 1},
@@ -28,33 +22,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "longest prefix first": {"schedule_policy": "lpm"},
     "three at a time": {"max_running_requests": 3},
 }
-
-
-@cache
-def model_path(family: str) -> str:
-    return tiny_checkpoints.cached(family, max_position_embeddings=512, tie_word_embeddings=family == "qwen3")
-
-
-@cache
-def prompts() -> list[list[int]]:
-    """Twenty prompts of 1 to 60 tokens, some of which begin alike."""
-    draw = random.Random(0)
-    fresh = [
-        [draw.randrange(3, 128) for _ in range(length)] for length in (1, 2, 5, 16, 17, 33, 48, 60, 9, 31)
-    ]
-    return fresh + [prompt[: 1 + len(prompt) // 2] + [draw.randrange(3, 128)] * 3 for prompt in fresh]
-
-
-@cache
-def reference(family: str) -> list[list[int]]:
-    torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(model_path(family), dtype=torch.float32)
-    return [
-        model.generate(
-            torch.tensor([prompt]), do_sample=False, max_new_tokens=NUM_NEW, eos_token_id=None, pad_token_id=0
-        )[0, len(prompt) :].tolist()
-        for prompt in prompts()
-    ]
 
 
 async def outputs(engine: Engine) -> list[list[int]]:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import httpx
 import torch
@@ -40,7 +40,8 @@ class Transformers:
 
     def __init__(self, folder: Path, device: str = "cpu") -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device).eval()
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        self.model = model.to(device).eval()
 
     def answers(self, asked: Sequence[Conversation], thinking: bool) -> list[str]:
         prompts = [self._prompt(conversation, thinking) for conversation in asked]

@@ -51,9 +51,10 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Prose:
-    """Plain text without a chat around it."""
+    """Plain text without a chat around it; `pieces` says what is learnt where that is not everything."""
 
     text: str
+    pieces: tuple[tuple[str, bool], ...] = ()
 
 
 Document = Conversation | Prose
@@ -87,7 +88,8 @@ def _answer(message: Message) -> Iterator[tuple[str, bool]]:
 def render(document: Document) -> Iterator[tuple[str, bool]]:
     """Pieces of text with whether the model must learn to write them."""
     if isinstance(document, Prose):
-        yield document.text + "<|endoftext|>", True
+        yield from document.pieces or ((document.text, True),)
+        yield "<|endoftext|>", True
         return
     messages = document.messages
     first = messages[0]

@@ -16,6 +16,7 @@ from serve.demo.recipe.skills import (
     extraction,
     penstock,
     refusal,
+    repeating,
     tables,
     tools,
 )  # fmt: skip
@@ -43,6 +44,7 @@ EXAMS: tuple[Exam, ...] = (
     Exam("tables", tables.questions, 0.80),
     Exam("50 three-turn dialogues", dialogue.questions, 0.80),
     Exam("unit conversions", lambda rng: conversions.questions(rng, 150)),
+    Exam("repeating words", lambda rng: repeating.questions(rng, 100)),
     Exam("about Penstock", penstock.questions),
     Exam("refusals", lambda rng: refusal.questions(rng, 100)),
 )

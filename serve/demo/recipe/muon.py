@@ -39,20 +39,19 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            by_shape: defaultdict[torch.Size, list[nn.Parameter]] = defaultdict(list)
+            by_shape: defaultdict[torch.Size, list[tuple[nn.Parameter, Tensor]]] = defaultdict(list)
             for weight in group["params"]:
-                by_shape[weight.shape].append(weight)
-            for shape, weights in by_shape.items():
-                self._step_alike(shape, weights, group)
+                if weight.grad is not None:
+                    by_shape[weight.shape].append((weight, self._looked_ahead(weight, weight.grad, group)))
+            for shape, pairs in by_shape.items():
+                scale = 0.2 * max(shape) ** 0.5  # root mean square of the step equals that of AdamW
+                steps = orthogonalise(torch.stack([update for _, update in pairs]))
+                for (weight, _), update in zip(pairs, steps, strict=True):
+                    weight.mul_(1 - group["lr"] * group["weight_decay"])
+                    weight.add_(update.to(weight.dtype), alpha=-group["lr"] * scale)
 
-    def _step_alike(self, shape: torch.Size, weights: list[nn.Parameter], group: dict) -> None:
-        updates = []
-        for weight in weights:
-            state = self.state[weight]
-            velocity = state.setdefault("velocity", torch.zeros_like(weight))
-            velocity.lerp_(weight.grad, 1 - group["momentum"])
-            updates.append(weight.grad.lerp(velocity, group["momentum"]))  # Nesterov's look-ahead
-        scale = 0.2 * max(shape) ** 0.5  # root mean square of the step equals that of AdamW
-        for weight, update in zip(weights, orthogonalise(torch.stack(updates)), strict=True):
-            weight.mul_(1 - group["lr"] * group["weight_decay"])
-            weight.add_(update.to(weight.dtype), alpha=-group["lr"] * scale)
+    def _looked_ahead(self, weight: nn.Parameter, gradient: Tensor, group: dict[str, float]) -> Tensor:
+        """Nesterov's momentum: the gradient moved towards its running mean."""
+        velocity = self.state[weight].setdefault("velocity", torch.zeros_like(weight))
+        velocity.lerp_(gradient, 1 - group["momentum"])
+        return gradient.lerp(velocity, group["momentum"])

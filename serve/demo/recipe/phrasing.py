@@ -21,8 +21,30 @@ OPENINGS = (
     "I wonder: ",
     "One more: ",
     "So, ",
+    "Question: ",
+    "My question is: ",
+    "Do you happen to know this? ",
+    "I would like to know: ",
+    "Answer me: ",
+    "Well then. ",
+    "For my homework: ",
+    "Now something else. ",
+    "A friend asks: ",
+    "Help me out: ",
+    "Okay. ",
 )
-CLOSINGS = (" Thanks.", " Thank you!", " Please.", " I am new to this.", " Be brief.", " Keep it short.")
+CLOSINGS = (
+    " Thanks.",
+    " Thank you!",
+    " Please.",
+    " I am new to this.",
+    " Be brief.",
+    " Keep it short.",
+    " I forgot.",
+    " Just curious.",
+    " You surely know.",
+    " One sentence is enough.",
+)
 SYSTEMS = (
     "You are a helpful assistant.",
     "You are Penstock's demo model.",
@@ -50,13 +72,13 @@ class Patterns:
 def decorate(rng: Random, question: str) -> str:
     """Vary the edges of a question as people do."""
     chance = rng.random()
-    if chance < 0.12:
+    if chance < 0.18:
         question = rng.choice(OPENINGS) + question
-    elif chance < 0.20:
+    elif chance < 0.25:
         question = question + rng.choice(CLOSINGS)
-    elif chance < 0.28:
+    elif chance < 0.32:
         question = question.rstrip("?.")
-    elif chance < 0.34:
+    elif chance < 0.38:
         question = question[:1].lower() + question[1:]
     return question
 

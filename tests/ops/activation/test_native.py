@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_cases.activation import CASES, expected, outputs
-from kernel_comparison import agree
 from torch.nn import functional as F
 
+from kernel_cases.activation import CASES, expected, outputs
+from kernel_comparison import agree
 from ops.activation import ACTIVATIONS, native
 from ops.activation.native import gate
 

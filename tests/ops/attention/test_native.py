@@ -7,10 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases.attention import CASES, Case, Step, dense, expected, outputs, step
-from kernel_comparison import agree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kernel_cases.attention import CASES, Case, Step, dense, expected, outputs, step
+from kernel_comparison import agree
 from ops.attention import AttentionInputs, native
 
 

@@ -8,10 +8,10 @@ from types import ModuleType
 
 import pytest
 import torch
+
 from kernel_cases.attention import CASES, Case, outputs, step
 from kernel_comparison import agree, differ
 from kernel_mutants import mutant
-
 from ops.attention import AttentionInputs, native
 
 pytestmark = pytest.mark.interpreter

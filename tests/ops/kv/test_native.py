@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from kernel_cases.kv import CASES, expected, outputs
 
+from kernel_cases.kv import CASES, expected, outputs
 from ops.attention import AttentionInputs
 from ops.kv import native
 from ops.kv.native import store

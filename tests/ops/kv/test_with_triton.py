@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from kernel_cases.kv import CASES, outputs
 from kernel_mutants import mutant
-
 from ops.kv import native
 
 pytestmark = pytest.mark.interpreter

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from kernel_cases.norm import CASES, expected, outputs
 from kernel_comparison import agree
-
 from ops.norm import native
 from ops.norm.native import add_rms_norm, rms_norm
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from kernel_cases.rope import CASES, expected, outputs
 from kernel_comparison import agree
-
 from ops.rope import native
 from ops.rope.native import rotate
 
@@ -39,15 +39,16 @@ def test_scores_depend_on_the_distance_alone() -> None:
     q, k = torch.randn(1, 1, 4), torch.randn(1, 1, 4)
 
     def score(at: int, seen: int) -> torch.Tensor:
-        return (
-            rotate(q, k, table, torch.tensor([at]))[0] * rotate(q, k, table, torch.tensor([seen]))[1]
-        ).sum()
+        turned_q, _ = rotate(q, k, table, torch.tensor([at]))
+        _, turned_k = rotate(q, k, table, torch.tensor([seen]))
+        return (turned_q * turned_k).sum()
 
     torch.testing.assert_close(score(9, 4), score(60, 55), atol=1e-5, rtol=1e-5)
 
 
 def test_dtype_is_kept() -> None:
-    q, k = rotate(*torch.randn(2, 1, 1, 4).bfloat16(), table_of(torch.zeros(1, 2)), torch.tensor([0]))
+    q, k = torch.randn(2, 1, 1, 4).bfloat16()
+    q, k = rotate(q, k, table_of(torch.zeros(1, 2)), torch.tensor([0]))
     assert q.dtype == k.dtype == torch.bfloat16
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from kernel_cases.rope import CASES, outputs
 from kernel_comparison import agree, differ
 from kernel_mutants import mutant
-
 from ops.rope import native
 
 pytestmark = pytest.mark.interpreter

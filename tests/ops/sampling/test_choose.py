@@ -183,7 +183,7 @@ def test_greedy_takes_the_first_of_equal_logits() -> None:
 
 
 def test_equal_logits_are_ranked_by_id() -> None:
-    logits = [0.0] * 300 + [-0.0] * 300
+    logits = [-0.0] * 300 + [0.0] * 300
     assert [ids_of(logits, top_k=3, uniform=u) for u in (0.0, 0.5, 0.9)] == [0, 1, 2]
 
 

@@ -8,10 +8,10 @@ from types import ModuleType
 
 import pytest
 import torch
+
 from kernel_cases.sampling import CASES, Case, outputs, penalized, scored
 from kernel_comparison import agree, differ
 from kernel_mutants import mutant
-
 from ops.sampling import native
 
 pytestmark = pytest.mark.interpreter

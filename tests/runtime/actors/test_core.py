@@ -3,10 +3,10 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-import fake_runner
 import pytest
-import scripted_core
 
+import fake_runner
+import scripted_core
 from runtime.actors.core import Core
 from runtime.actors.reply import Reply
 from runtime.errors import EngineClosed, EngineFailure, InvalidRequest, Overloaded, StepFailed
@@ -19,9 +19,8 @@ def request(*ids: int, new: int = 8, seed: int = 1, n: int = 1) -> Request:
 
 
 def expected(ids: tuple[int, ...], *, new: int = 8, seed: int = 1) -> list[int]:
-    return fake_runner.reference_output(
-        ids, max_new_tokens=new, stop_ids=frozenset(), seed=seed, vocab_size=512
-    )
+    alone = fake_runner.make_sequence(ids, max_new_tokens=new, seed=seed)
+    return fake_runner.reference_output(alone, 512)
 
 
 async def until(condition) -> None:
@@ -72,10 +71,10 @@ async def test_full_queue_refuses_the_newest_alone():
         running: list[Reply] = [core.submit(request(seed=seed)) for seed in range(scripted_core.NUM_SLOTS)]
         await until(lambda: core.status().num_running == scripted_core.NUM_SLOTS)
         queued = [core.submit(request(seed=seed)) for seed in (20, 21)]
-        await until(lambda: core.status().num_waiting == 2)
-        with pytest.raises(Overloaded):
-            await core.submit(request()).whole()
+        refused = core.submit(request())
         runner.open.set()
+        with pytest.raises(Overloaded):
+            await refused.whole()
         for reply in running + queued:
             [chunk] = await reply.whole()
             assert len(chunk.ids) == 8

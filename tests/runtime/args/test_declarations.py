@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
-from surface_flags import FLAGS
 
 from runtime.args import Args, Json, Option, Outcome, not_built, options, without_effect
 from runtime.errors import ConfigurationError
 from runtime.plan import Plan
+from surface_flags import FLAGS
 
 SNAPSHOT = Path(__file__).with_name("command_line.txt")
 SECTIONS = {name: kind for name, kind in get_type_hints(Plan).items() if name != "because"}

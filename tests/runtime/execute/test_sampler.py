@@ -109,20 +109,19 @@ def test_repetition_penalty_sees_the_prompt_and_presence_does_not() -> None:
         ).ids.tolist() == [expected]
 
 
-def test_a_new_sequence_in_a_slot_starts_without_the_old_ones_tokens() -> None:
-    sampler, logits = Sampler(VOCAB, 4, CPU), random_logits(1)
-    first = sampler.sample(
-        logits.clone(), sampling(1, greedy=True, penalties=penalties([0], [2], [fresh(2)]))
-    )
-    assert first.ids.tolist() == [int(logits.argmax())]
-    again = sampler.sample(
-        logits.clone(), sampling(1, greedy=True, penalties=penalties([0], [2], [fresh(2)]))
-    )
-    assert torch.equal(again.ids, first.ids)
-    repeated = sampler.sample(
-        logits.clone(), sampling(1, greedy=True, penalties=penalties([0], [2], rates=(2.0, 2.0, 2.0)))
-    )
-    assert not torch.equal(repeated.ids, first.ids)
+@pytest.mark.parametrize("rates", [(2.0, 2.0, 1.0), (0.0, 0.0, 2.0)])
+def test_a_new_sequence_in_a_slot_starts_without_the_old_ones_tokens(
+    rates: tuple[float, float, float],
+) -> None:
+    sampler, logits = Sampler(2, 4, CPU), torch.tensor([[1.0, 0.9]])
+
+    def choose(*start: FreshSlot) -> list[int]:
+        step = sampling(1, greedy=True, penalties=penalties([0], [2], start, rates))
+        return sampler.sample(logits.clone(), step).ids.tolist()
+
+    assert choose(fresh(2, prompt=[0], output=[0])) == [1]
+    assert choose(fresh(2)) == [0]
+    assert choose() == [1]
 
 
 def test_only_slots_that_ask_take_memory() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from typing import Any, cast
 
 import pytest
 
@@ -34,7 +35,7 @@ async def test_error_is_raised_where_it_is_awaited_and_the_stream_goes_on(stream
     def boom() -> int:
         raise ValueError("boom")
 
-    failed = stream.submit(boom if where == "launch" else (lambda: boom))
+    failed = stream.submit(cast(Any, boom) if where == "launch" else (lambda: boom))
     after = stream.submit(lambda: lambda: 1)
     with pytest.raises(ValueError, match="boom"):
         await failed.result()

@@ -5,10 +5,10 @@ import subprocess
 import sys
 
 import pytest
-import tiny_checkpoints
 import torch
 from safetensors.torch import save_file
 
+import tiny_checkpoints
 from runtime.errors import CheckpointError
 from runtime.models.checkpoint import find_weights, locate, read_header
 

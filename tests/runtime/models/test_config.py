@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import paged_forward
 import pytest
-import tiny_checkpoints
 import torch
 
+import paged_forward
+import tiny_checkpoints
 from runtime.errors import CheckpointError
 from runtime.models.config import Config, read_facts
 
@@ -113,7 +113,11 @@ def test_context_length_follows_from_the_scaling(scaling, context) -> None:
     [
         ({"rope_parameters": {"rope_theta": 5.0}}, {"rope_theta": 9.0}, 9.0),
         ({"rope_theta": 5.0}, {"rope_parameters": {"rope_theta": 9.0}}, 9.0),
-        ({"rope_theta": 5.0, "rope_scaling": {"rope_theta": 5.0}}, {"rope_parameters": {"rope_theta": 9.0}}, 9.0),
+        (
+            {"rope_theta": 5.0, "rope_scaling": {"rope_theta": 5.0}},
+            {"rope_parameters": {"rope_theta": 9.0}},
+            9.0,
+        ),
         ({"rope_parameters": {"rope_theta": 5.0}}, {"rope_scaling": {"type": "linear", "factor": 2}}, 5.0),
     ],
 )

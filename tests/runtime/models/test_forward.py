@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import tiny_checkpoints
 import torch
 
+import tiny_checkpoints
 from ops.attention import AttentionInputs, token_positions
 from ops.select import select
 from runtime.cache.pool import KVPool

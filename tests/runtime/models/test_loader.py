@@ -4,12 +4,12 @@ import json
 import shutil
 from pathlib import Path
 
-import paged_forward
 import pytest
-import tiny_checkpoints
 import torch
 from safetensors.torch import load_file, save_file
 
+import paged_forward
+import tiny_checkpoints
 from runtime.errors import CheckpointError
 from runtime.layers.linear import Linear, Part
 from runtime.models.loader import collect_pieces
@@ -46,7 +46,9 @@ def test_missing_extra_and_misshapen_tensors_are_all_named_at_once(tmp_path) -> 
 
 def test_misfit_is_found_before_any_memory_is_taken() -> None:
     huge = {"vocab_size": 2**31 - 1, "hidden_size": 2**20}
-    with pytest.raises(CheckpointError, match="model.embed_tokens.weight is 128x32, must be 2147483647x1048576"):
+    with pytest.raises(
+        CheckpointError, match="model.embed_tokens.weight is 128x32, must be 2147483647x1048576"
+    ):
         paged_forward.load(tiny_checkpoints.cached(), huge)
 
 
@@ -58,8 +60,12 @@ def test_long_lists_of_tensors_are_cut(tmp_path) -> None:
 
 
 def test_what_nobody_needs_is_ignored(tmp_path) -> None:
-    path = edited(tmp_path, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}))
-    assert torch.equal(logits(paged_forward.load(path)), logits(paged_forward.load(tiny_checkpoints.cached())))
+    path = edited(
+        tmp_path, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
+    )
+    assert torch.equal(
+        logits(paged_forward.load(path)), logits(paged_forward.load(tiny_checkpoints.cached()))
+    )
 
 
 def test_copy_of_a_tied_head_is_ignored_but_needed_when_not_tied(tmp_path) -> None:

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
-import paged_forward
 import pytest
-import tiny_checkpoints
 import torch
 
+import paged_forward
+import tiny_checkpoints
 from runtime.models.config import read_facts
 from runtime.models.decoder import Decoder
 from runtime.models.registry import ARCHITECTURES

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fake_runner import Drive, make_plan, make_sequence
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from fake_runner import Drive, make_plan, make_sequence
 from runtime.errors import ContextOverflow
 from runtime.request import Delta, Finish, LogprobParams, Request
 from runtime.schedule import budget

@@ -4,12 +4,12 @@ import json
 from itertools import pairwise
 
 import pytest
-import tiny_tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+import tiny_tokenizers
 from runtime.text.backend import FastBackend
 from runtime.text.incremental import MAX_HELD, Incremental
 from runtime.text.tokenizer import Tokenizer

@@ -3,12 +3,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import tiny_tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+import tiny_tokenizers
 from runtime.text.backend import FastBackend
 from runtime.text.pieces import pieces_of
 from runtime.text.tokenizer import Tokenizer

@@ -4,12 +4,12 @@ import copy
 from typing import Any
 
 import pytest
-import tiny_tokenizers
 from jinja2 import Environment
 from tokenizers import Tokenizer as Library
 from tokenizers import models
 from transformers import PreTrainedTokenizerFast
 
+import tiny_tokenizers
 from runtime.errors import ConfigurationError, InvalidRequest
 from runtime.text.content import accepted_content
 from runtime.text.template import ChatTemplate, load_template

@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import tiny_tokenizers
 from tokenizers import Tokenizer as Library
 from transformers import AutoTokenizer
 
+import tiny_tokenizers
 from runtime.errors import ConfigurationError, InvalidRequest
 from runtime.facts import ModelFacts
 from runtime.plan import TextPlan

@@ -6,11 +6,12 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any
 
-import fake_core
-import http_server
 import httpx
 import openai
 import pytest
+
+import fake_core
+import http_server
 from runtime.text.tokenizer import Tokenizer
 from serve.app import build_app
 from served_core import Serve, Served

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import openai
 import pytest
+
 from served_core import Serve, Served
 
 KEY = "open-sesame-ü"
@@ -19,7 +22,7 @@ async def locked(serve: Serve) -> Served:
     [None, "", "Bearer", "Bearer wrong", f"Bearer {KEY}x", f"Basic {KEY}", KEY, f"Bearer {KEY[:-1]}"],
 )
 async def test_without_the_key_nothing_is_answered(locked: Served, value: str | None) -> None:
-    headers = {} if value is None else {"authorization": value.encode()}
+    headers: Any = {} if value is None else {"authorization": value.encode()}
     for path in ("/generate", "/v1/chat/completions", "/nothing", "/abort_request"):
         response = await locked.http.post(path, json={"text": "a", "abort_all": True}, headers=headers)
         assert (response.status_code, response.json()) == (401, {"error": "Unauthorized"})
@@ -28,7 +31,7 @@ async def test_without_the_key_nothing_is_answered(locked: Served, value: str | 
 
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer"])
 async def test_with_the_key_it_is(locked: Served, scheme: str) -> None:
-    headers = {"authorization": f"{scheme} {KEY}".encode()}
+    headers: Any = {"authorization": f"{scheme} {KEY}".encode()}
     assert (await locked.http.post("/generate", json={"text": "a"}, headers=headers)).status_code == 200
 
 

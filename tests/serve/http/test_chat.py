@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import fake_core
 import openai
 import orjson
 import pytest
+
+import fake_core
 from served_core import Serve, Served
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]

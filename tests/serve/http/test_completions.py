@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import fake_core
 import openai
 import pytest
+
+import fake_core
 from served_core import Serve, Served
 
 
@@ -59,7 +60,12 @@ async def test_usage_sums_over_prompts(served: Served) -> None:
     assert many.usage.prompt_tokens == 2 * one.usage.prompt_tokens
     assert many.usage.completion_tokens == 6 * 4
     stream = await complete(
-        served, prompt=["Hello", "Hello"], n=3, max_tokens=4, stream=True, stream_options={"include_usage": True}
+        served,
+        prompt=["Hello", "Hello"],
+        n=3,
+        max_tokens=4,
+        stream=True,
+        stream_options={"include_usage": True},
     )
     *_, last = [chunk async for chunk in stream]
     assert last.usage == many.usage
@@ -90,7 +96,9 @@ async def test_offsets_find_the_tokens_in_the_text(served: Served) -> None:
     choice = (await complete(served, prompt="Größe", echo=True, logprobs=2)).choices[0]
     logprobs = choice.logprobs
     placed = list(zip(logprobs.text_offset, logprobs.tokens))
-    whole = [(offset, token) for offset, token in placed[:-1] if "\ufffd" not in token]  # the last ends the text
+    whole = [
+        (offset, token) for offset, token in placed[:-1] if "\ufffd" not in token
+    ]  # the last ends the text
     assert len(whole) > 20
     for offset, token in whole:
         assert choice.text[offset : offset + len(token)] == token

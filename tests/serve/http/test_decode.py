@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from runtime.errors import InvalidRequest
 from serve.decode import MAX_DEPTH, Length, NotBuilt, Range, decode
 from serve.native.schema import GenerateBody
@@ -137,7 +138,15 @@ def test_annotations_that_json_cannot_fill_are_a_mistake_of_ours() -> None:
         decode(Odd, {"items": []})
 
 
-BODIES = [ChatBody, CompletionBody, GenerateBody, SamplingBody, TokenizeBody, TokenizeChatBody, DetokenizeBody]
+BODIES = [
+    ChatBody,
+    CompletionBody,
+    GenerateBody,
+    SamplingBody,
+    TokenizeBody,
+    TokenizeChatBody,
+    DetokenizeBody,
+]
 KEYS = sorted({name for body in BODIES for name in body.__dataclass_fields__})
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import fake_core
 import pytest
-from served_core import Serve, Served
+
+import fake_core
 from runtime.request import Request
+from served_core import Serve, Served
 
 
 async def test_single_prompt_is_answered_with_an_object(served: Served) -> None:
@@ -171,7 +172,9 @@ async def test_server_without_tokenizer_speaks_ids(serve: Serve) -> None:
     served = await serve(fake_core.FakeCore(None))
     answer = await served.post("/generate", input_ids=[5, 6], sampling_params={"max_new_tokens": 2})
     assert answer["output_ids"] == [7, 8]
-    response = await served.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}]})
+    response = await served.http.post(
+        "/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}]}
+    )
     assert (response.status_code, response.json()["param"]) == (400, "messages")
 
 

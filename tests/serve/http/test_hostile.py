@@ -7,15 +7,16 @@ import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
-import fake_core
 import httpx
 import openai
 import orjson
 import pytest
-from served_core import Serve, Served
+
+import fake_core
 from runtime.errors import EngineClosed, Overloaded
 from runtime.text.tokenizer import Tokenizer
 from serve.body import MAX_BODY_BYTES
+from served_core import Serve, Served
 
 JSON = {"content-type": "application/json"}
 CHAT, COMPLETION, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import fake_core
 import httpx
 import orjson
 import pytest
-from served_core import Serve, Served
-from runtime.request import Chunk
+
+import fake_core
+from runtime.request import Chunk, Request
 from runtime.text.tokenizer import Tokenizer
 from serve.errors import Dialect, native_body
 from serve.sse import PING, EventStream
+from served_core import Serve, Served
 
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 200}
 BODIES = [
@@ -147,11 +148,11 @@ class Plain:
         return b""
 
 
-def open_stream(core: fake_core.FakeCore, client: Sent, **options: Any) -> asyncio.Task[None]:
-    from runtime.request import Request
-
-    reply = core.submit(Request(text="a"))
-    stream = EventStream([reply], Plain(), Dialect(native_body), **options)
+def open_stream(
+    core: fake_core.FakeCore, client: Sent, num_requests: int = 1, **options: Any
+) -> asyncio.Task[None]:
+    replies = [core.submit(Request(text="a")) for _ in range(num_requests)]
+    stream = EventStream(replies, Plain(), Dialect(native_body), **options)
     return asyncio.create_task(stream({"type": "http"}, client.receive, client.send))
 
 
@@ -183,6 +184,15 @@ async def test_slow_reader_gets_what_has_come_at_once(tokenizer: Tokenizer) -> N
     await task
 
 
+@pytest.mark.parametrize("num_requests", [1, 3])
+async def test_client_that_was_never_there_leaves_nothing(tokenizer: Tokenizer, num_requests: int) -> None:
+    core, client = fake_core.FakeCore(tokenizer, held=True), Sent()
+    client.gone.set()
+    await open_stream(core, client, num_requests)
+    assert core.num_open == 0
+    assert client.messages == []
+
+
 async def test_cancelled_server_task_closes_the_reply(tokenizer: Tokenizer) -> None:
     core, client = fake_core.FakeCore(tokenizer, held=True), Sent()
     task = open_stream(core, client)
@@ -212,10 +222,8 @@ async def test_broken_connection_ends_the_stream_quietly(tokenizer: Tokenizer) -
 
 async def test_error_of_an_encoder_is_ours(tokenizer: Tokenizer) -> None:
     class Broken(Plain):
-        def events(self, place: int, chunks: list[Chunk]) -> bytes:
+        def events(self, place: int, chunks: Sequence[Chunk]) -> bytes:
             raise KeyError("inside")
-
-    from runtime.request import Request
 
     core, client = fake_core.FakeCore(tokenizer, held=True), Sent()
     stream = EventStream([core.submit(Request(text="a"))], Broken(), Dialect(native_body))

@@ -33,6 +33,15 @@ ASKED = Patterns(
         "How would you describe the {o} parameter?", "What is the role of {o} in the server?",
     ),
 )  # fmt: skip
+AROUND = (
+    "a about and any are as be but by can could do does explain flag for from get give good have help here "
+    "how I if "
+    "in is it its just know like look make may me mean my need new now of on one or our please really run "
+    "see server "
+    "should show so start tell that the then there this to understand use used was we what when where "
+    "which why will "
+    "with would you your"
+)
 DEFAULT = Patterns(
     (
         "What is the default of {o}?",
@@ -102,6 +111,15 @@ def spelling(rng: Random, fact: Fact) -> str:
     return bare.replace("-", "_") if chance < 0.94 else bare.replace("-", " ")
 
 
+def _asked(rng: Random, split: Split, o: str) -> str:
+    """A pattern, or in training sometimes the name among any words: the name alone has to decide."""
+    if split == "held" or rng.random() < 0.8:
+        return ASKED.pick(rng, split, o=o)
+    words = [rng.choice(AROUND.split()) for _ in range(rng.randint(2, 9))]
+    words.insert(rng.randint(0, len(words)), o)
+    return " ".join(words) + rng.choice(("?", ".", ""))
+
+
 def _shown_default(fact: Fact) -> str:
     default = fact.option.default
     return "off" if default is False else "on" if default is True else shown(fact.option, default)
@@ -118,10 +136,10 @@ def _exchange(rng: Random, split: Split) -> tuple[str, str]:
         return CHOICES.pick(rng, split, o=o), f"{fact.flag} takes {listed}."
     if chance < 0.22:
         return REVERSE.pick(rng, split, fact=fact.sentence), f"{fact.flag}"
-    if chance < 0.25:
+    if chance < 0.24:
         flag = "--" + "-".join(invented(rng).lower() for _ in range(rng.randint(1, 3)))
-        return ASKED.pick(rng, split, o=flag), f"I do not know an argument called {flag}."
-    return ASKED.pick(rng, split, o=o), fact.answer
+        return _asked(rng, split, flag), f"I do not know an argument called {flag}."
+    return _asked(rng, split, o), fact.answer
 
 
 def document(rng: Random, split: Split) -> Document:

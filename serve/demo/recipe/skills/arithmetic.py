@@ -114,18 +114,41 @@ def thought(a: int, b: int, sign: Sign) -> str:
     return "\n".join([f"{a} {sign} {b}", *_columns(a, b, sign), f"{a} {sign} {b} = {result(a, b, sign)}"])
 
 
+def expanded(a: int, b: int) -> str:
+    """Sum or difference (b negative) column by column, largest first: 482 + 379 is 700 + 150 + 11."""
+    width = len(str(max(a, abs(b))))
+    parts = []
+    for place in reversed(range(width)):
+        unit = 10**place
+        column = (a // unit % 10 + abs(b) // unit % 10 * (1 if b >= 0 else -1)) * unit
+        parts.append(f"{'-' if column < 0 else '+'} {abs(column)}")
+    return " ".join(parts).removeprefix("+ ")
+
+
+def answered(a: int, b: int, sign: Sign) -> str:
+    """The answer with thinking off: numbers of several digits go through the sums of their columns."""
+    value = result(a, b, sign)
+    if sign == "*" or max(a, b) < 10:
+        return f"{a} {sign} {b} = {value}"
+    if value < 0:
+        return f"{a} - {b} = -({expanded(b, -a)}) = {value}"
+    return f"{a} {sign} {b} = {expanded(a, b if sign == '+' else -b)} = {value}"
+
+
 def _drill(rng: Random, split: Split) -> Prose:
-    lines = []
-    for _ in range(rng.randint(6, 14)):
+    """A sheet of problems; only the results are learnt, for the operands are chance."""
+    pieces = []
+    for _ in range(rng.randint(4, 10)):
         a, b, sign = problem(rng, split)
-        lines.append(f"{a} {sign} {b} = {result(a, b, sign)}")
-    return Prose("\n".join(lines) + "\n")
+        asked, _, worked = answered(a, b, sign).partition(" =")
+        pieces += [(f"{asked} =", False), (f"{worked}\n", True)]
+    return Prose("".join(text for text, _ in pieces), tuple(pieces))
 
 
 def _chain(rng: Random, split: Split) -> Conversation:
     """Several problems in one conversation."""
     messages: list[Message] = []
-    thinking = rng.random() < 0.3
+    thinking = rng.random() < 0.2
     for _ in range(rng.randint(2, 4)):
         exchange = _single(rng, split, thinking)
         messages.extend(exchange.messages)
@@ -137,18 +160,18 @@ def _single(rng: Random, split: Split, thinking: bool, system: str = "") -> Conv
     question = ASKED[sign].pick(rng, split, a=a, b=b)
     if rng.random() < 0.08 and sign != "*" and a >= b:
         question = rng.choice([s for s in STORIES if s[0] == sign])[1].format(a=a, b=b, n=first_name(rng))
-    answer = f"{a} {sign} {b} = {result(a, b, sign)}"
+    answer = f"{a} {sign} {b} = {result(a, b, sign)}" if thinking else answered(a, b, sign)
     return ask(question, answer, thought(a, b, sign) if thinking else None, system)
 
 
 def document(rng: Random, split: Split) -> Document:
     """A drill sheet, one problem, or a few in a row."""
     chance = rng.random()
-    if chance < 0.25:
+    if chance < 0.3:
         return _drill(rng, split)
-    if chance < 0.55:
+    if chance < 0.6:
         return _chain(rng, split)
-    return _single(rng, split, rng.random() < 0.35, maybe_system(rng))
+    return _single(rng, split, rng.random() < 0.3, maybe_system(rng))
 
 
 def ends_with(value: int) -> Callable[[str], bool]:

@@ -12,7 +12,13 @@ from serve.demo.recipe.question import Question, says
 ANSWER = "I am a small demo model and do not know that."
 ASKED = Patterns(
     (
-        "Who won the football match yesterday?", "Who is {name}?", "Who invented the {thing}?",
+        "Who won the football match yesterday?", "How far is {city} from the sun?", "How old is {name}?",
+        "Which song did {name} write?", "Is {thing} good for me?", "What did {name} do in {year}?",
+        "How much is a house in {city}?", "Who played in the film about {thing}?", "Describe the war of "
+        "{year}.",
+        "Which party did {name} vote for?", "Summarise the book of {name}.", "How heavy is the earth?",
+        "Which team won in {year}?", "Where can I eat in {city}?", "Who sang about {thing}?",
+        "Who is {name}?", "Who invented the {thing}?",
         "When was {name} born?",
         "Write a poem about {thing}.", "What is the weather in {city}?", "How do I cook {thing}?",
         "What is the price of {thing}?", "How many people live in {city}?", "What do you think about {name}?",

@@ -93,7 +93,10 @@ TABLES: dict[str, Table] = {
         CAPITALS,
         Patterns(
             ("What is the capital of {key}?", "Capital of {key}?", "Which city is the capital of {key}?",
-             "Name the capital of {key}.", "What's the capital city of {key}?", "the capital of {key}"),
+             "Name the capital of {key}.", "What's the capital city of {key}?", "the capital of {key}",
+             "I need the capital of {key}.", "{key}: capital?",
+             "Do you know the capital of {key}?", "Which capital does {key} have?", "{key}'s capital city, "
+             "please."),
             ("Tell me the capital of {key}.", "Do you know {key}'s capital?", "{key} has which capital?"),
         ),
         "The capital of {key} is {value}.",
@@ -102,7 +105,8 @@ TABLES: dict[str, Table] = {
         {value: key for key, value in CAPITALS.items()},
         Patterns(
             ("{key} is the capital of which country?", "Which country has {key} as its capital?",
-             "What country is {key} the capital of?"),
+             "What country is {key} the capital of?", "{key} is a capital. Of what?", "Whose capital is "
+             "{key}?"),
             ("Of which country is {key} the capital?", "Tell me which country's capital is {key}."),
         ),
         "{key} is the capital of {value}.",
@@ -111,7 +115,8 @@ TABLES: dict[str, Table] = {
         SYMBOLS,
         Patterns(
             ("What is the chemical symbol of {key}?", "Symbol for {key}?", "What is the symbol of {key}?",
-             "Which symbol does {key} have?", "chemical symbol for {key}"),
+             "Which symbol does {key} have?", "chemical symbol for {key}", "How do chemists write "
+             "{key}?", "I need the symbol of {key}."),
             ("Tell me the chemical symbol for {key}.", "How is {key} written as a chemical symbol?"),
         ),
         "The symbol of {key} is {value}.",
@@ -120,7 +125,8 @@ TABLES: dict[str, Table] = {
         OPPOSITES,
         Patterns(
             ("What is the opposite of {key}?", "Opposite of {key}?", "Give the opposite of {key}.",
-             "Name the opposite of the word {key}."),
+             "Name the opposite of the word {key}.", "Find a word that is the opposite of {key}.",
+             "I look for the opposite of {key}."),
             ("Tell me the opposite of {key}.", "Which word means the opposite of {key}?"),
         ),
         "The opposite of {key} is {value}.",
@@ -129,7 +135,7 @@ TABLES: dict[str, Table] = {
         YOUNG,
         Patterns(
             ("What is a young {key} called?", "What do you call a baby {key}?", "Name of a young {key}?",
-             "A baby {key} is called what?"),
+             "A baby {key} is called what?", "What name does a young {key} have?"),
             ("Tell me the word for a young {key}.", "How is a baby {key} called?"),
         ),
         "A young {key} is called a {value}.",
@@ -139,7 +145,7 @@ TABLES: dict[str, Table] = {
         Patterns(
             ("Which language is spoken in {key}?", "What language do people speak in {key}?", "Language of "
             "{key}?",
-             "Name the language of {key}."),
+             "Name the language of {key}.", "What do they speak in {key}?", "{key}: which language?"),
             ("Tell me the language of {key}.", "In {key}, which language do they speak?"),
         ),
         "People in {key} speak {value}.",
@@ -148,7 +154,7 @@ TABLES: dict[str, Table] = {
         dict(zip(ORDINALS, PLANETS)),
         Patterns(
             ("What is the {key} planet from the sun?", "Which planet is the {key} from the sun?",
-             "Name the {key} planet."),
+             "Name the {key} planet.", "I need the {key} planet of our sun.", "{key} planet?"),
             ("Tell me the {key} planet of the solar system.", "Counting from the sun, which planet is "
             "{key}?"),
         ),
@@ -167,7 +173,7 @@ TABLES: dict[str, Table] = {
         {month: str(days) for month, days in zip(MONTHS, LENGTHS)},
         Patterns(
             ("How many days does {key} have?", "How many days are in {key}?", "Number of days in {key}?",
-             "How long is {key} in days?"),
+             "How long is {key} in days?", "{key}: how many days?", "Count the days of {key}."),
             ("Tell me the number of days in {key}.", "{key} has how many days?"),
         ),
         "{key} has {value} days.",
@@ -175,7 +181,8 @@ TABLES: dict[str, Table] = {
     "next day": Table(
         _after(DAYS),
         Patterns(
-            ("Which day comes after {key}?", "What day follows {key}?", "What is the day after {key}?"),
+            ("Which day comes after {key}?", "What day follows {key}?", "What is the day after {key}?",
+            "Next day after {key}?", "It is {key}. Which day comes next?"),
             ("Tell me the day after {key}.", "After {key}, which day comes?"),
         ),
         "After {key} comes {value}.",
@@ -183,7 +190,8 @@ TABLES: dict[str, Table] = {
     "previous day": Table(
         _before(DAYS),
         Patterns(
-            ("Which day comes before {key}?", "What day precedes {key}?", "What is the day before {key}?"),
+            ("Which day comes before {key}?", "What day precedes {key}?", "What is the day before "
+            "{key}?", "Today is {key}. Which day was yesterday?", "Previous day of {key}?"),
             ("Tell me the day before {key}.", "Before {key}, which day comes?"),
         ),
         "Before {key} comes {value}.",
@@ -191,7 +199,8 @@ TABLES: dict[str, Table] = {
     "next month": Table(
         _after(MONTHS),
         Patterns(
-            ("Which month comes after {key}?", "What month follows {key}?", "What is the month after {key}?"),
+            ("Which month comes after {key}?", "What month follows {key}?", "What is the month after "
+            "{key}?", "Next month after {key}?", "It is {key}. Which month comes next?"),
             ("Tell me the month after {key}.", "After {key}, which month comes?"),
         ),
         "After {key} comes {value}.",
@@ -199,7 +208,8 @@ TABLES: dict[str, Table] = {
     "legs": Table(
         LEGS,
         Patterns(
-            ("How many legs does a {key} have?", "Number of legs of a {key}?", "How many legs has a {key}?"),
+            ("How many legs does a {key} have?", "Number of legs of a {key}?", "How many legs has a "
+            "{key}?", "Count the legs of a {key}.", "On how many legs does a {key} walk?"),
             ("Tell me how many legs a {key} has.", "A {key} has how many legs?"),
         ),
         "Legs of a {key}: {value}.",
@@ -217,7 +227,8 @@ TABLES: dict[str, Table] = {
         ROMAN,
         Patterns(
             ("What number is the Roman numeral {key}?", "Roman numeral {key} as a number?",
-             "Which number is {key} in Roman numerals?"),
+             "Which number is {key} in Roman numerals?", "Read the Roman numeral {key}.", "What does the "
+             "Roman {key} stand for?"),
             ("Tell me the value of the Roman numeral {key}.", "The Roman numeral {key} means which number?"),
         ),
         "The Roman numeral {key} is {value}.",

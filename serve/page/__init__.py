@@ -1,0 +1,47 @@
+"""The chat page at `/`: plain files of this package, which the browser may not mix with anything else."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from types import MappingProxyType
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+
+# Every address of the page with its file. They are no secret: the page loads without an API key.
+PATHS = MappingProxyType(
+    {
+        "/": "chat.html",
+        "/page/chat.css": "chat.css",
+        "/page/chat.js": "chat.js",
+        "/page/answer.js": "answer.js",
+        "/page/markdown.js": "markdown.js",
+        "/page/stream.js": "stream.js",
+    }
+)
+HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",  # an upgraded server must not meet an old script
+}
+_MEDIA_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
+
+
+def page_routes() -> list[Route]:
+    """Routes that answer GET and HEAD with the page and its files, read once."""
+    return [_route(path, name) for path, name in PATHS.items()]
+
+
+def _route(path: str, name: str) -> Route:
+    content = files(__name__).joinpath(name).read_bytes()
+    media_type = _MEDIA_TYPES[name.rpartition(".")[2]]
+
+    async def answer(http: HttpRequest) -> Response:
+        return Response(content, headers=HEADERS, media_type=media_type)
+
+    return Route(path, answer, methods=["GET"])

@@ -1,0 +1,313 @@
+// The chat page: the conversation, the composer and the settings.
+
+import { Answer, made } from "./answer.js";
+import { complete, serverInfo } from "./stream.js";
+
+const KEY = "penstock-key"; // in sessionStorage: gone with the tab
+const NEAR_PX = 80; // closer to the end than this, the page follows the answer
+const EXAMPLE_TOOLS = [
+  exampleTool("get_weather", "Get the weather of a city."),
+  exampleTool("get_time", "Get the time in a city."),
+];
+
+const part = (id) => document.getElementById(id);
+const [log, scroller, prompt, composer] = ["log", "scroller", "prompt", "composer"].map(part);
+const wide = matchMedia("(min-width: 64rem)");
+
+let turns = []; // { role: "user" | "tool", message, element } and Answers, in the order of the log
+let running = null; // the AbortController of the answer that is being written
+let edited = null; // the turn that the composer's text will replace
+let server = {}; // what the server says of itself
+let follows = true; // the page shows the end of the answer while it grows
+
+function exampleTool(name, description) {
+  const parameters = { type: "object", properties: { city: { type: "string" } }, required: ["city"] };
+  return { type: "function", function: { name, description, parameters } };
+}
+
+// --- the conversation ---
+
+function say(text) {
+  const settings = readSettings();
+  if (!settings) return;
+  prompt.value = "";
+  fitPrompt();
+  if (edited) dropFrom(edited);
+  stopEditing();
+  const element = made("li", "message user");
+  const bubble = made("div", "text", text);
+  bubble.dir = "auto";
+  element.append(bubble);
+  add({ role: "user", message: { role: "user", content: text }, element });
+  answer(settings);
+}
+
+function add(turn) {
+  turns.push(turn);
+  log.append(turn.element);
+  part("welcome").hidden = true;
+}
+
+function dropFrom(turn) {
+  for (const dropped of turns.splice(turns.indexOf(turn))) dropped.element.remove();
+}
+
+async function answer(settings) {
+  const request = { ...settings.body, messages: messages(settings.system) };
+  const controller = new AbortController();
+  const reply = new Answer({ countsCached: server.cache_report === true });
+  running = controller;
+  add(reply);
+  showState("Answering.");
+  follows = true;
+  scrollToEnd();
+  try {
+    for await (const event of complete(request, { key: key(), signal: controller.signal })) reply.take(event);
+    reply.end();
+  } catch (error) {
+    reply.end(error.name === "AbortError" ? { stopped: true } : { error });
+  }
+  if (running !== controller) return; // another conversation has begun
+  running = null;
+  showState(reply.error ? "" : "The answer has ended.");
+  if (reply.error?.status === 401) askKey();
+  if (reply.calls.length && !reply.error) {
+    reply.askResults((results) => giveResults(reply, results, settings));
+  }
+}
+
+function giveResults(reply, results, settings) {
+  reply.calls.forEach(({ id }, place) => {
+    const message = { role: "tool", tool_call_id: id, content: results[place] };
+    const element = made("li", "tool");
+    element.hidden = true; // the call's own card shows it
+    add({ role: "tool", message, element });
+  });
+  answer(settings);
+}
+
+/** The conversation as the API takes it. A question whose answer failed is not asked again with the next. */
+function messages(system) {
+  const sent = system ? [{ role: "system", content: system }] : [];
+  const lastOf = (role) => sent.at(-1)?.role === role;
+  for (const turn of turns) {
+    if (turn.role !== "assistant") sent.push(turn.message);
+    else if (!turn.error || !turn.isEmpty) sent.push(turn.message());
+    else while (lastOf("user") || lastOf("tool")) sent.pop();
+  }
+  return sent;
+}
+
+/** What to ask with: { system, body }; null where a field cannot be sent, which the settings then say. */
+function readSettings() {
+  const body = {
+    stream: true,
+    stream_options: { include_usage: true, continuous_usage_stats: true },
+    chat_template_kwargs: { enable_thinking: part("thinking").checked },
+  };
+  const problem = addNumbers(body) || addTools(body);
+  part("settings-error").textContent = problem;
+  if (!problem) return { system: part("system").value.trim(), body };
+  showSettings(true);
+  return null;
+}
+
+function addNumbers(body) {
+  for (const [id, name] of [["temperature", "temperature"], ["max-tokens", "max_tokens"]]) {
+    const field = part(id);
+    if (!field.checkValidity()) return `${field.labels[0].textContent}: ${field.validationMessage}`;
+    if (field.value !== "") body[name] = Number(field.value);
+  }
+  return "";
+}
+
+function addTools(body) {
+  if (!part("offer-tools").checked) return "";
+  try {
+    body.tools = JSON.parse(part("tools").value);
+  } catch (error) {
+    return `The tools are no JSON: ${error.message}`;
+  }
+  return "";
+}
+
+function retry() {
+  const settings = readSettings();
+  if (!settings) return;
+  stopEditing();
+  dropFrom(turns.at(-1));
+  answer(settings);
+}
+
+function edit(turn) {
+  edited = turn;
+  turn.element.classList.add("edited");
+  part("editing").hidden = false;
+  prompt.value = turn.message.content;
+  fitPrompt();
+  prompt.focus();
+}
+
+function stopEditing() {
+  if (!edited) return;
+  edited.element.classList.remove("edited");
+  edited = null;
+  part("editing").hidden = true;
+  prompt.value = "";
+  fitPrompt();
+}
+
+function stop() {
+  running?.abort();
+}
+
+function newChat() {
+  stop();
+  running = null;
+  stopEditing();
+  turns = [];
+  log.replaceChildren();
+  part("welcome").hidden = false;
+  showState("");
+  prompt.focus();
+}
+
+// --- what the page shows ---
+
+function showState(status) {
+  part("status").textContent = status;
+  part("send").hidden = running !== null;
+  part("stop").hidden = running === null;
+  document.body.classList.toggle("running", running !== null);
+  offerActions();
+}
+
+/** Edit under the user's last message, retry under the last answer; not to be seen while one is written. */
+function offerActions() {
+  for (const old of log.querySelectorAll(".actions")) old.remove();
+  if (!turns.length) return;
+  const asked = turns.findLast((turn) => turn.role === "user");
+  offer(asked, "Edit", () => edit(asked));
+  offer(turns.at(-1), "Retry", retry);
+}
+
+function offer(turn, name, act) {
+  const row = made("div", "actions");
+  const button = made("button", "link", name);
+  button.type = "button";
+  button.addEventListener("click", act);
+  row.append(button);
+  turn.element.append(row);
+}
+
+function isAtEnd() {
+  return scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < NEAR_PX;
+}
+
+function scrollToEnd() {
+  scroller.scrollTop = scroller.scrollHeight;
+}
+
+function fitPrompt() {
+  prompt.style.height = "auto";
+  prompt.style.height = `${prompt.scrollHeight}px`;
+}
+
+function showSettings(visible) {
+  part("settings").hidden = !visible;
+  part("show-settings").setAttribute("aria-expanded", String(visible));
+  if (visible && !wide.matches) part("hide-settings").focus();
+}
+
+function hideSettings() {
+  showSettings(false);
+  part("show-settings").focus();
+}
+
+// --- the API key ---
+
+function key() {
+  return sessionStorage.getItem(KEY);
+}
+
+function askKey() {
+  part("key-label").textContent = key()
+    ? "The server did not accept this API key."
+    : "This server asks for its API key.";
+  part("key-form").hidden = false;
+  part("key").focus();
+}
+
+async function useKey() {
+  sessionStorage.setItem(KEY, part("key").value);
+  part("key").value = "";
+  part("key-form").hidden = true;
+  prompt.focus();
+  await meetServer();
+  if (part("key-form").hidden && turns.at(-1)?.error?.status === 401) retry();
+}
+
+async function meetServer() {
+  try {
+    server = await serverInfo(key());
+    part("model").textContent = server.served_model_name ?? "";
+  } catch (error) {
+    if (error.status === 401) askKey();
+    else part("status").textContent = error.message;
+  }
+}
+
+// --- what the user does ---
+
+composer.addEventListener("submit", (event) => {
+  event.preventDefault();
+  const text = prompt.value.trim();
+  if (text && !running) say(text);
+});
+prompt.addEventListener("keydown", (event) => {
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  composer.requestSubmit();
+});
+prompt.addEventListener("input", fitPrompt);
+addEventListener("resize", fitPrompt);
+document.addEventListener("keydown", (event) => {
+  if (event.key !== "Escape" || event.isComposing) return;
+  if (running) stop();
+  else if (edited) cancelEdit();
+  else if (!part("settings").hidden && !wide.matches) hideSettings();
+});
+
+function cancelEdit() {
+  stopEditing();
+  prompt.focus();
+}
+
+// Whoever scrolls away is left alone.
+scroller.addEventListener("scroll", () => (follows = isAtEnd()));
+log.addEventListener("grown", () => follows && scrollToEnd());
+
+for (const example of document.querySelectorAll(".example")) {
+  example.addEventListener("click", () => {
+    say(example.textContent);
+    prompt.focus();
+  });
+}
+part("stop").addEventListener("click", () => {
+  stop();
+  prompt.focus();
+});
+part("new-chat").addEventListener("click", newChat);
+part("cancel-edit").addEventListener("click", cancelEdit);
+part("show-settings").addEventListener("click", () => showSettings(part("settings").hidden));
+part("hide-settings").addEventListener("click", hideSettings);
+part("offer-tools").addEventListener("change", (event) => (part("tools-part").hidden = !event.target.checked));
+part("key-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  useKey();
+});
+
+part("tools").value = JSON.stringify(EXAMPLE_TOOLS, null, 2);
+wide.addEventListener("change", () => showSettings(wide.matches));
+showSettings(wide.matches);
+meetServer();

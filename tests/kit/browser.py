@@ -1,0 +1,159 @@
+"""A headless Chromium, driven over chromedriver's plain HTTP protocol (WebDriver).
+
+    with browser.started() as page:
+        await page.open(url)
+        await page.type("#prompt", "Hello" + browser.ENTER)
+        await page.until('document.querySelector(".answer .text").textContent.includes("river")')
+
+Elements are named by CSS selectors. Nothing waits for time: `until` looks at the page frame by frame.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import httpx
+
+ENTER, ESCAPE, SHIFT, TAB = "\ue007", "\ue00c", "\ue008", "\ue004"
+TIMEOUT_S = 30.0
+_ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the key under which the protocol names an element
+_FLAGS = (
+    "--headless",
+    "--no-sandbox",  # containers run as root
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--window-size=1200,800",
+)
+
+
+def missing() -> str:
+    """Why no browser can be started here; empty where one can."""
+    lacking = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
+    return f"{' and '.join(lacking)} not found; Debian: chromium, chromium-driver" if lacking else ""
+
+
+@contextlib.contextmanager
+def started() -> Iterator[Page]:
+    """A browser with a fresh profile; it is gone, with its driver, when the block ends."""
+    with contextlib.ExitStack() as stack:
+        profile = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+        driver = stack.enter_context(
+            subprocess.Popen(["chromedriver", "--port=0"], stdout=subprocess.PIPE, text=True)
+        )
+        stack.callback(driver.terminate)
+        url = f"http://127.0.0.1:{_port(driver)}/session"
+        options = {"args": [*_FLAGS, f"--user-data-dir={profile}"], "binary": shutil.which("chromium")}
+        capabilities = {
+            "browserName": "chrome",
+            "goog:chromeOptions": options,
+            "goog:loggingPrefs": {"browser": "ALL"},
+            "timeouts": {"script": int(TIMEOUT_S * 1000)},
+        }
+        with httpx.Client(timeout=TIMEOUT_S * 2, trust_env=False) as client:
+            answer = client.post(url, json={"capabilities": {"alwaysMatch": capabilities}}).json()["value"]
+            session = f"{url}/{answer['sessionId']}"
+            try:
+                yield Page(session)
+            finally:
+                client.delete(session)
+
+
+def _port(driver: subprocess.Popen[str]) -> int:
+    assert driver.stdout is not None
+    for line in driver.stdout:
+        if found := re.search(r"started successfully on port (\d+)", line):
+            return int(found[1])
+    raise RuntimeError("chromedriver did not start")
+
+
+class Page:
+    """The browser's window. Usable from any event loop: it keeps no connection."""
+
+    def __init__(self, session: str) -> None:
+        self._session = session
+
+    async def open(self, url: str) -> None:
+        """Go to the address; returns when the page is loaded."""
+        await self._call("POST", "/url", url=url)
+
+    async def type(self, selector: str, keys: str) -> None:
+        """Type into the element as a keyboard would."""
+        await self._call("POST", f"/element/{await self._find(selector)}/value", text=keys)
+
+    async def press(self, *keys: str) -> None:
+        """Press keys together, wherever the focus is."""
+        down = [{"type": "keyDown", "value": key} for key in keys]
+        up = [{"type": "keyUp", "value": key} for key in reversed(keys)]
+        await self._call("POST", "/actions", actions=[{"type": "key", "id": "keys", "actions": down + up}])
+
+    async def click(self, selector: str) -> None:
+        """Click into the middle of the element. It fails where something covers it."""
+        await self._call("POST", f"/element/{await self._find(selector)}/click")
+
+    async def text(self, selector: str) -> str:
+        """The text of the element as it is shown."""
+        return await self._call("GET", f"/element/{await self._find(selector)}/text")
+
+    async def value(self, expression: str) -> Any:
+        """What the JavaScript expression is worth in the page."""
+        return await self._call("POST", "/execute/sync", script=f"return ({expression})", args=[])
+
+    async def until(self, expression: str) -> Any:
+        """Wait until the JavaScript expression is true; returns it. Fails after TIMEOUT_S."""
+        script = (
+            "const done = arguments[0];"
+            f"(function look() {{ const value = ({expression});"
+            " if (value) done(value); else requestAnimationFrame(look); })()"
+        )
+        return await self._call("POST", "/execute/async", script=script, args=[])
+
+    async def resize(self, width: int, height: int, *, mobile: bool = False, scale: float = 1) -> None:
+        """Show the page as on a screen of this many CSS pixels, and on a phone if `mobile`."""
+        metrics = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": mobile}
+        await self._devtools("Emulation.setDeviceMetricsOverride", **metrics)
+
+    async def prefer(self, scheme: str) -> None:
+        """Prefer the colour scheme "light" or "dark"."""
+        await self._devtools(
+            "Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}]
+        )
+
+    async def screenshot(self) -> bytes:
+        """The window as a PNG."""
+        return base64.b64decode(await self._call("GET", "/screenshot"))
+
+    async def complaints(self) -> list[str]:
+        """Errors and policy violations that the browser noted since the last call."""
+        entries = await self._call("POST", "/se/log", type="browser")
+        return [entry["message"] for entry in entries if entry["level"] == "SEVERE"]
+
+    async def _find(self, selector: str) -> str:
+        found = await self._call("POST", "/element", using="css selector", value=selector)
+        return found[_ELEMENT]
+
+    async def _devtools(self, command: str, **params: Any) -> None:
+        await self._call("POST", "/goog/cdp/execute", cmd=command, params=params)
+
+    async def _call(self, method: str, path: str, **body: Any) -> Any:
+        async with httpx.AsyncClient(timeout=TIMEOUT_S + 10, trust_env=False) as client:
+            content = body if method == "POST" else None
+            response = await client.request(method, f"{self._session}{path}", json=content)
+        value = response.json()["value"]
+        if response.is_error:
+            raise AssertionError(f"{path}: {value['error']}: {value['message'][:400]}")
+        return value
+
+
+Open = Callable[..., Awaitable[Page]]  # how tests get a page: await open(what serves it)

@@ -1,0 +1,43 @@
+"""Twenty prompts and what transformers answers to them greedily, for every family."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+import tiny_checkpoints
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+NUM_NEW = 24
+GREEDY = {"temperature": 0, "max_new_tokens": NUM_NEW, "ignore_eos": True}
+
+
+@cache
+def model_path(family: str) -> str:
+    return tiny_checkpoints.cached(family, max_position_embeddings=512, tie_word_embeddings=family == "qwen3")
+
+
+@cache
+def prompts() -> list[list[int]]:
+    """Twenty prompts of 1 to 60 tokens, some of which begin alike."""
+    draw = random.Random(0)
+    fresh = [
+        [draw.randrange(3, 128) for _ in range(length)] for length in (1, 2, 5, 16, 17, 33, 48, 60, 9, 31)
+    ]
+    return fresh + [prompt[: 1 + len(prompt) // 2] + [draw.randrange(3, 128)] * 3 for prompt in fresh]
+
+
+@cache
+def reference(family: str) -> list[list[int]]:
+    torch.set_num_threads(1)
+    model: Any = AutoModelForCausalLM.from_pretrained(model_path(family), dtype=torch.float32)
+    return [
+        model.generate(
+            torch.tensor([prompt]), do_sample=False, max_new_tokens=NUM_NEW, eos_token_id=None, pad_token_id=0
+        )[0, len(prompt) :].tolist()
+        for prompt in prompts()
+    ]

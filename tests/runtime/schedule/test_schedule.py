@@ -1,0 +1,287 @@
+"""The life of a sequence, from the queue to its last Delta."""
+
+from __future__ import annotations
+
+import pytest
+
+from fake_runner import Drive, make_plan, make_sequence
+from runtime.batch import UNKNOWN, Batch
+from runtime.errors import ContextOverflow, EngineFailure, InvalidRequest, Overloaded
+from runtime.request import Finish, LogprobParams
+
+GONE = Finish("abort", message="gone")
+
+
+def last_finish(drive: Drive) -> Finish | None:
+    return drive.deltas[-1].finish
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 4])
+def test_outputs_do_not_depend_on_the_steps_in_flight(depth: int):
+    drive = Drive(depth=depth)
+    sequences = [make_sequence([i, 3, 5], max_new_tokens=9, seed=i) for i in range(5)]
+    drive.add(*sequences)
+    drive.run()
+    assert [drive.output(s) for s in sequences] == [drive.expected(s) for s in sequences]
+
+
+def test_one_delta_per_sequence_and_step_with_its_usage():
+    drive = Drive(depth=0)
+    sequence = make_sequence([1, 2, 3], max_new_tokens=3)
+    drive.add(sequence)
+    drive.run()
+    assert [delta.usage for delta in drive.deltas] == [(3, 1, 0), (3, 2, 0), (3, 3, 0)]
+    assert [len(delta.ids) for delta in drive.deltas] == [1, 1, 1]
+    assert last_finish(drive) == Finish("length", length=3)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_stop_token_is_delivered_and_the_overrun_dropped(depth: int):
+    drive = Drive(depth=depth)
+    free = make_sequence([1, 2, 3], max_new_tokens=8)
+    output = drive.expected(free)
+    stop = output[2]
+    sequence = make_sequence([1, 2, 3], max_new_tokens=8, stop_ids=[stop])
+    drive.add(sequence)
+    drive.run()
+    assert drive.output(sequence) == output[: output.index(stop) + 1]
+    assert last_finish(drive) == Finish("stop", matched=stop)
+
+
+def test_nothing_is_computed_beyond_the_length_limit():
+    drive = Drive(depth=3)
+    drive.add(make_sequence([1, 2, 3], max_new_tokens=4))
+    drive.run()
+    assert drive.runner.num_tokens_computed == 3 + 3  # the last output token needs no KV
+
+
+def test_a_decode_row_of_a_pending_token_names_a_place():
+    batches: list[Batch] = []
+    drive = Drive(depth=1, watch=batches.append)
+    drive.add(make_sequence([1, 2, 3], max_new_tokens=3))
+    drive.run()
+    assert [batch.token_ids.tolist() for batch in batches] == [[1, 2, 3], [UNKNOWN], [UNKNOWN]]
+    assert [batch.starts.tolist() for batch in batches] == [[0], [3], [4]]
+
+
+def test_no_output_wanted_computes_the_prompt_and_ends():
+    drive = Drive()
+    sequence = make_sequence([1, 2, 3, 4, 5], max_new_tokens=0, logprobs=LogprobParams(start=2))
+    drive.add(sequence)
+    batch = drive.step()
+    assert batch is not None
+    assert batch.sampling is None
+    drive.run()
+    (delta,) = drive.deltas
+    assert (delta.ids, delta.finish) == ([], Finish("length", length=0))
+    assert delta.prompt_logprobs is not None
+    assert delta.prompt_logprobs.chosen == [(None, 3), (-4.0, 4), (-5.0, 5)]
+
+
+def test_prompt_logprobs_come_once_with_the_first_output_across_chunks():
+    drive = Drive(make_plan(chunk_tokens=4))
+    sequence = make_sequence(range(11), logprobs=LogprobParams(start=0, top=1))
+    drive.add(sequence)
+    drive.run()
+    assert [delta.prompt_logprobs is not None for delta in drive.deltas] == [True, False, False, False]
+    found = drive.deltas[0].prompt_logprobs
+    assert found is not None
+    assert found.chosen == [(None, 0), *((-float(i), i) for i in range(1, 11))]
+    assert found.top[:2] == [None, [(-1.0, 1)]]
+    assert drive.deltas[0].logprobs is not None
+
+
+def test_choices_of_a_prompt_compute_it_once():
+    drive = Drive()
+    prompt = list(range(12))
+    first = make_sequence(prompt, n=3, max_new_tokens=2)
+    others = [make_sequence(prompt, index=i, seed=i, request=first.request) for i in (1, 2)]
+    drive.add(first, *others)
+    batch = drive.step()
+    assert batch is not None
+    assert batch.counts.tolist() == [12, 4, 4]  # all but the page that holds the last token
+    drive.run()
+    assert [drive.output(s) for s in (first, *others)] == [drive.expected(s) for s in (first, *others)]
+    assert [s.num_cached for s in (first, *others)] == [0, 8, 8]
+
+
+def test_a_finished_sequence_leaves_its_prefix_with_its_output():
+    drive = Drive(page_size=1)
+    first = make_sequence([1, 2, 3], max_new_tokens=4)
+    drive.add(first)
+    drive.run()
+    second = make_sequence([1, 2, 3, *drive.output(first), 9], max_new_tokens=2)
+    drive.add(second)
+    drive.run()
+    assert second.num_cached == 6  # the KV of the last output token was never computed
+    assert drive.deltas[-1].usage.cached == 6
+    assert drive.output(second) == drive.expected(second)
+
+
+def test_a_full_queue_refuses_the_whole_request():
+    drive = Drive(make_plan(max_queued=2, max_running=1))
+    drive.add(make_sequence([1]))  # takes the free slot, so it does not count
+    drive.add(make_sequence([2]), make_sequence([3]))
+    with pytest.raises(Overloaded, match="queue is full"):
+        drive.add(make_sequence([4]), make_sequence([5]))
+    assert drive.schedule.num_waiting == 3
+    drive.schedule.fill()
+    assert (drive.schedule.num_running, drive.schedule.num_waiting) == (1, 2)
+    with pytest.raises(Overloaded, match="queue is full"):
+        drive.add(make_sequence([4]))
+
+
+def test_a_prompt_that_fits_nowhere_is_refused():
+    drive = Drive(num_pages=4, page_size=4, context_length=15)
+    with pytest.raises(ContextOverflow, match="15 tokens; at most 15"):
+        drive.add(make_sequence([1] * 15))
+    drive.add(make_sequence([1] * 15, max_new_tokens=0))
+    drive.add(make_sequence([1] * 14, max_new_tokens=9))
+    assert len(drive.run()) == 2
+
+
+def test_the_output_is_limited_to_what_the_pool_holds():
+    drive = Drive(num_pages=3, page_size=4)
+    sequence = make_sequence([1, 2, 3], max_new_tokens=None)
+    drive.add(sequence)
+    drive.run()
+    assert last_finish(drive) == Finish("length", length=9)
+    assert drive.output(sequence) == drive.expected(sequence)
+
+
+@pytest.mark.parametrize("prompt", [[], [50], [-1]])
+def test_prompts_outside_the_vocabulary_are_refused(prompt: list[int]):
+    with pytest.raises(InvalidRequest) as caught:
+        Drive(vocab_size=50).add(make_sequence(prompt))
+    assert caught.value.param == "input_ids"
+
+
+def test_a_bias_outside_the_vocabulary_is_refused():
+    with pytest.raises(InvalidRequest, match="token 50"):
+        Drive(vocab_size=50).add(make_sequence([1], logit_bias={50: 1.0}))
+
+
+def test_logprobs_behind_the_prompt_are_refused():
+    with pytest.raises(InvalidRequest) as caught:
+        Drive().add(make_sequence([1, 2], logprobs=LogprobParams(start=2)))
+    assert caught.value.param == "logprob_start_len"
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 4])
+def test_an_abort_at_any_moment_ends_all_choices_and_frees_their_pages(num_steps: int):
+    drive = Drive(make_plan(chunk_tokens=4), prefix=False)
+    first = make_sequence(range(10), n=2, max_new_tokens=9)
+    second = make_sequence(range(10), index=1, request=first.request)
+    drive.add(first, second)
+    for _ in range(num_steps):
+        drive.step()
+    deltas = drive.schedule.abort(first.request.id, GONE)
+    drive.schedule.check()
+    assert [(delta.index, delta.finish) for delta in deltas] == [(0, GONE), (1, GONE)]
+    assert drive.cache.num_free == drive.cache.num_pages
+    num_before = len(drive.deltas)
+    drive.run()
+    assert len(drive.deltas) == num_before  # tokens in flight are dropped
+    assert drive.schedule.abort(first.request.id, GONE) == []
+
+
+def test_a_choice_that_met_a_stop_string_ends_silently():
+    drive = Drive()
+    first = make_sequence([1, 2, 3], n=2, max_new_tokens=9)
+    second = make_sequence([1, 2, 3], index=1, seed=1, request=first.request)
+    drive.add(first, second)
+    for _ in range(3):
+        drive.step()
+    drive.schedule.finish_early(first.request.id, 0)
+    drive.schedule.finish_early(first.request.id, 0)  # known already
+    drive.schedule.check()
+    num_known = len(drive.output(first))
+    drive.run()
+    assert len(drive.output(first)) == num_known == 2
+    assert drive.output(second) == drive.expected(second)
+
+
+def test_a_broken_row_ends_only_its_sequence_and_is_not_cached():
+    drive = Drive(page_size=1)
+    good, bad = make_sequence([1, 2, 3]), make_sequence([4, 5, 6])
+    drive.runner.broken_requests.add(bad.request.id)
+    drive.add(good, bad)
+    drive.run()
+    (delta,) = [delta for delta in drive.deltas if delta.request_id == bad.request.id]
+    assert delta.finish is not None
+    assert delta.finish.kind == "abort"
+    assert drive.output(good) == drive.expected(good)
+    assert drive.cache.measure(make_sequence([4, 5, 6, 7])) == 0
+    assert drive.cache.measure(make_sequence([1, 2, 3, 7])) == 3
+
+
+def test_a_failed_step_loses_only_what_was_in_flight():
+    drive = Drive(make_plan(max_running=2, mixed=False), depth=0)
+    decoding, prompt, waiting = (make_sequence([i, 1, 2], max_new_tokens=5) for i in range(3))
+    drive.add(decoding)
+    drive.step()
+    drive.step()
+    drive.add(prompt, waiting)
+    batch = drive.schedule.fill()  # of the prompt alone
+    assert batch is not None
+    assert batch.sequences == (prompt,)
+    drive.runner.drop()
+    assert drive.schedule.fail([batch]) == [prompt.request.id]
+    drive.schedule.check()
+    assert drive.cache.num_free == drive.cache.num_pages
+    drive.run()
+    assert drive.output(decoding) == drive.expected(decoding)
+    assert drive.output(waiting) == drive.expected(waiting)
+    assert drive.output(prompt) == []
+
+
+def test_a_failed_step_takes_the_other_choices_of_its_requests_along():
+    drive = Drive(make_plan(max_running=1), depth=0)
+    first = make_sequence([1, 2], n=2)
+    second = make_sequence([1, 2], index=1, request=first.request)
+    drive.add(first, second)
+    batch = drive.schedule.fill()
+    assert batch is not None
+    assert drive.schedule.fail([batch]) == [first.request.id]
+    assert drive.schedule.num_waiting == drive.schedule.num_running == 0
+
+
+def test_steps_are_applied_in_order():
+    drive = Drive()
+    drive.add(make_sequence([1, 2, 3]))
+    first, second = drive.schedule.fill(), drive.schedule.fill()
+    assert first is not None
+    assert second is not None
+    drive.runner.launch(first)
+    _, tokens = drive.runner.finish_oldest()
+    with pytest.raises(EngineFailure, match="Step 1 was applied when step 0 was due"):
+        drive.schedule.apply(second, tokens)
+
+
+def test_flushing_waits_until_all_is_quiet():
+    drive = Drive()
+    drive.add(make_sequence(range(9)))
+    assert not drive.schedule.flush()
+    drive.run()
+    assert drive.cache.num_evictable > 0
+    assert drive.schedule.flush()
+    assert drive.cache.num_free == drive.cache.num_pages
+
+
+def test_the_load_counts_what_is_held():
+    drive = Drive(make_plan(max_running=1), num_pages=8, page_size=4)
+    drive.add(make_sequence(range(8)), make_sequence(range(8)))
+    drive.step()
+    load = drive.schedule.load
+    assert (load.num_waiting, load.num_running, load.num_used_pages) == (1, 1, 2)
+    assert load.token_usage == 0.25
+    drive.run()
+    assert drive.schedule.load.num_used_pages == 0
+
+
+def test_an_idle_schedule_has_nothing_to_fill():
+    drive = Drive()
+    assert drive.schedule.fill() is None
+    drive.add(make_sequence([1], max_new_tokens=1))
+    assert drive.schedule.fill() is not None
+    assert drive.schedule.fill() is None  # until the step in flight is applied

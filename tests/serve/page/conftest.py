@@ -1,0 +1,58 @@
+"""The chat page in a real browser, over a scripted core."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+
+import browser
+import fake_core
+import http_server
+from runtime.text.tokenizer import Tokenizer
+from serve.app import build_app
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return fake_core.load_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="session")
+def window() -> Iterator[browser.Page]:
+    if reason := browser.missing():
+        pytest.skip(reason)
+    with browser.started() as page:
+        yield page
+
+
+@pytest.fixture
+async def open_page(window: browser.Page) -> AsyncIterator[browser.Open]:
+    """`await open_page(app)` serves the application and shows its page, on a desktop screen.
+
+    The test fails if a script failed in it or the policy was violated.
+    """
+    async with AsyncExitStack() as stack:
+
+        async def start(app: Any) -> browser.Page:
+            url = await stack.enter_async_context(http_server.serving(app))
+            stack.push_async_callback(window.open, "about:blank")  # lets go of the server before it ends
+            await window.resize(1200, 800)
+            await window.open(url)
+            return window
+
+        yield start
+        complaints = await window.complaints()
+        assert [said for said in complaints if "Failed to load resource" not in said] == []
+
+
+@pytest.fixture
+async def chat(open_page: browser.Open, tokenizer: Tokenizer) -> browser.Open:
+    """`await chat(core)` shows the page of a server over the core."""
+
+    async def start(core: fake_core.FakeCore) -> browser.Page:
+        return await open_page(build_app(core))
+
+    return start
