@@ -23,6 +23,7 @@ from runtime.schedule.schedule import Schedule
 from runtime.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from ops.select import Kernels
     from runtime.cache.pool import KVPool
     from runtime.models.decoder import Decoder
 
@@ -86,11 +87,10 @@ async def assemble(plan: Plan, facts: ModelFacts) -> Core:
 
 
 def _load_model(plan: Plan, facts: ModelFacts) -> Decoder:
-    from ops.select import select
     from runtime.models.loader import load_model
 
     began = time.monotonic()
-    model = load_model(facts, plan.model, select(plan.kernels.choices))
+    model = load_model(facts, plan.model, _kernels(plan))
     logger.info(
         "Load weight end. type=%s, dtype=%s, mem usage=%.2f GB, %.1f s",
         facts.architecture,
@@ -99,6 +99,17 @@ def _load_model(plan: Plan, facts: ModelFacts) -> Decoder:
         time.monotonic() - began,
     )
     return model
+
+
+def _kernels(plan: Plan) -> Kernels:
+    from ops.select import select
+
+    chosen = plan.kernels
+    splits = {
+        "num_kv_splits": chosen.triton_attention_num_kv_splits,
+        "split_tile_tokens": chosen.triton_attention_split_tile_size,
+    }
+    return select(chosen.choices, {"with_triton": splits})
 
 
 def _weight_bytes(model: Decoder) -> int:
@@ -155,7 +166,15 @@ def _core(plan: Plan, facts: ModelFacts, tokenizer: Tokenizer | None, model: Dec
         vocab_size=facts.vocab_size,
         context_length=plan.model.context_length,
     )
-    sampler = Sampler(facts.vocab_size, num_slots, device)
+    kernels = _kernels(plan)
+    sampler = Sampler(
+        facts.vocab_size,
+        num_slots,
+        device,
+        choose=kernels.choose,
+        penalize=kernels.penalize,
+        score=kernels.score,
+    )
     runner = ModelRunner(model, pool, sampler, num_slots=num_slots, device=plan.model.device)
     return Core(plan, facts, tokenizer, schedule, runner)
 

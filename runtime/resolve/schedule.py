@@ -1,9 +1,9 @@
-"""The scheduler's section of the plan, and the kernels'."""
+"""The scheduler's section of the plan."""
 
 from __future__ import annotations
 
 from ops.machine import GIB, Gpu
-from runtime.plan import KernelPlan, SchedulePlan
+from runtime.plan import SchedulePlan
 from runtime.resolve.ledger import Ledger
 
 DECAY_STEPS = 600  # over which the share reserved for output falls to its minimum
@@ -32,12 +32,6 @@ def schedule_plan(ledger: Ledger, gpu: Gpu | None, page_size: int) -> SchedulePl
         log_interval_steps=ledger.take("schedule.log_interval_steps", "decode_log_interval"),
         watchdog_timeout_s=ledger.take("schedule.watchdog_timeout_s", "watchdog_timeout"),
     )
-
-
-def kernel_plan(ledger: Ledger) -> KernelPlan:
-    asked = any(name.endswith("attention_backend") for name in ledger.args.said)
-    why = "as asked: plain torch" if asked else "plain torch, which is all there is so far"
-    return KernelPlan(choices=ledger.decide("kernels.choices", {"attention": "native"}, why))
 
 
 def _max_running(ledger: Ledger, gpu: Gpu | None) -> int:
