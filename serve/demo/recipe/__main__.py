@@ -24,15 +24,15 @@ from serve.demo.recipe.steps import Mixture
 from serve.demo.recipe.training import Schedule, Trainer
 
 SHARES = {  # of the tokens; skill by skill
-    "arguments": 0.18,
-    "arithmetic": 0.28,
-    "tools": 0.11,
-    "dialogue": 0.10,
-    "extraction": 0.11,
-    "tables": 0.05,
-    "repeating": 0.08,
+    "arguments": 0.16,
+    "arithmetic": 0.27,
+    "tools": 0.17,
+    "dialogue": 0.07,
+    "extraction": 0.13,
+    "tables": 0.045,
+    "repeating": 0.07,
     "conversions": 0.03,
-    "penstock": 0.03,
+    "penstock": 0.025,
     "stories": 0.01,
     "refusal": 0.02,
 }

@@ -19,10 +19,10 @@ from serve.demo.recipe.steps import Layout, Mixture
 class Schedule:
     """How long and how fast. Training ends at `steps`, or when `minutes` are over (0: no limit)."""
 
-    steps: int = 4000
+    steps: int = 5000
     minutes: float = 0.0
-    tokens_per_step: int = 7680
-    learnt_per_step: int = 4096
+    tokens_per_step: int = 4096
+    learnt_per_step: int = 2560
     matrix_lr: float = 3e-3
     other_lr: float = 3e-3
     weight_decay: float = 0.05

@@ -69,7 +69,7 @@ def result(a: int, b: int, sign: Sign) -> int:
 def problem(rng: Random, split: Split) -> tuple[int, int, Sign]:
     """Two numbers and a sign; mostly sums and differences, mostly long ones."""
     while True:
-        sign: Sign = rng.choices(("+", "-", "*"), (10, 11, 3))[0]
+        sign: Sign = rng.choices(("+", "-", "*"), (10, 11, 4))[0]
         if sign == "*":
             a, b = rng.randint(0, 12), rng.randint(0, 12)
             if rng.random() < 0.4:
@@ -126,8 +126,10 @@ def expanded(a: int, b: int) -> str:
 
 
 def answered(a: int, b: int, sign: Sign) -> str:
-    """The answer with thinking off: numbers of several digits go through the sums of their columns."""
+    """The answer with thinking off: numbers of several digits go through the results of their columns."""
     value = result(a, b, sign)
+    if sign == "*" and max(a, b) > 12:
+        return f"{a} * {b} = {a // 10 * 10 * b} + {a % 10 * b} = {value}"
     if sign == "*" or max(a, b) < 10:
         return f"{a} {sign} {b} = {value}"
     if value < 0:

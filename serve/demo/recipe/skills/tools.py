@@ -60,7 +60,9 @@ def _song(rng: Random) -> str:
 
 TOOLS: tuple[Tool, ...] = (
     _tool("get_weather", "Get the weather of a city.", "city", lambda r: {"city": city(r)},
-          "What is the weather in {city}?|How is the weather in {city}?|Weather in {city}|Is it cold in "
+          "Will I need a coat in {city}?|Weather report for {city}, please.|I travel to {city}, how is the "
+          "weather?|What is the weather in {city}?|How is the weather in {city}?|Weather in {city}|Is it "
+          "cold in "
           "{city}?|"
           "Check the weather in {city}.",
           "What weather do they have in {city}?|Tell me the weather for {city}.",
@@ -68,13 +70,16 @@ TOOLS: tuple[Tool, ...] = (
           "snowy"))},
           "In {city} it is {temperature} degrees and {sky}."),
     _tool("get_time", "Get the time in a city.", "city", lambda r: {"city": city(r)},
+          "What does the clock say in {city}?|I need the time in {city}.|What is the time now in {city}?|"
           "What time is it in {city}?|Time in {city}?|How late is it in {city}?|Get the time in {city}.",
           "Tell me the local time in {city}.|Which time do they have in {city}?",
           lambda r, v: {"time": f"{r.randint(0, 23):02}:{r.randint(0, 59):02}"}, "In {city} it is {time}."),
     _tool("add_event", "Add an event to the calendar.", "title day", lambda r: {
               "title": r.choice(("lunch", "meeting", "dentist", "party", "training",
               "concert")), "day": r.choice(DAYS)},
-          "Add {title} on {day} to my calendar.|Put {title} on {day} into the calendar.|Plan {title} for "
+          "On {day} there is {title}, add it to the calendar.|Save {title} for {day}.|Calendar: {title} on "
+          "{day}.|Add {title} on {day} to my calendar.|Put {title} on {day} into the calendar.|Plan "
+          "{title} for "
           "{day}.|"
           "New event: {title}, {day}.",
           "I have {title} on {day}, please note it in the calendar.|Enter {title} for {day} in my calendar.",
@@ -83,31 +88,40 @@ TOOLS: tuple[Tool, ...] = (
               "to": first_name(r), "text": r.choice(("hello", "I am late", "call me", "see you soon",
               "thank you",
                                                      "dinner is ready", "good luck", "I am home"))},
-          "Send {to} the message: {text}|Tell {to}: {text}|Write to {to}: {text}|Message {to}: {text}",
+          "I want to tell {to}: {text}|Text {to}: {text}|Send this to {to}: {text}|A message for {to}: "
+          "{text}|Send {to} the message: {text}|Tell {to}: {text}|Write to {to}: {text}|Message {to}: {text}",
           "Please let {to} know: {text}|Send a message to {to} with the text: {text}",
           lambda r, v: {"sent": True}, "The message to {to} is sent."),
     _tool("set_timer", "Start a timer.", "minutes:integer", lambda r: {"minutes": r.randint(1, 120)},
-          "Set a timer for {minutes} minutes.|Timer {minutes} minutes|Start a timer of {minutes} minutes.|"
+          "Remind me after {minutes} minutes.|{minutes} minutes on the timer, please.|Ring in {minutes} "
+          "minutes.|Let me know when {minutes} minutes are over.|Set a timer for {minutes} minutes.|Timer "
+          "{minutes} minutes|Start a timer of {minutes} minutes.|"
           "Wake me in {minutes} minutes.",
           "I need a timer that runs {minutes} minutes.|Count down {minutes} minutes.",
           lambda r, v: {"running": True}, "The timer runs for {minutes} minutes."),
     _tool("play_song", "Play a song.", "title", lambda r: {"title": _song(r)},
-          "Play {title}.|Play the song {title}.|I want to hear {title}.|Start {title}.",
+          "Let me hear {title}.|I would like the song {title}.|Music: {title}|Play {title}.|Play the song "
+          "{title}.|I want to hear {title}.|Start {title}.",
           "Can you play {title} for me?|Put on the song {title}.",
           lambda r, v: {"playing": True}, "Now playing {title}."),
     _tool("convert_currency", "Convert money.", "amount:integer from to", lambda r: dict(
               zip(("from", "to"), r.sample(("EUR", "USD", "GBP", "JPY", "CHF"), 2)), amount=number(r)),
-          "Convert {amount} {from} to {to}.|How much is {amount} {from} in {to}?|{amount} {from} in {to}",
+          "Exchange {amount} {from} for {to}.|I have {amount} {from}. How many {to} is that?|Turn {amount} "
+          "{from} into {to}.|Convert {amount} {from} to {to}.|How much is {amount} {from} in {to}?|"
+          "{amount} {from} in {to}",
           "Change {amount} {from} into {to}.|What are {amount} {from} worth in {to}?",
           lambda r, v: {"result": number(r)}, "{amount} {from} are {result} {to}."),
     _tool("search_products", "Search the shop.", "query max_price:integer", lambda r: {
               "query": f"{r.choice(COLOURS)} {r.choice(ITEMS)}", "max_price": r.randint(5, 200)},
-          "Find {query} below {max_price} euros.|Search {query} under {max_price} euros.|"
+          "I look for {query}, not above {max_price} euros.|Show {query} for less than {max_price} euros.|"
+          "Do you sell {query} for {max_price} euros or less?|Find {query} below {max_price} euros.|Search "
+          "{query} under {max_price} euros.|"
           "I want {query} for at most {max_price} euros.",
           "Are there {query} that cost less than {max_price} euros?|Look for {query} up to {max_price} "
           "euros.",
           lambda r, v: {"found": r.randint(1, 40)}, "I found {found} {query} below {max_price} euros."),
     _tool("get_stock", "Get the number of items in the store.", "item", lambda r: {"item": r.choice(ITEMS)},
+          "Are there still {item} in the store?|Count the {item} in the store.|I need the stock of {item}.|"
           "How many {item} are in the store?|Stock of {item}?|Do we have {item} in the store?|Check the "
           "stock of {item}.",
           "What is our stock of {item}?|Tell me how many {item} we have in the store.",
@@ -115,14 +129,18 @@ TOOLS: tuple[Tool, ...] = (
     _tool("turn_light", "Switch a light.", "room state", lambda r: {
               "room": r.choice(("kitchen", "bathroom", "bedroom", "hall", "office", "garden")),
               "state": r.choice(("on", "off"))},
-          "Turn {state} the light in the {room}.|Switch the {room} light {state}.|Light {state} in the "
+          "I want the {room} light {state}.|Make the light {state} in the {room}.|The light of the {room}: "
+          "{state}.|Can you switch {state} the light in the {room}?|Turn {state} the light in the {room}.|"
+          "Switch the {room} light {state}.|Light {state} in the "
           "{room}.|"
           "{room} light {state}",
           "Please put the light in the {room} {state}.|The {room} light should be {state}.",
           lambda r, v: {"ok": True}, "The light in the {room} is {state}."),
     _tool("book_table", "Book a table in a restaurant.", "people:integer day hour:integer", lambda r: {
               "people": r.randint(1, 12), "day": r.choice(DAYS), "hour": r.randint(11, 22)},
-          "Book a table for {people} on {day} at {hour}.|Table for {people}, {day} at {hour}.|"
+          "Get us a table on {day} at {hour}, we are {people}.|On {day} at {hour} we need a table for "
+          "{people}.|Dinner for {people} on {day} at {hour}.|Book a table for {people} on {day} at {hour}.|"
+          "Table for {people}, {day} at {hour}.|"
           "Reserve a table on {day} at {hour} for {people} people.",
           "We are {people} and want a table on {day} at {hour}.|I need a table on {day} at {hour} for "
           "{people}.",
@@ -130,29 +148,37 @@ TOOLS: tuple[Tool, ...] = (
     _tool("translate", "Translate a word.", "word language", lambda r: {
               "word": r.choice(ANIMALS + FOODS), "language": r.choice(("French", "German", "Italian",
               "Spanish"))},
-          "Translate {word} into {language}.|What is {word} in {language}?|{word} in {language}|Say {word} "
+          "I need {word} in {language}.|The word {word} in {language}, please.|What do they call {word} in "
+          "{language}?|Translate {word} into {language}.|What is {word} in {language}?|{word} in "
+          "{language}|Say {word} "
           "in {language}.",
           "How do you say {word} in {language}?|Give me the {language} word for {word}.",
           lambda r, v: {"translation": invented(r).lower()}, "{word} in {language} is {translation}."),
     _tool("multiply", "Multiply two numbers.", "a:integer b:integer", lambda r: {
               "a": r.randint(10, 999), "b": r.randint(10, 999)},
-          "What is {a} times {b}?|Multiply {a} and {b}.|{a} * {b}|Calculate {a} times {b}.",
+          "Find {a} times {b}.|I need the product {a} * {b}.|How much is {a} times {b}?|What is {a} times "
+          "{b}?|Multiply {a} and {b}.|{a} * {b}|Calculate {a} times {b}.",
           "What do I get for {a} times {b}?|Work out the product of {a} and {b}.",
           lambda r, v: {"result": v["a"] * v["b"]}, "{a} times {b} is {result}."),
     _tool("get_contact", "Look up a phone number.", "name", lambda r: {"name": first_name(r)},
-          "What is the phone number of {name}?|Phone number of {name}?|Look up {name}.|How can I call "
+          "I want to call {name}.|Find the number of {name}.|Do you have the phone number of {name}?|What "
+          "is the phone number of {name}?|Phone number of {name}?|Look up {name}.|How can I call "
           "{name}?",
           "Give me {name}'s phone number.|Which number does {name} have?",
           lambda r, v: {"phone": str(r.randint(10000, 99999))}, "The phone number of {name} is {phone}."),
     _tool("find_route", "Find the way between two places.", "start goal", lambda r: {
               "start": city(r), "goal": city(r)},
-          "How do I get from {start} to {goal}?|Route from {start} to {goal}|Find the way from {start} to "
+          "I want to go from {start} to {goal}.|Plan a route from {start} to {goal}.|What is the way from "
+          "{start} to {goal}?|How do I get from {start} to {goal}?|Route from {start} to {goal}|Find the "
+          "way from {start} to "
           "{goal}.",
           "Show me how to travel from {start} to {goal}.|Which way leads from {start} to {goal}?",
           lambda r, v: {"km": r.randint(3, 990)}, "From {start} to {goal} it is {km} km."),
     _tool("add_to_list", "Add an item to the shopping list.", "item count:integer", lambda r: {
               "item": r.choice(ITEMS + FOODS), "count": r.randint(1, 20)},
-          "Add {count} {item} to the shopping list.|Put {count} {item} on my list.|Shopping list: {count} "
+          "Note {count} {item} for shopping.|We need {count} {item}, put them on the list.|Buy {count} "
+          "{item}: add it to my list.|Add {count} {item} to the shopping list.|Put {count} {item} on my "
+          "list.|Shopping list: {count} "
           "{item}.",
           "I need {count} {item} from the shop, note that.|Write {count} {item} on the shopping list.",
           lambda r, v: {"ok": True}, "{count} {item} are on the list."),
