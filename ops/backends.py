@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ops.machine import Gpu, Machine
 
-TRITON_CAPABILITY = (8, 0)
+CAPABILITY = (8, 0)  # of the GPUs that our kernels are compiled for
 
 Needs = Callable[[Machine, Gpu | None], str]
 
@@ -31,30 +31,39 @@ def _nothing(machine: Machine, gpu: Gpu | None) -> str:
     return ""
 
 
-def _triton(machine: Machine, gpu: Gpu | None) -> str:
-    major, minor = TRITON_CAPABILITY
+def _gpu_package(package: str) -> Needs:
+    """A GPU that is new enough, and a package."""
+    major, minor = CAPABILITY
     needed = f"needs an NVIDIA GPU of compute capability {major}.{minor} or newer"
-    if gpu is None:
-        return f"{needed}, and this model runs on the CPU"
-    if gpu.capability < TRITON_CAPABILITY:
-        return f"{needed}, and {gpu.name} has {gpu.capability[0]}.{gpu.capability[1]}"
-    if "triton" not in machine.packages:
-        return "needs the triton package, which is not installed (pip install 'penstock[cuda]')"
-    return ""
+
+    def unmet(machine: Machine, gpu: Gpu | None) -> str:
+        if gpu is None:
+            return f"{needed}, and this model runs on the CPU"
+        if gpu.capability < CAPABILITY:
+            return f"{needed}, and {gpu.name} has {gpu.capability[0]}.{gpu.capability[1]}"
+        if package not in machine.packages:
+            return f"needs the package {package}, which is not installed (pip install 'penstock[cuda]')"
+        return ""
+
+    return unmet
 
 
 # In the order in which they are tried where nobody says which.
 ATTENTION: Mapping[str, Backend] = {
-    "triton": Backend("with_triton", _triton),
+    "triton": Backend("with_triton", _gpu_package("triton")),
     "torch_native": Backend("native", _nothing),
+    "flashinfer": Backend("with_flashinfer", _gpu_package("flashinfer-python")),
 }
 SAMPLING: Mapping[str, Backend] = {
     "pytorch": Backend("native", _nothing),
-    "triton": Backend("with_triton", _triton),
+    "triton": Backend("with_triton", _gpu_package("triton")),
 }
 # Operations that users do not choose for: the first backend that runs.
 SMALL_OPERATIONS = ("activation", "kv", "norm", "rope")
-SMALL: Mapping[str, Backend] = ATTENTION
+SMALL: Mapping[str, Backend] = {name: ATTENTION[name] for name in ("triton", "torch_native")}
+# What FlashInfer computes, of what models have.
+FLASHINFER_HEAD_DIMS = (64, 128, 256)
+FLASHINFER_DTYPES = ("float16", "bfloat16")
 
 
 def first_that_runs(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -19,7 +18,7 @@ PREFILL = "prefill_attention"  # in choices: attention of rows of several tokens
 # operation -> (the Kernels fields its backend file provides, the backend files there are)
 OPERATIONS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "activation": (("gate",), ("native", "with_triton")),
-    "attention": (("attend",), ("native", "with_triton")),
+    "attention": (("attend",), ("native", "with_triton", "with_flashinfer")),
     "kv": (("store", "copy_pages"), ("native", "with_triton")),
     "matmul": (("linear",), ("native",)),
     "norm": (("rms_norm", "add_rms_norm"), ("native", "with_triton")),
@@ -51,7 +50,7 @@ def select(
     """The kernels for `choices`: operation -> backend file, for example {"attention": "with_triton"}.
 
     What is not named is "native". Where "prefill_attention" is named and differs from "attention", that takes
-    the rows of several tokens. `settings` are further keyword arguments of a backend's `attend`, by backend
+    the rows of several tokens. `settings` are what a backend's `make_attend` takes, by backend
     file. Raises ValueError for an operation or backend that does not exist.
     """
     choices = dict(choices or {})
@@ -64,7 +63,8 @@ def select(
     callables: dict[str, Any] = {}
     for operation, (fields, _) in OPERATIONS.items():
         module = _backend(operation, choices.get(operation, "native"))
-        callables.update({field: getattr(module, field) for field in fields})
+        if operation != "attention":
+            callables.update({field: getattr(module, field) for field in fields})
     callables["attend"] = _attention(choices.get("attention", "native"), prefill, settings or {})
     return Kernels(**callables)
 
@@ -72,13 +72,12 @@ def select(
 def _attention(
     decode: str, prefill: str | None, settings: Mapping[str, Mapping[str, Any]]
 ) -> Callable[..., Tensor]:
-    def bound(file: str) -> Callable[..., Tensor]:
-        attend = _backend("attention", file).attend
-        return partial(attend, **settings[file]) if settings.get(file) else attend
+    def made(file: str) -> Callable[..., Tensor]:
+        return _backend("attention", file).make_attend(**settings.get(file, {}))
 
     if prefill is None or prefill == decode:
-        return bound(decode)
-    return divide(bound(decode), bound(prefill))
+        return made(decode)
+    return divide(made(decode), made(prefill))
 
 
 def _backend(operation: str, file: str) -> ModuleType:

@@ -15,6 +15,8 @@ soft_cap * tanh(score / soft_cap) where a soft cap is given. A sink takes part i
 neither scaled nor capped (attention sinks, arXiv 2309.17453, as learned numbers). Keys and values are what
 the pools hold times k_scale and v_scale. All KV of the step is stored before the call.
 Nothing outside a row's own positions has any influence on it, not even a value that is no number.
+
+`make_attend(**settings)` gives an engine an `attend` of its own, with the settings that the backend has.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ in blocks of queries, so that no mask and no score matrix grows with the square 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -64,6 +64,11 @@ def attend(
             out[tokens] = _attend_row(q[tokens], k_pool, v_pool, inputs, row, window, scoring)
         first += count
     return out if v_scale == 1.0 else out.mul_(v_scale)
+
+
+def make_attend() -> Callable[..., Tensor]:
+    """`attend` itself: there is nothing to set."""
+    return attend
 
 
 def _attend_group(

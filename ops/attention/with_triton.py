@@ -11,6 +11,8 @@ so that the launches can be captured in a CUDA graph.
 # pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,6 +73,13 @@ def attend(
     if any(count > 1 for count in inputs.counts_host):
         _prefill(q, k_pool, v_pool, sinks, out, inputs, shared)
     return out
+
+
+def make_attend(
+    num_kv_splits: int = NUM_KV_SPLITS, split_tile_tokens: int | None = None
+) -> Callable[..., Tensor]:
+    """`attend` with these cuts of the keys."""
+    return partial(attend, num_kv_splits=num_kv_splits, split_tile_tokens=split_tile_tokens)
 
 
 def _decode(

@@ -11,11 +11,10 @@ ATTENTION = (
     "triton", "torch_native", "cutlass_mla", "fa3", "flashinfer", "flashmla", "trtllm_mla", "trtllm_mha",
     "dual_chunk_flash_attn", "hybrid_linear_attn", "aiter", "wave", "intel_amx", "ascend",
 )  # fmt: skip
-BUILT = ("torch_native", "triton")
+BUILT = ("torch_native", "triton", "flashinfer")
 ATTENTION_NEEDS = {
     "cutlass_mla": "an NVIDIA Blackwell GPU",
     "fa3": "an NVIDIA Hopper GPU",
-    "flashinfer": "an NVIDIA GPU and the flashinfer package",
     "flashmla": "an NVIDIA Hopper GPU",
     "trtllm_mla": "an NVIDIA Blackwell GPU",
     "trtllm_mha": "an NVIDIA Blackwell GPU",
@@ -35,8 +34,8 @@ class KernelArgs:
     attention_backend: Annotated[
         str | None,
         Knob(
-            "Implementation of attention. torch_native is plain torch and runs everywhere, triton needs an "
-            "NVIDIA GPU. Default: triton where it runs.",
+            "Implementation of attention. torch_native is plain torch and runs everywhere, triton "
+            "and flashinfer need an NVIDIA GPU. Default: triton where it runs.",
             choices=ATTENTION,
             built=BUILT,
             needs=ATTENTION_NEEDS,

@@ -4,20 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ops.backends import ATTENTION, SAMPLING, SMALL, SMALL_OPERATIONS, Backend, first_that_runs
+from ops.backends import (
+    ATTENTION,
+    FLASHINFER_DTYPES,
+    FLASHINFER_HEAD_DIMS,
+    SAMPLING,
+    SMALL,
+    SMALL_OPERATIONS,
+    Backend,
+    first_that_runs,
+)
 from ops.machine import Gpu, Machine
+from runtime.facts import ModelFacts
 from runtime.plan import KernelPlan
 from runtime.resolve.ledger import Ledger
 
 _SPLITTING = ("triton_attention_num_kv_splits", "triton_attention_split_tile_size")
 
 
-def kernel_plan(ledger: Ledger, machine: Machine, gpu: Gpu | None) -> KernelPlan:
+def kernel_plan(
+    ledger: Ledger, machine: Machine, gpu: Gpu | None, dtype: str, facts: ModelFacts
+) -> KernelPlan:
     attention = _chosen(ledger, "attention_backend", ATTENTION, machine, gpu)
     decode = _chosen(ledger, "decode_attention_backend", ATTENTION, machine, gpu, otherwise=attention)
     prefill = _chosen(ledger, "prefill_attention_backend", ATTENTION, machine, gpu, otherwise=attention)
     sampling = _chosen(ledger, "sampling_backend", SAMPLING, machine, gpu)
     _refuse_idle_splitting(ledger, decode)
+    if "flashinfer" in (attention, decode, prefill):
+        _refuse_other_heads(ledger, dtype, facts)
     small, lacking = first_that_runs(SMALL, machine, gpu)
     choices = dict.fromkeys(SMALL_OPERATIONS, SMALL[small].file)
     choices |= {
@@ -72,3 +86,17 @@ def _refuse_idle_splitting(ledger: Ledger, decode: str) -> None:
         if option in ledger.args.said and decode != "triton":
             flag = "--" + option.replace("_", "-")
             ledger.refuse(option, f"{flag} has a meaning for triton only, and output tokens use {decode}.")
+
+
+def _refuse_other_heads(ledger: Ledger, dtype: str, facts: ModelFacts) -> None:
+    """FlashInfer computes some head dimensions, in 16 bits. Nothing is refused while the model is unknown."""
+    if not facts.architecture:
+        return
+    if facts.head_dim in FLASHINFER_HEAD_DIMS and dtype in FLASHINFER_DTYPES:
+        return
+    known = ", ".join(map(str, FLASHINFER_HEAD_DIMS))
+    ledger.refuse(
+        "attention_backend",
+        f"Attention by flashinfer takes heads of {known} dimensions in float16 or bfloat16, and this model has "
+        f"{facts.head_dim} in {dtype}; use triton.",
+    )

@@ -33,6 +33,12 @@ def test_prompts_may_have_a_backend_of_their_own() -> None:
 
 
 def test_settings_reach_the_backend_they_name() -> None:
-    bound = select({}, {"native": {"window": 3}, "with_triton": {"num_kv_splits": 2}}).attend
+    pytest.importorskip("triton")
+    bound = select({"attention": "with_triton"}, {"with_triton": {"num_kv_splits": 2}}).attend
     assert isinstance(bound, partial)
-    assert bound.keywords == {"window": 3}
+    assert bound.keywords["num_kv_splits"] == 2
+
+
+def test_each_engine_has_its_own_flashinfer() -> None:
+    choices = {"attention": "with_flashinfer"}
+    assert select(choices).attend is not select(choices).attend

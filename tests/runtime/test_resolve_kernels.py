@@ -64,10 +64,27 @@ def test_a_gpu_that_is_not_used_does_not_count() -> None:
     assert "this model runs on the CPU" in refusals["attention_backend"]
 
 
-@pytest.mark.parametrize("name", ["fa3", "trtllm_mha", "flashinfer", "aiter"])
+@pytest.mark.parametrize("name", ["fa3", "trtllm_mha", "flashmla", "aiter"])
 def test_what_is_not_built_is_refused_with_what_it_needs(name: str) -> None:
     _, _, refusals = decided(H200, attention_backend=name)
     assert "not built yet (and needs" in refusals["attention_backend"]
+
+
+@pytest.mark.parametrize(
+    ("facts", "told"),
+    [
+        ({"head_dim": 128, "dtype": "bfloat16"}, ""),
+        ({"head_dim": 80, "dtype": "bfloat16"}, "this model has 80 in bfloat16"),
+        ({"head_dim": 128, "dtype": "float32"}, "this model has 128 in float32"),
+    ],
+)
+def test_flashinfer_is_refused_for_heads_that_it_lacks(facts: dict[str, Any], told: str) -> None:
+    model = replace(ANY_MODEL, architecture="LlamaForCausalLM", **facts)
+    args = Args.of(model_path="/models/small", attention_backend="flashinfer", dtype=facts["dtype"])
+    plan, ledger = decide(args, H200, model)
+    assert plan.kernels.choices["attention"] == "with_flashinfer"
+    assert told in ledger.refusals.get("attention_backend", "")
+    assert bool(ledger.refusals) == bool(told)
 
 
 def test_prompts_and_output_may_differ() -> None:
