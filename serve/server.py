@@ -18,6 +18,7 @@ from runtime.args import Args
 from runtime.errors import ConfigurationError, EngineFailure
 from runtime.request import Request, SamplingParams
 from serve.app import build_app
+from serve.connection import Connection
 from serve.engine import Engine
 
 logger = logging.getLogger("penstock.server")
@@ -121,7 +122,7 @@ def uvicorn_config(core: Core) -> uvicorn.Config:
     return uvicorn.Config(
         build_app(core),
         loop="none",
-        http="httptools",
+        http=Connection,
         ws="none",
         lifespan="off",
         log_config=None,

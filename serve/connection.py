@@ -1,0 +1,110 @@
+"""One HTTP connection: uvicorn's protocol, with an end to its patience.
+
+Without these limits a client that means harm holds memory and connections for ever: with a header that never
+ends, a body that never comes, or an answer that it never reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+MAX_HEAD_BYTES = 64 * 1024
+ARRIVAL_S = 120.0  # in which a whole request must arrive, from its first byte or from the connection's start
+STALL_S = 120.0  # for which a client may leave an answer unread without taking any of it
+_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+
+
+class Connection(HttpToolsProtocol):
+    """Ends itself when the client sends too large a head, or stops sending or reading midway."""
+
+    arrival_s = ARRIVAL_S
+    stall_s = STALL_S
+
+    _num_unparsed = 0  # bytes since the parser last completed something
+    _arrival: asyncio.TimerHandle | None = None
+    _stall: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_arrival()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._has_arrived()
+        self._stop_stall()
+        super().connection_lost(exc)
+
+    # --- what comes in ---
+
+    def data_received(self, data: bytes) -> None:
+        self._num_unparsed += len(data)
+        super().data_received(data)
+        if self._num_unparsed > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self.transport.write(_TOO_LARGE)
+            self.transport.close()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if self._arrival is None:
+            self._await_arrival()
+
+    def on_headers_complete(self) -> None:
+        self._num_unparsed = 0
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._num_unparsed = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._num_unparsed = 0
+        self._has_arrived()
+        super().on_message_complete()
+
+    def _await_arrival(self) -> None:
+        self._arrival = self.loop.call_later(self.arrival_s, self._give_up_arrival)
+
+    def _has_arrived(self) -> None:
+        if self._arrival is not None:
+            self._arrival.cancel()
+            self._arrival = None
+
+    def _give_up_arrival(self) -> None:
+        if self._is_answering():  # the next request waits its turn: reading is paused meanwhile
+            self._await_arrival()
+        else:
+            self.transport.abort()
+
+    def _is_answering(self) -> bool:
+        """Whether a request that arrived whole is being answered."""
+        cycle = self.cycle
+        if self.pipeline:
+            return True
+        return cycle is not None and not cycle.more_body and not cycle.response_complete
+
+    # --- what goes out ---
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._await_reader()
+
+    def resume_writing(self) -> None:
+        self._stop_stall()
+        super().resume_writing()
+
+    def _await_reader(self) -> None:
+        size = cast(asyncio.WriteTransport, self.transport).get_write_buffer_size()
+        self._stall = self.loop.call_later(self.stall_s, self._give_up_reader, size)
+
+    def _stop_stall(self) -> None:
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
+
+    def _give_up_reader(self, size_before: int) -> None:
+        if cast(asyncio.WriteTransport, self.transport).get_write_buffer_size() < size_before:
+            self._await_reader()  # slow, but reading
+        else:
+            self.transport.abort()

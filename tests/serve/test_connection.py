@@ -1,0 +1,97 @@
+"""Connections of clients that send too much, or stop halfway."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+import http_server
+from serve.connection import MAX_HEAD_BYTES, Connection
+
+HEAD = b"POST / HTTP/1.1\r\nhost: x\r\n"
+
+
+class Hasty(Connection):
+    arrival_s = stall_s = 0.05
+
+
+class App:
+    """Reads the whole body, then answers with its size; /flood answers with more than any buffer holds."""
+
+    def __init__(self) -> None:
+        self.left = asyncio.Event()  # the client of an answer is gone
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        size, more = 0, True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            size, more = size + len(message["body"]), message["more_body"]
+        body = b"x" * 50_000_000 if scope["path"] == "/flood" else b"size %d" % size
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"connection", b"close")]})
+        await send({"type": "http.response.body", "body": body, "more_body": scope["path"] == "/flood"})
+        await receive()
+        self.left.set()
+
+
+@pytest.fixture
+def app() -> App:
+    return App()
+
+
+@pytest.fixture(params=[Hasty])
+async def address(app: App, request: pytest.FixtureRequest) -> AsyncIterator[tuple[str, int]]:
+    async with http_server.serving(app, http=request.param, ws="none", lifespan="off") as url:
+        parts = urlsplit(url)
+        yield str(parts.hostname), int(parts.port or 0)
+
+
+patient = pytest.mark.parametrize("address", [Connection], indirect=True)
+
+
+async def exchange(address: tuple[str, int], *pieces: bytes) -> bytes:
+    """What comes back until the server closes the connection; nothing where it resets it."""
+    reader, writer = await asyncio.open_connection(*address)
+    try:
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+        return await asyncio.wait_for(reader.read(), 10)
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()
+
+
+@patient
+@pytest.mark.parametrize("start", [HEAD, HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\na\r\n0\r\n"])
+async def test_a_head_or_trailer_without_end_is_cut_off(address: tuple[str, int], start: bytes) -> None:
+    answered = await exchange(address, start, b"x: ", *[b"a" * MAX_HEAD_BYTES] * 16)
+    assert answered == b"" or b" 431 " in answered  # a reset may overtake the answer
+
+
+@patient
+async def test_a_body_may_be_larger_than_a_head(address: tuple[str, int]) -> None:
+    size = 8 * MAX_HEAD_BYTES
+    answered = await exchange(address, HEAD + b"content-length: %d\r\n\r\n" % size, b"a" * size)
+    assert b"size %d" % size in answered
+
+
+@pytest.mark.parametrize("sent", [b"", HEAD, HEAD + b"content-length: 5\r\n\r\nab"])
+async def test_a_request_that_stops_halfway_is_given_up(address: tuple[str, int], sent: bytes) -> None:
+    assert await exchange(address, sent) == b""
+
+
+async def test_an_answer_that_nobody_reads_is_given_up(address: tuple[str, int], app: App) -> None:
+    loop = asyncio.get_running_loop()
+    with socket.socket() as client:
+        client.setblocking(False)
+        await loop.sock_connect(client, address)
+        await loop.sock_sendall(client, b"GET /flood HTTP/1.1\r\nhost: x\r\n\r\n")
+        await asyncio.wait_for(app.left.wait(), 10)
