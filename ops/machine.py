@@ -70,9 +70,12 @@ class Machine:
             available_bytes=120 * GIB,
             gpus=(KNOWN_GPUS[name],) if name != "cpu" else (),
             torch_cuda="13.0" if name != "cpu" else None,
+            packages=CUDA_PACKAGES if name != "cpu" else {},
         )
 
 
+# What the extra `cuda` installs.
+CUDA_PACKAGES: Mapping[str, str] = {"triton": "3.6.0", "flashinfer-python": "0.6.13"}
 KNOWN_GPUS: Mapping[str, Gpu] = {
     "t4": Gpu(name="Tesla T4", capability=(7, 5), memory_bytes=15 * GIB),
     "l4": Gpu(name="NVIDIA L4", capability=(8, 9), memory_bytes=22 * GIB),

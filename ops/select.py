@@ -5,49 +5,83 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from types import ModuleType
+from typing import Any
 
 from torch import Tensor
 
+from ops.attention.divided import divide
+from ops.sampling import Choose, Penalize, Score
+
+PREFILL = "prefill_attention"  # in choices: attention of rows of several tokens
+
 # operation -> (the Kernels fields its backend file provides, the backend files there are)
 OPERATIONS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "activation": (("gate",), ("native",)),
-    "attention": (("attend",), ("native",)),
-    "kv": (("store",), ("native",)),
+    "activation": (("gate",), ("native", "with_triton")),
+    "attention": (("attend",), ("native", "with_triton", "with_flashinfer")),
+    "kv": (("store", "copy_pages"), ("native", "with_triton")),
     "matmul": (("linear",), ("native",)),
-    "norm": (("rms_norm", "add_rms_norm"), ("native",)),
-    "rope": (("rotate",), ("native",)),
+    "norm": (("rms_norm", "add_rms_norm"), ("native", "with_triton")),
+    "rope": (("rotate",), ("native", "with_triton")),
+    "sampling": (("choose", "penalize", "score"), ("native", "with_triton")),
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """One callable per operation; each contract stands in its folder, `attend` in `ops.attention` and so on."""
+    """One callable per operation; each contract stands in its folder, that of `attend` in `ops.attention`."""
 
     attend: Callable[..., Tensor]
     store: Callable[..., None]
+    copy_pages: Callable[..., None]
     rms_norm: Callable[..., Tensor]
     add_rms_norm: Callable[..., tuple[Tensor, Tensor]]
     rotate: Callable[..., tuple[Tensor, Tensor]]
     gate: Callable[..., Tensor]
     linear: Callable[..., Tensor]
+    choose: Choose
+    penalize: Penalize
+    score: Score
 
 
-def select(choices: Mapping[str, str] | None = None) -> Kernels:
-    """The kernels for `choices`: operation -> backend file, for example {"attention": "native"}.
+def select(
+    choices: Mapping[str, str] | None = None, settings: Mapping[str, Mapping[str, Any]] | None = None
+) -> Kernels:
+    """The kernels for `choices`: operation -> backend file, for example {"attention": "with_triton"}.
 
-    What is not named is "native". Raises ValueError for an operation or backend that does not exist.
+    What is not named is "native". Where "prefill_attention" is named and differs from "attention", that takes
+    the rows of several tokens. `settings` are what a backend's `make_attend` takes, by backend
+    file. Raises ValueError for an operation or backend that does not exist.
     """
-    choices = choices or {}
+    choices = dict(choices or {})
+    prefill = choices.pop(PREFILL, None)
     for operation in choices:
         if operation not in OPERATIONS:
             raise ValueError(
                 f"There is no operation '{operation}'; there are {', '.join(sorted(OPERATIONS))}."
             )
-    callables = {}
-    for operation, (fields, backends) in OPERATIONS.items():
-        backend = choices.get(operation, "native")
-        if backend not in backends:
-            raise ValueError(f"'{operation}' has no backend '{backend}'; it has {', '.join(backends)}.")
-        module = import_module(f"ops.{operation}.{backend}")
-        callables.update({field: getattr(module, field) for field in fields})
+    callables: dict[str, Any] = {}
+    for operation, (fields, _) in OPERATIONS.items():
+        module = _backend(operation, choices.get(operation, "native"))
+        if operation != "attention":
+            callables.update({field: getattr(module, field) for field in fields})
+    callables["attend"] = _attention(choices.get("attention", "native"), prefill, settings or {})
     return Kernels(**callables)
+
+
+def _attention(
+    decode: str, prefill: str | None, settings: Mapping[str, Mapping[str, Any]]
+) -> Callable[..., Tensor]:
+    def made(file: str) -> Callable[..., Tensor]:
+        return _backend("attention", file).make_attend(**settings.get(file, {}))
+
+    if prefill is None or prefill == decode:
+        return made(decode)
+    return divide(made(decode), made(prefill))
+
+
+def _backend(operation: str, file: str) -> ModuleType:
+    backends = OPERATIONS[operation][1]
+    if file not in backends:
+        raise ValueError(f"'{operation}' has no backend '{file}'; it has {', '.join(backends)}.")
+    return import_module(f"ops.{operation}.{file}")

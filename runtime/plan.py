@@ -53,9 +53,28 @@ class SchedulePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelPlan:
-    """Implementation chosen for each operation, by file role: "native", "with_triton", "with_flashinfer"."""
+    """Which implementation of each operation runs."""
 
+    # By file role: operation -> "native", "with_triton". "attention" is for rows of one token where
+    # "prefill_attention" differs from it.
     choices: Mapping[str, str] = field(default_factory=dict)
+    # The same as users call it: "torch_native", "triton", ...
+    attention_backend: str = "torch_native"
+    prefill_attention_backend: str = "torch_native"  # of rows of several tokens
+    decode_attention_backend: str = "torch_native"  # of rows of one token
+    sampling_backend: str = "pytorch"
+    triton_attention_num_kv_splits: int = 8  # parts of a row's keys, at most
+    triton_attention_split_tile_size: int | None = None  # or tokens of each part
+
+    @property
+    def settings(self) -> dict[str, dict[str, int | None]]:
+        """What backends of attention are made with, by file role."""
+        return {
+            "with_triton": {
+                "num_kv_splits": self.triton_attention_num_kv_splits,
+                "split_tile_tokens": self.triton_attention_split_tile_size,
+            }
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,7 @@ from serve.usage import markdown
 COLUMNS = ("option", "asked", "done", "because")
 _BECAUSE_WIDTH = 60
 _CELL_WIDTH = 40
+_WITHOUT_MODEL = "kernels."  # a section of the plan that no model changes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +60,7 @@ def explain(
     path = args.model.model_path or demo_path
     facts, unreadable = _facts(args, path) if path else (None, [])
     plan, ledger = decide(args, machine, facts or ANY_MODEL, demo_path=demo_path)
-    rows = _rows(args, plan if facts else None, ledger.refusals, everything)
+    rows = _rows(args, plan, ledger.refusals, everything, has_model=facts is not None)
     return rows, [*ledger.refusals.values(), *unreadable]
 
 
@@ -95,27 +96,34 @@ def _facts(args: Args, path: str) -> tuple[ModelFacts | None, list[str]]:
         return None, list(error.refusals)
 
 
-def _rows(args: Args, plan: Plan | None, refusals: Mapping[str, str], everything: bool) -> list[Row]:
+def _rows(
+    args: Args, plan: Plan, refusals: Mapping[str, str], everything: bool, *, has_model: bool
+) -> list[Row]:
     idle = without_effect(args)
-    decided = plan.because if plan else {}
+    decided = {
+        place: why for place, why in plan.because.items() if has_model or place.startswith(_WITHOUT_MODEL)
+    }
     rows = []
     for option in options():
         name, said = option.name, option.name in args.said
         because = refusals.get(name) or idle.get(name) or decided.get(option.knob.plan, "")
         if everything or said or because not in ("", "the default"):
-            done = "refused" if name in refusals else "nothing" if name in idle else _done(option, args, plan)
+            if name in refusals:
+                done = "refused"
+            else:
+                done = "nothing" if name in idle else _done(option, args, plan, has_model)
             asked = shown(option, args.get(name), _CELL_WIDTH) if said else ""
             because = because or ("as asked" if said else "the default")
             rows.append(Row(option=option.flag, asked=asked, done=done, because=because))
     return rows
 
 
-def _done(option: Option, args: Args, plan: Plan | None) -> str:
+def _done(option: Option, args: Args, plan: Plan, has_model: bool) -> str:
     """The value in force; under its own name where the plan calls it differently from the option."""
     section, _, name = option.knob.plan.partition(".")
     if not section:
         return shown(option, args.get(option.name), _CELL_WIDTH)
-    if plan is None:
+    if not has_model and not option.knob.plan.startswith(_WITHOUT_MODEL):
         return "unknown without a model"
     value = shown(option, getattr(getattr(plan, section), name), _CELL_WIDTH)
     return value if name == option.name else f"{name} {value}"

@@ -6,7 +6,7 @@ in blocks of queries, so that no mask and no score matrix grows with the square 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -30,6 +30,14 @@ class Group(NamedTuple):
     mask: Tensor | None  # [N, 1, 1, S], 0 or -inf; None where nothing is padded
 
 
+class Scoring(NamedTuple):
+    """What becomes of the products of queries and keys."""
+
+    scale: float
+    soft_cap: float | None
+    sinks: Tensor | None  # float32 [K, G]
+
+
 def attend(
     q: Tensor,
     k_pool: Tensor,
@@ -39,26 +47,36 @@ def attend(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Tensor:
     """Attention of every row over its pages (see `ops.attention`)."""
     out = torch.empty_like(q)
+    by_kv_head = sinks.view(k_pool.shape[1], -1) if sinks is not None else None
+    scoring = Scoring(scale * k_scale, soft_cap, by_kv_head)
     for group in _groups(q, k_pool, inputs, window):
-        _attend_group(q, k_pool, v_pool, group, out, scale, soft_cap)
+        _attend_group(q, k_pool, v_pool, group, out, scoring)
     first = 0
     for row, count in enumerate(inputs.counts_host):
         if count > 1:
             tokens = slice(first, first + count)
-            out[tokens] = _attend_row(q[tokens], k_pool, v_pool, inputs, row, scale, window, soft_cap)
+            out[tokens] = _attend_row(q[tokens], k_pool, v_pool, inputs, row, window, scoring)
         first += count
-    return out
+    return out if v_scale == 1.0 else out.mul_(v_scale)
+
+
+def make_attend() -> Callable[..., Tensor]:
+    """`attend` itself: there is nothing to set."""
+    return attend
 
 
 def _attend_group(
-    q: Tensor, k_pool: Tensor, v_pool: Tensor, group: Group, out: Tensor, scale: float, soft_cap: float | None
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, group: Group, out: Tensor, scoring: Scoring
 ) -> None:
     num_rows, (_, num_kv_heads, _, head_dim) = len(group.tokens), k_pool.shape
     keys, values = (
-        pool.flatten(0, 1).index_select(0, group.pages).view(num_rows, num_kv_heads, -1, head_dim)
+        _take(pool.flatten(0, 1), group.pages, q.dtype).view(num_rows, num_kv_heads, -1, head_dim)
         for pool in (k_pool, v_pool)
     )  # [N, K, S, D]
     if group.mask is not None:
@@ -66,7 +84,8 @@ def _attend_group(
         values.transpose(1, 2)[group.padding] = 0
     # The query group takes the place of the query length: no head is expanded.
     queries = q.index_select(0, group.tokens).view(num_rows, num_kv_heads, -1, head_dim)  # [N, K, G, D]
-    result = _attention(queries, keys, values, group.mask, scale, soft_cap)
+    sinks = scoring.sinks[None, :, :, None] if scoring.sinks is not None else None
+    result = _attention(queries, keys, values, group.mask, scoring._replace(sinks=sinks))
     out.index_copy_(0, group.tokens, result.reshape(num_rows, -1, head_dim))
 
 
@@ -76,9 +95,8 @@ def _attend_row(
     v_pool: Tensor,
     inputs: AttentionInputs,
     row: int,
-    scale: float,
     window: int | None,
-    soft_cap: float | None,
+    scoring: Scoring,
 ) -> Tensor:
     """Attention of one row's [N, H, D] queries -> [N, H, D]."""
     (count, num_heads, head_dim), num_kv_heads = q.shape, k_pool.shape[1]
@@ -86,15 +104,20 @@ def _attend_row(
     first_page = _first_key(start, window) // inputs.page_size
     base = first_page * inputs.page_size  # the position of the first gathered key
     pages = inputs.page_table[row, first_page : -(-end // inputs.page_size)].long()
-    keys, values = (_gather_row(pool, pages)[:, : end - base] for pool in (k_pool, v_pool))  # [K, S, D]
+    keys, values = (
+        _gather_row(pool, pages, q.dtype)[:, : end - base] for pool in (k_pool, v_pool)
+    )  # [K, S, D]
     keys, values = keys.unsqueeze(0), values.unsqueeze(0)
     # The query group takes the place of the batch: keys and values are shared along it.
     queries = q.view(count, num_kv_heads, -1, head_dim).permute(2, 1, 0, 3)  # [G, K, N, D]
-    if start == 0 and soft_cap is None and (window is None or window >= end):
+    is_explicit = scoring.soft_cap is not None or scoring.sinks is not None
+    if start == 0 and not is_explicit and (window is None or window >= end):
         keys, values = (x.expand(len(queries), -1, -1, -1) for x in (keys, values))
-        result = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scale)
+        result = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scoring.scale)
         return result.permute(2, 1, 0, 3).reshape(count, num_heads, head_dim)
-    elements = MAX_MASK_ELEMENTS if soft_cap is None else MAX_SCORE_ELEMENTS // num_heads
+    sinks = scoring.sinks.T[:, :, None, None] if scoring.sinks is not None else None
+    scoring = scoring._replace(sinks=sinks)
+    elements = MAX_SCORE_ELEMENTS // num_heads if is_explicit else MAX_MASK_ELEMENTS
     block = max(16, elements // (end - base))
     results = []
     for low in range(0, count, block):
@@ -103,36 +126,55 @@ def _attend_row(
         span = slice(first_key - base, last_key - base)
         mask = _causal_mask(start + low, start + high, first_key, window, q)
         results.append(
-            _attention(queries[:, :, low:high], keys[:, :, span], values[:, :, span], mask, scale, soft_cap)
+            _attention(queries[:, :, low:high], keys[:, :, span], values[:, :, span], mask, scoring)
         )
     return torch.cat(results, dim=2).permute(2, 1, 0, 3).reshape(count, num_heads, head_dim)
 
 
-def _attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, soft_cap: float | None
-) -> Tensor:
-    """[X, K, N, D] queries over [X or 1, K, S, D] keys and values; `mask` is added to the scores."""
-    if soft_cap is not None:
-        return _capped_attention(q, k, v, mask, scale, soft_cap)
+def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
+    """[X, K, N, D] queries over [X or 1, K, S, D] keys and values; `mask` is added to the scores.
+
+    The sinks in `scoring` broadcast against [X, K, N, 1].
+    """
+    if scoring.soft_cap is not None or scoring.sinks is not None:
+        return _explicit_attention(q, k, v, mask, scoring)
     k, v = (x.expand(len(q), -1, -1, -1) for x in (k, v))  # strides of 0, no copy
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scoring.scale)
 
 
-def _capped_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, soft_cap: float
-) -> Tensor:
+def _explicit_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
+    """The same step by step, for what torch's own attention does not know."""
     num_sharing = len(q) // len(k)  # folded into the query length: a product would copy shared keys
     queries = q.unflatten(0, (-1, num_sharing)).transpose(1, 2).flatten(2, 3)  # [X or 1, K, sharing * N, D]
-    scores = (queries.float() @ k.float().transpose(2, 3)).mul_(scale / soft_cap).tanh_().mul_(soft_cap)
+    scores = queries.float() @ k.float().transpose(2, 3)
+    if scoring.soft_cap is None:
+        scores.mul_(scoring.scale)
+    else:
+        scores.mul_(scoring.scale / scoring.soft_cap).tanh_().mul_(scoring.soft_cap)
     if mask is not None:
         scores.unflatten(2, (num_sharing, -1)).add_(mask.unsqueeze(-3))
-    out = scores.softmax(-1).to(v.dtype) @ v
-    return out.unflatten(2, (num_sharing, -1)).transpose(1, 2).flatten(0, 1)  # [X, K, N, D]
+    out = _unfold(scores.softmax(-1).to(v.dtype) @ v, num_sharing)  # [X, K, N, D]
+    if scoring.sinks is None:
+        return out
+    # A further term e^sink in the denominator multiplies the result by sum / (sum + e^sink).
+    mass = _unfold(scores.logsumexp(-1, keepdim=True), num_sharing)  # [X, K, N, 1]
+    return (out * torch.sigmoid(mass - scoring.sinks)).to(out.dtype)
 
 
-def _gather_row(pool: Tensor, pages: Tensor) -> Tensor:
+def _unfold(x: Tensor, num_sharing: int) -> Tensor:
+    return x.unflatten(2, (num_sharing, -1)).transpose(1, 2).flatten(0, 1)
+
+
+def _gather_row(pool: Tensor, pages: Tensor, dtype: torch.dtype) -> Tensor:
     """[K, len(pages) * page, D] of one row's pages."""
-    return pool.index_select(0, pages).transpose(0, 1).flatten(1, 2)
+    return _take(pool, pages, dtype).transpose(0, 1).flatten(1, 2)
+
+
+def _take(pool: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
+    """Copies of pool[index] in `dtype`; torch itself can only index the bytes of a float8 pool."""
+    if pool.dtype.itemsize == 1:
+        return pool.view(torch.uint8).index_select(0, index).view(pool.dtype).to(dtype)
+    return pool.index_select(0, index).to(dtype)
 
 
 def _first_key(position: int, window: int | None) -> int:

@@ -90,7 +90,7 @@ def _score(
     vocab_size = logits.shape[-1]
     peak = logits.amax(-1)
     mass = _fixed(_weights(logits, peak, temperature), vocab_size).sum(-1)
-    log_mass = (mass.double() / 2.0 ** _fraction_bits(vocab_size)).log()
+    log_mass = (mass.double() / 2.0 ** fraction_bits(vocab_size)).log()
 
     def log_softmax(values: Tensor) -> Tensor:  # [R, n] -> [R, n]
         shifted = (values.double() - peak.double()[:, None]) / temperature.double()[:, None]
@@ -187,10 +187,10 @@ def _weights(logits: Tensor, peak: Tensor, temperature: Tensor) -> Tensor:
 
 def _fixed(weights: Tensor, vocab_size: int) -> Tensor:
     """Weights as integers, whose sums do not depend on the order."""
-    return weights.mul(2.0 ** _fraction_bits(vocab_size)).long()
+    return weights.mul(2.0 ** fraction_bits(vocab_size)).long()
 
 
-def _fraction_bits(vocab_size: int) -> int:
+def fraction_bits(vocab_size: int) -> int:
     return 62 - (vocab_size - 1).bit_length()
 
 

@@ -315,6 +315,7 @@ class Core:
             param="text" if request.text is not None else "input_ids",
         )
 
+
 def _failure(group: BaseExceptionGroup) -> EngineFailure:
     """What to tell callers: which process is gone, if one is, and else that something of ours broke."""
     while isinstance(group.exceptions[0], BaseExceptionGroup):

@@ -112,7 +112,7 @@ class Fleet:
 
     def flush(self) -> bool:
         """Empty the prefix trees; False if one could not be, because something runs there."""
-        return all([replica.schedule.flush() for replica in self.replicas])
+        return all([replica.schedule.flush() for replica in self.replicas])  # noqa: C419: each is asked
 
     @property
     def replicas(self) -> list[Replica]:

@@ -11,11 +11,10 @@ ATTENTION = (
     "triton", "torch_native", "cutlass_mla", "fa3", "flashinfer", "flashmla", "trtllm_mla", "trtllm_mha",
     "dual_chunk_flash_attn", "hybrid_linear_attn", "aiter", "wave", "intel_amx", "ascend",
 )  # fmt: skip
+BUILT = ("torch_native", "triton", "flashinfer")
 ATTENTION_NEEDS = {
-    "triton": "a GPU and the triton package",
     "cutlass_mla": "an NVIDIA Blackwell GPU",
     "fa3": "an NVIDIA Hopper GPU",
-    "flashinfer": "an NVIDIA GPU and the flashinfer package",
     "flashmla": "an NVIDIA Hopper GPU",
     "trtllm_mla": "an NVIDIA Blackwell GPU",
     "trtllm_mha": "an NVIDIA Blackwell GPU",
@@ -35,20 +34,23 @@ class KernelArgs:
     attention_backend: Annotated[
         str | None,
         Knob(
-            "Implementation of attention. torch_native is plain torch and runs everywhere. Default: the "
-            "fastest one that this machine can run.",
+            "Implementation of attention. torch_native is plain torch and runs everywhere, triton "
+            "and flashinfer need an NVIDIA GPU. Default: triton where it runs.",
             choices=ATTENTION,
-            built=("torch_native",),
+            built=BUILT,
             needs=ATTENTION_NEEDS,
+            plan="kernels.attention_backend",
         ),
     ] = None
     prefill_attention_backend: Annotated[
         str | None,
         Knob(
-            "Implementation of attention for prompts only. Default: that of --attention-backend.",
+            "Implementation of attention for prompts only, that is where a step computes several tokens of a "
+            "sequence. Default: that of --attention-backend.",
             choices=ATTENTION,
-            built=("torch_native",),
+            built=BUILT,
             needs=ATTENTION_NEEDS,
+            plan="kernels.prefill_attention_backend",
         ),
     ] = None
     decode_attention_backend: Annotated[
@@ -56,8 +58,9 @@ class KernelArgs:
         Knob(
             "Implementation of attention for output tokens only. Default: that of --attention-backend.",
             choices=ATTENTION,
-            built=("torch_native",),
+            built=BUILT,
             needs=ATTENTION_NEEDS,
+            plan="kernels.decode_attention_backend",
         ),
     ] = None
     mm_attention_backend: Annotated[
@@ -66,14 +69,19 @@ class KernelArgs:
     ] = None
     triton_attention_num_kv_splits: Annotated[
         int,
-        planned("Largest number of parts into which the Triton decode kernel splits one sequence.", low=1),
+        Knob(
+            "Largest number of parts into which the Triton decode kernel splits one sequence.",
+            low=1,
+            plan="kernels.triton_attention_num_kv_splits",
+        ),
     ] = 8
     triton_attention_split_tile_size: Annotated[
         int | None,
-        planned(
-            "Tokens in each part of a sequence in the Triton decode kernel, which makes results independent "
-            "of the batch. Default: --triton-attention-num-kv-splits decides.",
+        Knob(
+            "Tokens in each part of a sequence in the Triton decode kernel. "
+            "Default: --triton-attention-num-kv-splits decides.",
             low=1,
+            plan="kernels.triton_attention_split_tile_size",
         ),
     ] = None
     triton_attention_reduce_in_fp32: Annotated[

@@ -16,9 +16,10 @@ class SamplingArgs:
         str | None,
         Knob(
             "Implementation of top-k, top-p and min-p sampling. Default: pytorch.",
-            choices=("flashinfer", "pytorch"),
-            built=("pytorch",),
+            choices=("flashinfer", "pytorch", "triton"),
+            built=("pytorch", "triton"),
             needs={"flashinfer": "an NVIDIA GPU and the flashinfer package"},
+            plan="kernels.sampling_backend",
         ),
     ] = None
     preferred_sampling_params: Annotated[

@@ -112,7 +112,15 @@ class Crew:
         if self.member is None:
             raise RuntimeError("Nobody leads a crew that has not loaded.")
         device, mesh = self.member.device, self.member.mesh
-        sampler = Sampler(self._facts.vocab_size, num_slots, device)
+        kernels = self.member.kernels
+        sampler = Sampler(
+            self._facts.vocab_size,
+            num_slots,
+            device,
+            choose=kernels.choose,
+            penalize=kernels.penalize,
+            score=kernels.score,
+        )
         model = self.member.take_model()
         inner = ModelRunner(model, pool, sampler, num_slots=num_slots, device=str(device), mesh=mesh)
         return CrewRunner(inner, self) if self.workers else inner
@@ -186,7 +194,7 @@ class Crew:
             "place": place,
             "facts": asdict(self._facts) if rank else self._facts,
             "model": asdict(model) if rank else model,
-            "kernels": dict(plan.kernels.choices),
+            "kernels": {"choices": dict(plan.kernels.choices), "settings": plan.kernels.settings},
         }
 
     def _gate(self, meeting: tuple[str, int]) -> Gate:

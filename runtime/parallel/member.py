@@ -28,10 +28,11 @@ class Member:
         self.facts: ModelFacts = setup["facts"]
         self.device = torch.device(model.device)
         self.mesh = Mesh(Place(**setup["place"]), self.device)
+        self.kernels = select(**setup["kernels"])
         decoder = load_model(
             self.facts,
             model,
-            select(setup["kernels"]),
+            self.kernels,
             self.mesh,
             self.mesh.place.share(self.facts.num_layers),
         )

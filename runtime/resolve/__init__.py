@@ -13,10 +13,11 @@ from runtime.facts import ModelFacts
 from runtime.plan import Plan
 from runtime.resolve.cache import cache_plan, chosen_page_size, max_running, num_pages, size_pool
 from runtime.resolve.doors import serve_plan, text_plan
+from runtime.resolve.kernels import kernel_plan
 from runtime.resolve.ledger import Ledger
 from runtime.resolve.model import chosen_gpu, model_plan
 from runtime.resolve.parallel import parallel_plan
-from runtime.resolve.schedule import kernel_plan, schedule_plan
+from runtime.resolve.schedule import schedule_plan
 
 __all__ = ["ANY_MODEL", "check", "decide", "max_running", "num_pages", "resolve", "size_pool"]
 
@@ -71,7 +72,7 @@ def decide(
         model=model,
         cache=cache_plan(ledger, gpu, model.dtype, page_size),
         schedule=schedule_plan(ledger, gpu, page_size),
-        kernels=kernel_plan(ledger),
+        kernels=kernel_plan(ledger, machine, gpu, model.dtype, facts),
         parallel=parallel_plan(ledger, machine, facts, model.device),
         text=text_plan(ledger, facts.path),
         serve=serve_plan(ledger, where, demo_path),

@@ -1,9 +1,9 @@
-"""The scheduler's section of the plan, and the kernels'."""
+"""The scheduler's section of the plan."""
 
 from __future__ import annotations
 
 from ops.machine import GIB, Gpu
-from runtime.plan import KernelPlan, SchedulePlan
+from runtime.plan import SchedulePlan
 from runtime.resolve.ledger import Ledger
 
 DECAY_STEPS = 600  # over which the share reserved for output falls to its minimum
@@ -41,12 +41,6 @@ def _overlap(ledger: Ledger) -> bool:
         return ledger.decide("schedule.overlap", False, why)
     asked = ledger.args.schedule.disable_overlap_schedule
     return ledger.take("schedule.overlap", "disable_overlap_schedule", not asked)
-
-
-def kernel_plan(ledger: Ledger) -> KernelPlan:
-    asked = any(name.endswith("attention_backend") for name in ledger.args.said)
-    why = "as asked: plain torch" if asked else "plain torch, which is all there is so far"
-    return KernelPlan(choices=ledger.decide("kernels.choices", {"attention": "native"}, why))
 
 
 def _max_running(ledger: Ledger, gpu: Gpu | None) -> int:

@@ -96,6 +96,10 @@ class ScriptedRunner:
         self._due_s = max(self._due_s, asyncio.get_running_loop().time()) + self._step_s
         return ScriptedStep(batch, self._due_s)
 
+    async def watch(self) -> None:
+        """Nothing of it can die."""
+        await anyio.sleep_forever()
+
     def close(self) -> None:
         """There is nothing to give back."""
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from functools import partial
 
 import pytest
 
@@ -22,3 +23,22 @@ def test_every_kernel_comes_from_one_operation() -> None:
 def test_what_does_not_exist_is_refused_by_name(choices) -> None:
     with pytest.raises(ValueError, match="magic|teleport"):
         select(choices)
+
+
+def test_prompts_may_have_a_backend_of_their_own() -> None:
+    with pytest.raises(ValueError, match="magic"):
+        select({"prefill_attention": "magic"})
+    same = select({"attention": "native", "prefill_attention": "native"})
+    assert same.attend is native.attend
+
+
+def test_settings_reach_the_backend_they_name() -> None:
+    pytest.importorskip("triton")
+    bound = select({"attention": "with_triton"}, {"with_triton": {"num_kv_splits": 2}}).attend
+    assert isinstance(bound, partial)
+    assert bound.keywords["num_kv_splits"] == 2
+
+
+def test_each_engine_has_its_own_flashinfer() -> None:
+    choices = {"attention": "with_flashinfer"}
+    assert select(choices).attend is not select(choices).attend

@@ -134,6 +134,13 @@ def test_explain_without_a_model_says_what_it_can() -> None:
     assert {row.option: row.done for row in rows}["--enable-dp-attention"] == "refused"
 
 
+def test_explain_without_a_model_still_tells_the_kernels() -> None:
+    rows, _ = explain.explain(Args.of(model_path="/nowhere/at/all"), Machine.named("h200"))
+    done = {row.option: row.done for row in rows}
+    assert done["--attention-backend"] == done["--decode-attention-backend"] == "triton"
+    assert "--dtype" not in done
+
+
 def test_explain_all_shows_every_option(model: str) -> None:
     rows, _ = explain.explain(Args.of(model_path=model), Machine.named("cpu"), everything=True)
     assert len(rows) == len(options())

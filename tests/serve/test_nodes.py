@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 import tiny_checkpoints
 
 ROOT = Path(__file__).parents[2]

@@ -14,8 +14,8 @@ from typing import Any
 
 import psutil
 import pytest
-import tiny_checkpoints
 
+import tiny_checkpoints
 from runtime.errors import ConfigurationError, EngineFailure, WorkerFailed
 from serve import Engine
 

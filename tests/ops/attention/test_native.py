@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 import pytest
 import torch
@@ -11,14 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kernel_cases.attention import CASES, Case, Step, dense, expected, outputs, step
+from kernel_comparison import agree
 from ops.attention import AttentionInputs, native
-
-
-class Case(NamedTuple):
-    q: torch.Tensor
-    k_pool: torch.Tensor
-    v_pool: torch.Tensor
-    inputs: AttentionInputs
 
 
 def make_case(
@@ -28,54 +21,21 @@ def make_case(
     num_kv_heads: int,
     head_dim: int,
     seed: int = 0,
-) -> Case:
-    """Rows of (start, count) with pages of their own in random order. What is nobody's is not a number."""
-    rng = np.random.default_rng(seed)
-    pages_of = [-(-(start + count) // page_size) for start, count in rows]
-    pages = iter(rng.permutation(sum(pages_of) + 3).tolist())
-    table = np.full((len(rows), max(pages_of) + 1), next(pages), np.int32)
-    generator = torch.Generator().manual_seed(seed)
-    k_pool, v_pool = torch.full((2, sum(pages_of) + 3, num_kv_heads, page_size, head_dim), torch.nan)
-    for row, (start, count) in enumerate(rows):
-        for position in range(start + count):
-            page, offset = divmod(position, page_size)
-            if offset == 0:
-                table[row, page] = next(pages)
-            for pool in (k_pool, v_pool):
-                pool[table[row, page], :, offset] = torch.randn(num_kv_heads, head_dim, generator=generator)
-    q = torch.randn(sum(count for _, count in rows), num_heads, head_dim, generator=generator)
-    starts, counts = zip(*rows)
-    return Case(q, k_pool, v_pool, AttentionInputs.build(starts, counts, table, page_size))
+) -> Step:
+    return step(Case(tuple(rows), page_size, num_heads, num_kv_heads, head_dim), seed)
 
 
-def dense(case: Case, scale: float, window: int | None, soft_cap: float | None) -> torch.Tensor:
-    """One softmax per token and head over the positions it may see."""
-    outs = []
-    group = case.q.shape[1] // case.k_pool.shape[1]
-    size = case.inputs.page_size
-    for row, (start, count) in enumerate(zip(case.inputs.starts_host, case.inputs.counts_host)):
-        for position in range(start, start + count):
-            first = 0 if window is None else max(0, position - window + 1)
-            seen = [
-                (int(case.inputs.page_table[row, p // size]), p % size) for p in range(first, position + 1)
-            ]
-            k, v = (
-                torch.stack([pool[page, :, offset] for page, offset in seen]).repeat_interleave(group, dim=1)
-                for pool in (case.k_pool, case.v_pool)
-            )  # [S, H, D]
-            scores = (case.q[len(outs)] * k).sum(-1) * scale  # [S, H]
-            if soft_cap is not None:
-                scores = soft_cap * torch.tanh(scores / soft_cap)
-            outs.append((scores.softmax(0).unsqueeze(-1) * v).sum(0))
-    return torch.stack(outs)
+def check(
+    case: Step, *, window: int | None = None, soft_cap: float | None = None, sinks: torch.Tensor | None = None
+) -> None:
+    options = {"scale": 0.3, "window": window, "soft_cap": soft_cap, "sinks": sinks}
+    out = native.attend(*case, **options)
+    torch.testing.assert_close(out, dense(case, **options), atol=2e-6, rtol=1e-5)
 
 
-def check(case: Case, *, window: int | None = None, soft_cap: float | None = None) -> None:
-    scale = 0.3
-    out = native.attend(
-        case.q, case.k_pool, case.v_pool, case.inputs, scale=scale, window=window, soft_cap=soft_cap
-    )
-    torch.testing.assert_close(out, dense(case, scale, window, soft_cap), atol=2e-6, rtol=1e-5)
+@pytest.mark.parametrize("name", CASES)
+def test_native_equals_the_dense_reference_in_every_case(name) -> None:
+    agree(outputs(native, CASES[name]), expected(CASES[name]))
 
 
 @given(
@@ -84,11 +44,16 @@ def check(case: Case, *, window: int | None = None, soft_cap: float | None = Non
     heads=st.sampled_from([(1, 1), (4, 2), (6, 1), (3, 3)]),
     window=st.none() | st.integers(1, 50),
     soft_cap=st.none() | st.just(1.5),
+    has_sinks=st.booleans(),
     seed=st.integers(0, 99),
 )
 @settings(max_examples=120)
-def test_random_batches_equal_the_dense_reference(rows, page_size, heads, window, soft_cap, seed) -> None:
-    check(make_case(rows, page_size, *heads, head_dim=8, seed=seed), window=window, soft_cap=soft_cap)
+def test_random_batches_equal_the_dense_reference(
+    rows, page_size, heads, window, soft_cap, has_sinks, seed
+) -> None:
+    case = make_case(rows, page_size, *heads, head_dim=8, seed=seed)
+    sinks = torch.linspace(-2, 2, heads[0]) if has_sinks else None
+    check(case, window=window, soft_cap=soft_cap, sinks=sinks)
 
 
 @pytest.mark.parametrize("soft_cap", [None, 2.0])

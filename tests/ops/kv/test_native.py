@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from kernel_cases.kv import CASES, expected, outputs
 from ops.attention import AttentionInputs
+from ops.kv import native
 from ops.kv.native import store
 
 
@@ -26,3 +28,9 @@ def test_values_are_converted_to_the_pools_dtype() -> None:
     inputs = AttentionInputs.build([0], [1], np.zeros((1, 1), np.int32), 4)
     store(torch.ones(1, 1, 2), torch.ones(1, 1, 2), pools[0], pools[1], inputs)
     assert pools[:, 0, 0, 0].eq(1).all()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_native_equals_one_token_after_the_other(name) -> None:
+    for found, wanted in zip(outputs(native, CASES[name]), expected(CASES[name]), strict=True):
+        assert torch.equal(found, wanted)

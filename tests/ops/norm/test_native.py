@@ -3,6 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kernel_cases.norm import CASES, expected, outputs
+from kernel_comparison import agree
+from ops.norm import native
 from ops.norm.native import add_rms_norm, rms_norm
 
 
@@ -27,3 +30,8 @@ def test_half_precision_is_rounded_once() -> None:
     x, weight = torch.randn(4, 64).bfloat16(), torch.randn(64).bfloat16()
     expected = rms_norm(x.float(), weight.float(), 1e-5).bfloat16()
     assert torch.equal(rms_norm(x, weight, 1e-5), expected)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_native_follows_the_formula_in_every_case(name) -> None:
+    agree(outputs(native, CASES[name]), expected(CASES[name]))

@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kernel_cases.rope import CASES, expected, outputs
+from kernel_comparison import agree
+from ops.rope import native
 from ops.rope.native import rotate
 
 
@@ -47,3 +50,8 @@ def test_dtype_is_kept() -> None:
     q, k = torch.randn(2, 1, 1, 4).bfloat16()
     q, k = rotate(q, k, table_of(torch.zeros(1, 2)), torch.tensor([0]))
     assert q.dtype == k.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_native_follows_the_formula_in_every_case(name) -> None:
+    agree(outputs(native, CASES[name]), expected(CASES[name]))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-import fake_runner
 import pytest
-import scripted_core
 
+import fake_runner
+import scripted_core
 from runtime.actors import fleet
 from runtime.actors.reply import Reply
 from runtime.errors import EngineFailure, WorkerFailed

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import fake_runner
 import numpy as np
 import pytest
 
+import fake_runner
 from runtime.batch import Batch
 from runtime.parallel.message import HEAD, Frame, decode, decode_batch, encode, encode_batch
 from runtime.request import LogprobParams

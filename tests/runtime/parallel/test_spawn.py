@@ -19,7 +19,7 @@ NONSENSE = {
         "place": {"rank": 1, "tp_size": 2},
         "facts": {"eos_ids": [], "no such field": 1},
         "model": {},
-        "kernels": {},
+        "kernels": {"choices": {}, "settings": {}},
     }
 }
 

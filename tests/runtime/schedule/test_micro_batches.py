@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import fake_runner
 import pytest
 
+import fake_runner
 from runtime.batch import UNKNOWN, Batch
 
 

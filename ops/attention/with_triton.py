@@ -1,0 +1,410 @@
+"""Paged attention in Triton: split decode for single tokens, ragged prefill for longer rows.
+
+Both walk over the keys of a row in tiles with a running softmax (FlashAttention, arXiv 2205.14135); a tile
+of queries holds all heads that share a kv head. Rows of one token are cut along their keys and merged by a
+second kernel (Flash-Decoding, pytorch.org/blog/flash-decoding). The cuts depend on the row alone, so a row's
+result does not depend on the batch. Grids depend on shapes only and everything else is read on the device,
+so that the launches can be captured in a CUDA graph.
+"""
+
+# The types of a launch are not those of its kernel.
+# pyright: reportArgumentType=false, reportCallIssue=false
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ops.attention import AttentionInputs
+
+NUM_KV_SPLITS = 8
+MIN_SPLIT_TOKENS = 256  # less than that is not worth a program of its own
+LOG2_E = tl.constexpr(1.4426950408889634)
+# The running maximum starts here and not at -inf, so that a tile without any visible key gives no NaN.
+LOWEST = tl.constexpr(-1.0e30)
+
+
+def attend(
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    inputs: AttentionInputs,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    num_kv_splits: int = NUM_KV_SPLITS,
+    split_tile_tokens: int | None = None,
+) -> Tensor:
+    """Attention of every row over its pages (see `ops.attention`).
+
+    Single tokens' keys are cut into at most `num_kv_splits` parts, or into parts of `split_tile_tokens`.
+    """
+    if q.stride(-1) != 1:
+        q = q.contiguous()
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    shared: dict[str, Any] = {
+        "scale": scale * k_scale,
+        "v_scale": v_scale,
+        "WINDOW": window,
+        "SOFT_CAP": soft_cap,
+        "HAS_SINKS": sinks is not None,
+        "GROUP": q.shape[1] // k_pool.shape[1],
+        "DIM": q.shape[2],
+        "DIM_BLOCK": max(16, triton.next_power_of_2(q.shape[2])),
+        "PAGE": inputs.page_size,
+        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+    }
+    sinks = out if sinks is None else sinks  # any pointer; it is not read
+    if any(count == 1 for count in inputs.counts_host):
+        longest = inputs.page_table.shape[1] * inputs.page_size
+        if split_tile_tokens is not None:
+            num_kv_splits = triton.cdiv(longest, split_tile_tokens)
+        splits = {"SPLITS": num_kv_splits, "SPLIT_TILE": split_tile_tokens}
+        _decode(q, k_pool, v_pool, sinks, out, inputs, splits, shared)
+    if any(count > 1 for count in inputs.counts_host):
+        _prefill(q, k_pool, v_pool, sinks, out, inputs, shared)
+    return out
+
+
+def make_attend(
+    num_kv_splits: int = NUM_KV_SPLITS, split_tile_tokens: int | None = None
+) -> Callable[..., Tensor]:
+    """`attend` with these cuts of the keys."""
+    return partial(attend, num_kv_splits=num_kv_splits, split_tile_tokens=split_tile_tokens)
+
+
+def _decode(
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    sinks: Tensor,
+    out: Tensor,
+    inputs: AttentionInputs,
+    splits: dict[str, Any],
+    shared: dict[str, Any],
+) -> None:
+    (_, num_heads, dim), num_kv_heads = q.shape, k_pool.shape[1]
+    num_rows, num_splits, group = len(inputs.counts_host), splits["SPLITS"], shared["GROUP"]
+    heads_block = min(64, max(16, triton.next_power_of_2(group)))
+    num_blocks = triton.cdiv(group, heads_block)
+    parts = torch.empty(num_rows, num_heads, num_splits, dim, dtype=torch.float32, device=q.device)
+    masses = torch.empty(num_rows, num_heads, num_splits, dtype=torch.float32, device=q.device)
+    places = (inputs.page_table, inputs.starts, inputs.query_starts)
+    _decode_kernel[(num_rows, num_kv_heads * num_blocks, num_splits)](
+        q,
+        k_pool,
+        v_pool,
+        *places,
+        parts,
+        masses,
+        inputs.page_table.stride(0),
+        q.stride(0),
+        q.stride(1),
+        KV_HEADS=num_kv_heads,
+        HEADS_BLOCK=heads_block,
+        KEYS_BLOCK=_keys_block(q, shared),
+        MIN_SPLIT=MIN_SPLIT_TOKENS,
+        **splits,
+        **{name: value for name, value in shared.items() if name not in ("v_scale", "HAS_SINKS")},
+        num_warps=4,
+        num_stages=2,
+    )
+    _merge_kernel[(num_rows, num_heads)](
+        parts,
+        masses,
+        inputs.query_starts,
+        sinks,
+        out,
+        shared["v_scale"],
+        SPLITS=num_splits,
+        HAS_SINKS=shared["HAS_SINKS"],
+        DIM=dim,
+        DIM_BLOCK=shared["DIM_BLOCK"],
+        num_warps=1,
+    )
+
+
+def _prefill(
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    sinks: Tensor,
+    out: Tensor,
+    inputs: AttentionInputs,
+    shared: dict[str, Any],
+) -> None:
+    num_rows, num_kv_heads, group = len(inputs.counts_host), k_pool.shape[1], shared["GROUP"]
+    rows_block = max(_queries_block(q, shared), triton.next_power_of_2(group))
+    tokens_block = rows_block // group
+    _prefill_kernel[(q.shape[0] // tokens_block + num_rows, num_kv_heads)](
+        q,
+        k_pool,
+        v_pool,
+        inputs.page_table,
+        inputs.starts,
+        inputs.query_starts,
+        sinks,
+        out,
+        num_rows,
+        inputs.page_table.stride(0),
+        q.stride(0),
+        q.stride(1),
+        KV_HEADS=num_kv_heads,
+        ROWS_BLOCK=rows_block,
+        TOKENS_BLOCK=tokens_block,
+        KEYS_BLOCK=_keys_block(q, shared),
+        **shared,
+        num_warps=8,
+        num_stages=2,
+    )
+
+
+def _queries_block(q: Tensor, shared: dict[str, Any]) -> int:
+    """Lines of the query tile: what a program's registers hold together with as wide a sum."""
+    if q.dtype.itemsize == 4:
+        return 16
+    return 128 if shared["DIM_BLOCK"] <= 128 else 64
+
+
+def _keys_block(q: Tensor, shared: dict[str, Any]) -> int:
+    """Keys per tile: fewer where a key takes more bytes."""
+    if q.dtype.itemsize == 4:
+        return 16
+    return 64 if shared["DIM_BLOCK"] <= 128 else 32
+
+
+@triton.jit
+def _decode_kernel(
+    q,  # [T, H, DIM]
+    k_pool,  # [P, KV_HEADS, PAGE, DIM]
+    v_pool,
+    page_table,  # [B, W]
+    starts,  # [B]
+    query_starts,  # [B + 1]
+    parts,  # [B, H, SPLITS, DIM], softmax of each part by itself
+    masses,  # [B, H, SPLITS], base 2 logarithm of each part's sum; -inf where a part is empty
+    table_stride,
+    q_token_stride,
+    q_head_stride,
+    scale,
+    WINDOW: tl.constexpr,  # or None
+    SOFT_CAP: tl.constexpr,  # or None
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
+    HEADS_BLOCK: tl.constexpr,
+    KEYS_BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLIT_TILE: tl.constexpr,  # None: SPLITS equal parts
+    MIN_SPLIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    row, split = tl.program_id(0), tl.program_id(2)
+    token = tl.load(query_starts + row)
+    if tl.load(query_starts + row + 1) - token != 1:
+        return
+    blocks: tl.constexpr = (GROUP + HEADS_BLOCK - 1) // HEADS_BLOCK
+    kv_head = tl.program_id(1) // blocks
+    in_group = tl.program_id(1) % blocks * HEADS_BLOCK + tl.arange(0, HEADS_BLOCK)  # [heads]
+    heads, dims = kv_head * GROUP + in_group, tl.arange(0, DIM_BLOCK)
+    inside = (in_group[:, None] < GROUP) & (dims[None, :] < DIM)
+
+    position = tl.load(starts + row)
+    low, high = 0, position + 1
+    if WINDOW is not None:
+        low = tl.maximum(high - WINDOW, 0)
+    if SPLIT_TILE is not None:
+        begin = tl.maximum(low, split * SPLIT_TILE)
+        end = tl.minimum(high, (split + 1) * SPLIT_TILE)
+    else:
+        size = tl.maximum(tl.cdiv(high - low, SPLITS), MIN_SPLIT)
+        begin = low + split * size
+        end = tl.minimum(high, begin + size)
+
+    place = (row.to(tl.int64) * KV_HEADS * GROUP + heads) * SPLITS + split  # [heads]
+    if begin >= end:
+        tl.store(masses + place, float("-inf"), mask=in_group < GROUP)
+        return
+    lines = token.to(tl.int64) * q_token_stride + heads * q_head_stride
+    queries = tl.load(q + lines[:, None] + dims[None, :], mask=inside, other=0.0)
+    positions = tl.zeros([HEADS_BLOCK], tl.int32) + position
+    peak = tl.full([HEADS_BLOCK], LOWEST, tl.float32)
+    total = tl.zeros([HEADS_BLOCK], tl.float32)
+    summed = tl.zeros([HEADS_BLOCK, DIM_BLOCK], tl.float32)
+    pages = page_table + row.to(tl.int64) * table_stride
+    peak, total, summed = _over_keys(
+        queries, positions, begin, end, peak, total, summed, k_pool, v_pool, pages, kv_head, scale,
+        WINDOW, SOFT_CAP, KV_HEADS, DIM, DIM_BLOCK, PAGE, KEYS_BLOCK, PRECISION,
+    )  # fmt: skip
+    tl.store(parts + place[:, None] * DIM + dims[None, :], summed / total[:, None], mask=inside)
+    tl.store(masses + place, peak + tl.log2(total), mask=in_group < GROUP)
+
+
+@triton.jit
+def _merge_kernel(
+    parts,  # [B, H, SPLITS, DIM]
+    masses,  # [B, H, SPLITS]
+    query_starts,  # [B + 1]
+    sinks,  # [H]
+    out,  # [T, H, DIM]
+    v_scale,
+    SPLITS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+):
+    row, head = tl.program_id(0), tl.program_id(1)
+    num_heads = tl.num_programs(1)
+    token = tl.load(query_starts + row)
+    if tl.load(query_starts + row + 1) - token != 1:
+        return
+    dims = tl.arange(0, DIM_BLOCK)
+    place = (row.to(tl.int64) * num_heads + head) * SPLITS
+    peak, total = tl.full([1], LOWEST, tl.float32), tl.zeros([1], tl.float32)
+    if HAS_SINKS:
+        peak = tl.zeros([1], tl.float32) + tl.load(sinks + head).to(tl.float32) * LOG2_E
+        total += 1.0
+    summed = tl.zeros([DIM_BLOCK], tl.float32)
+    for split in range(SPLITS):
+        mass = tl.load(masses + place + split)
+        num_written = tl.where(mass > LOWEST, DIM, 0)
+        part = tl.load(parts + (place + split) * DIM + dims, mask=dims < num_written, other=0.0)
+        higher = tl.maximum(peak, mass)
+        kept, added = tl.exp2(peak - higher), tl.exp2(mass - higher)
+        summed = summed * kept + part * added
+        total = total * kept + added
+        peak = higher
+    line = (token.to(tl.int64) * num_heads + head) * DIM + dims
+    tl.store(out + line, (summed / total * v_scale).to(out.dtype.element_ty), mask=dims < DIM)
+
+
+@triton.jit
+def _prefill_kernel(
+    q,  # [T, H, DIM]
+    k_pool,  # [P, KV_HEADS, PAGE, DIM]
+    v_pool,
+    page_table,  # [B, W]
+    starts,  # [B]
+    query_starts,  # [B + 1]
+    sinks,  # [H]
+    out,  # [T, H, DIM]
+    num_rows,
+    table_stride,
+    q_token_stride,
+    q_head_stride,
+    scale,
+    v_scale,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
+    ROWS_BLOCK: tl.constexpr,  # lines of the query tile: TOKENS_BLOCK tokens times GROUP heads, and padding
+    TOKENS_BLOCK: tl.constexpr,
+    KEYS_BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    # Row b owns the programs from query_starts[b] // TOKENS_BLOCK + b on, which are always enough of them.
+    program, kv_head = tl.program_id(0), tl.program_id(1)
+    row, above = 0, num_rows
+    while above - row > 1:
+        middle = (row + above) // 2
+        if tl.load(query_starts + middle) // TOKENS_BLOCK + middle <= program:
+            row = middle
+        else:
+            above = middle
+    token = tl.load(query_starts + row)
+    count = tl.load(query_starts + row + 1) - token
+    first = (program - token // TOKENS_BLOCK - row) * TOKENS_BLOCK
+    if (count == 1) | (first >= count):
+        return
+
+    lines, dims = tl.arange(0, ROWS_BLOCK), tl.arange(0, DIM_BLOCK)
+    tokens, heads = first + lines // GROUP, kv_head * GROUP + lines % GROUP  # [lines]
+    is_query = (lines < TOKENS_BLOCK * GROUP) & (tokens < count)
+    inside = is_query[:, None] & (dims[None, :] < DIM)
+    flat = (token + tokens).to(tl.int64)
+    place = flat * q_token_stride + heads * q_head_stride
+    queries = tl.load(q + place[:, None] + dims[None, :], mask=inside, other=0.0)
+
+    start = tl.load(starts + row)
+    end = start + tl.minimum(first + TOKENS_BLOCK, count)
+    begin = 0
+    if WINDOW is not None:
+        begin = tl.maximum(start + first - WINDOW + 1, 0) // KEYS_BLOCK * KEYS_BLOCK
+    peak = tl.full([ROWS_BLOCK], LOWEST, tl.float32)
+    total = tl.zeros([ROWS_BLOCK], tl.float32)
+    if HAS_SINKS:
+        peak = tl.load(sinks + heads, mask=is_query, other=0.0).to(tl.float32) * LOG2_E
+        total += 1.0
+    summed = tl.zeros([ROWS_BLOCK, DIM_BLOCK], tl.float32)
+    pages = page_table + tl.cast(row, tl.int64) * table_stride
+    peak, total, summed = _over_keys(
+        queries, start + tokens, begin, end, peak, total, summed, k_pool, v_pool, pages, kv_head, scale,
+        WINDOW, SOFT_CAP, KV_HEADS, DIM, DIM_BLOCK, PAGE, KEYS_BLOCK, PRECISION,
+    )  # fmt: skip
+    packed = (flat * (KV_HEADS * GROUP) + heads) * DIM
+    result = summed / total[:, None] * v_scale
+    tl.store(out + packed[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _over_keys(
+    queries,  # [M, DIM]
+    positions,  # [M]
+    begin,
+    end,
+    peak,  # [M], the largest score so far in units of log 2
+    total,  # [M], the sum of 2 ** (score - peak)
+    summed,  # [M, DIM], the values weighted by it
+    k_pool,
+    v_pool,
+    pages,  # [W], of one row
+    kv_head,
+    scale,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
+    KEYS_BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Attend to the keys at begin .. end - 1 that each query may see."""
+    dims = tl.arange(0, DIM_BLOCK)
+    for base in range(begin, end, KEYS_BLOCK):
+        keys = base + tl.arange(0, KEYS_BLOCK)  # positions, [N]
+        page = tl.load(pages + keys // PAGE, mask=keys < end, other=0).to(tl.int64)
+        place = ((page * KV_HEADS + kv_head) * PAGE + keys % PAGE) * DIM
+        inside = (keys < end)[:, None] & (dims < DIM)[None, :]
+        k = tl.load(k_pool + place[:, None] + dims[None, :], mask=inside, other=0.0)  # [N, DIM]
+        scores = tl.dot(queries, tl.trans(k.to(queries.dtype)), input_precision=PRECISION) * scale  # [M, N]
+        if SOFT_CAP is not None:
+            scores = SOFT_CAP * (2.0 * tl.sigmoid(scores * (2.0 / SOFT_CAP)) - 1.0)  # tanh
+        is_seen = (keys[None, :] <= positions[:, None]) & (keys < end)[None, :]
+        if WINDOW is not None:
+            is_seen &= keys[None, :] > positions[:, None] - WINDOW
+        scores = tl.where(is_seen, scores * LOG2_E, float("-inf"))
+        higher = tl.maximum(peak, tl.max(scores, axis=1))
+        weights, kept = tl.exp2(scores - higher[:, None]), tl.exp2(peak - higher)
+        v = tl.load(v_pool + place[:, None] + dims[None, :], mask=inside, other=0.0)  # [N, DIM]
+        added = tl.dot(weights.to(queries.dtype), v.to(queries.dtype), input_precision=PRECISION)
+        summed = summed * kept[:, None] + added
+        total = total * kept + tl.sum(weights, axis=1)
+        peak = higher
+    return peak, total, summed

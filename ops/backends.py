@@ -1,0 +1,78 @@
+"""The backends that users can name: which file implements each, and what it needs of a machine.
+
+Torch is not imported here, so that a choice can be explained without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ops.machine import Gpu, Machine
+
+CAPABILITY = (8, 0)  # of the GPUs that our kernels are compiled for
+
+Needs = Callable[[Machine, Gpu | None], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """One implementation as users call it.
+
+    `unmet` takes a machine and the GPU that the model runs on (None: the CPU) and says what is missing to run
+    there, as the end of a sentence that begins with the backend's name; empty if nothing is.
+    """
+
+    file: str  # the role of its file in the operation's folder
+    unmet: Needs
+
+
+def _nothing(machine: Machine, gpu: Gpu | None) -> str:
+    return ""
+
+
+def _gpu_package(package: str) -> Needs:
+    """A GPU that is new enough, and a package."""
+    major, minor = CAPABILITY
+    needed = f"needs an NVIDIA GPU of compute capability {major}.{minor} or newer"
+
+    def unmet(machine: Machine, gpu: Gpu | None) -> str:
+        if gpu is None:
+            return f"{needed}, and this model runs on the CPU"
+        if gpu.capability < CAPABILITY:
+            return f"{needed}, and {gpu.name} has {gpu.capability[0]}.{gpu.capability[1]}"
+        if package not in machine.packages:
+            return f"needs the package {package}, which is not installed (pip install 'penstock[cuda]')"
+        return ""
+
+    return unmet
+
+
+# In the order in which they are tried where nobody says which.
+ATTENTION: Mapping[str, Backend] = {
+    "triton": Backend("with_triton", _gpu_package("triton")),
+    "torch_native": Backend("native", _nothing),
+    "flashinfer": Backend("with_flashinfer", _gpu_package("flashinfer-python")),
+}
+SAMPLING: Mapping[str, Backend] = {
+    "pytorch": Backend("native", _nothing),
+    "triton": Backend("with_triton", _gpu_package("triton")),
+}
+# Operations that users do not choose for: the first backend that runs.
+SMALL_OPERATIONS = ("activation", "kv", "norm", "rope")
+SMALL: Mapping[str, Backend] = {name: ATTENTION[name] for name in ("triton", "torch_native")}
+# What FlashInfer computes, of what models have.
+FLASHINFER_HEAD_DIMS = (64, 128, 256)
+FLASHINFER_DTYPES = ("float16", "bfloat16")
+
+
+def first_that_runs(
+    backends: Mapping[str, Backend], machine: Machine, gpu: Gpu | None
+) -> tuple[str, dict[str, str]]:
+    """The name of the first backend that this machine runs, and of those before it what each lacks."""
+    lacking: dict[str, str] = {}
+    for name, backend in backends.items():
+        if not (reason := backend.unmet(machine, gpu)):
+            return name, lacking
+        lacking[name] = reason
+    raise LookupError("every operation has a backend that runs anywhere")

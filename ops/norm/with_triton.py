@@ -1,0 +1,90 @@
+"""Normalisation in Triton: one pass over the row, all of it in registers."""
+
+# The types of a launch are not those of its kernel.
+# pyright: reportArgumentType=false, reportCallIssue=false
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 1024  # elements of a program; short rows (heads) share one
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False) -> Tensor:
+    """Normalise the last dimension (see `ops.norm`)."""
+    heads = x if x.dim() == 3 and x.stride(-1) == 1 else x.reshape(1, -1, x.shape[-1]).contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch(heads, heads, weight, out, eps, unit_offset, added=False)
+    return out
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Add, then normalise; returns both (see `ops.norm`). Both take the place of what was given."""
+    x, residual = x.contiguous(), residual.contiguous()
+    _launch(x.unsqueeze(0), residual, weight, x, eps, unit_offset, added=True)
+    return x, residual
+
+
+def _launch(
+    x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, eps: float, unit_offset: bool, *, added: bool
+) -> None:
+    num_tokens, num_heads, width = x.shape
+    num_rows, block = num_tokens * num_heads, triton.next_power_of_2(width)
+    rows = max(1, TILE // block)
+    _rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
+        x,
+        residual,
+        weight,
+        out,
+        num_rows,
+        num_heads,
+        x.stride(0),
+        x.stride(1),
+        eps,
+        WIDTH=width,
+        BLOCK=block,
+        ROWS=rows,
+        UNIT_OFFSET=unit_offset,
+        ADDED=added,
+        num_warps=min(16, max(4, block // 1024)),
+    )
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x,  # [T, H, WIDTH]
+    residual,  # [T * H, WIDTH], read and replaced by the sum where ADDED
+    weight,  # [WIDTH]
+    out,  # [T * H, WIDTH]
+    num_rows,
+    num_heads,
+    token_stride,
+    head_stride,
+    eps,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    UNIT_OFFSET: tl.constexpr,
+    ADDED: tl.constexpr,
+):
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
+    columns = tl.arange(0, BLOCK)[None, :]
+    inside = (rows < num_rows) & (columns < WIDTH)
+    place = rows // num_heads * token_stride + rows % num_heads * head_stride + columns
+    values = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
+    packed = rows * WIDTH + columns
+    if ADDED:
+        values += tl.load(residual + packed, mask=inside, other=0.0).to(tl.float32)
+        total = values.to(residual.dtype.element_ty)
+        tl.store(residual + packed, total, mask=inside)
+        values = total.to(tl.float32)  # the norm is of the sum as it is kept
+    mean_square = tl.sum(values * values, axis=1)[:, None] / WIDTH
+    factor = tl.load(weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
+    if UNIT_OFFSET:
+        factor += 1.0
+    normed = values * tl.rsqrt(mean_square + eps) * factor
+    tl.store(out + packed, normed.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,76 @@
+"""Which decode batches replay a CUDA graph: the sizes that are captured, and the one that a batch takes.
+
+Plain numbers only; nothing is captured here.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+GIB = 1 << 30
+STEP_BEYOND = 16  # between sizes above the default ones
+SMALL_GPU_BYTES, SMALL_GPU_LARGEST = 35 * GIB, 8
+# (GPUs with more memory than this, the sizes they capture further)
+BY_MEMORY = (
+    (0, (1, 2, 4, 8, *range(16, 161, 8))),
+    (90 * GIB, range(168, 257, 8)),
+    (160 * GIB, range(272, 513, 16)),
+)
+EXACT = (*range(1, 33), *range(48, 161, 16))  # where a batch must have exactly the size of a graph
+
+
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """The captured batch sizes, ascending."""
+
+    sizes: tuple[int, ...]
+    padding: bool = True  # a batch may be filled up to the next size
+
+    def take(self, batch_size: int) -> int | None:
+        """The size whose graph this batch replays; None: it runs eagerly."""
+        place = bisect_left(self.sizes, batch_size)
+        if batch_size < 1 or place == len(self.sizes):
+            return None
+        size = self.sizes[place]
+        return size if self.padding or size == batch_size else None
+
+
+def buckets(
+    memory_bytes: int,
+    max_running: int,
+    *,
+    sizes: Sequence[int] | None = None,
+    largest: int | None = None,
+    padding: bool = True,
+) -> Buckets:
+    """What to capture on a GPU with so much memory for at most `max_running` rows.
+
+    `sizes` (--cuda-graph-bs) is taken as it is; else the default ones up to `largest` (--cuda-graph-max-bs),
+    with steps of 16 above them. None exceeds `max_running`, which is captured itself where larger ones fall away.
+    """
+    if sizes is None:
+        wanted = _default_sizes(memory_bytes, padding)
+        if largest is None and memory_bytes < SMALL_GPU_BYTES:
+            largest = SMALL_GPU_LARGEST
+        if largest is not None:
+            wanted = _up_to(wanted, largest)
+    else:
+        wanted = set(sizes)
+    possible = {size for size in wanted if 1 <= size <= max_running}
+    if len(possible) < len(wanted):
+        possible.add(max_running)
+    return Buckets(tuple(sorted(possible)), padding)
+
+
+def _default_sizes(memory_bytes: int, padding: bool) -> set[int]:
+    if not padding:
+        return set(EXACT)
+    return {size for above, sizes in BY_MEMORY if memory_bytes > above for size in sizes}
+
+
+def _up_to(sizes: set[int], largest: int) -> set[int]:
+    top = max(sizes)
+    beyond = range(top + STEP_BEYOND, largest, STEP_BEYOND)
+    return {size for size in sizes | set(beyond) if size <= largest} | {largest}

@@ -1,0 +1,141 @@
+"""The calls of every Triton operation as a served model makes them: 8B-like shapes, the dtypes it has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ops.attention import AttentionInputs
+from ops.sampling import Choice
+
+HEADS, KV_HEADS, DIM, WIDTH, PAGE = 32, 8, 128, 4096, 16
+BF16 = torch.bfloat16
+
+
+def _backend(operation: str) -> Any:
+    return import_module(f"ops.{operation}.with_triton")
+
+
+def _tokens(count: int, heads: int, *, dim: int = DIM, dtype: torch.dtype = BF16) -> Tensor:
+    """Some heads out of fused queries, keys and values."""
+    return torch.empty(count, HEADS + 2 * KV_HEADS, dim, dtype=dtype)[:, :heads]
+
+
+def _pools(dtype: torch.dtype = BF16, *, dim: int = DIM, page: int = PAGE) -> Tensor:
+    return torch.empty(2, 64, KV_HEADS, page, dim, dtype=dtype)
+
+
+def _places(counts: list[int], page: int = PAGE) -> AttentionInputs:
+    table = np.zeros((len(counts), 512 // page), np.int32)
+    return AttentionInputs.build([3] * len(counts), counts, table, page)
+
+
+def _norm(width: int, dtype: torch.dtype = BF16) -> None:
+    x, residual = torch.empty(2, 48, width, dtype=dtype)
+    _backend("norm").rms_norm(x, x[0], 1e-5)
+    _backend("norm").add_rms_norm(x, residual, x[0], 1e-5, unit_offset=True)
+
+
+def _head_norm() -> None:
+    heads = _tokens(48, HEADS)
+    _backend("norm").rms_norm(heads, heads[0, 0], 1e-6)
+
+
+def _rotate(interleaved: bool = False) -> None:
+    q, k = _tokens(48, HEADS), _tokens(48, KV_HEADS)
+    table, positions = torch.empty(4096, DIM), torch.zeros(48, dtype=torch.int64)
+    _backend("rope").rotate(q, k, table, positions, interleaved=interleaved)
+
+
+def _gate(activation: str, dtype: torch.dtype = BF16) -> None:
+    _backend("activation").gate(torch.empty(48, 2 * 14336, dtype=dtype), activation)
+
+
+def _store(pool_dtype: torch.dtype) -> None:
+    k, v = _tokens(2, KV_HEADS), _tokens(2, KV_HEADS)
+    _backend("kv").store(k, v, *_pools(pool_dtype), _places([1, 1]), k_scale=0.5)
+
+
+def _copy() -> None:
+    pages = torch.zeros(3, dtype=torch.int64)
+    _backend("kv").copy_pages(*_pools(), pages, pages)
+
+
+def _attend(
+    counts: list[int],
+    *,
+    heads: int = HEADS,
+    dim: int = DIM,
+    dtype: torch.dtype = BF16,
+    pool_dtype: torch.dtype | None = None,
+    page: int = PAGE,
+    **options: Any,
+) -> None:
+    q = _tokens(sum(counts), HEADS, dim=dim, dtype=dtype)[:, :heads]
+    pools = _pools(pool_dtype or dtype, dim=dim, page=page)
+    _backend("attention").attend(q, *pools, _places(counts, page), scale=dim**-0.5, **options)
+
+
+def _choose() -> None:
+    logits = torch.empty(4, 151_936)
+    one = torch.ones(4)
+    _backend("sampling").choose(logits, Choice(one > 1, one, one.int(), one, one, one - 1))
+
+
+def _penalize() -> None:
+    logits, counts = torch.empty(4, 151_936), torch.empty(2, 151_936, dtype=torch.int32)
+    rows, penalty = torch.zeros(2, dtype=torch.int64), torch.ones(2)
+    _backend("sampling").penalize(logits, rows, rows, counts, counts > 0, penalty, penalty, penalty)
+
+
+def _score() -> None:
+    ids = torch.zeros(4, dtype=torch.int64)
+    _backend("sampling").score(torch.zeros(4, 32_000), torch.ones(4), ids, 5, ids[:, None])
+
+
+ONE_EACH, CHUNK, BOTH = [1, 1, 1], [100, 30], [1, 100]
+
+# name -> the call; those whose name ends in "e4m3" need a GPU that has that type.
+CALLS: Mapping[str, Callable[[], None]] = {
+    "norm of a 4096 row": lambda: _norm(WIDTH),
+    "norm of heads": _head_norm,
+    "rotate halves": _rotate,
+    "gate silu": lambda: _gate("silu"),
+    "store bf16": lambda: _store(BF16),
+    "store fp8 e4m3": lambda: _store(torch.float8_e4m3fn),
+    "copy pages": _copy,
+    "choose": _choose,
+    "penalize": _penalize,
+    "score": _score,
+    "decode": lambda: _attend(ONE_EACH),
+    "prefill": lambda: _attend(CHUNK),
+    "attend with window, soft cap and sinks": lambda: _attend(
+        BOTH, window=128, soft_cap=30.0, sinks=torch.empty(HEADS)
+    ),
+    "attend fp8 e4m3": lambda: _attend(BOTH, pool_dtype=torch.float8_e4m3fn, k_scale=0.5),
+    "attend with head dim 256": lambda: _attend(BOTH, dim=256),
+}
+# Further types and shapes, for the slow pass.
+MORE_CALLS: Mapping[str, Callable[[], None]] = {
+    "norm of an fp16 row of 3584": lambda: _norm(3584, torch.float16),
+    "norm of an fp32 row of 16384": lambda: _norm(16384, torch.float32),
+    "rotate interleaved": lambda: _rotate(interleaved=True),
+    "gate gelu": lambda: _gate("gelu"),
+    "gate gelu_tanh": lambda: _gate("gelu_tanh", torch.float16),
+    "gate relu": lambda: _gate("relu", torch.float32),
+    "store fp8 e5m2": lambda: _store(torch.float8_e5m2),
+    "attend fp8 e5m2": lambda: _attend(BOTH, pool_dtype=torch.float8_e5m2),
+    "attend fp16 with head dim 64": lambda: _attend(BOTH, dim=64, dtype=torch.float16),
+    "attend fp32": lambda: _attend(BOTH, dtype=torch.float32),
+    "attend fp32 with head dim 256": lambda: _attend(BOTH, dim=256, dtype=torch.float32),
+    "attend with head dim 80": lambda: _attend(BOTH, dim=80),
+    "attend with head dim 96, pages of 1": lambda: _attend(BOTH, dim=96, page=1),
+    "attend with pages of 64": lambda: _attend(BOTH, page=64),
+    "attend without sharing": lambda: _attend(BOTH, heads=KV_HEADS),
+    "decode with a split tile": lambda: _attend(ONE_EACH, split_tile_tokens=256),
+}

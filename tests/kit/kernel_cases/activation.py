@@ -1,0 +1,47 @@
+"""The cases of gated activations, for every implementation."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Case(NamedTuple):
+    activation: str
+    shape: tuple[int, ...] = (3, 10)
+    dtype: torch.dtype = torch.float32
+
+
+CASES = {
+    "silu": Case("silu"),
+    "gelu": Case("gelu"),
+    "gelu_tanh": Case("gelu_tanh"),
+    "relu": Case("relu"),
+    "wider than a program": Case("silu", (2, 2 * 1100)),
+    "three dimensions": Case("gelu", (2, 3, 6)),
+    "half precision": Case("silu", (4, 64), torch.float16),
+    "bfloat16": Case("gelu_tanh", (4, 64), torch.bfloat16),
+}
+
+
+def inputs(case: Case) -> Tensor:
+    return (4 * torch.randn(case.shape, generator=torch.Generator().manual_seed(5))).to(case.dtype)
+
+
+def outputs(backend: ModuleType, case: Case) -> list[Tensor]:
+    return [backend.gate(inputs(case), case.activation)]
+
+
+def expected(case: Case) -> list[Tensor]:
+    """The formulas, in float64."""
+    g, value = inputs(case).double().chunk(2, dim=-1)
+    active = {
+        "silu": g / (1 + torch.exp(-g)),
+        "gelu": 0.5 * g * (1 + torch.erf(g / 2**0.5)),
+        "gelu_tanh": 0.5 * g * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (g + 0.044715 * g**3))),
+        "relu": g.clamp(min=0),
+    }[case.activation]
+    return [active * value]

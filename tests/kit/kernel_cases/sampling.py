@@ -1,0 +1,94 @@
+"""The cases of choosing tokens, for every implementation."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ops.sampling import Choice
+
+OFF = 2**30
+ROWS = 4
+
+
+class Case(NamedTuple):
+    choice: dict[str, Any] = {}
+    vocab_size: int = 100
+    levels: int | None = None  # so many different logits only: the others are equal
+    forbidden: float = 0.0  # share of -inf
+    spoil: float | None = None  # a logit of row 1
+
+
+CASES = {
+    "greedy": Case({"greedy": True}),
+    "greedy among equals": Case({"greedy": True}, levels=3),
+    "greedy among equals, over blocks": Case({"greedy": True}, vocab_size=13000, levels=3),
+    "temperature alone": Case({"temperature": 0.7}),
+    "a vocabulary of more than one block": Case({"temperature": 3.0}, vocab_size=5000),
+    "top_k": Case({"top_k": [1, 3, 40, 99]}),
+    "top_k among equals": Case({"top_k": [1, 7, 40, 99]}, levels=4),
+    "top_p": Case({"top_p": [0.05, 0.5, 0.9, 0.999], "temperature": 2.0}),
+    "top_p among equals": Case({"top_p": [0.05, 0.5, 0.9, 0.999], "temperature": 2.0}, levels=4),
+    "min_p": Case({"min_p": [0.01, 0.1, 0.5, 1.0], "temperature": 1.5}),
+    "all limits": Case({"top_k": 20, "top_p": 0.8, "min_p": 0.05, "temperature": 1.5}),
+    "all limits among equals, over blocks": Case(
+        {"top_k": 3000, "top_p": 0.8, "temperature": 1.5}, vocab_size=5000, levels=5
+    ),
+    "rows of every kind": Case(
+        {"greedy": [True, False, False, False], "top_k": [OFF, 5, OFF, OFF], "top_p": [1.0, 1.0, 0.7, 1.0]}
+    ),
+    "top_k of one among zeros of both signs": Case({"top_k": 1}, levels=3),
+    "top_k and min_p": Case({"top_k": 50, "min_p": 0.3, "temperature": 2.0}),
+    "forbidden tokens": Case({"top_k": [OFF, 90, OFF, 90], "top_p": [0.9, 1.0, 1.0, 0.9]}, forbidden=0.5),
+    "not a number": Case(spoil=float("nan")),
+    "infinite": Case({"greedy": [False, True, False, True]}, spoil=float("inf")),
+}
+UNIFORMS = ((0.0, 0.25, 0.5, 0.99999994), (0.9, 0.1, 0.7, 0.3))
+
+
+def choice(case: Case, uniforms: tuple[float, ...]) -> Choice:
+    values = {"greedy": False, "temperature": 1.0, "top_k": OFF, "top_p": 1.0, "min_p": 0.0}
+    values.update(case.choice, uniform=uniforms)
+    kinds = {"greedy": torch.bool, "top_k": torch.int32}
+    fields = {
+        n: torch.as_tensor(v, dtype=kinds.get(n, torch.float32)).expand(ROWS) for n, v in values.items()
+    }
+    return Choice(**{name: field.contiguous() for name, field in fields.items()})
+
+
+def logits(case: Case) -> Tensor:
+    generator = torch.Generator().manual_seed(11)
+    x = torch.randn(ROWS, case.vocab_size, generator=generator) * 3
+    if case.levels is not None:
+        x = torch.randint(-case.levels // 2, case.levels // 2, x.shape, generator=generator) * 0.5
+        x[:, 0] = -0.0
+    x[torch.rand(x.shape, generator=generator) < case.forbidden] = -torch.inf
+    if case.spoil is not None:
+        x[1, 5] = case.spoil
+    return x
+
+
+def outputs(backend: ModuleType, case: Case) -> list[Tensor]:
+    """Ids and soundness, for each set of uniform numbers."""
+    return [x for u in UNIFORMS for x in backend.choose(logits(case), choice(case, u))]
+
+
+def penalized(backend: ModuleType, vocab_size: int = 100) -> Tensor:
+    """Logits of which rows 3 and 1 are penalised."""
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(ROWS, vocab_size, generator=generator)
+    counts = torch.randint(0, 3, (3, vocab_size), dtype=torch.int32, generator=generator)
+    in_prompt = torch.rand(3, vocab_size, generator=generator) < 0.3
+    penalties = torch.tensor([[0.5, 0.0], [0.25, 1.5], [1.3, 0.8]])
+    backend.penalize(x, torch.tensor([3, 1]), torch.tensor([0, 2]), counts, in_prompt, *penalties)
+    return x
+
+
+def scored(backend: ModuleType, vocab_size: int = 100, num_top: int = 3) -> list[Tensor]:
+    x = logits(Case(vocab_size=vocab_size, levels=20, forbidden=0.1))
+    picked = torch.tensor([[1, 2], [7, 7], [0, 99], [50, 3]])
+    temperature = torch.tensor([1.0, 0.3, 2.0, 1.0])
+    return list(backend.score(x, temperature, torch.tensor([0, 9, 20, 99]), num_top, picked))

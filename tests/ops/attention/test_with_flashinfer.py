@@ -1,0 +1,83 @@
+"""What FlashInfer is told, computed by stand-ins with its signatures."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+import recorded_flashinfer
+from kernel_cases.attention import Case, options, step
+from ops.attention import native, with_flashinfer
+from ops.attention.with_flashinfer import FlashInfer
+from recorded_flashinfer import METHODS, WRAPPERS
+
+HALF = Case(dtype=torch.float16)
+ROWS = ((40, 1), (0, 21), (3, 1), (30, 18), (15, 1), (0, 16))
+CASES = {
+    "mixed rows": HALF._replace(rows=ROWS),
+    "single tokens": HALF._replace(rows=((70, 1), (127, 1), (31, 1)), page_size=32),
+    "long rows": HALF._replace(rows=((0, 60), (7, 9)), page_size=1),
+    "window and soft cap": HALF._replace(rows=ROWS, window=9, soft_cap=2.0),
+    "fp8 with scales": HALF._replace(rows=ROWS, pool_dtype=torch.float8_e4m3fn, k_scale=0.5, v_scale=2.0),
+}
+
+
+@pytest.fixture(autouse=True)
+def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", recorded_flashinfer.module())
+    monkeypatch.setattr(with_flashinfer, "WORKSPACE_BYTES", 16)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_planned_gives_the_result_of_native(name: str) -> None:
+    case = CASES[name]
+    wanted = native.attend(*step(case), **options(case))
+    torch.testing.assert_close(FlashInfer().attend(*step(case), **options(case)), wanted)
+
+
+def test_a_step_is_planned_once_for_all_layers_of_a_kind() -> None:
+    backend, given = FlashInfer(), step(HALF._replace(rows=((70, 1), (5, 1))))
+    plans = []
+    for window in (None, 9, None, 9):
+        backend.attend(*given, scale=0.2, window=window)
+        plans.append([ring[-1].planned["indptr"] for ring in backend._wrappers.values()])
+    assert [len(plan) for plan in plans] == [1, 2, 2, 2]
+    assert plans[3][0] is plans[0][0]
+    assert plans[3][1] is plans[1][1]
+
+
+def test_steps_take_turns_on_the_wrappers() -> None:
+    backend, case = FlashInfer(), HALF._replace(rows=((70, 1),))
+    used = []
+    for _ in range(2 * with_flashinfer.TURNS):
+        backend.attend(*step(case), scale=0.2)
+        (ring,) = backend._wrappers.values()
+        used.append(ring[-1])
+    assert len(set(used)) == with_flashinfer.TURNS
+    assert used[: with_flashinfer.TURNS] == used[with_flashinfer.TURNS :]
+
+
+@pytest.mark.parametrize(
+    "case", [HALF._replace(sinks=True), HALF._replace(head_dim=80), Case(dtype=torch.float32)]
+)
+def test_what_it_lacks_is_refused(case: Case) -> None:
+    with pytest.raises(ValueError, match="use triton"):
+        FlashInfer().attend(*step(case), **options(case))
+
+
+@pytest.mark.skipif(find_spec("flashinfer") is None, reason="flashinfer is not installed")
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_the_record_is_that_of_flashinfer(
+    wrapper: type, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "flashinfer")
+    flashinfer = import_module("flashinfer")
+    real = inspect.signature(getattr(getattr(flashinfer, wrapper.__name__), method))
+    ours = inspect.signature(getattr(wrapper, method))
+    assert list(real.parameters) == list(ours.parameters)

@@ -1,0 +1,97 @@
+"""Attention kernels in the interpreter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+from types import ModuleType
+
+import pytest
+import torch
+
+from kernel_cases.attention import CASES, Case, outputs, step
+from kernel_comparison import agree, differ
+from kernel_mutants import mutant
+from ops.attention import AttentionInputs, native
+
+pytestmark = pytest.mark.interpreter
+
+SHORT_SPLIT = 16  # so that short rows are cut as well
+
+
+@pytest.fixture
+def with_triton(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    from ops.attention import with_triton
+
+    monkeypatch.setattr(with_triton, "MIN_SPLIT_TOKENS", SHORT_SPLIT)
+    return with_triton
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernels_equal_native(name: str, with_triton: ModuleType) -> None:
+    agree(outputs(with_triton, CASES[name]), outputs(native, CASES[name]))
+
+
+@pytest.mark.parametrize("cuts", [{"num_kv_splits": 1}, {"num_kv_splits": 3}, {"split_tile_tokens": 48}])
+def test_any_cut_of_the_keys_gives_the_same(cuts: dict[str, int], with_triton: ModuleType) -> None:
+    case = Case(((70, 1), (127, 1), (3, 1)), window=100, sinks=True)
+    agree(outputs(with_triton, case, **cuts), outputs(native, case))
+
+
+def test_a_row_gives_the_same_bits_alone_and_in_a_batch(with_triton: ModuleType) -> None:
+    q, k_pool, v_pool, inputs = step(Case(((70, 1), (5, 1), (90, 1))))
+    together = with_triton.attend(q, k_pool, v_pool, inputs, scale=0.2)
+    first = AttentionInputs.build([70], [1], inputs.page_table[:1, :5].numpy(), 16)
+    assert torch.equal(with_triton.attend(q[:1], k_pool, v_pool, first, scale=0.2), together[:1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_random_batches_equal_native(seed: int, with_triton: ModuleType) -> None:
+    random = Random(seed)
+    rows = tuple((random.randrange(60), random.choice((1, 1, random.randrange(2, 40)))) for _ in range(4))
+    heads, kv_heads = random.choice(((4, 2), (5, 1), (8, 8), (7, 7), (14, 2)))
+    case = Case(
+        rows,
+        random.choice((1, 4, 16, 32)),
+        heads,
+        kv_heads,
+        random.choice((8, 48, 64)),
+        window=random.choice((None, random.randrange(1, 70))),
+        soft_cap=random.choice((None, 2.0)),
+        sinks=random.random() < 0.5,
+    )
+    agree(outputs(with_triton, case), outputs(native, case))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        # decode
+        ("begin = low + split * size", "begin = low"),
+        ("peak + tl.log2(total)", "peak"),
+        ("token.to(tl.int64) * q_token_stride", "row.to(tl.int64) * q_token_stride"),
+        # merge
+        ("total = total * kept + added", "total = total + added"),
+        ("tl.load(sinks + head).to(tl.float32) * LOG2_E", "tl.load(sinks + head).to(tl.float32)"),
+        ("summed / total * v_scale", "summed / total"),
+        # prefill
+        ("kv_head * GROUP + lines % GROUP", "kv_head * GROUP + 0 * lines"),
+        ("start + tokens, begin", "start + lines, begin"),
+        ("peak = tl.load(sinks + heads, mask=is_query, other=0.0)", "peak = 0.0 * heads"),
+        # all of them
+        ("scores * (2.0 / SOFT_CAP)", "scores * (1.0 / SOFT_CAP)"),
+        ("> positions[:, None] - WINDOW", ">= positions[:, None] - WINDOW"),
+        ("keys % PAGE", "keys % PAGE // 2"),
+    ],
+)
+def test_a_broken_kernel_is_noticed(old: str, new: str, tmp_path: Path) -> None:
+    broken = mutant("attention", old, new, tmp_path)
+    broken.MIN_SPLIT_TOKENS = SHORT_SPLIT  # type: ignore[attr-defined]
+    rows = ((0, 21), (40, 1), (30, 18))
+    cases = [
+        Case(rows, v_scale=2.0),
+        Case(rows, window=9, soft_cap=2.0),
+        Case(rows, sinks=True),
+    ]
+    assert any(differ(outputs(broken, case), outputs(native, case)) for case in cases)
