@@ -112,7 +112,10 @@ class Fleet:
 
     def flush(self) -> bool:
         """Empty the prefix trees; False if one could not be, because something runs there."""
-        return all([replica.schedule.flush() for replica in self.replicas])  # noqa: C419: each is asked
+        flushed = [
+            replica.schedule.flush() for replica in self.replicas
+        ]  # every one, not up to the first False
+        return all(flushed)
 
     @property
     def replicas(self) -> list[Replica]:

@@ -84,6 +84,12 @@ def pool_for(model: Decoder, num_pages: int, page_size: int) -> KVPool:
         page_size,
         int(attention.num_kv_heads),
         int(attention.head_dim),
-        model.embedding.weight.dtype,
+        model.dtype,
         "cpu",
     )
+
+
+def embedded(model: Decoder) -> torch.Tensor:
+    """The weight of the token embedding, [V, E]."""
+    embedding: Any = model.embedding
+    return embedding.weight

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -33,7 +35,7 @@ class FakeTeam:
 def test_spans_cover_an_axis_once_and_never_cut_a_unit(units: int, unit: int, size: int):
     spans = [span("heads", units * unit, unit, rank, size) for rank in range(size)]
     assert spans[0].start == 0
-    assert all(a.start + a.size == b.start for a, b in zip(spans, spans[1:]))
+    assert all(a.start + a.size == b.start for a, b in pairwise(spans))
     assert spans[-1].start + spans[-1].size == units * unit
     assert all(each.size % unit == 0 for each in spans)
     assert max(s.size for s in spans) - min(s.size for s in spans) <= unit

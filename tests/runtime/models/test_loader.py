@@ -89,7 +89,7 @@ def test_torch_files_of_old_versions_load(tmp_path) -> None:
     tensors = load_file(tmp_path / "model.safetensors")
     torch.save(tensors, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
     (tmp_path / "model.safetensors").unlink()
-    loaded = paged_forward.load(path).embedding.weight
+    loaded = paged_forward.embedded(paged_forward.load(path))
     assert torch.equal(loaded, tensors["model.embed_tokens.weight"])
 
 
@@ -159,7 +159,9 @@ def test_bfloat16_checkpoint_loads_exactly(tmp_path) -> None:
     path = tiny_checkpoints.write(tmp_path, dtype="bfloat16")
     stored = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
     for mmap in (True, False):
-        assert torch.equal(paged_forward.load(path, dtype="bfloat16", mmap=mmap).embedding.weight, stored)
+        assert torch.equal(
+            paged_forward.embedded(paged_forward.load(path, dtype="bfloat16", mmap=mmap)), stored
+        )
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
 
 

@@ -40,7 +40,8 @@ no_eps = put("mlp_norm", eps=0.0)
 
 
 def turned_head(model: Decoder) -> None:
-    model.head.weight = torch.nn.Parameter(model.embedding.weight.flip(0), requires_grad=False)
+    head: Any = model.head
+    head.weight = torch.nn.Parameter(paged_forward.embedded(model).flip(0), requires_grad=False)
 
 
 class Variant(NamedTuple):
