@@ -258,17 +258,17 @@ def _body(
     prompt: Prompt | None, sampling_params: Sampling | None, input_ids: Ids | None, options: Mapping[str, Any]
 ) -> GenerateBody:
     """The call as the native API's body, checked in the same way."""
-    unknown = options.keys() - GenerateBody.__dataclass_fields__.keys()
+    unknown = options.keys() - GenerateBody.__dataclass_fields__.keys() | options.keys() & {"stream"}
     if unknown:
-        raise InvalidRequest(f"generate takes no {', '.join(sorted(unknown))}.", param=min(unknown))
+        raise InvalidRequest(f"There is no option {', '.join(sorted(unknown))} here.", param=min(unknown))
     fields = {"text": prompt, "sampling_params": sampling_params, "input_ids": input_ids, **options}
     return decode(GenerateBody, {name: _plain(value) for name, value in fields.items() if value is not None})
 
 
 def _plain(value: Any) -> Any:
-    """Lists for any sequence, dicts for any mapping, as JSON would have them."""
+    """Lists for any sequence, dicts with strings as keys for any mapping, as JSON would have them."""
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         return [_plain(item) for item in value]
     return value

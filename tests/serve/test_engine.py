@@ -65,6 +65,12 @@ async def test_same_seed_gives_the_same_text_alone_and_in_any_crowd(path: str):
     assert answers[5]["text"] == alone[0]["text"] != alone[1]["text"]
 
 
+async def test_logit_bias_may_name_tokens_by_integers(path: str):
+    async with Engine(path) as engine:
+        answer = await engine.generate("x", {**SHORT, "logit_bias": {65: 1000.0}})
+    assert set(answer["output_ids"]) == {65}
+
+
 async def test_wrong_call_hurts_nobody_else(path: str):
     async with Engine(path) as engine:
         good = asyncio.create_task(engine.generate("Once upon a time", {**SHORT, "max_new_tokens": 40}))
@@ -73,6 +79,8 @@ async def test_wrong_call_hurts_nobody_else(path: str):
             {"prompt": "x", "sampling_params": {"temperature": -1}},
             {"prompt": "x", "sampling_params": {"temprature": 1}},
             {"prompt": "x", "no_such_option": 1},
+            {"prompt": "x", "stream": True},
+            {"prompt": b"x"},
             {"prompt": ""},
             {"input_ids": [10**9]},
             {"input_ids": [3] * 5000},
