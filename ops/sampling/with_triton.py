@@ -1,12 +1,12 @@
 """Choosing tokens in Triton: one program for each row, no sort and no second copy of the logits.
 
-Every limit keeps a prefix of the ranking, and so is a token drawn from it: the last one of the shortest prefix
-whose count or mass reaches a number. Such a prefix is found by bisection over the bits of the logits, which
-are in the order of the floats (the pivot method of FlashInfer, arXiv 2501.01005, section 3.4, made exact), then
-by counting equal logits in the order of their ids.
+Every limit keeps a prefix of the ranking, and so is a token drawn from it: the last one of the shortest
+prefix whose count or mass reaches a number. Such a prefix is found by bisection over the bits of the logits,
+which are in the order of the floats, then by counting equal logits in the order of their ids. (Pivots instead
+of a sort are the idea of flashinfer.ai/2025/03/10/sampling.html; here the search is exact.)
 
-Weights are those of `native` but for the last bits of exp, so that a token may differ where a limit or a uniform
-number falls within about 2**-22 of an edge.
+Weights are those of `native` but for the last bits of exp, so that a token may differ where a limit or a
+uniform number falls within about 2**-22 of an edge.
 """
 
 # The types of a launch are not those of its kernel, nor does a reduction say that it gives a tensor.

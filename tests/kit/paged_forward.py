@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,13 @@ from runtime.models.loader import load_model
 from runtime.plan import ModelPlan
 
 
-def load(path: str, overrides: dict | None = None, **changes) -> Decoder:
-    """The model of a checkpoint on the CPU in float32; `changes` are fields of the plan."""
+def load(
+    path: str, overrides: dict | None = None, kernels: Mapping[str, str] | None = None, **changes
+) -> Decoder:
+    """The model of a checkpoint on the CPU in float32; `changes` are fields of the plan.
+
+    `kernels` are choices of `ops.select`.
+    """
     facts = read_facts(path, overrides)
     values = {
         "path": path,
@@ -27,7 +33,7 @@ def load(path: str, overrides: dict | None = None, **changes) -> Decoder:
         "context_length": facts.context_length,
         "random_seed": 0,
     }
-    return load_model(facts, ModelPlan(**{**values, **changes}), select())
+    return load_model(facts, ModelPlan(**{**values, **changes}), select(kernels))
 
 
 def all_logits(

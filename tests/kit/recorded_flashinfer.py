@@ -38,11 +38,8 @@ class _Wrapper:
         starts = [length - count for length, count in zip(lengths, counts)]
         inputs = AttentionInputs.build(starts, counts, table, plan["page_size"])
         window = None if plan["window_left"] < 0 else plan["window_left"] + 1
-        options: dict[str, Any] = {
-            "scale": plan["sm_scale"],
-            "window": window,
-            "soft_cap": plan["logits_soft_cap"] or None,
-        }
+        soft_cap = plan["logits_soft_cap"] or None
+        options: dict[str, Any] = {"scale": plan["sm_scale"], "window": window, "soft_cap": soft_cap}
         options |= {name: scale for name, scale in scales.items() if scale is not None}
         return native.attend(q, *cache, inputs, **options)
 

@@ -1,0 +1,32 @@
+"""Whole models with all Triton kernels in the interpreter: what the layers hand over, in pages and chunks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import paged_forward
+import tiny_checkpoints
+from ops.select import select
+
+pytestmark = pytest.mark.interpreter
+
+CHOICES: dict[str, str] = dict.fromkeys(("activation", "attention", "kv", "norm", "rope"), "with_triton")
+IDS = [[5, 9, 2, 30, 7, 7, 1, 12, 3, 40, 8, 11, 6, 19, 33, 2, 5, 9], [4, 4, 17, 23, 3, 1, 2]]
+
+
+def test_the_choices_are_those_of_triton() -> None:
+    chosen = select(CHOICES)
+    for operation in ("store", "rms_norm", "add_rms_norm", "rotate", "gate"):
+        assert getattr(chosen, operation).__module__.endswith("with_triton")
+    assert chosen.attend is not select().attend
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_every_logit_equals_that_of_native_kernels(family: str) -> None:
+    arguments = {"sliding_window": 6} if family == "mistral" else {}
+    path = tiny_checkpoints.cached(family, **arguments)
+    models = [paged_forward.load(path, kernels=choices) for choices in (CHOICES, None)]
+    found, wanted = (paged_forward.all_logits(model, IDS, page_size=4) for model in models)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-5, rtol=2e-5)
