@@ -56,7 +56,6 @@ def test_rank_reads_no_more_than_its_share(monkeypatch: pytest.MonkeyPatch):
         def count(name, tensor):
             nonlocal read
             read += tensor.numel()
-            assert tensor.untyped_storage().nbytes() == tensor.nbytes  # not a view of all of it
             take(name, tensor)
 
         original(self, count, cuts, num_threads)
