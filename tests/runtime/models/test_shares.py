@@ -1,0 +1,67 @@
+"""The shares of all ranks and stages are the whole checkpoint, and no rank reads more than its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import tiny_checkpoints
+from ops.select import select
+from runtime.models.config import read_facts
+from runtime.models.decoder import Decoder
+from runtime.models.loader import collect_pieces, load_model
+from runtime.models.tensors import TensorFiles
+from runtime.parallel.mesh import Mesh, Place
+from runtime.plan import ModelPlan
+
+
+def load(path: str, place: Place, *, mmap: bool = True) -> Decoder:
+    facts = read_facts(path)
+    plan = ModelPlan(
+        path=path,
+        load_format="auto",
+        dtype="float32",
+        device="cpu",
+        context_length=64,
+        random_seed=0,
+        mmap=mmap,
+    )
+    mesh = Mesh(place, torch.device("cpu"))
+    return load_model(facts, plan, select(), mesh, place.share(facts.num_layers))
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+@pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (4, 1), (1, 3), (2, 2)])
+def test_shares_are_slices_of_the_checkpoint_and_cover_it(tp_size: int, pp_size: int, mmap: bool):
+    path = tiny_checkpoints.cached("qwen2", vocab_size=131)
+    tensors = load_file(Path(path) / "model.safetensors")
+    covered = {name: torch.zeros_like(tensor, dtype=torch.bool) for name, tensor in tensors.items()}
+    for rank in range(tp_size * pp_size):
+        model = load(path, Place(rank=rank, tp_size=tp_size, pp_size=pp_size), mmap=mmap)
+        for name, piece in collect_pieces(model).items():
+            assert torch.equal(piece.target, tensors[name][piece.cut])
+            covered[name][piece.cut] = True
+    assert all(each.all() for each in covered.values())
+
+
+def test_rank_reads_no_more_than_its_share(monkeypatch: pytest.MonkeyPatch):
+    path = tiny_checkpoints.cached("llama")
+    read = 0
+    original = TensorFiles.read_all
+
+    def counting(self, take, cuts, num_threads=1):
+        def count(name, tensor):
+            nonlocal read
+            read += tensor.numel()
+            take(name, tensor)
+
+        original(self, count, cuts, num_threads)
+
+    monkeypatch.setattr(TensorFiles, "read_all", counting)
+    model = load(path, Place(rank=1, tp_size=2))
+    assert read == sum(parameter.numel() for parameter in model.parameters())
+    whole = sum(tensor.numel() for tensor in load_file(Path(path) / "model.safetensors").values())
+    assert read < 0.55 * whole
