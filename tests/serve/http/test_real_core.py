@@ -12,7 +12,9 @@ import pytest
 import http_server
 import scripted_core
 from runtime.actors.core import Core
+from runtime.errors import ContextOverflow
 from serve.app import build_app
+from serve.openai import completions
 
 
 class Running(NamedTuple):
@@ -67,8 +69,8 @@ async def test_wrong_parameters_are_named_as_the_client_knows_them(running: Runn
     ):
         response = await running.http.post("/generate", json={"input_ids": [5], "sampling_params": sampling})
         assert (response.status_code, response.json()["error"]["param"]) == (400, param)
-    response = await running.http.post("/v1/completions", json={"prompt": [5], "max_tokens": 99999})
-    assert (response.status_code, response.json()["param"]) == (400, "max_tokens")
+    overflow = ContextOverflow("Too much.", param="max_new_tokens")
+    assert completions.DIALECT.failure(overflow).param == "max_tokens"
 
 
 async def test_failed_step_is_told_without_its_secret(running: Running) -> None:
