@@ -57,7 +57,9 @@ class SamplingParams:
             if value is None:
                 continue
             if not math.isfinite(value) or not low <= value <= high:
-                raise InvalidRequest(f"{name} must be {_range_text(low, high)}, not {value}.", param=name)
+                raise InvalidRequest(
+                    f"{name} must be {_range_text(low, high, value)}, not {value}.", param=name
+                )
         if self.top_p <= 0:
             raise InvalidRequest(f"top_p must be in (0, 1], not {self.top_p}.", param="top_p")
         if self.top_k == 0:
@@ -106,8 +108,10 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
 )
 
 
-def _range_text(low: float, high: float) -> str:
-    return f"at least {low:g}" if high >= 2**31 - 1 else f"in [{low:g}, {high:g}]"
+def _range_text(low: float, high: float, value: float) -> str:
+    if high < 2**31 - 1:
+        return f"in [{low:g}, {high:g}]"
+    return f"at least {low:g}" if value < low else f"at most {high}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +126,8 @@ class LogprobParams:
     def __post_init__(self) -> None:
         if not 0 <= self.top <= MAX_TOP_LOGPROBS:
             raise InvalidRequest(
-                f"At most {MAX_TOP_LOGPROBS} top logprobs are allowed.", param="top_logprobs_num"
+                f"top_logprobs_num must be in [0, {MAX_TOP_LOGPROBS}], not {self.top}.",
+                param="top_logprobs_num",
             )
         if len(self.token_ids) > MAX_BIASES:
             raise InvalidRequest(

@@ -355,8 +355,10 @@ def _kind(value: Any) -> str:
         return "null"
     if value is True or value is False:
         return "true" if value else "false"
+    if type(value) is float and not math.isfinite(value):
+        return f"{value}"
     names = {str: "a string", int: "an integer", float: "a number", list: "a list", dict: "an object"}
-    return names.get(type(value), "that")
+    return names.get(type(value), f"a {type(value).__name__}")
 
 
 _WORDS: dict[Any, str] = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}

@@ -6,10 +6,11 @@ from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequen
 from contextlib import ExitStack, aclosing
 from functools import partial
 from typing import Any, Self
+from weakref import finalize
 
 import anyio
 import anyio.to_thread
-from anyio.from_thread import BlockingPortal, start_blocking_portal
+from anyio.from_thread import BlockingPortal
 
 from ops.machine import Machine
 from runtime.actors.assemble import assemble, prepare
@@ -22,6 +23,7 @@ from serve.demo import demo_path
 from serve.hosted import Hosted
 from serve.native.answers import Answers
 from serve.native.schema import GenerateBody, requests_of
+from serve.portal import open_portal
 from serve.replies import close_all, each, first_error, submit_all
 
 Prompt = str | Sequence[str]
@@ -193,13 +195,14 @@ class SyncEngine:
             for piece in engine.stream("Once upon a time"):
                 print(piece["delta"], end="")
 
-    It runs an `Engine` on a loop of its own in a thread of its own. Calls may come from several threads.
+    It runs an `Engine` on a loop of its own in a thread of its own. Calls may come from several threads; one
+    that is interrupted (Ctrl-C) ends its request. An engine that nobody closed is closed when the process ends.
     """
 
     def __init__(self, model_path: str | None = None, **options: Any) -> None:
         self._engine = Engine(model_path, **options)
-        self._stack = ExitStack()
         self._portal: BlockingPortal | None = None
+        self._at_exit: finalize[[], SyncEngine] | None = None
 
     def __enter__(self) -> Self:
         self.start()
@@ -210,46 +213,60 @@ class SyncEngine:
 
     def start(self) -> None:
         """Load the model; return when requests are taken."""
+        if self._portal is not None:
+            raise EngineClosed("The engine is already started.")
         with ExitStack() as stack:
-            portal = stack.enter_context(start_blocking_portal(name="penstock-sync"))
+            portal = stack.enter_context(open_portal("penstock-sync"))
             portal.call(self._engine.start)
             stack.callback(portal.call, self._engine.aclose)
             self._portal = portal
-            self._stack = stack.pop_all()
+            self._at_exit = finalize(self, stack.pop_all().close)
 
     def close(self) -> None:
         """End every request and give everything back. Does nothing the second time."""
         self._portal = None
-        self._stack.close()
+        if self._at_exit is not None:
+            self._at_exit()
 
     def generate(self, *args: Any, **options: Any) -> Any:
         """See `Engine.generate`."""
-        return self._running.call(partial(self._engine.generate, *args, **options))
+        return self._call(partial(self._engine.generate, *args, **options))
 
     def stream(self, *args: Any, **options: Any) -> Generator[dict[str, Any], None, None]:
         """See `Engine.stream`."""
-        portal = self._running
         pieces = self._engine.stream(*args, **options)
+        while True:
+            try:
+                piece = self._call(pieces.__anext__)
+            except StopAsyncIteration:
+                return
+            try:
+                yield piece
+            except BaseException:  # the caller leaves
+                if self._portal is not None:
+                    self._call(pieces.aclose)
+                raise
+
+    def _call(self, function: Callable[[], Any]) -> Any:
+        """Call on the engine's loop and wait. Interrupted, it cancels the call."""
+        future = self._running.start_task_soon(function)
         try:
-            while True:
-                try:
-                    yield portal.call(pieces.__anext__)
-                except StopAsyncIteration:
-                    return
-        finally:
-            portal.call(pieces.aclose)
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
 
     def abort(self, rid: str = "", *, abort_all: bool = False) -> int:
         """See `Engine.abort`."""
-        return self._running.call(partial(self._engine.abort, rid, abort_all=abort_all))
+        return self._call(partial(self._engine.abort, rid, abort_all=abort_all))
 
     def flush_cache(self) -> bool:
         """See `Engine.flush_cache`."""
-        return self._running.call(self._engine.flush_cache)
+        return self._call(self._engine.flush_cache)
 
     def status(self) -> Status:
         """See `Engine.status`."""
-        return self._running.call(self._engine.status)
+        return self._call(self._engine.status)
 
     @property
     def _running(self) -> BlockingPortal:
@@ -262,17 +279,17 @@ def _body(
     prompt: Prompt | None, sampling_params: Sampling | None, input_ids: Ids | None, options: Mapping[str, Any]
 ) -> GenerateBody:
     """The call as the native API's body, checked in the same way."""
-    unknown = options.keys() - GenerateBody.__dataclass_fields__.keys()
+    unknown = options.keys() - GenerateBody.__dataclass_fields__.keys() | options.keys() & {"stream"}
     if unknown:
-        raise InvalidRequest(f"generate takes no {', '.join(sorted(unknown))}.", param=min(unknown))
+        raise InvalidRequest(f"There is no option {', '.join(sorted(unknown))} here.", param=min(unknown))
     fields = {"text": prompt, "sampling_params": sampling_params, "input_ids": input_ids, **options}
     return decode(GenerateBody, {name: _plain(value) for name, value in fields.items() if value is not None})
 
 
 def _plain(value: Any) -> Any:
-    """Lists for any sequence, dicts for any mapping, as JSON would have them."""
+    """Lists for any sequence, dicts with strings as keys for any mapping, as JSON would have them."""
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         return [_plain(item) for item in value]
     return value

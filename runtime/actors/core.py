@@ -263,6 +263,9 @@ class Core:
         if request.ids is not None:
             if not request.ids:
                 raise InvalidRequest("The prompt is empty.", param="input_ids")
+            # Before every id is looked at: a body holds millions, and this is the loop.
+            if not request.truncate and len(request.ids) > self.plan.model.context_length:
+                raise self._too_long(request, len(request.ids))
             if min(request.ids) < 0 or max(request.ids) >= vocab:
                 raise InvalidRequest(f"Token ids must be in [0, {vocab}).", param="input_ids")
         sampling = request.sampling
@@ -284,11 +287,7 @@ class Core:
         needs_room = 0 if sampling.max_new_tokens == 0 else 1
         if len(ids) + needs_room > context:
             if not request.truncate:
-                raise ContextOverflow(
-                    f"The input ({len(ids)} tokens) is longer than the model's context length "
-                    f"({context} tokens).",
-                    param="text" if request.text is not None else "input_ids",
-                )
+                raise self._too_long(request, len(ids))
             ids = ids[: context - needs_room]
         new = sampling.max_new_tokens
         if new is not None and len(ids) + new > context:
@@ -307,6 +306,14 @@ class Core:
                 param="logprob_start_len",
             )
         return replace(request, ids=ids, sampling=sampling)
+
+    def _too_long(self, request: Request, count: int) -> ContextOverflow:
+        context = self.plan.model.context_length
+        trouble = "is longer than" if count > context else "leaves no room for output in"
+        return ContextOverflow(
+            f"The input ({count} tokens) {trouble} the model's context length ({context} tokens).",
+            param="text" if request.text is not None else "input_ids",
+        )
 
 
 def _failure(group: BaseExceptionGroup) -> EngineFailure:

@@ -104,8 +104,15 @@ def find_weights(directory: Path, load_format: str = "auto") -> WeightFiles:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """Names, dtypes, shapes and offsets of a safetensors file. Raises CheckpointError for a damaged one."""
-    with file.open("rb") as stream:
+    """Names, dtypes, shapes and offsets of a safetensors file.
+
+    Raises CheckpointError for a damaged one, and for one that cannot be opened.
+    """
+    try:
+        stream = file.open("rb")
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}.") from error
+    with stream:
         length = int.from_bytes(stream.read(8), "little")
         if not 2 <= length <= MAX_HEADER_BYTES:
             raise CheckpointError(f"{file} is no safetensors file.")

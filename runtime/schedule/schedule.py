@@ -221,7 +221,7 @@ class Schedule:
         if needed > min(sequence.max_tokens, self._max_tokens):
             raise ContextOverflow(
                 f"The prompt has {num_prompt} tokens; at most {self._max_tokens} fit, with the output.",
-                param="input_ids",
+                param="input_ids" if sequence.request.text is None else "text",
             )
         for token_id in sequence.sampling.logit_bias:
             if not 0 <= token_id < self._vocab_size:

@@ -123,8 +123,10 @@ def _tool_call(call: Any, path: str) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
-        except ValueError as error:
-            raise InvalidRequest("The arguments are no JSON.", param=f"{path}.function.arguments") from error
+        except (ValueError, RecursionError) as error:  # no JSON, or nested too deep to be read
+            raise InvalidRequest(
+                "The arguments are no JSON that can be read.", param=f"{path}.function.arguments"
+            ) from error
     if not isinstance(arguments, Mapping):
         raise InvalidRequest("The arguments must be an object.", param=f"{path}.function.arguments")
     return {**call, "function": {**function, "arguments": dict(arguments)}}

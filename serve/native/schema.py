@@ -90,8 +90,10 @@ def check_choices(num_prompts: int, n: int) -> None:
 
 
 def _prompts(body: GenerateBody) -> Sequence[str | list[int]]:
-    if (body.text is None) == (body.input_ids is None):
-        raise InvalidRequest("Either text or input_ids must be given, not both.", param="text")
+    if body.text is None and body.input_ids is None:
+        raise InvalidRequest("Either text or input_ids must be given.", param="text")
+    if body.text is not None and body.input_ids is not None:
+        raise InvalidRequest("text and input_ids must not be given together.", param="text")
     given: Any = body.input_ids if body.text is None else body.text
     name = "input_ids" if body.text is None else "text"
     prompts = given if body.is_batch else [given]

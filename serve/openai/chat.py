@@ -24,9 +24,7 @@ from serve.openai.schema import NAMES, ChatBody, Message
 from serve.replies import json_response, submit_all, wait_all
 from serve.sse import EventStream
 
-DIALECT = Dialect(
-    openai_body, {**NAMES, "text": "messages", "input_ids": "messages", "top_logprobs_num": "top_logprobs"}
-)
+DIALECT = Dialect(openai_body, {**NAMES, "text": "messages", "top_logprobs_num": "top_logprobs"})
 TEMPERATURE = 0.7  # of this endpoint, where neither the model nor the user says another
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 RESERVED_KWARGS = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})

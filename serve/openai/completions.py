@@ -72,6 +72,11 @@ class CompletionsDoor:
 
     def _read(self, raw: bytes) -> _Call:
         core, body = self._core, decode_body(CompletionBody, raw)
+        tokenizer = core.tokenizer
+        if tokenizer is None:
+            raise InvalidRequest(
+                "This server has no tokenizer; use /generate with input_ids.", param="prompt"
+            )
         model = check_model(core, body.model)
         if body.best_of is not None and body.best_of != body.n:
             raise InvalidRequest("best_of is not built yet; leave it out or make it n.", param="best_of")
@@ -95,14 +100,8 @@ class CompletionsDoor:
             )
             for prompt, label in zip(prompts, labels, strict=True)
         ]
-        return _Call(body, model, requests, [self._echo(p) for p in prompts] if body.echo else None)
-
-    def _echo(self, prompt: str | list[int]) -> str:
-        if isinstance(prompt, str):
-            return prompt
-        if self._core.tokenizer is None:
-            raise InvalidRequest("echo needs a tokenizer; this server has none.", param="echo")
-        return self._core.tokenizer.decode(prompt)
+        echoes = [p if isinstance(p, str) else tokenizer.decode(p) for p in prompts] if body.echo else None
+        return _Call(body, model, requests, echoes)
 
 
 def _prompts(body: CompletionBody) -> tuple[Sequence[str | list[int]], bool]:

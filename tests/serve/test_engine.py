@@ -5,6 +5,8 @@ import gc
 import logging
 import multiprocessing
 import signal
+import subprocess
+import sys
 import threading
 import weakref
 from typing import Any
@@ -65,6 +67,12 @@ async def test_same_seed_gives_the_same_text_alone_and_in_any_crowd(path: str):
     assert answers[5]["text"] == alone[0]["text"] != alone[1]["text"]
 
 
+async def test_logit_bias_may_name_tokens_by_integers(path: str):
+    async with Engine(path) as engine:
+        answer = await engine.generate("x", {**SHORT, "logit_bias": {65: 1000.0}})
+    assert set(answer["output_ids"]) == {65}
+
+
 async def test_wrong_call_hurts_nobody_else(path: str):
     async with Engine(path) as engine:
         good = asyncio.create_task(engine.generate("Once upon a time", {**SHORT, "max_new_tokens": 40}))
@@ -73,6 +81,8 @@ async def test_wrong_call_hurts_nobody_else(path: str):
             {"prompt": "x", "sampling_params": {"temperature": -1}},
             {"prompt": "x", "sampling_params": {"temprature": 1}},
             {"prompt": "x", "no_such_option": 1},
+            {"prompt": "x", "stream": True},
+            {"prompt": b"x"},
             {"prompt": ""},
             {"input_ids": [10**9]},
             {"input_ids": [3] * 5000},
@@ -157,6 +167,38 @@ async def test_sync_engine_works_beside_a_running_loop(path: str):
 def test_sync_engine_works_without_a_loop(path: str):
     with SyncEngine(path) as engine:
         assert engine.generate("Once", SHORT)["meta_info"]["completion_tokens"] <= 8
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "print(engine.generate('Once', {'max_new_tokens': 2})['meta_info']['completion_tokens'])",
+        "print(next(engine.stream('Once', {'max_new_tokens': 2}))['meta_info']['completion_tokens'] + 1)",
+    ],
+)
+def test_process_ends_though_nobody_closed_the_engine(path: str, lines: str):
+    code = f"from serve import SyncEngine; engine = SyncEngine({path!r}); engine.start(); {lines}"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "2\n", "")
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_interrupt_of_a_sync_call_ends_its_request(path: str, streamed: bool):
+    endless = {"max_new_tokens": 1900, "ignore_eos": True}
+    with SyncEngine(path) as engine:
+
+        def interrupt() -> None:
+            while not engine.status().num_running:
+                pass
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+        threading.Thread(target=interrupt).start()
+        with pytest.raises(KeyboardInterrupt):
+            list(engine.stream("Once", endless)) if streamed else engine.generate("Once", endless)
+        while engine.status().num_requests:
+            pass
+        assert engine.status().num_generated < 1800
+        assert engine.generate("Once", SHORT)["output_ids"]
 
 
 async def test_prompt_logprobs_do_not_depend_on_the_cache(path: str):

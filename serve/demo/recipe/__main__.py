@@ -24,17 +24,17 @@ from serve.demo.recipe.steps import Mixture
 from serve.demo.recipe.training import Schedule, Trainer
 
 SHARES = {  # of the tokens; skill by skill
-    "arguments": 0.16,
-    "arithmetic": 0.27,
-    "tools": 0.17,
-    "dialogue": 0.07,
-    "extraction": 0.13,
-    "tables": 0.045,
-    "repeating": 0.07,
-    "conversions": 0.03,
-    "penstock": 0.025,
+    "arguments": 0.12,
+    "arithmetic": 0.26,
+    "tools": 0.16,
+    "dialogue": 0.09,
+    "extraction": 0.19,
+    "tables": 0.04,
+    "repeating": 0.065,
+    "conversions": 0.025,
+    "penstock": 0.03,
     "stories": 0.01,
-    "refusal": 0.02,
+    "refusal": 0.01,
 }
 COUNTS = {  # documents, enough for one walk or a few
     "arguments": 120_000,

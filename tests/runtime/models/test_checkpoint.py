@@ -88,3 +88,9 @@ def test_what_is_no_safetensors_file_is_refused(tmp_path, content) -> None:
     file.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
         read_header(file)
+
+
+def test_weight_file_that_cannot_be_opened_is_refused(tmp_path) -> None:
+    (tmp_path / "model.safetensors").mkdir()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
+        read_header(tmp_path / "model.safetensors")

@@ -178,7 +178,7 @@ def test_loading_a_tokenizer_imports_neither_torch_nor_transformers(tmp_path):
     code = f"""
 import sys
 from runtime.text.source import read
-from runtime.text import tokenizer, logprobs
+from runtime.text import tokenizer
 from runtime.plan import TextPlan
 read(TextPlan(tokenizer_path={str(tmp_path)!r}, mode="auto", trust_remote_code=False, revision=None,
               chat_template=None))

@@ -25,6 +25,12 @@ async def chunks(served: Served, **options: Any) -> list[Any]:
     return [chunk async for chunk in await chat(served, stream=True, **options)]
 
 
+def called(arguments: str) -> dict[str, Any]:
+    """A message of the assistant with a tool call."""
+    function = {"name": "f", "arguments": arguments}
+    return {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": function}]}
+
+
 async def test_message_is_answered(served: Served) -> None:
     answer = await chat(served)
     [choice] = answer.choices
@@ -223,6 +229,9 @@ async def test_model_is_known_by_name_and_path(served: Served) -> None:
             "messages.0.content.0.type",
         ),
         ({"messages": [{"role": "user", "content": "long " * 600}]}, "messages"),
+        ({"messages": [called('{"a":' * 9000)]}, "messages.0.tool_calls.0.function.arguments"),
+        ({"messages": [called("[" * 99_000)]}, "messages.0.tool_calls.0.function.arguments"),
+        ({"extra_body": {"input_ids": [1]}}, "input_ids"),
     ],
 )
 async def test_wrong_parameter_is_named(served: Served, options: dict[str, Any], param: str) -> None:

@@ -170,3 +170,9 @@ async def test_wrong_parameter_is_named(served: Served, options: dict[str, Any],
 
 async def test_best_of_n_is_n(served: Served) -> None:
     assert len((await complete(served, n=2, best_of=2)).choices) == 2
+
+
+async def test_completions_without_a_tokenizer_are_refused(serve: Serve) -> None:
+    served = await serve(fake_core.FakeCore(None))
+    with pytest.raises(openai.BadRequestError, match="use /generate with input_ids"):
+        await complete(served, prompt=[1, 2])

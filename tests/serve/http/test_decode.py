@@ -64,7 +64,7 @@ def refusal(value: Any, cls: type = Body) -> tuple[str | None, str]:
         ({"prompt": "", "count": 6}, "count", "count must be in [1, 5]."),
         ({"prompt": "", "count": 1e300}, "count", "count is too large."),
         ({"prompt": "", "ratio": 10**30}, "ratio", "ratio is too large."),
-        ({"prompt": "", "ratio": float("nan")}, "ratio", "ratio must be a number, not a number."),
+        ({"prompt": "", "ratio": float("nan")}, "ratio", "ratio must be a number, not nan."),
         ({"prompt": "", "ratio": False}, "ratio", "ratio must be a number, not false."),
         ({"prompt": "", "flag": 1}, "flag", "flag must be true or false, not an integer."),
         ({"prompt": "", "mode": "odd"}, "mode", 'mode must be "fast" or "slow".'),

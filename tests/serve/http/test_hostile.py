@@ -110,6 +110,20 @@ async def test_generate_names_what_is_wrong(served: Served, body: dict[str, Any]
     assert served.core.num_open == 0
 
 
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({}, "must be given."),
+        ({"text": "a", "input_ids": [1]}, "together"),
+        ({"text": "a", "sampling_params": {"max_new_tokens": 2**31}}, "at most 2147483647, not 2147483648"),
+        ({"text": "a", "return_logprob": True, "top_logprobs_num": -1}, "must be in [0, 128], not -1"),
+    ],
+)
+async def test_message_says_which_limit_was_passed(served: Served, body: dict[str, Any], words: str) -> None:
+    response = await served.http.post(GENERATE, json=body)
+    assert words in response.json()["error"]["message"]
+
+
 async def test_declared_length_over_the_cap_is_refused_unread(served: Served) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", int(served.url.rsplit(":", 1)[1]))
     head = f"POST {GENERATE} HTTP/1.1\r\nHost: x\r\nContent-Length: {MAX_BODY_BYTES + 1}\r\n\r\n"

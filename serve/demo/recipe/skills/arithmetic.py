@@ -150,7 +150,7 @@ def _drill(rng: Random, split: Split) -> Prose:
 def _chain(rng: Random, split: Split) -> Conversation:
     """Several problems in one conversation."""
     messages: list[Message] = []
-    thinking = rng.random() < 0.2
+    thinking = rng.random() < 0.35
     for _ in range(rng.randint(2, 4)):
         exchange = _single(rng, split, thinking)
         messages.extend(exchange.messages)
@@ -169,11 +169,11 @@ def _single(rng: Random, split: Split, thinking: bool, system: str = "") -> Conv
 def document(rng: Random, split: Split) -> Document:
     """A drill sheet, one problem, or a few in a row."""
     chance = rng.random()
-    if chance < 0.3:
+    if chance < 0.2:
         return _drill(rng, split)
-    if chance < 0.6:
+    if chance < 0.5:
         return _chain(rng, split)
-    return _single(rng, split, rng.random() < 0.3, maybe_system(rng))
+    return _single(rng, split, rng.random() < 0.45, maybe_system(rng))
 
 
 def ends_with(value: int) -> Callable[[str], bool]:

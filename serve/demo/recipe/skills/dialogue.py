@@ -45,7 +45,8 @@ MEMORIES: dict[str, Memory] = {
         "my name.",
         "People call me {v}.|Good day, {v} here.|You can call me {v}.",
         "Nice to meet you, {v}.",
-        "What is my name?|What was my name?|Do you know my name?|Who am I?|How am I called?",
+        "Tell me my name again.|I told you my name. Which is it?|Do you recall my name?|Say my name.|What "
+        "is my name?|What was my name?|Do you know my name?|Who am I?|How am I called?",
         "Can you still tell me my name?|Which name did I give you?|Do you remember what I am called?",
         "Your name is {v}.",
     ),
@@ -55,7 +56,8 @@ MEMORIES: dict[str, Memory] = {
         "my colour.",
         "The colour I like best is {v}.|Of all colours I prefer {v}.",
         "I will remember the colour {v}.",
-        "What is my favourite colour?|Which colour do I like?|What was my colour?|Do you know my favourite "
+        "Tell me my colour again.|I told you a colour. Which one?|Do you recall the colour I like?|What is "
+        "my favourite colour?|Which colour do I like?|What was my colour?|Do you know my favourite "
         "colour?",
         "Can you still tell me my favourite colour?|Which colour did I say I like?",
         "Your favourite colour is {v}.",
@@ -66,7 +68,8 @@ MEMORIES: dict[str, Memory] = {
         "The number is {v}.",
         "Please note the number {v}.|Here is a number for you: {v}.",
         "I will remember the number {v}.",
-        "What is my number?|What was the number?|Which number did I tell you?|Do you know the number?",
+        "Tell me the number again.|I gave you a number. Which one?|Do you recall the number?|What is my "
+        "number?|What was the number?|Which number did I tell you?|Do you know the number?",
         "Can you still tell me the number?|Which number should you remember?",
         "Your number is {v}.",
     ),
@@ -76,7 +79,8 @@ MEMORIES: dict[str, Memory] = {
         "from {v}.",
         "The place where I live is {v}.|My home town is {v}.",
         "I will remember that you live in {v}.",
-        "Where do I live?|Which city do I live in?|Where am I from?|What is my city?|What was my city?",
+        "Tell me again where I live.|I told you my city. Which one?|Do you recall where I am from?|Where "
+        "do I live?|Which city do I live in?|Where am I from?|What is my city?|What was my city?",
         "Can you still tell me where I live?|Which place did I say I live in?",
         "You live in {v}.",
     ),
@@ -85,7 +89,8 @@ MEMORIES: dict[str, Memory] = {
         "I have a {v}.|My pet is a {v}.|At home I have a {v}.|There is a {v} at my home.",
         "I own a {v}.|My family has a {v}.",
         "That sounds like a nice pet.",
-        "What pet do I have?|Which animal do I have?|What is my pet?|What was my pet?",
+        "Tell me again what pet I have.|I told you about my pet. What is it?|Do you recall my animal?|What "
+        "pet do I have?|Which animal do I have?|What is my pet?|What was my pet?",
         "Can you still tell me what pet I have?|Which animal did I say I own?",
         "You have a {v}.",
     ),
@@ -94,7 +99,9 @@ MEMORIES: dict[str, Memory] = {
         "My favourite food is {v}.|I like to eat {v}.|I love {v}.|I eat {v} every day.",
         "The food I like best is {v}.|What I enjoy most at dinner is {v}.",
         "I will remember that you like {v}.",
-        "What is my favourite food?|What do I like to eat?|Which food do I like?|What was my favourite food?",
+        "Tell me again what I like to eat.|I told you my food. Which one?|Do you recall what I like to "
+        "eat?|What is my favourite food?|What do I like to eat?|Which food do I like?|What was my "
+        "favourite food?",
         "Can you still tell me my favourite food?|Which food did I say I like?",
         "Your favourite food is {v}.",
     ),
@@ -103,7 +110,8 @@ MEMORIES: dict[str, Memory] = {
         "I work as a {v}.|I am a {v}.|My job is {v}.|I have been a {v} for years.",
         "I earn my money as a {v}.|By profession I am a {v}.",
         "I will remember that you are a {v}.",
-        "What is my job?|What do I work as?|What was my job?|Which job do I have?",
+        "Tell me again what I work as.|I told you my job. Which one?|Do you recall my job?|What is my job?|"
+        "What do I work as?|What was my job?|Which job do I have?",
         "Can you still tell me my job?|Which job did I say I have?",
         "You are a {v}.",
     ),

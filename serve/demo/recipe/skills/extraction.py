@@ -100,51 +100,64 @@ def _said(train: str, held: str) -> Patterns:
 
 RECORDS: tuple[Record, ...] = (
     Record(_person, _said(
+        "This is {name}, {age} years old, who lives in {city}.|{city} is the home of {name}, who is {age}.|"
         "{name} is {age} years old and lives in {city}.|{name}, {age}, lives in {city}.|{name} from {city} "
         "is {age}.|"
         "I am {name}, {age} years old, from {city}.|In {city} lives {name}, aged {age}.",
         "{name} lives in {city} and is {age} years old.|My name is {name}, I am {age} and I live in "
         "{city}.")),
     Record(_worker, _said(
-        "{name} works as a {job} in {city}.|{name} is a {job} from {city}.|In {city}, {name} works as a "
+        "Ask {name}, the {job} in {city}.|I know {name}, a {job} in {city}.|{name} works as a {job} in "
+        "{city}.|{name} is a {job} from {city}.|In {city}, {name} works as a "
         "{job}.|"
         "The {job} {name} lives in {city}.",
         "{name} lives in {city} and is a {job}.|A {job} called {name} works in {city}.")),
     Record(_order, _said(
-        "I would like to order {quantity} {item} for {price} euros.|{quantity} {item} cost {price} euros.|"
+        "We need {quantity} {item}, we pay {price} euros.|{price} euros is the price for {quantity} "
+        "{item}.|I would like to order {quantity} {item} for {price} euros.|{quantity} {item} cost {price} "
+        "euros.|"
         "She bought {quantity} {item} and paid {price} euros.|Order: {quantity} {item}, {price} euros.",
         "Please send {quantity} {item}, the price is {price} euros.|He paid {price} euros for {quantity} "
         "{item}.")),
     Record(_meeting, _said(
-        "Meet {person} on {day} at {hour} o'clock.|{person} comes on {day} at {hour}.|On {day} at {hour} I "
+        "At {hour} on {day} {person} has time.|Talk to {person} on {day}, {hour} o'clock.|Meet {person} on "
+        "{day} at {hour} o'clock.|{person} comes on {day} at {hour}.|On {day} at {hour} I "
         "meet {person}."
         "|The meeting with {person} is on {day} at {hour}.",
         "I have a meeting with {person} on {day} at {hour} o'clock.|{person} wants to talk at {hour} on "
         "{day}.")),
     Record(_pet, _said(
-        "{owner} has a {colour} {animal} called {name}.|The {colour} {animal} {name} belongs to {owner}.|"
+        "{owner} bought a {animal}, it is {colour} and called {name}.|The {animal} {name} is {colour} and "
+        "lives at the house of {owner}.|{owner} has a {colour} {animal} called {name}.|The {colour} "
+        "{animal} {name} belongs to {owner}.|"
         "{name} is the {colour} {animal} of {owner}.",
         "{owner} owns a {colour} {animal} named {name}.|{name}, a {colour} {animal}, lives with {owner}.")),
     Record(_flight, _said(
-        "A flight from {from} to {to} on {day}.|On {day} we fly from {from} to {to}.|The train from {from} "
+        "I want to go to {to} from {from} on {day}.|{day}: {from} to {to}.|A flight from {from} to {to} on "
+        "{day}.|On {day} we fly from {from} to {to}.|The train from {from} "
         "to {to} "
         "leaves on {day}.|I travel to {to} on {day}, from {from}.",
         "Book a ticket from {from} to {to} for {day}.|She goes from {from} to {to} on {day}.")),
     Record(_book, _said(
-        "{title} was written by {author} in {year}.|In {year}, {author} wrote {title}.|{author} published "
+        "{author} is the author of {title}, {year}.|Read {title} ({author}, {year}).|{title} was written "
+        "by {author} in {year}.|In {year}, {author} wrote {title}.|{author} published "
         "{title} in "
         "{year}.|The book {title} by {author} is from {year}.",
         "{title} is a book by {author} from {year}.|The author of {title} ({year}) is {author}.")),
     Record(_product, _said(
-        "The {colour} {product} cost {price} euros.|We sell {colour} {product} for {price} euros.|"
+        "{colour} {product}, {price} euros.|You pay {price} euros for the {colour} {product}.|The {colour} "
+        "{product} cost {price} euros.|We sell {colour} {product} for {price} euros.|"
         "For {price} euros you get {colour} {product}.",
         "The price of the {colour} {product} is {price} euros.|{price} euros for {colour} {product}.")),
     Record(_birthday, _said(
-        "{name} was born on {month} {day}.|The birthday of {name} is {month} {day}.|On {month} {day} is "
+        "{month} {day} is the day when {name} was born.|We celebrate {name} on {month} {day}.|{name} was "
+        "born on {month} {day}.|The birthday of {name} is {month} {day}.|On {month} {day} is "
         "{name}'s birthday.",
         "{name} has a birthday on {month} {day}.|{name}'s birthday: {month} {day}.")),
     Record(_meal, _said(
-        "{name} at table {table} wants {food}.|Table {table}: {food} for {name}.|{name} ordered {food} at "
+        "Take the {food} to table {table}, it is for {name}.|{food} for table {table}, the guest is "
+        "{name}.|{name} at table {table} wants {food}.|Table {table}: {food} for {name}.|{name} ordered "
+        "{food} at "
         "table {table}.",
         "Bring {food} to {name} at table {table}.|At table {table}, {name} eats {food}.")),
 )  # fmt: skip
