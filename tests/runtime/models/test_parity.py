@@ -187,7 +187,7 @@ def path_of(name: str) -> str:
 
 def load(name: str, overrides: dict[str, Any] | None = None) -> Decoder:
     context = VARIANTS[name].context_length
-    changes = {} if context is None else {"context_length": context}
+    changes: dict[str, Any] = {} if context is None else {"context_length": context}
     return paged_forward.load(path_of(name), overrides, **changes)
 
 
