@@ -53,6 +53,7 @@ def write(checkpoint: Path, tokenizer: Tokenizer, folder: Path) -> None:
     state = torch.load(checkpoint, map_location="cpu", weights_only=True)["network"]
     tensors = {f"model.{name}": weight.to(torch.bfloat16).contiguous() for name, weight in state.items()}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)  # safetensors lets only the owner read
     ends = [tokenizer.token_to_id(name) for name in ("<|im_end|>", "<|endoftext|>")]
     generation = {
         "eos_token_id": ends,
