@@ -66,12 +66,16 @@ class Machine:
         """A machine one might rent: "cpu", or one GPU as "h200", "a100", ... Raises `KeyError` for others."""
         return cls(
             num_cpus=16,
+            cpu_flags=SERVER_CPU_FLAGS,
             total_bytes=128 * GIB,
             available_bytes=120 * GIB,
             gpus=(KNOWN_GPUS[name],) if name != "cpu" else (),
             torch_cuda="13.0" if name != "cpu" else None,
         )
 
+
+# Of any x86 server processor of the last years, beside what it may have more.
+SERVER_CPU_FLAGS = frozenset({"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl"})
 
 KNOWN_GPUS: Mapping[str, Gpu] = {
     "t4": Gpu(name="Tesla T4", capability=(7, 5), memory_bytes=15 * GIB),

@@ -13,7 +13,7 @@ OPERATIONS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "activation": (("gate",), ("native",)),
     "attention": (("attend",), ("native",)),
     "kv": (("store",), ("native",)),
-    "matmul": (("linear",), ("native",)),
+    "matmul": (("prepare", "linear"), ("native", "with_onednn")),
     "norm": (("rms_norm", "add_rms_norm"), ("native",)),
     "rope": (("rotate",), ("native",)),
 }
@@ -29,6 +29,7 @@ class Kernels:
     add_rms_norm: Callable[..., tuple[Tensor, Tensor]]
     rotate: Callable[..., tuple[Tensor, Tensor]]
     gate: Callable[..., Tensor]
+    prepare: Callable[[Tensor], Tensor]
     linear: Callable[..., Tensor]
 
 

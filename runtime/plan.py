@@ -51,7 +51,7 @@ class SchedulePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelPlan:
-    """Implementation chosen for each operation, by file role: "native", "with_triton", "with_flashinfer"."""
+    """Implementation chosen for each operation, by file role: "native", "with_onednn", ..."""
 
     choices: Mapping[str, str] = field(default_factory=dict)
 

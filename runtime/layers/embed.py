@@ -53,14 +53,23 @@ class Head(nn.Module):
         self.weight = None if tied else nn.Parameter(torch.empty_like(embedding.weight), requires_grad=False)
 
     def pieces(self) -> Iterator[Piece]:
-        if self.weight is not None:
+        if self.weight is not None and not self.tied:
             yield whole(f"{self.name}.weight", self.weight, ("vocab", None))
 
+    def prepare(self) -> None:
+        """A tied head gets a copy of its own where kernels want another layout; the embedding keeps the plain one."""
+        plain = self._weight()
+        weight = self.kernels.prepare(plain)
+        if weight is not plain:
+            self.weight = nn.Parameter(weight, requires_grad=False)
+
     def forward(self, hidden: Tensor) -> Tensor:
-        weight = self._embedding[0].weight if self.weight is None else self.weight
-        logits = self.kernels.linear(hidden, weight).float()
+        logits = self.kernels.linear(hidden, self._weight()).float()
         if self.scale is not None:
             logits = logits * self.scale
         if self.soft_cap is not None:
             logits = self.soft_cap * torch.tanh(logits / self.soft_cap)
         return logits
+
+    def _weight(self) -> Tensor:
+        return self._embedding[0].weight if self.weight is None else self.weight

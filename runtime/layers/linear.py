@@ -48,5 +48,8 @@ class Linear(nn.Module):
                 yield Piece(f"{name}.bias", self.bias, row, size, (axis,))
             row += size
 
+    def prepare(self) -> None:
+        self.weight = nn.Parameter(self.kernels.prepare(self.weight), requires_grad=False)
+
     def forward(self, x: Tensor) -> Tensor:
         return self.kernels.linear(x, self.weight, self.bias)

@@ -39,6 +39,16 @@ class Weighted(Protocol):
     def pieces(self) -> Iterator[Piece]: ...
 
 
+@runtime_checkable
+class Prepared(Protocol):
+    """A layer whose weights its kernels may want in another layout; called once, when all weights are filled.
+
+    What is replaced is let go, so that memory holds each weight once.
+    """
+
+    def prepare(self) -> None: ...
+
+
 def whole(name: str, parameter: nn.Parameter, axes: Axes) -> Piece:
     """The piece of a parameter that is one checkpoint tensor."""
     return Piece(name, parameter, 0, parameter.shape[0], axes)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ops.select import Kernels
 from runtime.errors import CheckpointError
 from runtime.facts import ModelFacts
-from runtime.layers.weight import Piece, Weighted
+from runtime.layers.weight import Piece, Prepared, Weighted
 from runtime.models.checkpoint import find_weights
 from runtime.models.config import Config
 from runtime.models.decoder import Build, Decoder, assemble
@@ -32,7 +32,8 @@ IGNORED_IF_TIED = re.compile(r"lm_head\.weight")
 def load_model(facts: ModelFacts, plan: ModelPlan, kernels: Kernels) -> Decoder:
     """The model on plan.device in plan.dtype, ready to compute, without gradients.
 
-    At no time does it hold more than the weights and one tensor. Raises CheckpointError naming every tensor
+    At no time does it hold more than the weights and one tensor; a tied head that kernels want in another layout
+    than the embedding is a weight of its own. Raises CheckpointError naming every tensor
     that is missing, left over or misshapen; then no memory was taken yet.
     """
     device = torch.device(plan.device)
@@ -46,12 +47,10 @@ def load_model(facts: ModelFacts, plan: ModelPlan, kernels: Kernels) -> Decoder:
         shapes = {name: shape for name, shape in tensors.shapes.items() if name not in ignored}
         check_total(collect_pieces(model), shapes)
     _allocate(model, getattr(torch, plan.dtype), device)
-    pieces = collect_pieces(model)
-    if tensors is None:
-        for piece in pieces.values():
-            _fill_dummy(piece)
-    else:
-        tensors.read_all(lambda name, tensor: _fill(pieces.get(name), tensor), plan.num_load_threads)
+    _fill_all(collect_pieces(model), tensors, plan.num_load_threads)
+    for module in model.modules():
+        if isinstance(module, Prepared):
+            module.prepare()
     return model.eval()
 
 
@@ -113,6 +112,14 @@ def _check_cover(module: nn.Module, pieces: Sequence[Piece]) -> None:
 
 def _ignored(names: Mapping[str, object], *, tied: bool) -> set[str]:
     return {name for name in names if IGNORED.fullmatch(name) or (tied and IGNORED_IF_TIED.fullmatch(name))}
+
+
+def _fill_all(pieces: Mapping[str, Piece], tensors: TensorFiles | None, num_threads: int) -> None:
+    if tensors is None:
+        for piece in pieces.values():
+            _fill_dummy(piece)
+    else:
+        tensors.read_all(lambda name, tensor: _fill(pieces.get(name), tensor), num_threads)
 
 
 def _fill(piece: Piece | None, tensor: Tensor) -> None:

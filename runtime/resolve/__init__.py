@@ -70,7 +70,7 @@ def decide(
         model=model,
         cache=cache_plan(ledger, gpu, model.dtype, page_size),
         schedule=schedule_plan(ledger, gpu, page_size),
-        kernels=kernel_plan(ledger),
+        kernels=kernel_plan(ledger, machine, model),
         text=text_plan(ledger, facts.path),
         serve=serve_plan(ledger, where, demo_path),
         because=ledger.because,

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from ops.machine import GIB, Gpu
-from runtime.plan import KernelPlan, SchedulePlan
+from collections.abc import Mapping, Sequence
+
+from ops.machine import GIB, Gpu, Machine
+from runtime.plan import KernelPlan, ModelPlan, SchedulePlan
 from runtime.resolve.ledger import Ledger
 
+# Flags of an x86 processor, of which it needs one set whole: without them oneDNN refuses the dtype or is slow.
+ONEDNN_NEEDS: Mapping[str, Sequence[frozenset[str]]] = {
+    "float32": (frozenset({"avx2", "fma"}),),
+    "bfloat16": (frozenset({"avx512bw", "avx512dq", "avx512vl"}), frozenset({"avx_ne_convert"})),
+}
 DECAY_STEPS = 600  # over which the share reserved for output falls to its minimum
 
 
@@ -34,10 +41,28 @@ def schedule_plan(ledger: Ledger, gpu: Gpu | None, page_size: int) -> SchedulePl
     )
 
 
-def kernel_plan(ledger: Ledger) -> KernelPlan:
+def kernel_plan(ledger: Ledger, machine: Machine, model: ModelPlan) -> KernelPlan:
     asked = any(name.endswith("attention_backend") for name in ledger.args.said)
-    why = "as asked: plain torch" if asked else "plain torch, which is all there is so far"
-    return KernelPlan(choices=ledger.decide("kernels.choices", {"attention": "native"}, why))
+    why_attention = "plain torch as asked" if asked else "plain torch, which is all there is so far"
+    matmul, why_matmul = _matmul(machine, model)
+    choices = {"attention": "native", "matmul": matmul}
+    why = f"attention is {why_attention}; {why_matmul}"
+    return KernelPlan(choices=ledger.decide("kernels.choices", choices, why))
+
+
+def _matmul(machine: Machine, model: ModelPlan) -> tuple[str, str]:
+    if model.device != "cpu":
+        return "native", "products with weights are torch's own on a GPU"
+    needed = ONEDNN_NEEDS.get(model.dtype)
+    if needed is None:
+        return "native", f"products with weights are plain torch: oneDNN packs none in {model.dtype}"
+    if not any(flags <= machine.cpu_flags for flags in needed):
+        return "native", f"products with weights are plain torch: this processor lacks {_any_of(needed)}"
+    return "with_onednn", "weights are packed once for oneDNN, not at every product"
+
+
+def _any_of(needed: Sequence[frozenset[str]]) -> str:
+    return " or ".join("+".join(sorted(flags)) for flags in needed)
 
 
 def _max_running(ledger: Ledger, gpu: Gpu | None) -> int:

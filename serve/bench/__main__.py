@@ -14,6 +14,7 @@ COMMANDS = {
     "offline": ("serve.bench.offline", "throughput of the engine in this process"),
     "latency": ("serve.bench.latency", "one batch in this process: prefill, and decode per token"),
     "overhead": ("serve.bench.overhead", "scheduling and streaming without a model"),
+    "step": ("serve.bench.step", "single steps in this process: chosen kernels against plain torch"),
     "checkpoint": ("serve.bench.checkpoints", "write a random checkpoint of a known shape"),
 }
 

@@ -310,3 +310,23 @@ def test_nothing_but_refusals_is_ever_raised(keywords: dict[str, Any], machine: 
         assert made.schedule.chunk_tokens is None or made.schedule.chunk_tokens % made.cache.page_size == 0
         with suppress(ConfigurationError):
             assert pages(made) >= 1
+
+
+MATMUL: list[tuple[Machine, str, str, str]] = [
+    (CPU, "bfloat16", "with_onednn", "packed once"),
+    (CPU, "float32", "with_onednn", "packed once"),
+    (CPU, "float16", "native", "packs none in float16"),
+    (replace(CPU, cpu_flags=frozenset({"avx2", "fma"})), "float32", "with_onednn", "packed once"),
+    (replace(CPU, cpu_flags=frozenset({"avx2", "fma"})), "bfloat16", "native", "avx_ne_convert"),
+    (replace(CPU, cpu_flags=frozenset()), "float32", "native", "lacks avx2+fma"),
+    (H200, "bfloat16", "native", "torch's own on a GPU"),
+]
+
+
+@pytest.mark.parametrize(("machine", "dtype", "backend", "because"), MATMUL)
+def test_weights_are_packed_where_the_processor_and_the_dtype_allow_it(
+    machine: Machine, dtype: str, backend: str, because: str
+) -> None:
+    made = plan(machine, dtype=dtype)
+    assert made.kernels.choices["matmul"] == backend
+    assert because in made.because["kernels.choices"]
