@@ -24,9 +24,10 @@ MAX_SCORE_ELEMENTS = 2**25
 class Group(NamedTuple):
     """N single-token rows that are attended together: keys gathered to one length S, the rest masked."""
 
-    tokens: Tensor  # int64 [N], index into the flat batch
-    pages: Tensor  # int64 [N * K * S / page], index into the pool seen as [P * K, page, D]
-    padding: tuple[Tensor, Tensor]  # int64 (row, key), what is gathered but nobody's to read
+    tokens: Tensor | None  # int64 [N], index into the flat batch; None: they are the whole batch
+    pages: Tensor  # int64, index into the pool seen as [P * K, page, D], equally many for each row and head
+    keys: slice  # of what is gathered for a row: the S keys that any row reads
+    padding: tuple[Tensor, Tensor] | None  # int64 (row, key) of those that are nobody's to read
     mask: Tensor | None  # [N, 1, 1, S], 0 or -inf; None where nothing is padded
 
 
@@ -43,7 +44,10 @@ def attend(
     """Attention of every row over its pages (see `ops.attention`)."""
     out = torch.empty_like(q)
     for group in _groups(q, k_pool, inputs, window):
-        _attend_group(q, k_pool, v_pool, group, out, scale, soft_cap)
+        if group.tokens is None:
+            return _attend_group(q, k_pool, v_pool, group, scale, soft_cap)
+        queries = q.index_select(0, group.tokens)
+        out.index_copy_(0, group.tokens, _attend_group(queries, k_pool, v_pool, group, scale, soft_cap))
     first = 0
     for row, count in enumerate(inputs.counts_host):
         if count > 1:
@@ -54,20 +58,22 @@ def attend(
 
 
 def _attend_group(
-    q: Tensor, k_pool: Tensor, v_pool: Tensor, group: Group, out: Tensor, scale: float, soft_cap: float | None
-) -> None:
-    num_rows, (_, num_kv_heads, _, head_dim) = len(group.tokens), k_pool.shape
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, group: Group, scale: float, soft_cap: float | None
+) -> Tensor:
+    """Attention of one group's [N, H, D] queries -> [N, H, D]."""
+    num_rows, (_, num_kv_heads, _, head_dim) = len(q), k_pool.shape
     keys, values = (
         pool.flatten(0, 1).index_select(0, group.pages).view(num_rows, num_kv_heads, -1, head_dim)
         for pool in (k_pool, v_pool)
-    )  # [N, K, S, D]
-    if group.mask is not None:
+    )
+    keys, values = keys[:, :, group.keys], values[:, :, group.keys]  # [N, K, S, D]
+    if group.padding is not None:
         keys.transpose(1, 2)[group.padding] = 0
         values.transpose(1, 2)[group.padding] = 0
     # The query group takes the place of the query length: no head is expanded.
-    queries = q.index_select(0, group.tokens).view(num_rows, num_kv_heads, -1, head_dim)  # [N, K, G, D]
+    queries = q.view(num_rows, num_kv_heads, -1, head_dim)  # [N, K, G, D]
     result = _attention(queries, keys, values, group.mask, scale, soft_cap)
-    out.index_copy_(0, group.tokens, result.reshape(num_rows, -1, head_dim))
+    return result.reshape(num_rows, -1, head_dim)
 
 
 def _attend_row(
@@ -155,7 +161,7 @@ def _groups(q: Tensor, k_pool: Tensor, inputs: AttentionInputs, window: int | No
     if key not in inputs.memo:
         page_bytes = k_pool[0].numel() * k_pool.element_size()
         inputs.memo[key] = [
-            _group(rows, q, k_pool.shape[1], inputs, window)
+            _group(sorted(rows), q, k_pool.shape[1], inputs, window)
             for rows in split_rows(_pages_needed(inputs, window), MAX_GROUP_BYTES // page_bytes)
         ]
     return inputs.memo[key]
@@ -205,18 +211,26 @@ def _group(
     heads = torch.arange(num_kv_heads, device=device).view(1, -1, 1)
     pages = (pages.unsqueeze(1) * num_kv_heads + heads).flatten()  # [N, K, pages]
 
-    offsets = torch.arange(num_pages * size)
-    first_keys = torch.tensor(
-        [_first_key(start, window) - page * size for start, page in zip(starts, first_pages)]
-    )
-    last_keys = torch.tensor([start - page * size for start, page in zip(starts, first_pages)])
-    hidden = (offsets < first_keys.unsqueeze(1)) | (offsets > last_keys.unsqueeze(1))  # [N, S] on the host
-    padding = hidden.nonzero(as_tuple=True)
-    mask = None
-    if len(padding[0]):
-        mask = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, -torch.inf)
-        mask = _to_device(mask, device)[:, None, None, :]
-    return Group(index[3], pages, (_to_device(padding[0], device), _to_device(padding[1], device)), mask)
+    first_keys = [_first_key(start, window) - page * size for start, page in zip(starts, first_pages)]
+    last_keys = [start - page * size for start, page in zip(starts, first_pages)]
+    keys = slice(min(first_keys), max(last_keys) + 1)
+    padding, mask = _padding(first_keys, last_keys, keys, q)
+    whole = len(rows) == len(inputs.counts_host)
+    return Group(None if whole else index[3], pages, keys, padding, mask)
+
+
+def _padding(
+    first_keys: Sequence[int], last_keys: Sequence[int], keys: slice, q: Tensor
+) -> tuple[tuple[Tensor, Tensor] | None, Tensor | None]:
+    """`Group.padding` and `Group.mask` for rows that read the gathered keys first_keys[i] .. last_keys[i]."""
+    if len(set(first_keys)) == len(set(last_keys)) == 1:
+        return None, None
+    offsets = torch.arange(keys.start, keys.stop)
+    first, last = torch.tensor([first_keys, last_keys]).unsqueeze(2)
+    hidden = (offsets < first) | (offsets > last)  # [N, S] on the host
+    rows, places = (_to_device(index, q.device) for index in hidden.nonzero(as_tuple=True))
+    mask = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, -torch.inf)
+    return (rows, places), _to_device(mask, q.device)[:, None, None, :]
 
 
 def _to_device(tensor: Tensor, device: torch.device) -> Tensor:

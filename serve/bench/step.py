@@ -139,7 +139,10 @@ def _runner(
 
 
 def make_batch(num_rows: int, context_len: int, new_len: int, page_size: int) -> Batch:
-    """Rows alike, each with pages of its own, that compute `new_len` tokens and choose one greedily."""
+    """Rows with pages of their own that compute `new_len` tokens each and choose one greedily.
+
+    What is cached of them differs by up to a page, as it does in life.
+    """
     import numpy as np
 
     from runtime.batch import Batch, Sampling
@@ -149,7 +152,7 @@ def make_batch(num_rows: int, context_len: int, new_len: int, page_size: int) ->
     return Batch(
         number=0,
         sequences=(nothing,) * num_rows,
-        starts=np.full(num_rows, context_len, np.int32),
+        starts=np.maximum(0, context_len - np.arange(num_rows, dtype=np.int32) % page_size),
         counts=np.full(num_rows, new_len, np.int32),
         slots=np.arange(num_rows, dtype=np.int32),
         token_ids=np.full(num_rows * new_len, FIRST_TOKEN, np.int32),

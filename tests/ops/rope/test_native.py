@@ -47,3 +47,14 @@ def test_dtype_is_kept() -> None:
     q, k = torch.randn(2, 1, 1, 4).bfloat16()
     q, k = rotate(q, k, table_of(torch.zeros(1, 2)), torch.tensor([0]))
     assert q.dtype == k.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_what_a_memo_keeps_serves_its_own_table_only(interleaved) -> None:
+    tables = [table_of(torch.rand(9, 3) * 6) for _ in range(2)]
+    q, k, positions, memo = torch.randn(2, 3, 6), torch.randn(2, 1, 6), torch.tensor([4, 8]), {}
+    for table in (*tables, *tables):
+        kept = rotate(q, k, table, positions, interleaved=interleaved, memo=memo)
+        for ours, expected in zip(kept, rotate(q, k, table, positions, interleaved=interleaved)):
+            assert torch.equal(ours, expected)
+    assert len(memo) == 2

@@ -26,7 +26,7 @@ def test_the_ratio_says_how_many_times_faster_the_chosen_kernels_are() -> None:
 def test_rows_have_pages_of_their_own_and_compute_as_many_tokens_as_asked() -> None:
     batch = step.make_batch(2, 30, 3, 16)
     assert batch.page_table.tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert (batch.starts.tolist(), batch.counts.tolist(), len(batch.token_ids)) == ([30, 30], [3, 3], 6)
+    assert (batch.starts.tolist(), batch.counts.tolist(), len(batch.token_ids)) == ([30, 29], [3, 3], 6)
 
 
 def test_an_empty_batch_is_refused() -> None:
