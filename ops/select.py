@@ -11,7 +11,7 @@ from torch import Tensor
 # operation -> (the Kernels fields its backend file provides, the backend files there are)
 OPERATIONS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "activation": (("gate",), ("native",)),
-    "attention": (("attend",), ("native",)),
+    "attention": (("attend",), ("native", "with_onednn")),
     "kv": (("store",), ("native",)),
     "matmul": (("prepare", "linear"), ("native", "with_onednn")),
     "norm": (("rms_norm", "add_rms_norm"), ("native",)),

@@ -6,7 +6,7 @@ in blocks of queries, so that no mask and no score matrix grows with the square 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,12 +21,15 @@ MAX_MASK_ELEMENTS = 2**22
 MAX_SCORE_ELEMENTS = 2**25
 
 
+Dense = Callable[[Tensor, Tensor, Tensor, Tensor | None, float, float | None], Tensor]  # like `dense` below
+
+
 class Group(NamedTuple):
     """N single-token rows that are attended together: keys gathered to one length S, the rest masked."""
 
     tokens: Tensor | None  # int64 [N], index into the flat batch; None: they are the whole batch
     pages: Tensor  # int64, index into the pool seen as [P * K, page, D], equally many for each row and head
-    keys: slice  # of what is gathered for a row: the S keys that any row reads
+    keys: slice  # of what is gathered: a row alone is cut to what it reads, others stay in one piece for products
     padding: tuple[Tensor, Tensor] | None  # int64 (row, key) of those that are nobody's to read
     mask: Tensor | None  # [N, 1, 1, S], 0 or -inf; None where nothing is padded
 
@@ -40,14 +43,21 @@ def attend(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    attend_gathered: Dense | None = None,
 ) -> Tensor:
-    """Attention of every row over its pages (see `ops.attention`)."""
+    """Attention of every row over its pages (see `ops.attention`).
+
+    `attend_gathered` computes the attention of single-token rows once their keys are gathered, in place of `dense`.
+    """
+    attend_gathered = attend_gathered or dense
     out = torch.empty_like(q)
     for group in _groups(q, k_pool, inputs, window):
         if group.tokens is None:
-            return _attend_group(q, k_pool, v_pool, group, scale, soft_cap)
+            return _attend_group(q, k_pool, v_pool, group, attend_gathered, scale, soft_cap)
         queries = q.index_select(0, group.tokens)
-        out.index_copy_(0, group.tokens, _attend_group(queries, k_pool, v_pool, group, scale, soft_cap))
+        out.index_copy_(
+            0, group.tokens, _attend_group(queries, k_pool, v_pool, group, attend_gathered, scale, soft_cap)
+        )
     first = 0
     for row, count in enumerate(inputs.counts_host):
         if count > 1:
@@ -58,7 +68,13 @@ def attend(
 
 
 def _attend_group(
-    q: Tensor, k_pool: Tensor, v_pool: Tensor, group: Group, scale: float, soft_cap: float | None
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    group: Group,
+    attend_gathered: Dense,
+    scale: float,
+    soft_cap: float | None,
 ) -> Tensor:
     """Attention of one group's [N, H, D] queries -> [N, H, D]."""
     num_rows, (_, num_kv_heads, _, head_dim) = len(q), k_pool.shape
@@ -72,7 +88,7 @@ def _attend_group(
         values.transpose(1, 2)[group.padding] = 0
     # The query group takes the place of the query length: no head is expanded.
     queries = q.view(num_rows, num_kv_heads, -1, head_dim)  # [N, K, G, D]
-    result = _attention(queries, keys, values, group.mask, scale, soft_cap)
+    result = attend_gathered(queries, keys, values, group.mask, scale, soft_cap)
     return result.reshape(num_rows, -1, head_dim)
 
 
@@ -109,12 +125,12 @@ def _attend_row(
         span = slice(first_key - base, last_key - base)
         mask = _causal_mask(start + low, start + high, first_key, window, q)
         results.append(
-            _attention(queries[:, :, low:high], keys[:, :, span], values[:, :, span], mask, scale, soft_cap)
+            dense(queries[:, :, low:high], keys[:, :, span], values[:, :, span], mask, scale, soft_cap)
         )
     return torch.cat(results, dim=2).permute(2, 1, 0, 3).reshape(count, num_heads, head_dim)
 
 
-def _attention(
+def dense(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, soft_cap: float | None
 ) -> Tensor:
     """[X, K, N, D] queries over [X or 1, K, S, D] keys and values; `mask` is added to the scores."""
@@ -213,21 +229,22 @@ def _group(
 
     first_keys = [_first_key(start, window) - page * size for start, page in zip(starts, first_pages)]
     last_keys = [start - page * size for start, page in zip(starts, first_pages)]
-    keys = slice(min(first_keys), max(last_keys) + 1)
-    padding, mask = _padding(first_keys, last_keys, keys, q)
     whole = len(rows) == len(inputs.counts_host)
-    return Group(None if whole else index[3], pages, keys, padding, mask)
+    tokens = None if whole else index[3]
+    if len(rows) == 1:
+        return Group(tokens, pages, slice(first_keys[0], last_keys[0] + 1), None, None)
+    return Group(tokens, pages, slice(None), *_padding(first_keys, last_keys, num_pages * size, q))
 
 
 def _padding(
-    first_keys: Sequence[int], last_keys: Sequence[int], keys: slice, q: Tensor
+    first_keys: Sequence[int], last_keys: Sequence[int], num_keys: int, q: Tensor
 ) -> tuple[tuple[Tensor, Tensor] | None, Tensor | None]:
     """`Group.padding` and `Group.mask` for rows that read the gathered keys first_keys[i] .. last_keys[i]."""
-    if len(set(first_keys)) == len(set(last_keys)) == 1:
-        return None, None
-    offsets = torch.arange(keys.start, keys.stop)
+    offsets = torch.arange(num_keys)
     first, last = torch.tensor([first_keys, last_keys]).unsqueeze(2)
     hidden = (offsets < first) | (offsets > last)  # [N, S] on the host
+    if not bool(hidden.any()):
+        return None, None
     rows, places = (_to_device(index, q.device) for index in hidden.nonzero(as_tuple=True))
     mask = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, -torch.inf)
     return (rows, places), _to_device(mask, q.device)[:, None, None, :]

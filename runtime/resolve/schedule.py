@@ -42,12 +42,25 @@ def schedule_plan(ledger: Ledger, gpu: Gpu | None, page_size: int) -> SchedulePl
 
 
 def kernel_plan(ledger: Ledger, machine: Machine, model: ModelPlan) -> KernelPlan:
-    asked = any(name.endswith("attention_backend") for name in ledger.args.said)
-    why_attention = "plain torch as asked" if asked else "plain torch, which is all there is so far"
+    attention, why_attention = _attention(ledger, machine, model)
     matmul, why_matmul = _matmul(machine, model)
-    choices = {"attention": "native", "matmul": matmul}
-    why = f"attention is {why_attention}; {why_matmul}"
+    choices = {"attention": attention, "matmul": matmul}
+    why = f"{why_attention}; {why_matmul}"
     return KernelPlan(choices=ledger.decide("kernels.choices", choices, why))
+
+
+def _attention(ledger: Ledger, machine: Machine, model: ModelPlan) -> tuple[str, str]:
+    if any(name.endswith("attention_backend") for name in ledger.args.said):
+        return "native", "attention is plain torch as asked"
+    if model.device != "cpu" or model.dtype != "bfloat16" or "amx_bf16" in machine.cpu_flags:
+        return "native", "attention is plain torch, the best there is so far"
+    if not _packs(machine, model.dtype):
+        return "native", "attention is plain torch: this processor has no bfloat16 products"
+    return "with_onednn", "single tokens attend in batched products, which are faster without AMX"
+
+
+def _packs(machine: Machine, dtype: str) -> bool:
+    return any(flags <= machine.cpu_flags for flags in ONEDNN_NEEDS[dtype])
 
 
 def _matmul(machine: Machine, model: ModelPlan) -> tuple[str, str]:
@@ -56,7 +69,7 @@ def _matmul(machine: Machine, model: ModelPlan) -> tuple[str, str]:
     needed = ONEDNN_NEEDS.get(model.dtype)
     if needed is None:
         return "native", f"products with weights are plain torch: oneDNN packs none in {model.dtype}"
-    if not any(flags <= machine.cpu_flags for flags in needed):
+    if not _packs(machine, model.dtype):
         return "native", f"products with weights are plain torch: this processor lacks {_any_of(needed)}"
     return "with_onednn", "weights are packed once for oneDNN, not at every product"
 

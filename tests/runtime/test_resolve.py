@@ -330,3 +330,18 @@ def test_weights_are_packed_where_the_processor_and_the_dtype_allow_it(
     made = plan(machine, dtype=dtype)
     assert made.kernels.choices["matmul"] == backend
     assert because in made.because["kernels.choices"]
+
+
+@pytest.mark.parametrize(
+    ("machine", "more", "backend"),
+    [
+        (CPU, {}, "with_onednn"),
+        (CPU, {"attention_backend": "torch_native"}, "native"),
+        (CPU, {"dtype": "float32"}, "native"),
+        (replace(CPU, cpu_flags=CPU.cpu_flags | {"amx_bf16"}), {}, "native"),
+        (replace(CPU, cpu_flags=frozenset()), {}, "native"),
+        (H200, {}, "native"),
+    ],
+)
+def test_attention_by_products_is_for_bfloat16_on_a_cpu_without_amx(machine: Machine, more, backend) -> None:
+    assert plan(machine, **more).kernels.choices["attention"] == backend

@@ -133,7 +133,7 @@ def test_explain_without_a_model_says_what_it_can() -> None:
 def test_explain_all_shows_every_option(model: str) -> None:
     rows, _ = explain.explain(Args.of(model_path=model), Machine.named("cpu"), everything=True)
     assert len(rows) == len(options()) + 1
-    assert (rows[-1].option, rows[-1].done) == ("(kernels)", "attention native, matmul with_onednn")
+    assert (rows[-1].option, rows[-1].done) == ("(kernels)", "attention with_onednn, matmul with_onednn")
 
 
 def test_table_in_the_documentation_is_current() -> None:
