@@ -66,6 +66,7 @@ class Machine:
         """A machine one might rent: "cpu", or one GPU as "h200", "a100", ... Raises `KeyError` for others."""
         return cls(
             num_cpus=16,
+            cpu_flags=SERVER_CPU_FLAGS,
             total_bytes=128 * GIB,
             available_bytes=120 * GIB,
             gpus=(KNOWN_GPUS[name],) if name != "cpu" else (),
@@ -76,6 +77,10 @@ class Machine:
 
 # What the extra `cuda` installs.
 CUDA_PACKAGES: Mapping[str, str] = {"triton": "3.6.0", "flashinfer-python": "0.6.13"}
+
+# Of any x86 server processor of the last years, beside what it may have more.
+SERVER_CPU_FLAGS = frozenset({"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl"})
+
 KNOWN_GPUS: Mapping[str, Gpu] = {
     "t4": Gpu(name="Tesla T4", capability=(7, 5), memory_bytes=15 * GIB),
     "l4": Gpu(name="NVIDIA L4", capability=(8, 9), memory_bytes=22 * GIB),

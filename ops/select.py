@@ -18,9 +18,9 @@ PREFILL = "prefill_attention"  # in choices: attention of rows of several tokens
 # operation -> (the Kernels fields its backend file provides, the backend files there are)
 OPERATIONS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "activation": (("gate",), ("native", "with_triton")),
-    "attention": (("attend",), ("native", "with_triton", "with_flashinfer")),
+    "attention": (("attend",), ("native", "with_onednn", "with_triton", "with_flashinfer")),
     "kv": (("store", "copy_pages"), ("native", "with_triton")),
-    "matmul": (("linear",), ("native",)),
+    "matmul": (("prepare", "linear"), ("native", "with_onednn")),
     "norm": (("rms_norm", "add_rms_norm"), ("native", "with_triton")),
     "rope": (("rotate",), ("native", "with_triton")),
     "sampling": (("choose", "penalize", "score"), ("native", "with_triton")),
@@ -38,6 +38,7 @@ class Kernels:
     add_rms_norm: Callable[..., tuple[Tensor, Tensor]]
     rotate: Callable[..., tuple[Tensor, Tensor]]
     gate: Callable[..., Tensor]
+    prepare: Callable[[Tensor], Tensor]
     linear: Callable[..., Tensor]
     choose: Choose
     penalize: Penalize

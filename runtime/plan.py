@@ -55,8 +55,8 @@ class SchedulePlan:
 class KernelPlan:
     """Which implementation of each operation runs."""
 
-    # By file role: operation -> "native", "with_triton". "attention" is for rows of one token where
-    # "prefill_attention" differs from it.
+    # By file role: operation -> "native", "with_onednn", "with_triton". "attention" is for rows of one
+    # token where "prefill_attention" differs from it.
     choices: Mapping[str, str] = field(default_factory=dict)
     # The same as users call it: "torch_native", "triton", ...
     attention_backend: str = "torch_native"

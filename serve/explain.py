@@ -115,6 +115,9 @@ def _rows(
             asked = shown(option, args.get(name), _CELL_WIDTH) if said else ""
             because = because or ("as asked" if said else "the default")
             rows.append(Row(option=option.flag, asked=asked, done=done, because=because))
+    if has_model:  # no option says these
+        kernels = ", ".join(f"{operation} {backend}" for operation, backend in plan.kernels.choices.items())
+        rows.append(Row(option="(kernels)", asked="", done=kernels, because=decided["kernels.choices"]))
     return rows
 
 

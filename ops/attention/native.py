@@ -24,9 +24,10 @@ MAX_SCORE_ELEMENTS = 2**25
 class Group(NamedTuple):
     """N single-token rows that are attended together: keys gathered to one length S, the rest masked."""
 
-    tokens: Tensor  # int64 [N], index into the flat batch
-    pages: Tensor  # int64 [N * K * S / page], index into the pool seen as [P * K, page, D]
-    padding: tuple[Tensor, Tensor]  # int64 (row, key), what is gathered but nobody's to read
+    tokens: Tensor | None  # int64 [N], index into the flat batch; None: they are the whole batch
+    pages: Tensor  # int64, index into the pool seen as [P * K, page, D], equally many for each row and head
+    keys: slice  # of what is gathered: a row alone is cut to what it reads, others stay in one piece for products
+    padding: tuple[Tensor, Tensor] | None  # int64 (row, key) of those that are nobody's to read
     mask: Tensor | None  # [N, 1, 1, S], 0 or -inf; None where nothing is padded
 
 
@@ -36,6 +37,9 @@ class Scoring(NamedTuple):
     scale: float
     soft_cap: float | None
     sinks: Tensor | None  # float32 [K, G]
+
+
+Dense = Callable[[Tensor, Tensor, Tensor, Tensor | None, Scoring], Tensor]  # like `dense` below
 
 
 def attend(
@@ -50,13 +54,23 @@ def attend(
     sinks: Tensor | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    attend_gathered: Dense | None = None,
 ) -> Tensor:
-    """Attention of every row over its pages (see `ops.attention`)."""
+    """Attention of every row over its pages (see `ops.attention`).
+
+    `attend_gathered` computes the attention of single-token rows once their keys are gathered, in place of `dense`.
+    """
+    attend_gathered = attend_gathered or dense
     out = torch.empty_like(q)
     by_kv_head = sinks.view(k_pool.shape[1], -1) if sinks is not None else None
     scoring = Scoring(scale * k_scale, soft_cap, by_kv_head)
     for group in _groups(q, k_pool, inputs, window):
-        _attend_group(q, k_pool, v_pool, group, out, scoring)
+        if group.tokens is None:
+            out = _attend_group(q, k_pool, v_pool, group, attend_gathered, scoring)
+            break
+        queries = q.index_select(0, group.tokens)
+        found = _attend_group(queries, k_pool, v_pool, group, attend_gathered, scoring)
+        out.index_copy_(0, group.tokens, found)
     first = 0
     for row, count in enumerate(inputs.counts_host):
         if count > 1:
@@ -72,21 +86,23 @@ def make_attend() -> Callable[..., Tensor]:
 
 
 def _attend_group(
-    q: Tensor, k_pool: Tensor, v_pool: Tensor, group: Group, out: Tensor, scoring: Scoring
-) -> None:
-    num_rows, (_, num_kv_heads, _, head_dim) = len(group.tokens), k_pool.shape
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, group: Group, attend_gathered: Dense, scoring: Scoring
+) -> Tensor:
+    """Attention of one group's [N, H, D] queries -> [N, H, D]."""
+    num_rows, (_, num_kv_heads, _, head_dim) = len(q), k_pool.shape
     keys, values = (
         _take(pool.flatten(0, 1), group.pages, q.dtype).view(num_rows, num_kv_heads, -1, head_dim)
         for pool in (k_pool, v_pool)
-    )  # [N, K, S, D]
-    if group.mask is not None:
+    )
+    keys, values = keys[:, :, group.keys], values[:, :, group.keys]  # [N, K, S, D]
+    if group.padding is not None:
         keys.transpose(1, 2)[group.padding] = 0
         values.transpose(1, 2)[group.padding] = 0
     # The query group takes the place of the query length: no head is expanded.
-    queries = q.index_select(0, group.tokens).view(num_rows, num_kv_heads, -1, head_dim)  # [N, K, G, D]
+    queries = q.view(num_rows, num_kv_heads, -1, head_dim)  # [N, K, G, D]
     sinks = scoring.sinks[None, :, :, None] if scoring.sinks is not None else None
-    result = _attention(queries, keys, values, group.mask, scoring._replace(sinks=sinks))
-    out.index_copy_(0, group.tokens, result.reshape(num_rows, -1, head_dim))
+    result = attend_gathered(queries, keys, values, group.mask, scoring._replace(sinks=sinks))
+    return result.reshape(num_rows, -1, head_dim)
 
 
 def _attend_row(
@@ -125,13 +141,11 @@ def _attend_row(
         first_key, last_key = _first_key(start + low, window), start + high
         span = slice(first_key - base, last_key - base)
         mask = _causal_mask(start + low, start + high, first_key, window, q)
-        results.append(
-            _attention(queries[:, :, low:high], keys[:, :, span], values[:, :, span], mask, scoring)
-        )
+        results.append(dense(queries[:, :, low:high], keys[:, :, span], values[:, :, span], mask, scoring))
     return torch.cat(results, dim=2).permute(2, 1, 0, 3).reshape(count, num_heads, head_dim)
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
+def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
     """[X, K, N, D] queries over [X or 1, K, S, D] keys and values; `mask` is added to the scores.
 
     The sinks in `scoring` broadcast against [X, K, N, 1].
@@ -197,7 +211,7 @@ def _groups(q: Tensor, k_pool: Tensor, inputs: AttentionInputs, window: int | No
     if key not in inputs.memo:
         page_bytes = k_pool[0].numel() * k_pool.element_size()
         inputs.memo[key] = [
-            _group(rows, q, k_pool.shape[1], inputs, window)
+            _group(sorted(rows), q, k_pool.shape[1], inputs, window)
             for rows in split_rows(_pages_needed(inputs, window), MAX_GROUP_BYTES // page_bytes)
         ]
     return inputs.memo[key]
@@ -247,18 +261,27 @@ def _group(
     heads = torch.arange(num_kv_heads, device=device).view(1, -1, 1)
     pages = (pages.unsqueeze(1) * num_kv_heads + heads).flatten()  # [N, K, pages]
 
-    offsets = torch.arange(num_pages * size)
-    first_keys = torch.tensor(
-        [_first_key(start, window) - page * size for start, page in zip(starts, first_pages)]
-    )
-    last_keys = torch.tensor([start - page * size for start, page in zip(starts, first_pages)])
-    hidden = (offsets < first_keys.unsqueeze(1)) | (offsets > last_keys.unsqueeze(1))  # [N, S] on the host
-    padding = hidden.nonzero(as_tuple=True)
-    mask = None
-    if len(padding[0]):
-        mask = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, -torch.inf)
-        mask = _to_device(mask, device)[:, None, None, :]
-    return Group(index[3], pages, (_to_device(padding[0], device), _to_device(padding[1], device)), mask)
+    first_keys = [_first_key(start, window) - page * size for start, page in zip(starts, first_pages)]
+    last_keys = [start - page * size for start, page in zip(starts, first_pages)]
+    whole = len(rows) == len(inputs.counts_host)
+    tokens = None if whole else index[3]
+    if len(rows) == 1:
+        return Group(tokens, pages, slice(first_keys[0], last_keys[0] + 1), None, None)
+    return Group(tokens, pages, slice(None), *_padding(first_keys, last_keys, num_pages * size, q))
+
+
+def _padding(
+    first_keys: Sequence[int], last_keys: Sequence[int], num_keys: int, q: Tensor
+) -> tuple[tuple[Tensor, Tensor] | None, Tensor | None]:
+    """`Group.padding` and `Group.mask` for rows that read the gathered keys first_keys[i] .. last_keys[i]."""
+    offsets = torch.arange(num_keys)
+    first, last = torch.tensor([first_keys, last_keys]).unsqueeze(2)
+    hidden = (offsets < first) | (offsets > last)  # [N, S] on the host
+    if not bool(hidden.any()):
+        return None, None
+    rows, places = (_to_device(index, q.device) for index in hidden.nonzero(as_tuple=True))
+    mask = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, -torch.inf)
+    return (rows, places), _to_device(mask, q.device)[:, None, None, :]
 
 
 def _to_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -6,6 +6,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+def prepare(weight: Tensor) -> Tensor:
+    """The weight as it is (see `ops.matmul`)."""
+    return weight
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias (see `ops.matmul`)."""
     return F.linear(x, weight, bias)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False) -> Tensor:
     """Normalise the last dimension (see `ops.norm`)."""
-    wide = x.float()
-    factor = weight.float() + 1 if unit_offset else weight.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * factor).to(x.dtype)
+    factor = weight.float() + 1 if unit_offset else weight
+    return F.rms_norm(x.float(), x.shape[-1:], eps=eps).mul_(factor).to(x.dtype)
 
 
 def add_rms_norm(

@@ -4,15 +4,27 @@
 # pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 
+from collections.abc import Hashable, MutableMapping
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 
 def rotate(
-    q: Tensor, k: Tensor, table: Tensor, positions: Tensor, *, interleaved: bool = False
+    q: Tensor,
+    k: Tensor,
+    table: Tensor,
+    positions: Tensor,
+    *,
+    interleaved: bool = False,
+    memo: MutableMapping[Hashable, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Turn queries and keys by their positions' angles, in place (see `ops.rope`)."""
+    """Turn queries and keys by their positions' angles, in place (see `ops.rope`).
+
+    `memo` stays as it is: the kernel reads the table itself.
+    """
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     (num_tokens, num_heads, _), num_kv_heads, half = q.shape, k.shape[1], table.shape[1] // 2
     _rotate_kernel[(num_tokens,)](

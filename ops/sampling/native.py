@@ -27,7 +27,9 @@ def choose(logits: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:
     vocab_size = logits.shape[-1]
     greedy, top_k = choice.greedy, choice.top_k
     if bool(greedy.any()):
-        peak, ids = logits.max(-1)
+        peak, ids = _largest_logit(logits)
+        if bool(greedy.all()):
+            return _sound(ids, peak)
     else:
         peak, ids = logits.amax(-1), torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
 
@@ -47,6 +49,18 @@ def choose(logits: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:
     for rows in _pieces(~greedy & ~untruncated & ~headed & ~hopeful, logits):
         _put(ids, rows, _draw_ranked(*_take(rows, logits, peak, choice), vocab_size)[0])
 
+    return _sound(ids, peak)
+
+
+def _largest_logit(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """(the largest logit of each row, its id); NaN is larger than any."""
+    if logits.device.type != "cpu":
+        return logits.max(-1)
+    ids = torch.from_numpy(logits.numpy().argmax(-1))  # numpy finds it some ten times faster
+    return logits.gather(-1, ids[:, None])[:, 0], ids
+
+
+def _sound(ids: Tensor, peak: Tensor) -> tuple[Tensor, Tensor]:
     sound = peak.isfinite()  # the maximum of a row is NaN if any of its logits is
     return torch.where(sound, ids, 0), sound
 

@@ -170,10 +170,10 @@ class SeenTokens:
 
 def _choice(sampling: Sampling) -> Choice:
     return Choice(
-        greedy=torch.tensor(sampling.greedy),
-        temperature=torch.tensor(sampling.temperature),
-        top_k=torch.tensor(sampling.top_k),
-        top_p=torch.tensor(sampling.top_p),
-        min_p=torch.tensor(sampling.min_p),
-        uniform=torch.tensor(sampling.uniform),
+        greedy=torch.from_numpy(sampling.greedy),
+        temperature=torch.from_numpy(sampling.temperature),
+        top_k=torch.from_numpy(sampling.top_k),
+        top_p=torch.from_numpy(sampling.top_p),
+        min_p=torch.from_numpy(sampling.min_p),
+        uniform=torch.from_numpy(sampling.uniform),
     )

@@ -74,7 +74,7 @@ class Attention(nn.Module):
         q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = self.rope(q, k, positions)
+        q, k = self.rope(q, k, positions, inputs.memo)
         self.kernels.store(k, v, k_pool, v_pool, inputs)
         out = self.kernels.attend(
             q, k_pool, v_pool, inputs, scale=self.scale, window=self.window, soft_cap=self.soft_cap

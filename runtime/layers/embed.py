@@ -75,12 +75,18 @@ class Head(nn.Module):
             self._ids, self.weight = _own_rows(self.weight, team)
 
     def pieces(self) -> Iterator[Piece]:
-        if self.weight is not None:
+        if self.weight is not None and not self.tied:
             yield whole(f"{self.name}.weight", self.weight, ("vocab", None), self._ids)
 
+    def prepare(self) -> None:
+        """A tied head gets a copy of its own where kernels want another layout; the embedding keeps the plain one."""
+        plain = self._weight()
+        weight = self.kernels.prepare(plain)
+        if weight is not plain:
+            self.weight = nn.Parameter(weight, requires_grad=False)
+
     def forward(self, hidden: Tensor) -> Tensor:
-        weight = self._embedding[0].weight if self.weight is None else self.weight
-        logits = self.kernels.linear(hidden, weight).float()
+        logits = self.kernels.linear(hidden, self._weight()).float()
         if self._team is not None:
             logits = _gather(logits, self._ids.full, self._team)
         if self.scale is not None:
@@ -88,6 +94,9 @@ class Head(nn.Module):
         if self.soft_cap is not None:
             logits = self.soft_cap * torch.tanh(logits / self.soft_cap)
         return logits
+
+    def _weight(self) -> Tensor:
+        return self._embedding[0].weight if self.weight is None else self.weight
 
 
 def _own_rows(weight: nn.Parameter, team: Team) -> tuple[Span, nn.Parameter]:

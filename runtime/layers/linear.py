@@ -78,6 +78,9 @@ class Linear(nn.Module):
                 yield Piece(f"{name}.bias", self.bias, row, rows.size, (axis,), (rows,))
             row += rows.size
 
+    def prepare(self) -> None:
+        self.weight = nn.Parameter(self.kernels.prepare(self.weight), requires_grad=False)
+
     def forward(self, x: Tensor) -> Tensor:
         team = self._summed_over
         if team is None:

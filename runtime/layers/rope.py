@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable, MutableMapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +35,11 @@ class Rope(nn.Module):
         table = torch.cat((angles.cos(), angles.sin()), dim=-1) * factor
         self.register_buffer("table", table.to(device), persistent=False)
 
-    def forward(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return self.kernels.rotate(q, k, self.table, positions, interleaved=self.interleaved)
+    def forward(
+        self, q: Tensor, k: Tensor, positions: Tensor, memo: MutableMapping[Hashable, Any] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """`memo` is the step's: see `ops.rope`."""
+        return self.kernels.rotate(q, k, self.table, positions, interleaved=self.interleaved, memo=memo)
 
 
 def inverse_frequencies(parameters: RopeParameters, context_length: int) -> tuple[Tensor, float]:

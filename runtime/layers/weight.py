@@ -51,6 +51,16 @@ class Weighted(Protocol):
     def pieces(self) -> Iterator[Piece]: ...
 
 
+@runtime_checkable
+class Prepared(Protocol):
+    """A layer whose weights its kernels may want in another layout; called once, when all weights are filled.
+
+    What is replaced is let go, so that memory holds each weight once.
+    """
+
+    def prepare(self) -> None: ...
+
+
 def whole(name: str, parameter: nn.Parameter, axes: Axes, rows: Span | None = None) -> Piece:
     """The piece of a parameter that is one checkpoint tensor, or `rows` of one."""
     spans = () if rows is None else (rows, *(whole_span(size) for size in parameter.shape[1:]))

@@ -14,7 +14,7 @@ from ops.select import Kernels
 from runtime.errors import CheckpointError
 from runtime.facts import ModelFacts
 from runtime.layers.split import Split, Stage, Team
-from runtime.layers.weight import Piece, Weighted
+from runtime.layers.weight import Piece, Prepared, Weighted
 from runtime.models.checkpoint import find_weights
 from runtime.models.config import Config
 from runtime.models.decoder import Build, Decoder, assemble
@@ -41,7 +41,8 @@ def load_model(
 
     Of every layer only the share of the `team`'s rank, of the layers only those of the `stage`.
 
-    At no time does it hold more than these weights and one tensor. Raises CheckpointError naming every tensor
+    At no time does it hold more than these weights and one tensor; a tied head that kernels want in another
+    layout than the embedding is a weight of its own. Raises CheckpointError naming every tensor
     that is missing, left over or misshapen; then no memory was taken yet.
     """
     device = torch.device(plan.device)
@@ -60,16 +61,10 @@ def load_model(
         with torch.device("meta"):
             split(model, team)
     _allocate(model, getattr(torch, plan.dtype), device)
-    pieces = collect_pieces(model)
-    if tensors is None:
-        for piece in pieces.values():
-            _fill_dummy(piece)
-    else:
-        tensors.read_all(
-            lambda name, tensor: _fill(pieces[name], tensor),
-            {name: piece.cut for name, piece in pieces.items()},
-            plan.num_load_threads,
-        )
+    _fill_all(collect_pieces(model), tensors, plan.num_load_threads)
+    for module in model.modules():
+        if isinstance(module, Prepared):
+            module.prepare()
     return model.eval()
 
 
@@ -140,9 +135,20 @@ def _ignored(names: Mapping[str, object], *, tied: bool) -> set[str]:
     return {name for name in names if IGNORED.fullmatch(name) or (tied and IGNORED_IF_TIED.fullmatch(name))}
 
 
-def _fill(piece: Piece | None, tensor: Tensor) -> None:
-    if piece is not None:  # else it is among the ignored
-        piece.target.copy_(tensor)
+def _fill_all(pieces: Mapping[str, Piece], tensors: TensorFiles | None, num_threads: int) -> None:
+    if tensors is None:
+        for piece in pieces.values():
+            _fill_dummy(piece)
+    else:
+        tensors.read_all(
+            lambda name, tensor: _fill(pieces[name], tensor),
+            {name: piece.cut for name, piece in pieces.items()},
+            num_threads,
+        )
+
+
+def _fill(piece: Piece, tensor: Tensor) -> None:
+    piece.target.copy_(tensor)
 
 
 def _fill_dummy(piece: Piece) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ops.backends import (
     ATTENTION,
@@ -19,6 +19,11 @@ from runtime.facts import ModelFacts
 from runtime.plan import KernelPlan
 from runtime.resolve.ledger import Ledger
 
+# Flags of an x86 processor, of which it needs one set whole: without them oneDNN refuses the dtype or is slow.
+ONEDNN_NEEDS: Mapping[str, Sequence[frozenset[str]]] = {
+    "float32": (frozenset({"avx2", "fma"}),),
+    "bfloat16": (frozenset({"avx512bw", "avx512dq", "avx512vl"}), frozenset({"avx_ne_convert"})),
+}
 _SPLITTING = ("triton_attention_num_kv_splits", "triton_attention_split_tile_size")
 
 
@@ -39,9 +44,17 @@ def kernel_plan(
         "prefill_attention": ATTENTION[prefill].file,
         "sampling": SAMPLING[sampling].file,
     }
-    why = "attention and sampling as said there; of the small operations the first that runs here"
+    reasons = ["attention and sampling as said there; of the small operations the first that runs here"]
+    reasons += _sentences(lacking)
+    if gpu is None:
+        by_products, why = _attends_by_products(ledger, machine, dtype)
+        if by_products:  # it hands rows of several tokens to plain torch itself
+            choices |= dict.fromkeys(("attention", "prefill_attention"), "with_onednn")
+        reasons.append(why)
+    choices["matmul"], why = _matmul(machine, gpu, dtype)
+    reasons.append(why)
     return KernelPlan(
-        choices=ledger.decide("kernels.choices", choices, "; ".join([why, *_sentences(lacking)])),
+        choices=ledger.decide("kernels.choices", choices, "; ".join(reasons)),
         attention_backend=attention,
         prefill_attention_backend=prefill,
         decode_attention_backend=decode,
@@ -74,6 +87,37 @@ def _chosen(
     name, lacking = first_that_runs(backends, machine, gpu)
     why = "; ".join(_sentences(lacking)) or "the first choice, and this machine runs it"
     return ledger.decide(place, name, why)
+
+
+def _attends_by_products(ledger: Ledger, machine: Machine, dtype: str) -> tuple[bool, str]:
+    """Whether a CPU attends in batched products, and why."""
+    if any(name.endswith("attention_backend") for name in ledger.args.said):
+        return False, "attention is plain torch as asked"
+    if dtype != "bfloat16" or "amx_bf16" in machine.cpu_flags:
+        return False, "attention is plain torch, the best there is so far"
+    if not _packs(machine, dtype):
+        return False, "attention is plain torch: this processor has no bfloat16 products"
+    return True, "single tokens attend in batched products, which are faster without AMX"
+
+
+def _matmul(machine: Machine, gpu: Gpu | None, dtype: str) -> tuple[str, str]:
+    """The file of products with weights, and why."""
+    if gpu is not None:
+        return "native", "products with weights are torch's own on a GPU"
+    needed = ONEDNN_NEEDS.get(dtype)
+    if needed is None:
+        return "native", f"products with weights are plain torch: oneDNN packs none in {dtype}"
+    if not _packs(machine, dtype):
+        return "native", f"products with weights are plain torch: this processor lacks {_any_of(needed)}"
+    return "with_onednn", "weights are packed once for oneDNN, not at every product"
+
+
+def _packs(machine: Machine, dtype: str) -> bool:
+    return any(flags <= machine.cpu_flags for flags in ONEDNN_NEEDS[dtype])
+
+
+def _any_of(needed: Sequence[frozenset[str]]) -> str:
+    return " or ".join("+".join(sorted(flags)) for flags in needed)
 
 
 def _sentences(lacking: Mapping[str, str]) -> list[str]:

@@ -15,6 +15,7 @@ COMMANDS = {
     "latency": ("serve.bench.latency", "one batch in this process: prefill, and decode per token"),
     "overhead": ("serve.bench.overhead", "scheduling and streaming without a model"),
     "parallel": ("serve.bench.parallel", "a step of two processes against one, in its parts"),
+    "step": ("serve.bench.step", "single steps in this process: chosen kernels against plain torch"),
     "checkpoint": ("serve.bench.checkpoints", "write a random checkpoint of a known shape"),
 }
 

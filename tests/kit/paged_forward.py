@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
 from ops.attention import AttentionInputs, token_positions
-from ops.select import select
+from ops.select import Kernels, select
 from runtime.cache.pool import KVPool
 from runtime.models.config import read_facts
 from runtime.models.decoder import Decoder
@@ -17,13 +16,8 @@ from runtime.models.loader import load_model
 from runtime.plan import ModelPlan
 
 
-def load(
-    path: str, overrides: dict | None = None, kernels: Mapping[str, str] | None = None, **changes
-) -> Decoder:
-    """The model of a checkpoint on the CPU in float32; `changes` are fields of the plan.
-
-    `kernels` are choices of `ops.select`.
-    """
+def load(path: str, overrides: dict | None = None, *, kernels: Kernels | None = None, **changes) -> Decoder:
+    """The model of a checkpoint on the CPU in float32, native unless told; `changes` are fields of the plan."""
     facts = read_facts(path, overrides)
     values = {
         "path": path,
@@ -33,7 +27,7 @@ def load(
         "context_length": facts.context_length,
         "random_seed": 0,
     }
-    return load_model(facts, ModelPlan(**{**values, **changes}), select(kernels))
+    return load_model(facts, ModelPlan(**{**values, **changes}), kernels or select())
 
 
 def all_logits(

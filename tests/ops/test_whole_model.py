@@ -26,7 +26,7 @@ def test_the_choices_are_those_of_triton() -> None:
 def test_every_logit_equals_that_of_native_kernels(family: str) -> None:
     arguments = {"sliding_window": 6} if family == "mistral" else {}
     path = tiny_checkpoints.cached(family, **arguments)
-    models = [paged_forward.load(path, kernels=choices) for choices in (CHOICES, None)]
+    models = [paged_forward.load(path, kernels=select(choices)) for choices in (CHOICES, None)]
     found, wanted = (paged_forward.all_logits(model, IDS, page_size=4) for model in models)
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, atol=2e-5, rtol=2e-5)

@@ -370,3 +370,38 @@ def test_address_of_version_six_is_taken_apart() -> None:
     assert made.parallel.meeting == ("fd00::1", 29500)
     assert list(made.parallel.ranks_here) == [0]
     assert not plan(pp_size=2).schedule.overlap
+
+
+MATMUL: list[tuple[Machine, str, str, str]] = [
+    (CPU, "bfloat16", "with_onednn", "packed once"),
+    (CPU, "float32", "with_onednn", "packed once"),
+    (CPU, "float16", "native", "packs none in float16"),
+    (replace(CPU, cpu_flags=frozenset({"avx2", "fma"})), "float32", "with_onednn", "packed once"),
+    (replace(CPU, cpu_flags=frozenset({"avx2", "fma"})), "bfloat16", "native", "avx_ne_convert"),
+    (replace(CPU, cpu_flags=frozenset()), "float32", "native", "lacks avx2+fma"),
+    (H200, "bfloat16", "native", "torch's own on a GPU"),
+]
+
+
+@pytest.mark.parametrize(("machine", "dtype", "backend", "because"), MATMUL)
+def test_weights_are_packed_where_the_processor_and_the_dtype_allow_it(
+    machine: Machine, dtype: str, backend: str, because: str
+) -> None:
+    made = plan(machine, dtype=dtype)
+    assert made.kernels.choices["matmul"] == backend
+    assert because in made.because["kernels.choices"]
+
+
+@pytest.mark.parametrize(
+    ("machine", "more", "backend"),
+    [
+        (CPU, {}, "with_onednn"),
+        (CPU, {"attention_backend": "torch_native"}, "native"),
+        (CPU, {"dtype": "float32"}, "native"),
+        (replace(CPU, cpu_flags=CPU.cpu_flags | {"amx_bf16"}), {}, "native"),
+        (replace(CPU, cpu_flags=frozenset()), {}, "native"),
+        (H200, {}, "with_triton"),
+    ],
+)
+def test_attention_by_products_is_for_bfloat16_on_a_cpu_without_amx(machine: Machine, more, backend) -> None:
+    assert plan(machine, **more).kernels.choices["attention"] == backend

@@ -143,7 +143,9 @@ def test_explain_without_a_model_still_tells_the_kernels() -> None:
 
 def test_explain_all_shows_every_option(model: str) -> None:
     rows, _ = explain.explain(Args.of(model_path=model), Machine.named("cpu"), everything=True)
-    assert len(rows) == len(options())
+    assert len(rows) == len(options()) + 1
+    assert rows[-1].option == "(kernels)"
+    assert {"attention with_onednn", "matmul with_onednn", "norm native"} <= set(rows[-1].done.split(", "))
 
 
 def test_table_in_the_documentation_is_current() -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from ops.select import select
@@ -32,3 +34,14 @@ def test_logits_are_scaled_then_capped() -> None:
 def test_logits_are_float32_whatever_the_weights_are() -> None:
     head = Head("lm_head", embedding().bfloat16(), select(), tied=True)
     assert head(torch.randn(1, 4).bfloat16()).dtype == torch.float32
+
+
+def test_a_tied_head_in_another_layout_leaves_the_embedding_and_claims_no_tensor() -> None:
+    embed = embedding()
+    head = Head("lm_head", embed, replace(select(), prepare=torch.clone), tied=True)
+    head.prepare()
+    assert head.weight is not None
+    assert head.weight.data_ptr() != embed.weight.data_ptr()
+    assert list(head.pieces()) == []
+    hidden = torch.randn(3, 4)
+    torch.testing.assert_close(head(hidden), hidden @ embed.weight.T)

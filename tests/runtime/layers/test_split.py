@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ops.matmul import with_onednn
 from ops.select import select
 from runtime.layers.embed import Embedding, Head
 from runtime.layers.linear import Linear, Part
@@ -55,17 +56,25 @@ def fill(module, tensors: dict[str, Tensor]) -> None:
         piece.target.copy_(tensors[piece.name][piece.cut])
 
 
+PACKS = pytest.mark.skipif(not with_onednn.packs(torch.float32), reason="oneDNN packs no weights here")
+MATMULS = ["native", pytest.param("with_onednn", marks=PACKS)]
+
+
+@pytest.mark.parametrize("matmul", MATMULS)
 @pytest.mark.parametrize("size", [2, 3])
-def test_sum_over_ranks_of_a_linear_cut_along_its_input(size: int):
+def test_sum_over_ranks_of_a_linear_cut_along_its_input(size: int, matmul: str):
     tensors = {"o.weight": torch.randn(5, 12), "o.bias": torch.randn(5)}
     whole = Linear(12, [Part("o", 5)], select(), bias=True, in_axis="heads", in_unit=2)
     fill(whole, tensors)
     x = torch.randn(4, 12)
     total = torch.zeros(4, 5)
     for rank in range(size):
-        part = Linear(12, [Part("o", 5)], select(), bias=True, in_axis="heads", in_unit=2)
+        kernels = select({"matmul": matmul})
+        part = Linear(12, [Part("o", 5)], kernels, bias=True, in_axis="heads", in_unit=2)
         part.split(FakeTeam(rank, size))
         fill(part, tensors)
+        part.prepare()
+        assert part.weight.is_mkldnn == (matmul == "with_onednn")
         total += part(x[:, span("heads", 12, 2, rank, size).slice])
     torch.testing.assert_close(total, whole(x))
 
@@ -88,3 +97,21 @@ def test_vocabulary_in_parts(vocab_size: int):
         logits.append(own)
     torch.testing.assert_close(looked_up, tensors["e.weight"])
     torch.testing.assert_close(torch.cat(logits, 1), hidden @ tensors["h.weight"].T)
+
+
+@PACKS
+def test_a_tied_head_packs_no_more_than_its_part_of_the_vocabulary():
+    tensors, hidden, logits = {"e.weight": torch.randn(7, 4)}, torch.randn(3, 4), []
+    for rank in range(3):
+        embedding = Embedding("e", 7, 4)
+        head = Head("h", embedding, select({"matmul": "with_onednn"}), tied=True)
+        for layer in (embedding, head):
+            layer.split(FakeTeam(rank, 3))
+            fill(layer, tensors)
+        head.prepare()
+        assert head.weight is not None
+        assert head.weight.is_mkldnn
+        assert head.weight.shape == embedding.weight.shape
+        assert not embedding.weight.is_mkldnn
+        logits.append(head(hidden))
+    torch.testing.assert_close(torch.cat(logits, 1), hidden @ tensors["e.weight"].T)

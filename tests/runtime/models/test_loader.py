@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from weakref import ref
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import paged_forward
 import tiny_checkpoints
+from ops.select import select
 from runtime.errors import CheckpointError
 from runtime.layers.linear import Linear, Part
 from runtime.models.loader import collect_pieces
@@ -188,3 +191,17 @@ def test_layers_that_claim_the_same_tensor_are_our_mistake() -> None:
     twins = torch.nn.ModuleList([Linear(3, [Part("a", 4)], select()) for _ in range(2)])
     with pytest.raises(RuntimeError, match=r"a\.weight"):
         collect_pieces(twins)
+
+
+def test_each_weight_is_prepared_once_complete_and_the_plain_one_let_go() -> None:
+    plain = []
+
+    def prepare(weight: torch.Tensor) -> torch.Tensor:
+        assert weight.abs().sum() > 0
+        plain.append(ref(weight))
+        return weight.clone()
+
+    model = paged_forward.load(tiny_checkpoints.cached(), kernels=replace(select(), prepare=prepare))
+    assert len(plain) == 4 * len(model.layers) + 1
+    assert all(weight() is None for weight in plain)
+    torch.testing.assert_close(logits(model), logits(paged_forward.load(tiny_checkpoints.cached())))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -11,6 +11,8 @@ import torch
 
 import paged_forward
 import tiny_checkpoints
+from ops.matmul import with_onednn
+from ops.select import select
 from runtime.models.config import read_facts
 from runtime.models.decoder import Decoder
 from runtime.models.registry import ARCHITECTURES
@@ -185,10 +187,12 @@ def path_of(name: str) -> str:
     return tiny_checkpoints.cached(VARIANTS[name].family, **VARIANTS[name].config)
 
 
-def load(name: str, overrides: dict[str, Any] | None = None) -> Decoder:
+def load(
+    name: str, overrides: dict[str, Any] | None = None, choices: Mapping[str, str] | None = None
+) -> Decoder:
     context = VARIANTS[name].context_length
     changes: dict[str, Any] = {} if context is None else {"context_length": context}
-    return paged_forward.load(path_of(name), overrides, **changes)
+    return paged_forward.load(path_of(name), overrides, kernels=select(choices), **changes)
 
 
 def largest_error(name: str, model: Decoder, page_size: int) -> float:
@@ -201,6 +205,16 @@ def largest_error(name: str, model: Decoder, page_size: int) -> float:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_logit_equals_transformers(name: str, page_size: int) -> None:
     assert largest_error(name, load(name), page_size) < THRESHOLD
+
+
+@pytest.mark.skipif(not with_onednn.packs(torch.float32), reason="oneDNN packs no weights here")
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_logit_equals_transformers_with_packed_weights(name: str) -> None:
+    model = load(name, choices={"matmul": "with_onednn"})
+    assert model.head is not None
+    assert model.head.weight is not None
+    assert model.head.weight.is_mkldnn
+    assert largest_error(name, model, 16) < THRESHOLD
 
 
 MUTATIONS = [(name, feature) for name, variant in VARIANTS.items() for feature in variant.mutations]

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import tiny_checkpoints
+from ops.matmul import with_onednn
 from ops.select import select
 from runtime.models.config import read_facts
 from runtime.models.decoder import Decoder
@@ -18,7 +19,7 @@ from runtime.parallel.mesh import Mesh, Place
 from runtime.plan import ModelPlan
 
 
-def load(path: str, place: Place, *, mmap: bool = True) -> Decoder:
+def load(path: str, place: Place, *, mmap: bool = True, matmul: str = "native") -> Decoder:
     facts = read_facts(path)
     plan = ModelPlan(
         path=path,
@@ -30,7 +31,7 @@ def load(path: str, place: Place, *, mmap: bool = True) -> Decoder:
         mmap=mmap,
     )
     mesh = Mesh(place, torch.device("cpu"))
-    return load_model(facts, plan, select(), mesh, place.share(facts.num_layers))
+    return load_model(facts, plan, select({"matmul": matmul}), mesh, place.share(facts.num_layers))
 
 
 @pytest.mark.parametrize("mmap", [True, False])
@@ -65,3 +66,19 @@ def test_rank_reads_no_more_than_its_share(monkeypatch: pytest.MonkeyPatch):
     assert read == sum(parameter.numel() for parameter in model.parameters())
     whole = sum(tensor.numel() for tensor in load_file(Path(path) / "model.safetensors").values())
     assert read < 0.55 * whole
+
+
+@pytest.mark.skipif(not with_onednn.packs(torch.float32), reason="oneDNN packs no weights here")
+@pytest.mark.parametrize(
+    "place", [Place(rank=1, tp_size=2), Place(rank=1, pp_size=2), Place(rank=0, tp_size=2, pp_size=2)]
+)
+def test_packed_weights_of_a_rank_are_its_share_and_counted_as_such(place: Place):
+    path = tiny_checkpoints.cached("llama")
+    plain, packed = (load(path, place, matmul=matmul) for matmul in ("native", "with_onednn"))
+    before, after = (dict(model.named_parameters()) for model in (plain, packed))
+    assert after.keys() == before.keys()
+    for name, parameter in after.items():
+        assert (parameter.shape, parameter.nbytes) == (before[name].shape, before[name].nbytes)
+    assert {name for name, parameter in after.items() if parameter.is_mkldnn} == {
+        name for name, parameter in after.items() if parameter.dim() == 2 and not name.startswith("embedding")
+    }
