@@ -121,7 +121,16 @@ async def test_logprobs_and_penalties_are_those_of_one_process(parallel: dict[st
 
 
 def workers() -> list[psutil.Process]:
-    return psutil.Process().children(recursive=True)
+    """Our rank processes; other tests may have left a browser's remains."""
+    children = psutil.Process().children(recursive=True)
+    return [child for child in children if "runtime.parallel.worker" in " ".join(_command(child))]
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return []
 
 
 async def test_killed_worker_is_named_to_every_caller_and_nothing_is_left():
