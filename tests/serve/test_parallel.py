@@ -12,12 +12,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import anyio
+import httpx
 import psutil
 import pytest
 
+import http_server
 import tiny_checkpoints
 from runtime.errors import ConfigurationError, EngineFailure, WorkerFailed
 from serve import Engine
+from serve.app import build_app
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 PLAIN = {"skip_tokenizer_init": True, "random_seed": 1}
@@ -121,7 +125,16 @@ async def test_logprobs_and_penalties_are_those_of_one_process(parallel: dict[st
 
 
 def workers() -> list[psutil.Process]:
-    return psutil.Process().children(recursive=True)
+    """Our rank processes; other tests may have left a browser's remains."""
+    children = psutil.Process().children(recursive=True)
+    return [child for child in children if "runtime.parallel.worker" in " ".join(_command(child))]
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return []
 
 
 async def test_killed_worker_is_named_to_every_caller_and_nothing_is_left():
@@ -149,6 +162,22 @@ async def test_killed_worker_is_named_to_every_caller_and_nothing_is_left():
         await engine.wait()
     await engine.aclose()
     assert not workers()
+
+
+async def test_health_turns_503_when_a_worker_is_killed():
+    async with (
+        Engine(model_path(), **PLAIN, tp_size=2) as engine,
+        http_server.serving(build_app(engine.core)) as url,
+        httpx.AsyncClient(base_url=url) as client,
+    ):
+        assert (await client.get("/health")).status_code == 200
+        [worker] = workers()
+        worker.kill()
+        with anyio.fail_after(2):
+            while (await client.get("/health")).status_code != 503:
+                await asyncio.sleep(0.01)
+        refused = await client.post("/generate", json={"input_ids": [5, 6, 7]})
+        assert refused.status_code == 503
 
 
 async def test_idle_engine_ends_when_a_worker_does():
@@ -249,7 +278,7 @@ async def test_twenty_starts_leave_nothing_behind():
     assert seen[-1] == seen[1]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 async def test_two_copies_give_the_tokens_of_one(family: str):
     await check_same_tokens(family, dp_size=2, load_balance_method="longest_prefix")
 
