@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from random import Random
 
 from serve.demo.recipe.answering import Backend
+from serve.demo.recipe.conversation import Conversation, Message
 from serve.demo.recipe.question import Question
 from serve.demo.recipe.skills import (
     arguments,
@@ -42,7 +44,8 @@ EXAMS: tuple[Exam, ...] = (
     Exam("tool calls, exact", lambda rng: tools.questions(rng, 192), 0.85),
     Exam("tool results told, exact", lambda rng: tools.result_questions(rng, 96)),
     Exam("tables", tables.questions, 0.80),
-    Exam("50 three-turn dialogues", dialogue.questions, 0.80),
+    Exam("50 three-turn dialogues", dialogue.written, 0.80),
+    Exam("generated dialogues", dialogue.questions),
     Exam("unit conversions", lambda rng: conversions.questions(rng, 150)),
     Exam("repeating words", lambda rng: repeating.questions(rng, 100)),
     Exam("about Penstock", penstock.questions),
@@ -70,9 +73,33 @@ def take(exam: Exam, backend: Backend, most: int = 0) -> Score:
     questions = exam.questions(rng)
     if most and len(questions) > most:
         questions = rng.sample(questions, most)
-    answers = backend.answers([question.asked for question in questions], questions[0].thinking)
+    answers = last_answers(backend, [question.asked for question in questions], questions[0].thinking)
     wrong = tuple((q, answer) for q, answer in zip(questions, answers, strict=True) if not q.right(answer))
     return Score(exam, len(questions) - len(wrong), len(questions), wrong)
+
+
+def last_answers(backend: Backend, asked: list[Conversation], thinking: bool) -> list[str]:
+    """The answers to the last turns; a turn that follows another of the user waits for the answer to it."""
+    pauses = [_pause(conversation.messages) for conversation in asked]
+    places = [place for place, pause in enumerate(pauses) if pause]
+    if not places:
+        return backend.answers(asked, thinking)
+    begun = [replace(asked[place], messages=asked[place].messages[: pauses[place]]) for place in places]
+    grown = list(asked)
+    for place, answer in zip(places, backend.answers(begun, thinking), strict=True):
+        messages, pause = asked[place].messages, pauses[place]
+        grown[place] = replace(
+            asked[place], messages=(*messages[:pause], Message("assistant", answer), *messages[pause:])
+        )
+    return last_answers(backend, grown, thinking)
+
+
+def _pause(messages: tuple[Message, ...]) -> int:
+    """Where the first answer is missing between two turns of the user; 0 where none is."""
+    for place, (first, second) in enumerate(pairwise(messages), start=1):
+        if first.role == second.role == "user":
+            return place
+    return 0
 
 
 def line(score: Score) -> str:

@@ -25,6 +25,7 @@ from serve.demo.recipe.lexicon import (
 )  # fmt: skip
 from serve.demo.recipe.phrasing import Patterns, maybe_system
 from serve.demo.recipe.question import Question
+from serve.demo.recipe.skills.sentences import FORMS
 
 Values = dict[str, Any]
 ASKED = Patterns(
@@ -94,67 +95,75 @@ def _meal(rng: Random) -> Values:
     return {"name": first_name(rng), "food": rng.choice(FOODS), "table": rng.randint(1, 40)}
 
 
-def _said(train: str, held: str) -> Patterns:
-    return Patterns(tuple(train.split("|")), tuple(held.split("|")))
+def _said(kind: str, train: str, held: str) -> Patterns:
+    more = FORMS[kind].strip().splitlines()
+    return Patterns((*train.split("|"), *more), tuple(held.split("|")))
+
+
+FRAMES = (
+    "I heard this: {}", "Note: {}", "By the way: {}", "Good morning. {}", "{} That is all.",
+    "{} I wrote it down.", "{} Great!", "It rained today. {}", "{} We are glad.", "News: {}",
+    "{} Good, is it not?", "Listen. {}",
+)  # fmt: skip
 
 
 RECORDS: tuple[Record, ...] = (
-    Record(_person, _said(
+    Record(_person, _said("person",
         "This is {name}, {age} years old, who lives in {city}.|{city} is the home of {name}, who is {age}.|"
         "{name} is {age} years old and lives in {city}.|{name}, {age}, lives in {city}.|{name} from {city} "
         "is {age}.|"
         "I am {name}, {age} years old, from {city}.|In {city} lives {name}, aged {age}.",
         "{name} lives in {city} and is {age} years old.|My name is {name}, I am {age} and I live in "
         "{city}.")),
-    Record(_worker, _said(
+    Record(_worker, _said("worker",
         "Ask {name}, the {job} in {city}.|I know {name}, a {job} in {city}.|{name} works as a {job} in "
         "{city}.|{name} is a {job} from {city}.|In {city}, {name} works as a "
         "{job}.|"
         "The {job} {name} lives in {city}.",
         "{name} lives in {city} and is a {job}.|A {job} called {name} works in {city}.")),
-    Record(_order, _said(
+    Record(_order, _said("order",
         "We need {quantity} {item}, we pay {price} euros.|{price} euros is the price for {quantity} "
         "{item}.|I would like to order {quantity} {item} for {price} euros.|{quantity} {item} cost {price} "
         "euros.|"
         "She bought {quantity} {item} and paid {price} euros.|Order: {quantity} {item}, {price} euros.",
         "Please send {quantity} {item}, the price is {price} euros.|He paid {price} euros for {quantity} "
         "{item}.")),
-    Record(_meeting, _said(
+    Record(_meeting, _said("meeting",
         "At {hour} on {day} {person} has time.|Talk to {person} on {day}, {hour} o'clock.|Meet {person} on "
         "{day} at {hour} o'clock.|{person} comes on {day} at {hour}.|On {day} at {hour} I "
         "meet {person}."
         "|The meeting with {person} is on {day} at {hour}.",
         "I have a meeting with {person} on {day} at {hour} o'clock.|{person} wants to talk at {hour} on "
         "{day}.")),
-    Record(_pet, _said(
+    Record(_pet, _said("pet",
         "{owner} bought a {animal}, it is {colour} and called {name}.|The {animal} {name} is {colour} and "
         "lives at the house of {owner}.|{owner} has a {colour} {animal} called {name}.|The {colour} "
         "{animal} {name} belongs to {owner}.|"
         "{name} is the {colour} {animal} of {owner}.",
         "{owner} owns a {colour} {animal} named {name}.|{name}, a {colour} {animal}, lives with {owner}.")),
-    Record(_flight, _said(
+    Record(_flight, _said("flight",
         "I want to go to {to} from {from} on {day}.|{day}: {from} to {to}.|A flight from {from} to {to} on "
         "{day}.|On {day} we fly from {from} to {to}.|The train from {from} "
         "to {to} "
         "leaves on {day}.|I travel to {to} on {day}, from {from}.",
         "Book a ticket from {from} to {to} for {day}.|She goes from {from} to {to} on {day}.")),
-    Record(_book, _said(
+    Record(_book, _said("book",
         "{author} is the author of {title}, {year}.|Read {title} ({author}, {year}).|{title} was written "
         "by {author} in {year}.|In {year}, {author} wrote {title}.|{author} published "
         "{title} in "
         "{year}.|The book {title} by {author} is from {year}.",
         "{title} is a book by {author} from {year}.|The author of {title} ({year}) is {author}.")),
-    Record(_product, _said(
+    Record(_product, _said("product",
         "{colour} {product}, {price} euros.|You pay {price} euros for the {colour} {product}.|The {colour} "
         "{product} cost {price} euros.|We sell {colour} {product} for {price} euros.|"
         "For {price} euros you get {colour} {product}.",
         "The price of the {colour} {product} is {price} euros.|{price} euros for {colour} {product}.")),
-    Record(_birthday, _said(
+    Record(_birthday, _said("birthday",
         "{month} {day} is the day when {name} was born.|We celebrate {name} on {month} {day}.|{name} was "
         "born on {month} {day}.|The birthday of {name} is {month} {day}.|On {month} {day} is "
         "{name}'s birthday.",
         "{name} has a birthday on {month} {day}.|{name}'s birthday: {month} {day}.")),
-    Record(_meal, _said(
+    Record(_meal, _said("meal",
         "Take the {food} to table {table}, it is for {name}.|{food} for table {table}, the guest is "
         "{name}.|{name} at table {table} wants {food}.|Table {table}: {food} for {name}.|{name} ordered "
         "{food} at "
@@ -178,6 +187,8 @@ def exchange(rng: Random, split: Split) -> tuple[str, Values]:
         fields = fields[:2]
     text = rng.choice(record.said.held if split == "held" else record.said.train).format(**values)
     text = text[0].upper() + text[1:]
+    if split == "train" and rng.random() < 0.1:
+        text = rng.choice(FRAMES).format(text)
     question = ASKED.pick(rng, split, fields=_listed(fields), text=text)
     return question, {name: values[name] for name in fields}
 

@@ -14,7 +14,7 @@ from serve.demo.recipe import evaluation
 from serve.demo.recipe.answering import Server, without_thought
 from serve.demo.recipe.conversation import Conversation, Message
 from serve.demo.recipe.question import says
-from serve.demo.recipe.skills import arguments, arithmetic, extraction, tables, tools
+from serve.demo.recipe.skills import arguments, arithmetic, dialogue, extraction, tables, tools
 
 
 def test_an_argument_answer_is_right_only_for_its_own_argument() -> None:
@@ -100,3 +100,26 @@ def test_a_server_is_asked_with_tools_and_thinking(monkeypatch: pytest.MonkeyPat
     assert tools.calls({"name": "f", "arguments": {"x": 1}})(answer)
     assert seen[0]["chat_template_kwargs"] == {"enable_thinking": True}
     assert seen[0]["tools"][0]["function"] == {"name": "f"}
+
+
+def test_a_written_dialogue_is_answered_turn_by_turn() -> None:
+    seen: list[list[str]] = []
+
+    class Counting:
+        def answers(self, asked: Sequence[Conversation], thinking: bool) -> list[str]:
+            seen.append([message.content for message in asked[0].messages])
+            return [f"answer {len(seen)}"] * len(asked)
+
+    asked = [Conversation((Message("user", "a"), Message("user", "b"), Message("user", "c")))]
+    assert evaluation.last_answers(Counting(), asked, thinking=False) == ["answer 3"]
+    assert seen[-1] == ["a", "answer 1", "b", "answer 2", "c"]
+
+
+def test_fifty_dialogues_are_written_and_none_tells_the_answer_last() -> None:
+    written = dialogue.written(Random(0))
+    assert len(written) == 50
+    for question in written:
+        first, middle, last = (message.content for message in question.asked.messages)
+        assert question.right(first)
+        assert not question.right(middle)
+        assert not question.right(last)
