@@ -54,4 +54,4 @@ docs:
 
 # Train the embedded demo model anew (one to two hours on two cores, minutes on a GPU).
 demo-model *options:
-    {{bin}}/python -m serve.demo.recipe {{options}}
+    {{bin}}/python -m serve.demo.recipe all {{options}}
