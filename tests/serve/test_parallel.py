@@ -102,7 +102,16 @@ async def test_three_stages_with_small_micro_batches():
     await check_same_tokens("llama", pp_size=3, max_micro_batch_size=5)
 
 
-@pytest.mark.parametrize("parallel", [{"tp_size": 2}, {"pp_size": 2}], ids=["ranks", "stages"])
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        pytest.param({"tp_size": 2}, id="ranks"),
+        pytest.param({"pp_size": 2}, id="stages"),
+        pytest.param({"tp_size": 4}, id="four ranks", marks=pytest.mark.slow),
+        pytest.param({"tp_size": 2, "pp_size": 2}, id="stages of ranks", marks=pytest.mark.slow),
+        pytest.param({"dp_size": 2}, id="copies", marks=pytest.mark.slow),
+    ],
+)
 async def test_logprobs_and_penalties_are_those_of_one_process(parallel: dict[str, int]):
     async def ask(**parallel: Any) -> Any:
         async with Engine(model_path(), **PLAIN, chunked_prefill_size=16, **parallel) as engine:
