@@ -33,7 +33,7 @@ class GenerateBody:
     top_logprobs_num: int | list[int] = 0
     token_ids_logprob: list[int] | list[list[int] | None] | None = None
     return_text_in_logprobs: bool = False
-    priority: int | None = None
+    priority: NotBuilt = None
     log_metrics: bool = True  # there are no request metrics to leave out yet
     input_embeds: NotBuilt = None
     image_data: NotBuilt = None
@@ -73,7 +73,6 @@ def requests_of(body: GenerateBody, core: Core) -> list[Request]:
             sampling=sampling[place],
             logprobs=logprobs[place],
             truncate=core.plan.serve.allow_auto_truncate,
-            priority=body.priority,
             label=labels[place],
         )
         for place, prompt in enumerate(prompts)

@@ -78,7 +78,6 @@ class ChatDoor:
             logprobs=logprobs,
             add_special_tokens=False,
             truncate=core.plan.serve.allow_auto_truncate,
-            priority=body.priority,
             label=body.rid or uuid4().hex,
         )
         return _Call(body, model, request)

@@ -95,7 +95,6 @@ class CompletionsDoor:
                 sampling=sampling,
                 logprobs=logprobs,
                 truncate=core.plan.serve.allow_auto_truncate,
-                priority=body.priority,
                 label=label,
             )
             for prompt, label in zip(prompts, labels, strict=True)

@@ -61,7 +61,7 @@ class OpenAIBody:
     logit_bias: dict[str, float] | None = None
     seed: int | None = None
     user: str | None = None
-    priority: int | None = None
+    priority: NotBuilt = None
     response_format: ResponseFormat | None = None
     regex: NotBuilt = None
     ebnf: NotBuilt = None

@@ -38,12 +38,12 @@ async def test_stop_string_ends_the_text_and_is_named(served: Served) -> None:
 
 async def test_sampling_parameters_reach_the_engine(served: Served) -> None:
     asked = {"temperature": 0.5, "top_k": 3, "stop_token_ids": [5], "logit_bias": {"7": -2}, "seed": 9}
-    await served.post("/generate", text="Hi", priority=4, sampling_params=asked)
+    await served.post("/generate", text="Hi", sampling_params=asked)
     [request] = served.core.submitted
     sampling = request.sampling
     assert (sampling.temperature, sampling.top_k, sampling.seed) == (0.5, 3, 9)
     assert (sampling.stop_token_ids, dict(sampling.logit_bias)) == (frozenset({5}), {7: -2.0})
-    assert (sampling.max_new_tokens, request.priority) == (128, 4)
+    assert sampling.max_new_tokens == 128
 
 
 async def test_preferred_parameters_stand_below_the_request(serve: Serve) -> None:
