@@ -21,6 +21,7 @@ Messages of foreign libraries never reach a client: a door sends the text of the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import overload
 
 
 class PenstockError(Exception):
@@ -113,3 +114,14 @@ class EngineClosed(EngineFailure):
 
     status = 503
     kind = "ServiceUnavailableError"
+
+
+@overload
+def first_error(error: Exception) -> Exception: ...
+@overload
+def first_error(error: BaseException) -> BaseException: ...
+def first_error(error: BaseException) -> BaseException:
+    """The first leaf of nested exception groups, or the error itself."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -152,7 +152,6 @@ class Request:
     logprobs: LogprobParams | None = None
     add_special_tokens: bool = True  # chat templates write their own
     truncate: bool = False  # cut a too long prompt instead of refusing it
-    priority: int | None = None
     label: str = field(default_factory=lambda: uuid4().hex)
     id: int = field(default_factory=lambda: next(_request_ids))
 

@@ -16,7 +16,7 @@ from ops.machine import Machine
 from runtime.actors.assemble import assemble, prepare
 from runtime.actors.core import Core, Status
 from runtime.args import Args
-from runtime.errors import ConfigurationError, EngineClosed, InvalidRequest
+from runtime.errors import ConfigurationError, EngineClosed, InvalidRequest, first_error
 from runtime.request import Chunk
 from serve.decode import decode
 from serve.demo import demo_path
@@ -24,7 +24,7 @@ from serve.hosted import Hosted
 from serve.native.answers import Answers
 from serve.native.schema import GenerateBody, requests_of
 from serve.portal import open_portal
-from serve.replies import close_all, each, first_error, submit_all
+from serve.replies import close_all, each, submit_all
 
 Prompt = str | Sequence[str]
 Ids = Sequence[int] | Sequence[Sequence[int]]

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from runtime.actors.reply import Reply
+from runtime.errors import first_error
 from runtime.request import Chunk, Request
 from serve.core import Core
 from serve.errors import ClientGoneError
@@ -78,14 +79,6 @@ async def each(read: Any, count: int) -> None:
     async with anyio.create_task_group() as readers:
         for place in range(count):
             readers.start_soon(read, place)
-
-
-def first_error(errors: ExceptionGroup) -> Exception:
-    """The first error inside nested groups."""
-    error: Exception = errors
-    while isinstance(error, ExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def json_response(value: Any, status: int = 200) -> Response:

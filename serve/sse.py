@@ -18,16 +18,16 @@ from sse_starlette.event import ServerSentEvent
 from starlette.types import Receive, Scope, Send
 
 from runtime.actors.reply import Reply
+from runtime.errors import first_error
 from runtime.request import Chunk
 from serve.errors import Dialect
-from serve.replies import close_all, each, first_error, until_gone
+from serve.replies import close_all, each, until_gone
 
 PING_S = 15.0
 PING = ServerSentEvent(comment="ping", sep="\n").encode()
 DONE = b"data: [DONE]\n\n"
-DIRECT_SEND = (
-    "penstock.send"  # in the scope: the server's send, for bodies; headers go through the middleware
-)
+# In the scope: the server's own send, for bodies; headers go through the middleware.
+DIRECT_SEND = "penstock.send"
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),

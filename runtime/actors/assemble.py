@@ -11,8 +11,9 @@ import anyio.to_thread
 
 from ops.machine import Machine
 from runtime.actors.core import Core
-from runtime.actors.replica import Replica, first_error, start_replica
+from runtime.actors.replica import Replica, start_replica
 from runtime.args import Args, without_effect
+from runtime.errors import first_error
 from runtime.facts import ModelFacts
 from runtime.models.checkpoint import locate
 from runtime.models.config import read_facts

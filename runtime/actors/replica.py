@@ -13,6 +13,7 @@ import anyio
 from ops.machine import GIB
 from runtime.actors.scheduler import Runner
 from runtime.cache.prefix import PrefixCache
+from runtime.errors import first_error
 from runtime.facts import ModelFacts
 from runtime.plan import Plan
 from runtime.resolve import max_running, size_pool
@@ -100,10 +101,3 @@ def _size(plan: Plan, facts: ModelFacts, memory: Sequence[Mapping[str, int]]) ->
     pages, because = min(sizes)
     logger.info("The KV cache gets %d pages of %d tokens: %s.", pages, plan.cache.page_size, because)
     return pages
-
-
-def first_error(error: BaseException) -> BaseException:
-    """The first leaf of a group, or the error itself."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
