@@ -1,0 +1,130 @@
+// Sixteen lanes, whatever the processor: the compiler lowers these vectors to AVX-512, to pairs of AVX2
+// registers, or to whatever there is. Only the dot products of short numbers name instructions.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+namespace penstock {
+
+constexpr int LANES = 16;
+
+typedef float Floats __attribute__((vector_size(64)));
+typedef int32_t Ints __attribute__((vector_size(64)));
+typedef uint32_t Words __attribute__((vector_size(64)));
+typedef uint16_t Shorts __attribute__((vector_size(32)));
+
+// A brain float: the upper half of a float32.
+struct BFloat16 {
+    uint16_t bits;
+};
+
+template <class To, class From>
+inline To cast(const From& from) {
+    static_assert(sizeof(To) == sizeof(From), "a cast keeps the bits");
+    To to;
+    std::memcpy(&to, &from, sizeof(to));
+    return to;
+}
+
+inline Floats fill(float value) { return Floats{} + value; }
+
+inline Floats load(const float* from) {
+    Floats x;
+    std::memcpy(&x, from, sizeof(x));
+    return x;
+}
+
+inline Floats load(const BFloat16* from) {
+    Shorts halves;
+    std::memcpy(&halves, from, sizeof(halves));
+    return cast<Floats>(__builtin_convertvector(halves, Words) << 16);
+}
+
+inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof(x)); }
+
+// Rounds to the nearest, ties to even; a NaN stays one.
+inline Shorts round_to_bfloat16(Floats x) {
+#if defined(__AVX512BF16__)
+    return cast<Shorts>(_mm512_cvtneps_pbh(cast<__m512>(x)));
+#else
+    const Words bits = cast<Words>(x);
+    const Words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    const Words quiet = (bits >> 16) | 0x40u;
+    return __builtin_convertvector((bits & 0x7fffffffu) > 0x7f800000u ? quiet : rounded, Shorts);
+#endif
+}
+
+inline void store(BFloat16* to, Floats x) {
+    const Shorts halves = round_to_bfloat16(x);
+    std::memcpy(to, &halves, sizeof(halves));
+}
+
+inline float widen(float x) { return x; }
+inline float widen(BFloat16 x) { return cast<float>(uint32_t(x.bits) << 16); }
+
+inline void narrow(float* to, float x) { *to = x; }
+inline void narrow(BFloat16* to, float x) { to->bits = round_to_bfloat16(fill(x))[0]; }
+
+inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+
+inline float sum(Floats x) {
+    float total = 0;
+    for (int width = LANES / 2; width > 0; width /= 2)
+        for (int lane = 0; lane < width; lane++) x[lane] += x[lane + width];
+    total = x[0];
+    return total;
+}
+
+inline float largest(Floats x) {
+    float found = x[0];
+    for (int lane = 1; lane < LANES; lane++) found = x[lane] > found ? x[lane] : found;
+    return found;
+}
+
+// e to the x, relative error below 2e-7 (Cephes' polynomial); 0 below -87, as for minus infinity. A NaN stays one.
+inline Floats exponential(Floats x) {
+    const Floats low = fill(-87.0f), high = fill(88.0f);
+    const Floats held = x < low ? low : (x > high ? high : x);
+    const Floats scaled = held * 1.44269504088896341f;
+    const Ints whole = __builtin_convertvector(scaled + (scaled < 0.0f ? fill(-0.5f) : fill(0.5f)), Ints);
+    const Floats n = __builtin_convertvector(whole, Floats);
+    const Floats r = held - n * 0.693359375f + n * 2.12194440e-4f;
+    Floats p = fill(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    const Floats result = (p * r * r + r + 1.0f) * cast<Floats>((whole + 127) << 23);
+    return x < low ? Floats{} : result;
+}
+
+// Two neighbouring bfloat16 in each lane.
+inline Words load_pairs(const BFloat16* from) {
+    Words pairs;
+    std::memcpy(&pairs, from, sizeof(pairs));
+    return pairs;
+}
+
+inline Words fill_pair(const BFloat16* from) {
+    uint32_t pair;
+    std::memcpy(&pair, from, sizeof(pair));
+    return Words{} + pair;
+}
+
+// total + a.low * b.low + a.high * b.high, in float32.
+inline Floats dot_pairs(Floats total, Words a, Words b) {
+#if defined(__AVX512BF16__)
+    return cast<Floats>(_mm512_dpbf16_ps(cast<__m512>(total), cast<__m512bh>(a), cast<__m512bh>(b)));
+#else
+    total += cast<Floats>(a << 16) * cast<Floats>(b << 16);
+    return total + cast<Floats>(a & 0xffff0000u) * cast<Floats>(b & 0xffff0000u);
+#endif
+}
+
+}  // namespace penstock

@@ -1,0 +1,31 @@
+// What every kernel of one step reads: where each row stands in the cache (see ops.attention.AttentionInputs).
+#pragma once
+
+#include <cstdint>
+
+#include "team.h"
+
+namespace penstock {
+
+struct Step {
+    int64_t num_tokens;           // T
+    int64_t num_rows;             // B
+    const int64_t* token_ids;     // [T]
+    const int64_t* positions;     // [T]
+    const int64_t* slots;         // [T], page * page_size + offset
+    const int32_t* page_table;    // [B, table_width]
+    int64_t table_width;
+    const int32_t* starts;        // [B]
+    const int32_t* counts;        // [B]
+    const int32_t* query_starts;  // [B + 1]
+    int64_t page_size;
+};
+
+// One kernel with its operands. A kernel is entered by all threads of the team with no task taken, and may return on
+// each as soon as that has nothing left to do: the next one begins after a barrier.
+struct Node {
+    void (*kernel)(const void* operands, const Step& step, Team& team);
+    const void* operands;
+};
+
+}  // namespace penstock

@@ -1,0 +1,56 @@
+// The threads that compute one step together.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#include <sched.h>
+
+namespace penstock {
+
+constexpr int SPINS = 4000;  // before a waiting thread offers its core to others, some 20 us
+
+// What the threads of a team share.
+struct Meeting {
+    alignas(64) std::atomic<int64_t> next{0};
+    alignas(64) std::atomic<int32_t> arrived{0};
+    alignas(64) std::atomic<int32_t> round{0};
+};
+
+// One thread's view of its team. Work is taken, not dealt: a thread whose core is busy elsewhere takes less of it.
+class Team {
+public:
+    Team(int rank, int size, Meeting& meeting) : rank(rank), size(size), meeting_(meeting) {}
+
+    const int rank;
+    const int size;
+
+    // The first of `count` tasks that nobody has taken since the last barrier; beyond the last one, stop.
+    int64_t take(int64_t count = 1) { return meeting_.next.fetch_add(count, std::memory_order_relaxed); }
+
+    // Wait for all threads; afterwards tasks are counted from 0 again, and all see what all have written.
+    void barrier() {
+        if (size == 1) {
+            meeting_.next.store(0, std::memory_order_relaxed);
+            return;
+        }
+        const int32_t round = meeting_.round.load(std::memory_order_acquire);
+        if (meeting_.arrived.fetch_add(1, std::memory_order_acq_rel) == size - 1) {
+            meeting_.next.store(0, std::memory_order_relaxed);
+            meeting_.arrived.store(0, std::memory_order_relaxed);
+            meeting_.round.store(round + 1, std::memory_order_release);
+            return;
+        }
+        for (int spins = 0; meeting_.round.load(std::memory_order_acquire) == round; spins++) {
+            if (spins < SPINS)
+                __builtin_ia32_pause();
+            else
+                sched_yield();
+        }
+    }
+
+private:
+    Meeting& meeting_;
+};
+
+}  // namespace penstock
