@@ -1,0 +1,78 @@
+"""Compiling the C++ kernels for this processor, once.
+
+The library is plain C++ without torch's headers, so it takes seconds, and it is kept in the user's cache under a name
+made of its sources, the compiler and the processor: another machine on the same home directory makes its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+SOURCES = Path(__file__).with_name("source")
+MAIN = "kernels.cpp"
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-ffp-contract=fast", "-shared", "-fPIC", "-Wno-psabi")
+TIMEOUT_S = 300
+
+
+class BuildError(RuntimeError):
+    """The kernels cannot be compiled here; the message says why."""
+
+
+def cache_directory() -> Path:
+    """Where libraries are kept: `$XDG_CACHE_HOME/penstock/cpp`, by default under `~/.cache`."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "penstock" / "cpp"
+
+
+def library_path(
+    compiler: str, processor: Sequence[str] | frozenset[str], flags: Sequence[str] = FLAGS
+) -> Path:
+    """Where the library for this compiler and a processor of these flags is, or will be."""
+    digest = hashlib.sha256()
+    for source in sorted(SOURCES.iterdir()):
+        if source.suffix in (".cpp", ".h"):
+            digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    digest.update("\0".join([os.path.realpath(compiler), *flags, *sorted(processor)]).encode())
+    return cache_directory() / f"kernels-{digest.hexdigest()[:24]}.so"
+
+
+def build(compiler: str, processor: Sequence[str] | frozenset[str], flags: Sequence[str] = FLAGS) -> Path:
+    """The compiled library, from the cache where it is there. Blocks for some seconds where it is not.
+
+    Several processes may build at once; each writes its own file, and the last one stays. Where the cache cannot be
+    written, the library is made in a temporary directory. Raises `BuildError`.
+    """
+    path = library_path(compiler, processor, flags)
+    if path.is_file():
+        return path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = tempfile.mkdtemp(dir=path.parent)
+    except OSError:
+        scratch = tempfile.mkdtemp(prefix="penstock-")
+        path = Path(scratch) / path.name
+    made = Path(scratch) / "library.so"
+    try:
+        _compile(compiler, made, flags)
+        made.replace(path)
+    finally:
+        made.unlink(missing_ok=True)
+        if Path(scratch) != path.parent:
+            Path(scratch).rmdir()
+    return path
+
+
+def _compile(compiler: str, output: Path, flags: Sequence[str]) -> None:
+    command = [compiler, *flags, str(SOURCES / MAIN), "-o", str(output)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"{compiler} cannot be run: {error}.") from error
+    if done.returncode != 0:
+        lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+        raise BuildError(f"{compiler} fails: {(lines or ['no message'])[0].strip()}")

@@ -1,0 +1,193 @@
+"""Running C++ kernels one by one, or recording them on a tape that a later step runs in a single call."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ops.attention import AttentionInputs
+from ops.cpp.library import Library, Node, Step, address
+
+
+class NotRecordable(RuntimeError):
+    """A step does something that no tape can repeat: torch computes a part of it."""
+
+
+class Executor:
+    """Runs the kernels of one engine, on so many threads. For one thread at a time.
+
+    Operations ask it for their outputs (`empty`) and give it their kernels (`launch`). While a tape is recorded
+    nothing is computed: kernels are noted with the addresses of their operands.
+    """
+
+    def __init__(self, library: Library, num_threads: int) -> None:
+        self.library = library
+        self.num_threads = num_threads
+        self._tape: Tape | None = None
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A contiguous tensor for a kernel to write."""
+        if self._tape is None:
+            return torch.empty(*shape, dtype=dtype)
+        return self._tape.arena.empty(shape, dtype)
+
+    def tokens(self, x: Tensor) -> int:
+        """The number of tokens of x [T, ...] as operands say it: on a tape it is the step's."""
+        return len(x) if self._tape is None else 0
+
+    def launch(self, kernel: str, dtype: torch.dtype, operands: ctypes.Structure, step: Step | None = None) -> None:
+        """Run a kernel now, for the rows in `step` if it reads any; or note it."""
+        node = Node(self.library.kernel(kernel, dtype), ctypes.addressof(operands))
+        if self._tape is not None:
+            self._tape.nodes.append(node)
+            self._tape.operands.append(operands)
+            return
+        self.library.run(
+            ctypes.addressof(node), 1, ctypes.addressof(step or _NO_STEP), self.num_threads
+        )
+
+    def record(self, capacity: int, forward: Callable[[], Tensor]) -> Tape:
+        """What `forward` launches for steps of up to `capacity` tokens; it returns the result, [capacity, ...].
+
+        Raises `NotRecordable` where torch itself would have to compute something.
+        """
+        tape = Tape(self.library, self.num_threads, capacity)
+        self._tape = tape
+        try:
+            with _ViewsOnly():
+                tape.result = forward()
+        finally:
+            self._tape = None
+        tape.close()
+        return tape
+
+
+_NO_STEP = Step()
+
+
+class Tape:
+    """The kernels of a step, in order, with memory for what passes between them."""
+
+    def __init__(self, library: Library, num_threads: int, capacity: int) -> None:
+        self.capacity = capacity
+        self.arena = Arena()
+        self.nodes: list[Node] = []
+        self.operands: list[ctypes.Structure] = []
+        self.result: Tensor | None = None  # [capacity, ...]
+        self._library = library
+        self._num_threads = num_threads
+        self._array: ctypes.Array[Node] | None = None
+
+    def close(self) -> None:
+        """No kernels come any more."""
+        self._array = (Node * len(self.nodes))(*self.nodes)
+
+    def run(self, step: Step) -> Tensor:
+        """Compute a step -> the result of its tokens, overwritten by the next run."""
+        if self._array is None or self.result is None:
+            raise RuntimeError("The tape is still recorded.")
+        if step.num_tokens > self.capacity:
+            raise ValueError(f"The tape takes {self.capacity} tokens, not {step.num_tokens}.")
+        self._library.run(
+            ctypes.addressof(self._array), len(self._array), ctypes.addressof(step), self._num_threads
+        )
+        return self.result[: step.num_tokens]
+
+    @property
+    def nbytes(self) -> int:
+        """Of what passes between the kernels."""
+        return self.arena.nbytes
+
+
+@dataclass(slots=True)
+class _Block:
+    memory: np.ndarray
+    user: StorageWeakRef | None = None
+
+    @property
+    def free(self) -> bool:
+        return self.user is None or self.user.expired()
+
+
+@dataclass(slots=True)
+class Arena:
+    """Memory for the tensors of a tape. What nobody holds any more while recording is used again.
+
+    So a step of many layers needs the memory of one, and stays in the processor's caches.
+    """
+
+    blocks: list[_Block] = field(default_factory=list)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        nbytes = max(1, prod(shape)) * dtype.itemsize
+        fitting = [block for block in self.blocks if block.free and nbytes <= block.memory.nbytes <= 2 * nbytes]
+        if fitting:
+            block = min(fitting, key=lambda block: block.memory.nbytes)
+        else:
+            block = _Block(np.empty(nbytes, np.uint8))
+            self.blocks.append(block)
+        # A storage of its own over the same memory: it ends when the last view of this tensor does.
+        whole = torch.frombuffer(memoryview(block.memory[:nbytes]), dtype=dtype)
+        block.user = StorageWeakRef(whole.untyped_storage())
+        return whole.view(*shape)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(block.memory.nbytes for block in self.blocks)
+
+
+class _ViewsOnly(TorchDispatchMode):
+    """Lets torch look at tensors, not compute."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        known = {t.untyped_storage().data_ptr() for t in _tensors([*args, *(kwargs or {}).values()])}
+        written = func._schema.is_mutable
+        if written or any(t.untyped_storage().data_ptr() not in known for t in _tensors([found])):
+            raise NotRecordable(f"{func} is computed by torch")
+        return found
+
+
+def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def step_of(inputs: AttentionInputs, token_ids: Tensor | None = None, positions: Tensor | None = None) -> Step:
+    """The step that kernels read. Its tensors must outlive it: it holds addresses."""
+    return Step(
+        num_tokens=len(inputs.slots),
+        num_rows=len(inputs.counts_host),
+        token_ids=address(token_ids),
+        positions=address(positions),
+        slots=address(inputs.slots),
+        page_table=address(inputs.page_table),
+        table_width=inputs.page_table.stride(0),
+        starts=address(inputs.starts),
+        counts=address(inputs.counts),
+        query_starts=address(inputs.query_starts),
+        page_size=inputs.page_size,
+    )
+
+
+def step_in(inputs: AttentionInputs) -> Step:
+    """The same, made once for all layers."""
+    key = (__name__, "step")
+    if key not in inputs.memo:
+        inputs.memo[key] = step_of(inputs)
+    return inputs.memo[key]

@@ -1,0 +1,180 @@
+"""The compiled kernels and their operands, as ctypes sees them. The structures mirror those in `source/`."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import Structure, c_float, c_int64, c_void_p
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}  # what the kernels compute in
+
+
+class Step(Structure):
+    """Where each row of a step stands (`step.h`)."""
+
+    _fields_ = (
+        ("num_tokens", c_int64),
+        ("num_rows", c_int64),
+        ("token_ids", c_void_p),
+        ("positions", c_void_p),
+        ("slots", c_void_p),
+        ("page_table", c_void_p),
+        ("table_width", c_int64),
+        ("starts", c_void_p),
+        ("counts", c_void_p),
+        ("query_starts", c_void_p),
+        ("page_size", c_int64),
+    )
+
+
+class Node(Structure):
+    """A kernel and its operands (`step.h`)."""
+
+    _fields_ = (("kernel", c_void_p), ("operands", c_void_p))
+
+
+class Embed(Structure):
+    _fields_ = (("weight", c_void_p), ("out", c_void_p), ("size", c_int64))
+
+
+class Norm(Structure):
+    _fields_ = (
+        ("x", c_void_p),
+        ("residual", c_void_p),
+        ("weight", c_void_p),
+        ("out", c_void_p),
+        ("tokens", c_int64),
+        ("lines", c_int64),
+        ("stride", c_int64),
+        ("size", c_int64),
+        ("eps", c_float),
+        ("offset", c_float),
+    )
+
+
+class Rotate(Structure):
+    _fields_ = (
+        ("q", c_void_p),
+        ("k", c_void_p),
+        ("table", c_void_p),
+        ("q_stride", c_int64),
+        ("k_stride", c_int64),
+        ("num_heads", c_int64),
+        ("num_kv_heads", c_int64),
+        ("head_dim", c_int64),
+        ("size", c_int64),
+        ("interleaved", c_int64),
+    )
+
+
+class Store(Structure):
+    _fields_ = (
+        ("k", c_void_p),
+        ("v", c_void_p),
+        ("k_pool", c_void_p),
+        ("v_pool", c_void_p),
+        ("k_stride", c_int64),
+        ("v_stride", c_int64),
+        ("num_kv_heads", c_int64),
+        ("head_dim", c_int64),
+    )
+
+
+class Gate(Structure):
+    _fields_ = (
+        ("x", c_void_p),
+        ("out", c_void_p),
+        ("tokens", c_int64),
+        ("size", c_int64),
+        ("kind", c_int64),
+    )
+
+
+class Attend(Structure):
+    _fields_ = (
+        ("q", c_void_p),
+        ("q_stride", c_int64),
+        ("k_pool", c_void_p),
+        ("v_pool", c_void_p),
+        ("out", c_void_p),
+        ("num_heads", c_int64),
+        ("num_kv_heads", c_int64),
+        ("head_dim", c_int64),
+        ("window", c_int64),
+        ("scale", c_float),
+        ("soft_cap", c_float),
+        ("sinks", c_void_p),
+    )
+
+
+class Pack(Structure):
+    _fields_ = (("weight", c_void_p), ("panels", c_void_p), ("in_size", c_int64), ("out_size", c_int64))
+
+
+class Product(Structure):
+    _fields_ = (
+        ("x", c_void_p),
+        ("x_stride", c_int64),
+        ("rows", c_int64),
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("out", c_void_p),
+        ("in_size", c_int64),
+        ("out_size", c_int64),
+    )
+
+
+class Pack8(Structure):
+    _fields_ = (
+        ("weight", c_void_p),
+        ("panels", c_void_p),
+        ("scales", c_void_p),
+        ("in_size", c_int64),
+        ("out_size", c_int64),
+    )
+
+
+class Product8(Structure):
+    _fields_ = (
+        ("x", c_void_p),
+        ("x_stride", c_int64),
+        ("rows", c_int64),
+        ("weight", c_void_p),
+        ("scales", c_void_p),
+        ("bias", c_void_p),
+        ("out", c_void_p),
+        ("in_size", c_int64),
+        ("out_size", c_int64),
+        ("rounded", c_void_p),
+        ("row_scales", c_void_p),
+        ("row_sums", c_void_p),
+    )
+
+
+class Library:
+    """The kernels by name and type."""
+
+    def __init__(self, path: Path) -> None:
+        self._library = ctypes.CDLL(str(path))
+        self.run = self._library.run  # run(nodes, count, step, num_threads); no lock of Python's is held
+        self.run.argtypes = (c_void_p, c_int64, c_void_p, c_int64)
+        self.run.restype = None
+        self.panel_width = int(self._library.panel_width())
+        self.group_size = int(self._library.group_size())
+        self._addresses: dict[tuple[str, torch.dtype], int] = {}
+
+    def kernel(self, name: str, dtype: torch.dtype) -> int:
+        """The address of a kernel for tensors of `dtype`. KeyError for a dtype that it does not compute in."""
+        key = (name, dtype)
+        if key not in self._addresses:
+            function = getattr(self._library, f"{name}_{TYPES[dtype]}")
+            self._addresses[key] = ctypes.cast(function, c_void_p).value or 0
+        return self._addresses[key]
+
+
+def address(tensor: Tensor | None) -> int | None:
+    """Of a tensor's first element, null for none."""
+    return None if tensor is None else tensor.data_ptr()

@@ -1,0 +1,60 @@
+// What Python sees: one function for each kernel and type, and the one that runs them.
+//
+// Nothing here knows of Python or torch, so it compiles in a few seconds; ops/cpp/library.py describes the same
+// operands with ctypes, which lets go of Python's lock for the whole of a call.
+
+#include <omp.h>
+
+#include "attention.h"
+#include "product.h"
+#include "product8.h"
+#include "small.h"
+
+using namespace penstock;
+
+#define KERNEL(name, ...) \
+    void name(const void* operands, const Step& step, Team& team) { __VA_ARGS__(operands, step, team); }
+#define KERNELS(name, kernel)                \
+    KERNEL(name##_float32, kernel<float>)    \
+    KERNEL(name##_bfloat16, kernel<BFloat16>)
+
+template <class T>
+constexpr auto product_alike = product<T, T>;
+template <class T>
+constexpr auto product_wide = product<T, float>;
+template <class T>
+constexpr auto product8_alike = product8<T, T>;
+template <class T>
+constexpr auto product8_wide = product8<T, float>;
+
+extern "C" {
+
+KERNELS(embed, embed)
+KERNELS(norm, norm)
+KERNELS(rotate, rotate)
+KERNELS(store, store_kv)
+KERNELS(gate, gate)
+KERNELS(pack, pack)
+KERNELS(product, product_alike)
+KERNELS(product_wide, product_wide)
+KERNELS(pack8, pack8)
+KERNELS(product8, product8_alike)
+KERNELS(product8_wide, product8_wide)
+
+int64_t panel_width() { return PANEL; }
+int64_t group_size() { return GROUP; }
+
+// Runs the nodes one after the other on `num_threads` threads, those of this thread's OpenMP team. Returns when all is
+// done. Calls from several threads at once do not disturb each other.
+void run(const Node* nodes, int64_t count, const Step* step, int64_t num_threads) {
+    Meeting meeting;
+#pragma omp parallel num_threads(num_threads)
+    {
+        Team team(omp_get_thread_num(), omp_get_num_threads(), meeting);
+        for (int64_t i = 0; i < count; i++) {
+            nodes[i].kernel(nodes[i].operands, *step, team);
+            team.barrier();
+        }
+    }
+}
+}

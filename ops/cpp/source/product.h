@@ -1,0 +1,152 @@
+// Products with a model's weights (contract: ops/matmul/__init__.py).
+//
+// A weight [O, I] is kept in panels of 32 outputs: [O / 32][I / n][32][n], where n neighbouring inputs fill a lane:
+// one float32, two bfloat16. The last panel is filled up with zeros. A tile is up to MAX_TILE_ROWS rows of x
+// times one panel; its sums stay in registers over the whole depth, so each is added in the same order whatever the
+// number of rows: a token's result does not depend on its batch.
+#pragma once
+
+#include <algorithm>
+
+#include "simd.h"
+#include "step.h"
+
+namespace penstock {
+
+constexpr int PANEL = 2 * LANES;
+#if defined(__AVX512F__)
+constexpr int MAX_TILE_ROWS = 12;  // with 2 sums each: 24 of 32 registers
+#elif defined(__AVX2__)
+constexpr int MAX_TILE_ROWS = 2;
+#else
+constexpr int MAX_TILE_ROWS = 1;
+#endif
+constexpr int64_t BLOCK_ROWS = 20 * MAX_TILE_ROWS;  // of x, which stay in the cache while all panels pass
+
+struct ProductOperands {
+    const void* x;       // [rows, I], rows x_stride elements apart
+    int64_t x_stride;
+    int64_t rows;        // 0: as many as the step has tokens
+    const void* weight;  // in panels
+    const void* bias;    // [O] of x's type, or null
+    void* out;           // [rows, O], contiguous
+    int64_t in_size;     // I
+    int64_t out_size;    // O
+};
+
+inline Words lanes_of(const BFloat16* from) { return load_pairs(from); }
+inline Floats lanes_of(const float* from) { return load(from); }
+inline Words fill_lanes(const BFloat16* from) { return fill_pair(from); }
+inline Floats fill_lanes(const float* from) { return fill(*from); }
+inline Floats multiply_add(Floats total, Words a, Words b) { return dot_pairs(total, a, b); }
+inline Floats multiply_add(Floats total, Floats a, Floats b) { return total + a * b; }
+
+template <class T>
+constexpr int LANE_SIZE = sizeof(float) / sizeof(T);
+
+// sums[row] = x[row] . panel, added in order of depth: the number of rows must not change a result.
+template <class T, int ROWS>
+inline void multiply_tile(const T* x, int64_t stride, const T* panel, int64_t depth, Floats (&sums)[ROWS][2]) {
+    constexpr int N = LANE_SIZE<T>;
+    for (int row = 0; row < ROWS; row++) sums[row][0] = sums[row][1] = Floats{};
+    for (int64_t k = 0; k < depth; k += N, panel += PANEL * N) {
+        const auto first = lanes_of(panel), second = lanes_of(panel + LANES * N);
+#pragma GCC unroll 16
+        for (int row = 0; row < ROWS; row++) {
+            const auto value = fill_lanes(x + row * stride + k);
+            sums[row][0] = multiply_add(sums[row][0], first, value);
+            sums[row][1] = multiply_add(sums[row][1], second, value);
+        }
+    }
+}
+
+template <class T, class Out>
+inline void store_sums(const Floats (&sums)[2], const T* bias, Out* out, int64_t column, int64_t out_size) {
+    for (int half = 0; half < 2; half++, column += LANES) {
+        const int64_t width = std::min<int64_t>(LANES, out_size - column);
+        if (width <= 0) return;
+        if (width == LANES) {
+            store(out + column, bias ? sums[half] + load(bias + column) : sums[half]);
+            continue;
+        }
+        for (int64_t lane = 0; lane < width; lane++)
+            narrow(out + column + lane, sums[half][lane] + (bias ? widen(bias[column + lane]) : 0.0f));
+    }
+}
+
+template <class T, class Out, int ROWS>
+void multiply_rows(const ProductOperands& o, int64_t row, int64_t panel_index) {
+    Floats sums[ROWS][2];
+    const T* panel = static_cast<const T*>(o.weight) + panel_index * PANEL * o.in_size;
+    multiply_tile<T, ROWS>(static_cast<const T*>(o.x) + row * o.x_stride, o.x_stride, panel, o.in_size, sums);
+    Out* out = static_cast<Out*>(o.out) + row * o.out_size;
+    for (int r = 0; r < ROWS; r++, out += o.out_size)
+        store_sums<T, Out>(sums[r], static_cast<const T*>(o.bias), out, panel_index * PANEL, o.out_size);
+}
+
+template <class T, class Out, int ROWS = MAX_TILE_ROWS>
+inline void multiply_some_rows(int64_t rows, const ProductOperands& o, int64_t row, int64_t panel_index) {
+    if constexpr (ROWS > 0) {
+        if (rows == ROWS) return multiply_rows<T, Out, ROWS>(o, row, panel_index);
+        multiply_some_rows<T, Out, ROWS - 1>(rows, o, row, panel_index);
+    }
+}
+
+// Calls work(row, height) for rows first .. end - 1 in tiles of nearly equal height, none above HIGHEST.
+template <int HIGHEST, class Work>
+inline void in_tiles(int64_t first, int64_t end, const Work& work) {
+    int64_t tiles = (end - first + HIGHEST - 1) / HIGHEST;
+    for (int64_t row = first; row < end; tiles--) {
+        const int64_t height = (end - row + tiles - 1) / tiles;
+        work(row, height);
+        row += height;
+    }
+}
+
+// Calls work(first row, end, panel) for every panel and block of rows, each on the thread that takes it.
+template <class Work>
+inline void share_panels(Team& team, int64_t rows, int64_t out_size, const Work& work) {
+    const int64_t panels = (out_size + PANEL - 1) / PANEL;
+    const int64_t tasks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS * panels;
+    const int64_t portion = std::max<int64_t>(1, std::min<int64_t>(4, panels / (4 * team.size)));
+    for (int64_t taken; (taken = team.take(portion)) < tasks;)
+        for (int64_t task = taken; task < std::min(taken + portion, tasks); task++) {
+            const int64_t first = task / panels * BLOCK_ROWS;
+            work(first, std::min(first + BLOCK_ROWS, rows), task % panels);
+        }
+}
+
+template <class T, class Out>
+void product(const void* operands, const Step& step, Team& team) {
+    const auto& o = *static_cast<const ProductOperands*>(operands);
+    const int64_t rows = o.rows ? o.rows : step.num_tokens;
+    share_panels(team, rows, o.out_size, [&](int64_t first, int64_t end, int64_t panel) {
+        in_tiles<MAX_TILE_ROWS>(first, end, [&](int64_t row, int64_t height) {
+            multiply_some_rows<T, Out>(height, o, row, panel);
+        });
+    });
+}
+
+// weight [O, I] -> panels; the task is a panel.
+struct PackOperands {
+    const void* weight;
+    void* panels;
+    int64_t in_size, out_size;
+};
+
+template <class T>
+void pack(const void* operands, const Step&, Team& team) {
+    constexpr int N = LANE_SIZE<T>;
+    const auto& o = *static_cast<const PackOperands*>(operands);
+    const int64_t panels = (o.out_size + PANEL - 1) / PANEL;
+    for (int64_t panel; (panel = team.take()) < panels;) {
+        const T* weight = static_cast<const T*>(o.weight) + panel * PANEL * o.in_size;
+        T* to = static_cast<T*>(o.panels) + panel * PANEL * o.in_size;
+        const int64_t filled = std::min<int64_t>(PANEL, o.out_size - panel * PANEL);
+        for (int64_t k = 0; k < o.in_size; k += N)
+            for (int64_t column = 0; column < PANEL; column++, to += N)
+                for (int64_t n = 0; n < N; n++) to[n] = column < filled ? weight[column * o.in_size + k + n] : T{};
+    }
+}
+
+}  // namespace penstock

@@ -1,0 +1,46 @@
+"""Cache writes in C++."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ops.attention import AttentionInputs
+from ops.cpp.executor import Executor, step_in
+from ops.cpp.library import Store, address
+from ops.kv import native
+
+
+def make(executor: Executor) -> Mapping[str, Callable[..., Any]]:
+    """`store` and `copy_pages` (see `ops.kv`). Pools of another dtype than the step's go to `native`."""
+
+    def store(
+        k: Tensor,
+        v: Tensor,
+        k_pool: Tensor,
+        v_pool: Tensor,
+        inputs: AttentionInputs,
+        *,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
+    ) -> None:
+        """Put each token's keys and values at its slot."""
+        if k_pool.dtype != k.dtype:
+            native.store(k, v, k_pool, v_pool, inputs, k_scale=k_scale, v_scale=v_scale)
+            return
+        k, v = (x if x.stride(-1) == 1 and x.stride(1) == x.shape[2] else x.contiguous() for x in (k, v))
+        operands = Store(
+            k=address(k),
+            v=address(v),
+            k_pool=address(k_pool),
+            v_pool=address(v_pool),
+            k_stride=k.stride(0),
+            v_stride=v.stride(0),
+            num_kv_heads=k.shape[1],
+            head_dim=k.shape[2],
+        )
+        executor.launch("store", k.dtype, operands, step_in(inputs))
+
+    return {"store": store, "copy_pages": native.copy_pages}

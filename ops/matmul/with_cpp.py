@@ -1,0 +1,93 @@
+"""Matrix products in C++ with weights in panels (`ops/cpp/source/product.h`).
+
+Every output is one sum over the whole depth in a fixed order, in float32, so a row's result does not depend on what
+is computed beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ops.cpp.executor import Executor
+from ops.cpp.library import TYPES, Pack, Pack8, Product, Product8, address
+
+QUAD = 4  # inputs that share a lane with 8 bits each
+
+
+class Panels(Tensor):
+    """A weight [O, I] in panels of its own dtype: a view of the memory that holds them, filled up to whole ones."""
+
+
+class Panels8(Tensor):
+    """A weight [O, I] in panels of 8 bits; behind them in the same memory stand the outputs' scales, float32."""
+
+
+def make(executor: Executor, weight_bits: int | None = None) -> Mapping[str, Callable[..., Any]]:
+    """`prepare` and `linear`; with `weight_bits` 8, weights and activations are rounded to 8 bits."""
+    width = executor.library.panel_width
+
+    def prepare(weight: Tensor) -> Tensor:
+        """The weight in panels; as it is where the kernels do not take it."""
+        dtype, (out_size, in_size) = weight.dtype, weight.shape
+        if weight.device.type != "cpu" or dtype not in TYPES:
+            return weight
+        padded = -(-out_size // width) * width
+        plain = weight.detach().contiguous()
+        if weight_bits == 8 and in_size % QUAD == 0:
+            memory = torch.empty(padded * (in_size + 4), dtype=torch.uint8)
+            operands = Pack8(
+                address(plain), address(memory), memory.data_ptr() + padded * in_size, in_size, out_size
+            )
+            executor.launch("pack8", dtype, operands)
+            return memory.as_strided((out_size, in_size), (in_size, 1)).as_subclass(Panels8)
+        if in_size * dtype.itemsize % 4:
+            return weight
+        memory = torch.empty(padded * in_size, dtype=dtype)
+        executor.launch("pack", dtype, Pack(address(plain), address(memory), in_size, out_size))
+        return memory.as_strided((out_size, in_size), (in_size, 1)).as_subclass(Panels)
+
+    def linear(
+        x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """x @ weight.T + bias (see `ops.matmul`)."""
+        eight = isinstance(weight, Panels8)
+        if not eight and not isinstance(weight, Panels):
+            result = F.linear(x, weight, bias)
+            return result if out_dtype is None else result.to(out_dtype)
+        if x.dim() != 2 or x.stride(1) != 1:
+            x = x.reshape(-1, x.shape[-1])
+        out_size, in_size = weight.shape
+        wide = "_wide" if out_dtype is torch.float32 and x.dtype is not torch.float32 else ""
+        out = executor.empty((len(x), out_size), torch.float32 if wide else x.dtype)
+        common = {
+            "x": address(x),
+            "x_stride": x.stride(0),
+            "rows": executor.tokens(x),
+            "weight": address(weight),
+            "bias": address(bias),
+            "out": address(out),
+            "in_size": in_size,
+            "out_size": out_size,
+        }
+        if not eight:
+            executor.launch(f"product{wide}", x.dtype, Product(**common))
+            return out
+        groups = -(-in_size // executor.library.group_size)
+        rounded = executor.empty((len(x), in_size), torch.int8)
+        scales, sums = (executor.empty((len(x), groups), dtype) for dtype in (torch.float32, torch.int32))
+        operands = Product8(
+            **common,
+            scales=weight.data_ptr() + -(-out_size // width) * width * in_size,
+            rounded=address(rounded),
+            row_scales=address(scales),
+            row_sums=address(sums),
+        )
+        executor.launch(f"product8{wide}", x.dtype, operands)
+        return out
+
+    return {"prepare": prepare, "linear": linear}
