@@ -11,7 +11,7 @@
 
 namespace penstock {
 
-constexpr int64_t BLOCK = 256;           // keys
+constexpr int64_t KEY_BLOCK = 256;           // keys
 constexpr float NO_SCORE = -1e30f;       // the largest of no scores; finite, so that differences are numbers
 constexpr float LOG2_E = 1.44269504088896341f;
 
@@ -130,7 +130,7 @@ struct Factors {
 };
 
 template <class T, int ROWS, int VECTORS>
-void multiply_tile(const Factors& of, float* c, int64_t c_row) {
+void dot_tile(const Factors& of, float* c, int64_t c_row) {
     Floats sums[ROWS][VECTORS] = {};
     const uint32_t *a = of.a, *b = of.b;
     const int64_t a_row = of.a_row, b_vector = of.b_vector;
@@ -152,24 +152,24 @@ void multiply_tile(const Factors& of, float* c, int64_t c_row) {
 }
 
 template <class T, int VECTORS>
-void multiply_rows(Factors of, int64_t rows, float* c, int64_t c_row) {
+void dot_rows(Factors of, int64_t rows, float* c, int64_t c_row) {
 #if defined(__AVX512F__)
-    for (; rows >= 6; rows -= 6, of.a += 6 * of.a_row, c += 6 * c_row) multiply_tile<T, 6, VECTORS>(of, c, c_row);
+    for (; rows >= 6; rows -= 6, of.a += 6 * of.a_row, c += 6 * c_row) dot_tile<T, 6, VECTORS>(of, c, c_row);
 #endif
-    for (; rows >= 3; rows -= 3, of.a += 3 * of.a_row, c += 3 * c_row) multiply_tile<T, 3, VECTORS>(of, c, c_row);
-    if (rows == 2) multiply_tile<T, 2, VECTORS>(of, c, c_row);
-    if (rows == 1) multiply_tile<T, 1, VECTORS>(of, c, c_row);
+    for (; rows >= 3; rows -= 3, of.a += 3 * of.a_row, c += 3 * c_row) dot_tile<T, 3, VECTORS>(of, c, c_row);
+    if (rows == 2) dot_tile<T, 2, VECTORS>(of, c, c_row);
+    if (rows == 1) dot_tile<T, 1, VECTORS>(of, c, c_row);
 }
 
 // c[row * c_row + vector * 16 + lane], in float32, for all rows and vectors.
 template <class T>
-void multiply(Factors of, int64_t rows, int64_t vectors, float* c, int64_t c_row) {
+void dot_all(Factors of, int64_t rows, int64_t vectors, float* c, int64_t c_row) {
 #if defined(__AVX512F__)
-    for (; vectors >= 4; vectors -= 4, of.b += 4 * of.b_vector, c += 4 * LANES) multiply_rows<T, 4>(of, rows, c, c_row);
-    if (vectors == 3) return multiply_rows<T, 3>(of, rows, c, c_row);
-    if (vectors == 2) return multiply_rows<T, 2>(of, rows, c, c_row);
+    for (; vectors >= 4; vectors -= 4, of.b += 4 * of.b_vector, c += 4 * LANES) dot_rows<T, 4>(of, rows, c, c_row);
+    if (vectors == 3) return dot_rows<T, 3>(of, rows, c, c_row);
+    if (vectors == 2) return dot_rows<T, 2>(of, rows, c, c_row);
 #endif
-    for (; vectors > 0; vectors--, of.b += of.b_vector, c += LANES) multiply_rows<T, 1>(of, rows, c, c_row);
+    for (; vectors > 0; vectors--, of.b += of.b_vector, c += LANES) dot_rows<T, 1>(of, rows, c, c_row);
 }
 
 // 2 to the x for x <= 0, relative error 1e-7, exact at 0; 0 below -126, as for minus infinity. A NaN stays one.
@@ -191,7 +191,7 @@ inline Floats power_of_two(Floats x) {
 inline float power_of_two(float x) { return power_of_two(fill(x))[0]; }
 
 // Accurate to about 1e-7, absolutely.
-inline Floats hyperbolic_tangent(Floats x) {
+inline Floats tangent(Floats x) {
     const Floats size = x < 0.0f ? -x : x;
     const Floats decay = power_of_two(size * (-2.0f * LOG2_E));
     const Floats far = (1.0f - decay) / (1.0f + decay);
@@ -208,7 +208,7 @@ struct Scoring {
     float cap;      // out of the tangent; 0: none
 
     Floats operator()(Floats products) const {
-        return cap == 0 ? products * factor : hyperbolic_tangent(products * inverse) * cap;
+        return cap == 0 ? products * factor : tangent(products * inverse) * cap;
     }
 };
 

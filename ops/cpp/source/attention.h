@@ -46,17 +46,17 @@ struct Tile {
 // What one thread works with.
 struct Workplace {
     uint32_t* queries;  // [rows, D words]
-    uint32_t* keys;     // [BLOCK / 16, D words, 16]
-    uint32_t* values;   // [BLOCK words, D]
-    uint32_t* weights;  // [CHUNK, BLOCK words]
-    float* scores;      // [CHUNK, BLOCK]
+    uint32_t* keys;     // [KEY_BLOCK / 16, D words, 16]
+    uint32_t* values;   // [KEY_BLOCK words, D]
+    uint32_t* weights;  // [CHUNK, KEY_BLOCK words]
+    float* scores;      // [CHUNK, KEY_BLOCK]
     float* part;        // [CHUNK, D]
     float* out;         // [rows, D]
     Mass* masses;       // [rows]
     uint32_t* zeros;    // [D words]
 
     Workplace(int64_t rows, int64_t head_dim) {
-        const int64_t sizes[] = {rows * head_dim, BLOCK * head_dim, BLOCK * head_dim, CHUNK * BLOCK, CHUNK * BLOCK,
+        const int64_t sizes[] = {rows * head_dim, KEY_BLOCK * head_dim, KEY_BLOCK * head_dim, CHUNK * KEY_BLOCK, CHUNK * KEY_BLOCK,
                                  CHUNK * head_dim, rows * head_dim, (2 * rows + 15) / 16 * 16, head_dim};
         int64_t total = 0;
         for (int64_t size : sizes) total += size;
@@ -142,7 +142,7 @@ private:
             for (int64_t first = (count - 1) / tokens_ * tokens_; first >= 0 && count > 0; first -= tokens_) {
                 const int64_t tokens = std::min(tokens_, count - first);
                 const int64_t begin = first_key(start + first), end = start + first + tokens;
-                visit(Tile{row, first, tokens, begin / BLOCK, (end + BLOCK - 1) / BLOCK, -1});
+                visit(Tile{row, first, tokens, begin / KEY_BLOCK, (end + KEY_BLOCK - 1) / KEY_BLOCK, -1});
             }
         }
     }
@@ -223,7 +223,7 @@ private:
         const int32_t* const table = step_.page_table + tile_.row * step_.table_width;
         const int64_t page_size = step_.page_size;
         const int64_t begin = low / LANES * LANES, end = (high + LANES - 1) / LANES * LANES;
-        int64_t page = (block * BLOCK + low) / page_size, offset = (block * BLOCK + low) % page_size;
+        int64_t page = (block * KEY_BLOCK + low) / page_size, offset = (block * KEY_BLOCK + low) % page_size;
         for (int64_t i = begin; i < end; i += LANES) {
             const T *keys[LANES], *values[LANES];
             for (int64_t lane = 0; lane < LANES; lane++) {
@@ -244,9 +244,9 @@ private:
 
     // Merges into what there is, or writes a part.
     void attend_block(int64_t block, float* parts) {
-        const int64_t base = block * BLOCK;
+        const int64_t base = block * KEY_BLOCK;
         const int64_t low = std::max<int64_t>(0, tiles_.first_key(position_) - base);
-        const int64_t high = std::min(BLOCK, position_ + tile_.num_tokens - base);
+        const int64_t high = std::min(KEY_BLOCK, position_ + tile_.num_tokens - base);
         pack(block, low, high);
         for (int64_t row = 0; row < rows_; row += CHUNK) {
             const int64_t rows = std::min(CHUNK, rows_ - row);
@@ -264,8 +264,8 @@ private:
 
     void attend_rows(int64_t base, int64_t row, int64_t rows, Mass* masses, float* part) {
         const int64_t first_position = position_ + row / group_, last_position = position_ + (row + rows - 1) / group_;
-        const int64_t first = std::clamp<int64_t>(tiles_.first_key(first_position) - base, 0, BLOCK) / LANES * LANES;
-        const int64_t last = (std::clamp<int64_t>(last_position + 1 - base, 0, BLOCK) + LANES - 1) / LANES * LANES;
+        const int64_t first = std::clamp<int64_t>(tiles_.first_key(first_position) - base, 0, KEY_BLOCK) / LANES * LANES;
+        const int64_t last = (std::clamp<int64_t>(last_position + 1 - base, 0, KEY_BLOCK) + LANES - 1) / LANES * LANES;
         if (first >= last) {
             std::fill(masses, masses + rows, Mass{NO_SCORE, 0});
             std::fill(part, part + rows * head_dim_, 0.0f);
@@ -273,20 +273,20 @@ private:
         }
         const Factors scores{place_.queries + row * words_, words_, place_.keys + first * words_, LANES, words_ * LANES,
                              words_};
-        multiply<T>(scores, rows, (last - first) / LANES, place_.scores + first, BLOCK);
-        constexpr int64_t weight_words = BLOCK / PER_WORD<T>;
+        dot_all<T>(scores, rows, (last - first) / LANES, place_.scores + first, KEY_BLOCK);
+        constexpr int64_t weight_words = KEY_BLOCK / PER_WORD<T>;
         using Weight = std::conditional_t<PER_WORD<T> == 2, BFloat16, float>;
         for (int64_t r = 0; r < rows; r++) {
             const int64_t position = position_ + (row + r) / group_;
-            const int64_t low = std::clamp<int64_t>(tiles_.first_key(position) - base, 0, BLOCK);
-            const int64_t high = std::clamp<int64_t>(position + 1 - base, 0, BLOCK);
-            masses[r] = weigh(place_.scores + r * BLOCK, scoring_, low, high, first, last,
+            const int64_t low = std::clamp<int64_t>(tiles_.first_key(position) - base, 0, KEY_BLOCK);
+            const int64_t high = std::clamp<int64_t>(position + 1 - base, 0, KEY_BLOCK);
+            masses[r] = weigh(place_.scores + r * KEY_BLOCK, scoring_, low, high, first, last,
                               reinterpret_cast<Weight*>(place_.weights + r * weight_words));
         }
         const Factors values{place_.weights + first / PER_WORD<T>, weight_words,
                              place_.values + first / PER_WORD<T> * head_dim_, head_dim_, LANES,
                              (last - first) / PER_WORD<T>};
-        multiply<T>(values, rows, head_dim_ / LANES, part, head_dim_);
+        dot_all<T>(values, rows, head_dim_ / LANES, part, head_dim_);
     }
 
     void finish() {
