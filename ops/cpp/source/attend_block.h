@@ -106,14 +106,23 @@ inline void pack_keys(const T* const (&keys)[LANES], int64_t num_words, uint32_t
 
 // The values of one word of weights, PER_WORD of them: lane by lane into packed[0 .. head_dim).
 template <class T>
-void pack_values(const T* const* values, int64_t head_dim, uint32_t* packed) {
-    for (int64_t d = 0; d < head_dim; d += LANES) {
-        if constexpr (PER_WORD<T> == 2) {
-            const Words low = cast<Words>(load(values[0] + d)) >> 16;
-            store_words(packed + d, low | cast<Words>(load(values[1] + d)));
-        } else {
-            store_words(packed + d, cast<Words>(load(values[0] + d)));
+inline void pack_values(const T* const* values, int64_t head_dim, uint32_t* packed) {
+    int64_t d = 0;
+#if defined(__AVX512BF16__)
+    if constexpr (PER_WORD<T> == 2) {
+        const Words first = Words{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} * 0x10001u + 0x200000u;
+        for (; d + 32 <= head_dim; d += 32) {
+            const __m512i a = cast<__m512i>(load_pairs(values[0] + d)), b = cast<__m512i>(load_pairs(values[1] + d));
+            const Words second = first + 0x100010u;
+            store_words(packed + d, cast<Words>(_mm512_permutex2var_epi16(a, cast<__m512i>(first), b)));
+            store_words(packed + d + LANES, cast<Words>(_mm512_permutex2var_epi16(a, cast<__m512i>(second), b)));
         }
+    }
+#endif
+    for (; d < head_dim; d += LANES) {
+        Words x = cast<Words>(load(values[0] + d));
+        if constexpr (PER_WORD<T> == 2) x = (x >> 16) | cast<Words>(load(values[1] + d));
+        store_words(packed + d, x);
     }
 }
 

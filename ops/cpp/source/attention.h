@@ -32,6 +32,13 @@ struct AttendOperands {
     int64_t num_parts;      // floats there
 };
 
+#ifndef LINES_
+#define LINES_ 1000
+#endif
+#ifndef AHEAD_
+#define AHEAD_ 64
+#endif
+constexpr int64_t AHEAD = AHEAD_;
 constexpr int64_t CHUNK = 24;       // rows whose scores of a block are held at once
 constexpr int64_t TILE_ROWS = 256;  // that share packed keys, at most
 
@@ -161,6 +168,7 @@ public:
           scoring_{given.scale * LOG2_E, given.soft_cap ? given.scale / given.soft_cap : 0, given.soft_cap * LOG2_E} {}
 
     void attend() {
+        for (int64_t i=0;i<AHEAD;i+=LANES) fetch(tile_.first_block*KEY_BLOCK+i, position_+tile_.num_tokens);
         gather_queries();
         clear();
         for (int64_t block = tile_.first_block; block < tile_.end_block; block++) attend_block(block, nullptr);
@@ -168,6 +176,7 @@ public:
     }
 
     void attend_part(int64_t block) {
+        for (int64_t i=0;i<AHEAD;i+=LANES) fetch(block*KEY_BLOCK+i, position_+tile_.num_tokens);
         gather_queries();
         attend_block(block, part_of(block));
     }
@@ -216,8 +225,22 @@ private:
         std::fill(place_.masses, place_.masses + rows_, Mass{NO_SCORE, 0});
     }
 
+    // Asks for the 16 keys and values from this position on, if they are before the end.
+    void fetch(int64_t position, int64_t end) const {
+        if (position >= end) return;
+        const int64_t page = step_.page_table[tile_.row * step_.table_width + position / step_.page_size];
+        const int64_t at = ((page * given_.num_kv_heads + kv_head_) * step_.page_size + position % step_.page_size) * head_dim_;
+        const char* const keys = reinterpret_cast<const char*>(static_cast<const T*>(given_.k_pool) + at);
+        const char* const values = reinterpret_cast<const char*>(static_cast<const T*>(given_.v_pool) + at);
+        const int64_t size = std::min<int64_t>(LINES_*64,std::min(LANES, int(step_.page_size)) * head_dim_ * sizeof(T));
+        for (int64_t i = 0; i < size; i += 64) {
+            __builtin_prefetch(keys + i);
+            __builtin_prefetch(values + i);
+        }
+    }
+
     // The keys and values low .. high - 1 of a block, and zeros to the end of the last 16.
-    void pack(int64_t block, int64_t low, int64_t high) {
+    void pack(int64_t block, int64_t low, int64_t high, int64_t last_fetched) {
         const T* const zeros = reinterpret_cast<const T*>(place_.zeros);
         const T* const k_pool = static_cast<const T*>(given_.k_pool);
         const T* const v_pool = static_cast<const T*>(given_.v_pool);
@@ -229,6 +252,7 @@ private:
         uint32_t* packed_keys = place_.keys + low / LANES * LANES * num_words;
         uint32_t* packed_values = place_.values + low / LANES * LANES / PER_WORD<T> * head_dim;
         for (int64_t i = low / LANES * LANES; i < high; i += LANES) {
+            fetch(block * KEY_BLOCK + i + AHEAD, last_fetched);
             const T *keys[LANES], *values[LANES];
             if (i >= low && i + LANES <= high && offset + LANES <= page_size) {
                 const int64_t at = table[page] * between_pages + first + offset * head_dim;
@@ -260,7 +284,7 @@ private:
         const int64_t base = block * KEY_BLOCK;
         const int64_t low = std::max<int64_t>(0, tiles_.first_key(position_) - base);
         const int64_t high = std::min(KEY_BLOCK, position_ + tile_.num_tokens - base);
-        pack(block, low, high);
+        pack(block, low, high, parts ? base + high : position_ + tile_.num_tokens);
         for (int64_t row = 0; row < rows_; row += CHUNK) {
             const int64_t rows = std::min(CHUNK, rows_ - row);
             Mass masses[CHUNK];
