@@ -55,11 +55,18 @@ inline Eight words_of(const T* from) {
     return x;
 }
 
-// 16 keys side by side: word w of key i goes to packed[w * 16 + i]. num_words is a multiple of 8.
+inline const char* fetch_lines(const char* from, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
+    return from + bytes;
+}
+
+// 16 keys side by side: word w of key i goes to packed[w * 16 + i]. num_words is a multiple of 8. Meanwhile as many
+// bytes are fetched from `ahead`, line by line, as the processor can only wait for some at a time.
 template <class T>
-inline void pack_keys(const T* const (&keys)[LANES], int64_t num_words, uint32_t* packed) {
+inline void pack_keys(const T* const (&keys)[LANES], int64_t num_words, uint32_t* packed, const char* ahead) {
 #if defined(__AVX512F__)
     for (int64_t w = 0; w < num_words; w += 8, packed += 8 * LANES) {
+        ahead = fetch_lines(ahead, 8 * LANES * PER_WORD<T> * sizeof(T));
         __m512i a[8], b[8];
         for (int i = 0; i < 8; i++) {  // key 0 and 4, 1 and 5, .. 8 and 12, ..
             const int key = i + (i & 4);
@@ -82,7 +89,8 @@ inline void pack_keys(const T* const (&keys)[LANES], int64_t num_words, uint32_t
         }
     }
 #else
-    for (int64_t w = 0; w < num_words; w += 8, packed += 8 * LANES)
+    for (int64_t w = 0; w < num_words; w += 8, packed += 8 * LANES) {
+        ahead = fetch_lines(ahead, 8 * LANES * PER_WORD<T> * sizeof(T));
         for (int i = 0; i < LANES; i += 4) {
             Four r[2][4];
             for (int k = 0; k < 4; k++) {
@@ -101,13 +109,15 @@ inline void pack_keys(const T* const (&keys)[LANES], int64_t num_words, uint32_t
                     std::memcpy(packed + (4 * half + k) * LANES + i, &columns[k], sizeof(Four));
             }
         }
+    }
 #endif
 }
 
 // The values of one word of weights, PER_WORD of them: lane by lane into packed[0 .. head_dim).
 template <class T>
-inline void pack_values(const T* const* values, int64_t head_dim, uint32_t* packed) {
+inline void pack_values(const T* const* values, int64_t head_dim, uint32_t* packed, const char* ahead) {
     int64_t d = 0;
+    fetch_lines(ahead, PER_WORD<T> * head_dim * sizeof(T));
 #if defined(__AVX512BF16__)
     if constexpr (PER_WORD<T> == 2) {
         const Words first = Words{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} * 0x10001u + 0x200000u;

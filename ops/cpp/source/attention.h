@@ -32,9 +32,6 @@ struct AttendOperands {
     int64_t num_parts;      // floats there
 };
 
-#ifndef LINES_
-#define LINES_ 1000
-#endif
 #ifndef AHEAD_
 #define AHEAD_ 64
 #endif
@@ -168,7 +165,6 @@ public:
           scoring_{given.scale * LOG2_E, given.soft_cap ? given.scale / given.soft_cap : 0, given.soft_cap * LOG2_E} {}
 
     void attend() {
-        for (int64_t i=0;i<AHEAD;i+=LANES) fetch(tile_.first_block*KEY_BLOCK+i, position_+tile_.num_tokens);
         gather_queries();
         clear();
         for (int64_t block = tile_.first_block; block < tile_.end_block; block++) attend_block(block, nullptr);
@@ -176,7 +172,6 @@ public:
     }
 
     void attend_part(int64_t block) {
-        for (int64_t i=0;i<AHEAD;i+=LANES) fetch(block*KEY_BLOCK+i, position_+tile_.num_tokens);
         gather_queries();
         attend_block(block, part_of(block));
     }
@@ -225,18 +220,10 @@ private:
         std::fill(place_.masses, place_.masses + rows_, Mass{NO_SCORE, 0});
     }
 
-    // Asks for the 16 keys and values from this position on, if they are before the end.
-    void fetch(int64_t position, int64_t end) const {
-        if (position >= end) return;
+    // Where the key at this position is, from the first element of its pool.
+    int64_t place_of(int64_t position) const {
         const int64_t page = step_.page_table[tile_.row * step_.table_width + position / step_.page_size];
-        const int64_t at = ((page * given_.num_kv_heads + kv_head_) * step_.page_size + position % step_.page_size) * head_dim_;
-        const char* const keys = reinterpret_cast<const char*>(static_cast<const T*>(given_.k_pool) + at);
-        const char* const values = reinterpret_cast<const char*>(static_cast<const T*>(given_.v_pool) + at);
-        const int64_t size = std::min<int64_t>(LINES_*64,std::min(LANES, int(step_.page_size)) * head_dim_ * sizeof(T));
-        for (int64_t i = 0; i < size; i += 64) {
-            __builtin_prefetch(keys + i);
-            __builtin_prefetch(values + i);
-        }
+        return ((page * given_.num_kv_heads + kv_head_) * step_.page_size + position % step_.page_size) * head_dim_;
     }
 
     // The keys and values low .. high - 1 of a block, and zeros to the end of the last 16.
@@ -252,7 +239,8 @@ private:
         uint32_t* packed_keys = place_.keys + low / LANES * LANES * num_words;
         uint32_t* packed_values = place_.values + low / LANES * LANES / PER_WORD<T> * head_dim;
         for (int64_t i = low / LANES * LANES; i < high; i += LANES) {
-            fetch(block * KEY_BLOCK + i + AHEAD, last_fetched);
+            const int64_t position = block * KEY_BLOCK + i, later = position + AHEAD;
+            const int64_t fetched = place_of(later < last_fetched && page_size >= LANES ? later : position);
             const T *keys[LANES], *values[LANES];
             if (i >= low && i + LANES <= high && offset + LANES <= page_size) {
                 const int64_t at = table[page] * between_pages + first + offset * head_dim;
@@ -272,10 +260,11 @@ private:
                     if (++offset == page_size) page++, offset = 0;
                 }
             }
-            pack_keys(keys, num_words, packed_keys);
+            pack_keys(keys, num_words, packed_keys, reinterpret_cast<const char*>(k_pool + fetched));
             packed_keys += LANES * num_words;
             for (int lane = 0; lane < LANES; lane += PER_WORD<T>, packed_values += head_dim)
-                pack_values(values + lane, head_dim, packed_values);
+                pack_values(values + lane, head_dim, packed_values,
+                            reinterpret_cast<const char*>(v_pool + fetched + lane * head_dim));
         }
     }
 
