@@ -43,7 +43,11 @@ class Executor:
 
     def tokens(self, x: Tensor) -> int:
         """The number of tokens of x [T, ...] as operands say it: on a tape it is the step's."""
-        return len(x) if self._tape is None else 0
+        if self._tape is None:
+            return len(x)
+        if len(x) != self._tape.capacity:
+            raise NotRecordable("an operation takes something else than the step's tokens")
+        return 0
 
     def launch(self, kernel: str, dtype: torch.dtype, operands: ctypes.Structure, step: Step | None = None) -> None:
         """Run a kernel now, for the rows in `step` if it reads any; or note it."""
