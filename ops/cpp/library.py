@@ -107,6 +107,8 @@ class Attend(Structure):
         ("scale", c_float),
         ("soft_cap", c_float),
         ("sinks", c_void_p),
+        ("parts", c_void_p),
+        ("num_parts", c_int64),
     )
 
 

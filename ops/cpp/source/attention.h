@@ -1,7 +1,16 @@
 // Attention over the paged cache (contract: ops/attention/__init__.py).
+//
+// Work is cut into tiles: some consecutive tokens of a row with all query heads of one kv head, so that a decode row
+// is a tile of one token. Where there are too few, the keys of a tile are divided too, block by block, and what each
+// block gave is merged afterwards, in the order in which one thread would have done it.
 #pragma once
 
-#include "simd.h"
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <new>
+
+#include "attend_block.h"
 #include "step.h"
 
 namespace penstock {
@@ -14,11 +23,316 @@ struct AttendOperands {
     void* out;              // [T, H, D], contiguous
     int64_t num_heads;      // H
     int64_t num_kv_heads;   // K
-    int64_t head_dim;       // D
+    int64_t head_dim;       // D, a multiple of 16
     int64_t window;         // 0: none
     float scale;
     float soft_cap;         // 0: none
     const float* sinks;     // [H] or null
+    float* parts;           // for what threads give each other; with more room, more keys are divided
+    int64_t num_parts;      // floats there
 };
+
+constexpr int64_t CHUNK = 24;       // rows whose scores of a block are held at once
+constexpr int64_t TILE_ROWS = 256;  // that share packed keys, at most
+
+// A row is one query head of one token: row r of a tile is head r % group of token r / group.
+struct Tile {
+    int64_t row;                      // of the step
+    int64_t first_token, num_tokens;  // within that row
+    int64_t first_block, end_block;   // of keys
+    int64_t parts;                    // where its parts begin if its keys are divided, or -1
+};
+
+// What one thread works with.
+struct Workplace {
+    uint32_t* queries;  // [rows, D words]
+    uint32_t* keys;     // [KEY_BLOCK / 16, D words, 16]
+    uint32_t* values;   // [KEY_BLOCK words, D]
+    uint32_t* weights;  // [CHUNK, KEY_BLOCK words]
+    float* scores;      // [CHUNK, KEY_BLOCK]
+    float* part;        // [CHUNK, D]
+    float* out;         // [rows, D]
+    Mass* masses;       // [rows]
+    uint32_t* zeros;    // [D words]
+
+    Workplace(int64_t rows, int64_t head_dim) {
+        const int64_t sizes[] = {rows * head_dim, KEY_BLOCK * head_dim, KEY_BLOCK * head_dim, CHUNK * KEY_BLOCK, CHUNK * KEY_BLOCK,
+                                 CHUNK * head_dim, rows * head_dim, (2 * rows + 15) / 16 * 16, head_dim};
+        int64_t total = 0;
+        for (int64_t size : sizes) total += size;
+        uint32_t* next = space(total);
+        uint32_t** const words[] = {&queries, &keys, &values, &weights};
+        float** const floats[] = {&scores, &part, &out};
+        for (int i = 0; i < 4; next += sizes[i++]) *words[i] = next;
+        for (int i = 0; i < 3; next += sizes[4 + i++]) *floats[i] = reinterpret_cast<float*>(next);
+        masses = reinterpret_cast<Mass*>(next);
+        zeros = next + sizes[7];
+        std::fill(zeros, zeros + head_dim, 0u);
+    }
+
+private:
+    static uint32_t* space(int64_t size) {
+        struct Space {
+            uint32_t* begin = nullptr;
+            int64_t size = 0;
+            ~Space() { std::free(begin); }
+        };
+        thread_local Space kept;
+        if (kept.size < size) {
+            std::free(kept.begin);
+            kept.begin = static_cast<uint32_t*>(std::aligned_alloc(64, (size * 4 + 63) / 64 * 64));
+            kept.size = kept.begin ? size : 0;
+            if (!kept.begin) throw std::bad_alloc();
+        }
+        return kept.begin;
+    }
+};
+
+// The tiles of a step, the same for every thread.
+class Tiles {
+public:
+    Tiles(const AttendOperands& given, const Step& step, int64_t num_threads)
+        : given_(given), step_(step), group_(given.num_heads / given.num_kv_heads) {
+        const int64_t fair = step.num_tokens * given.num_kv_heads / (6 * num_threads);
+        tokens_ = std::clamp(fair, (32 + group_ - 1) / group_, std::max<int64_t>(1, TILE_ROWS / group_));
+        int64_t cost = 0;
+        each_undivided([&](const Tile& tile) { cost += cost_of(tile); });
+        limit_ = cost * given.num_kv_heads / (8 * num_threads);
+    }
+
+    int64_t group() const { return group_; }
+    int64_t max_rows() const { return tokens_ * group_; }
+    int64_t part_size(const Tile& tile) const { return tile.num_tokens * group_ * (given_.head_dim + 2); }
+
+    // Every tile, those of a row from its end, where they are largest.
+    template <class Visit>
+    void each(Visit visit) const {
+        int64_t used = 0;
+        each_undivided([&](Tile tile) {
+            const int64_t blocks = tile.end_block - tile.first_block;
+            const int64_t needed = given_.num_kv_heads * blocks * part_size(tile);
+            if (blocks > 1 && cost_of(tile) > limit_ && used + needed <= given_.num_parts) {
+                tile.parts = used;
+                used += needed;
+            }
+            visit(tile);
+        });
+    }
+
+    int64_t first_key(int64_t position) const {
+        return given_.window ? std::max<int64_t>(0, position - given_.window + 1) : 0;
+    }
+
+private:
+    const AttendOperands& given_;
+    const Step& step_;
+    const int64_t group_;
+    int64_t tokens_;  // of a tile, at most
+    int64_t limit_;   // the cost beyond which keys are divided
+
+    // In blocks of keys times rows; keys have to be fetched and packed whoever reads them.
+    int64_t cost_of(const Tile& tile) const {
+        return (tile.end_block - tile.first_block) * (32 + tile.num_tokens * group_);
+    }
+
+    template <class Visit>
+    void each_undivided(Visit visit) const {
+        for (int64_t row = 0; row < step_.num_rows; row++) {
+            const int64_t start = step_.starts[row], count = step_.counts[row];
+            for (int64_t first = (count - 1) / tokens_ * tokens_; first >= 0 && count > 0; first -= tokens_) {
+                const int64_t tokens = std::min(tokens_, count - first);
+                const int64_t begin = first_key(start + first), end = start + first + tokens;
+                visit(Tile{row, first, tokens, begin / KEY_BLOCK, (end + KEY_BLOCK - 1) / KEY_BLOCK, -1});
+            }
+        }
+    }
+};
+
+// The attention of one kv head's tile.
+template <class T>
+class TileOfHead {
+public:
+    TileOfHead(const AttendOperands& given, const Step& step, const Tiles& tiles, const Tile& tile, int64_t kv_head,
+               Workplace& place)
+        : given_(given), step_(step), tiles_(tiles), tile_(tile), kv_head_(kv_head), place_(place),
+          group_(tiles.group()), rows_(tile.num_tokens * group_), head_dim_(given.head_dim),
+          words_(head_dim_ / PER_WORD<T>), position_(step.starts[tile.row] + tile.first_token),
+          token_(step.query_starts[tile.row] + tile.first_token),
+          scoring_{given.scale * LOG2_E, given.soft_cap ? given.scale / given.soft_cap : 0, given.soft_cap * LOG2_E} {}
+
+    void attend() {
+        gather_queries();
+        clear();
+        for (int64_t block = tile_.first_block; block < tile_.end_block; block++) attend_block(block, nullptr);
+        finish();
+    }
+
+    void attend_part(int64_t block) {
+        gather_queries();
+        attend_block(block, part_of(block));
+    }
+
+    void merge_parts() {
+        clear();
+        for (int64_t block = tile_.first_block; block < tile_.end_block; block++) {
+            const float* part = part_of(block);
+            const Mass* masses = reinterpret_cast<const Mass*>(part + rows_ * head_dim_);
+            for (int64_t r = 0; r < rows_; r++)
+                merge(place_.out + r * head_dim_, place_.masses[r], part + r * head_dim_, masses[r], head_dim_);
+        }
+        finish();
+    }
+
+private:
+    const AttendOperands& given_;
+    const Step& step_;
+    const Tiles& tiles_;
+    const Tile& tile_;
+    const int64_t kv_head_;
+    Workplace& place_;
+    const int64_t group_, rows_, head_dim_, words_;
+    const int64_t position_;  // of the first token
+    const int64_t token_;     // the first one's place in the batch
+    const Scoring scoring_;
+
+    float* part_of(int64_t block) const {
+        const int64_t blocks = tile_.end_block - tile_.first_block;
+        return given_.parts + tile_.parts + (kv_head_ * blocks + block - tile_.first_block) * tiles_.part_size(tile_);
+    }
+
+    void gather_queries() {
+        for (int64_t r = 0; r < rows_; r++) {
+            const int64_t head = kv_head_ * group_ + r % group_;
+            const T* query = static_cast<const T*>(given_.q) + (token_ + r / group_) * given_.q_stride + head * head_dim_;
+            for (int64_t w = 0; w < words_; w += LANES) {
+                const Words x = words_of(query + w * PER_WORD<T>, words_ - w);
+                std::memcpy(place_.queries + r * words_ + w, &x, std::min<int64_t>(LANES, words_ - w) * 4);
+            }
+        }
+    }
+
+    void clear() {
+        std::fill(place_.out, place_.out + rows_ * head_dim_, 0.0f);
+        std::fill(place_.masses, place_.masses + rows_, Mass{NO_SCORE, 0});
+    }
+
+    // The keys and values low .. high - 1 of a block, and zeros to the end of the last 16.
+    void pack(int64_t block, int64_t low, int64_t high) {
+        const T* const zeros = reinterpret_cast<const T*>(place_.zeros);
+        const T* const pools[] = {static_cast<const T*>(given_.k_pool), static_cast<const T*>(given_.v_pool)};
+        const int32_t* const table = step_.page_table + tile_.row * step_.table_width;
+        const int64_t page_size = step_.page_size;
+        const int64_t begin = low / LANES * LANES, end = (high + LANES - 1) / LANES * LANES;
+        int64_t page = (block * KEY_BLOCK + low) / page_size, offset = (block * KEY_BLOCK + low) % page_size;
+        for (int64_t i = begin; i < end; i += LANES) {
+            const T *keys[LANES], *values[LANES];
+            for (int64_t lane = 0; lane < LANES; lane++) {
+                if (i + lane < low || i + lane >= high) {
+                    keys[lane] = values[lane] = zeros;
+                    continue;
+                }
+                const int64_t at = ((table[page] * given_.num_kv_heads + kv_head_) * page_size + offset) * head_dim_;
+                keys[lane] = pools[0] + at;
+                values[lane] = pools[1] + at;
+                if (++offset == page_size) page++, offset = 0;
+            }
+            pack_keys(keys, words_, place_.keys + i * words_);
+            for (int64_t lane = 0; lane < LANES; lane += PER_WORD<T>)
+                pack_values(values + lane, head_dim_, place_.values + (i + lane) / PER_WORD<T> * head_dim_);
+        }
+    }
+
+    // Merges into what there is, or writes a part.
+    void attend_block(int64_t block, float* parts) {
+        const int64_t base = block * KEY_BLOCK;
+        const int64_t low = std::max<int64_t>(0, tiles_.first_key(position_) - base);
+        const int64_t high = std::min(KEY_BLOCK, position_ + tile_.num_tokens - base);
+        pack(block, low, high);
+        for (int64_t row = 0; row < rows_; row += CHUNK) {
+            const int64_t rows = std::min(CHUNK, rows_ - row);
+            Mass masses[CHUNK];
+            float* const part = parts ? parts + row * head_dim_ : place_.part;
+            attend_rows(base, row, rows, masses, part);
+            if (parts)
+                std::copy(masses, masses + rows, reinterpret_cast<Mass*>(parts + rows_ * head_dim_) + row);
+            else
+                for (int64_t r = 0; r < rows; r++)
+                    merge(place_.out + (row + r) * head_dim_, place_.masses[row + r], part + r * head_dim_, masses[r],
+                          head_dim_);
+        }
+    }
+
+    void attend_rows(int64_t base, int64_t row, int64_t rows, Mass* masses, float* part) {
+        const int64_t first_position = position_ + row / group_, last_position = position_ + (row + rows - 1) / group_;
+        const int64_t first = std::clamp<int64_t>(tiles_.first_key(first_position) - base, 0, KEY_BLOCK) / LANES * LANES;
+        const int64_t last = (std::clamp<int64_t>(last_position + 1 - base, 0, KEY_BLOCK) + LANES - 1) / LANES * LANES;
+        if (first >= last) {
+            std::fill(masses, masses + rows, Mass{NO_SCORE, 0});
+            std::fill(part, part + rows * head_dim_, 0.0f);
+            return;
+        }
+        const Factors scores{place_.queries + row * words_, words_, place_.keys + first * words_, LANES, words_ * LANES,
+                             words_};
+        dot_all<T>(scores, rows, (last - first) / LANES, place_.scores + first, KEY_BLOCK);
+        constexpr int64_t weight_words = KEY_BLOCK / PER_WORD<T>;
+        using Weight = std::conditional_t<PER_WORD<T> == 2, BFloat16, float>;
+        for (int64_t r = 0; r < rows; r++) {
+            const int64_t position = position_ + (row + r) / group_;
+            const int64_t low = std::clamp<int64_t>(tiles_.first_key(position) - base, 0, KEY_BLOCK);
+            const int64_t high = std::clamp<int64_t>(position + 1 - base, 0, KEY_BLOCK);
+            masses[r] = weigh(place_.scores + r * KEY_BLOCK, scoring_, low, high, first, last,
+                              reinterpret_cast<Weight*>(place_.weights + r * weight_words));
+        }
+        const Factors values{place_.weights + first / PER_WORD<T>, weight_words,
+                             place_.values + first / PER_WORD<T> * head_dim_, head_dim_, LANES,
+                             (last - first) / PER_WORD<T>};
+        dot_all<T>(values, rows, head_dim_ / LANES, part, head_dim_);
+    }
+
+    void finish() {
+        for (int64_t r = 0; r < rows_; r++) {
+            const int64_t head = kv_head_ * group_ + r % group_;
+            const Mass mass = place_.masses[r];
+            float share = 1 / mass.total;
+            if (given_.sinks) {
+                const float sink = given_.sinks[head] * LOG2_E, top = std::max(mass.largest, sink);
+                const float kept = power_of_two(mass.largest - top);
+                share = kept / (mass.total * kept + power_of_two(sink - top));
+            }
+            T* out = static_cast<T*>(given_.out) + ((token_ + r / group_) * given_.num_heads + head) * head_dim_;
+            for (int64_t d = 0; d < head_dim_; d += LANES)
+                store(out + d, load(place_.out + r * head_dim_ + d) * share);
+        }
+    }
+};
+
+template <class T>
+void attend(const void* operands, const Step& step, Team& team) {
+    const auto& given = *static_cast<const AttendOperands*>(operands);
+    const int64_t num_heads = given.num_kv_heads;
+    const Tiles tiles(given, step, team.size);
+    Workplace place(tiles.max_rows(), given.head_dim);
+    bool any_parts = false;
+    int64_t mine = team.take(), begin = 0;
+    tiles.each([&](const Tile& tile) {
+        const bool divided = tile.parts >= 0;
+        const int64_t blocks = tile.end_block - tile.first_block, shares = divided ? blocks : 1;
+        any_parts |= divided;
+        for (; mine < begin + num_heads * shares; mine = team.take()) {
+            TileOfHead<T> work(given, step, tiles, tile, (mine - begin) / shares, place);
+            divided ? work.attend_part(tile.first_block + (mine - begin) % shares) : work.attend();
+        }
+        begin += num_heads * shares;
+    });
+    if (!any_parts) return;
+    team.barrier();
+    mine = team.take(), begin = 0;
+    tiles.each([&](const Tile& tile) {
+        if (tile.parts < 0) return;
+        for (; mine < begin + num_heads; mine = team.take())
+            TileOfHead<T>(given, step, tiles, tile, mine - begin, place).merge_parts();
+        begin += num_heads;
+    });
+}
 
 }  // namespace penstock

@@ -1,0 +1,80 @@
+"""Attention in C++: pages are read in place, all rows in one call.
+
+A token's result does not depend on the other rows, on how its prompt is divided or on the number of threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ops.attention import AttentionInputs, native
+from ops.cpp.executor import Executor, step_in
+from ops.cpp.library import TYPES, Attend, address
+
+NUM_PARTS = 2**20  # floats through which threads give each other parts of a long row
+HEAD_DIM_MULTIPLE = 16
+
+
+def make(executor: Executor) -> Mapping[str, Callable[..., Any]]:
+    """`attend` (see `ops.attention`). What `computes` says no to goes to `native`."""
+    parts = torch.empty(NUM_PARTS)
+
+    def attend(
+        q: Tensor,
+        k_pool: Tensor,
+        v_pool: Tensor,
+        inputs: AttentionInputs,
+        *,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Tensor | None = None,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
+    ) -> Tensor:
+        """Attention of every row over its pages."""
+        if not computes(q, k_pool) or (k_scale, v_scale) != (1.0, 1.0):
+            return native.attend(
+                q,
+                k_pool,
+                v_pool,
+                inputs,
+                scale=scale,
+                window=window,
+                soft_cap=soft_cap,
+                sinks=sinks,
+                k_scale=k_scale,
+                v_scale=v_scale,
+            )
+        if q.stride(2) != 1 or q.stride(1) != q.shape[2]:
+            q = q.contiguous()
+        out = executor.empty(q.shape, q.dtype)
+        operands = Attend(
+            q=address(q),
+            q_stride=q.stride(0),
+            k_pool=address(k_pool),
+            v_pool=address(v_pool),
+            out=address(out),
+            num_heads=q.shape[1],
+            num_kv_heads=k_pool.shape[1],
+            head_dim=q.shape[2],
+            window=window or 0,
+            scale=scale,
+            soft_cap=soft_cap or 0.0,
+            sinks=address(sinks),
+            parts=address(parts),
+            num_parts=NUM_PARTS,
+        )
+        executor.launch("attend", q.dtype, operands, step_in(inputs))
+        return out
+
+    return {"attend": attend}
+
+
+def computes(q: Tensor, k_pool: Tensor) -> bool:
+    """Whether the C++ kernel takes queries [T, H, D] and pools like these."""
+    return q.dtype in TYPES and k_pool.dtype == q.dtype and q.shape[2] % HEAD_DIM_MULTIPLE == 0

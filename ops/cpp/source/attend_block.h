@@ -1,0 +1,261 @@
+// Attention of a few queries over one block of keys: what decode rows and prompts have in common.
+//
+// A query's result depends on nothing but its own row. Each block of keys, counted from position 0, has a softmax of
+// its own (`weigh`), and the blocks are merged in order (`merge`); all sums within have one order, whichever queries
+// are computed together and by whichever thread.
+#pragma once
+
+#include <type_traits>
+
+#include "simd.h"
+
+namespace penstock {
+
+constexpr int64_t KEY_BLOCK = 256;           // keys
+constexpr float NO_SCORE = -1e30f;       // the largest of no scores; finite, so that differences are numbers
+constexpr float LOG2_E = 1.44269504088896341f;
+
+// Products are taken of words of four bytes: pairs of bfloat16 where the processor multiplies those, else float32.
+template <class T>
+constexpr int64_t PER_WORD =
+#if defined(__AVX512BF16__)
+    std::is_same_v<T, BFloat16> ? 2 : 1;
+#else
+    1;
+#endif
+
+template <class T>
+inline Floats dot_words(Floats total, Words a, Words b) {
+    if constexpr (PER_WORD<T> == 2) return dot_pairs(total, a, b);
+    return total + cast<Floats>(a) * cast<Floats>(b);
+}
+
+inline Words load_words(const uint32_t* from) {
+    Words x;
+    std::memcpy(&x, from, sizeof(x));
+    return x;
+}
+
+inline void store_words(uint32_t* to, Words x) { std::memcpy(to, &x, sizeof(x)); }
+
+// The next 16 words, or 8 and zeros, from where some are stored.
+template <class T>
+inline Words words_of(const T* from, int64_t available) {
+    if constexpr (PER_WORD<T> == 1) return cast<Words>(load(from));
+    Words x{};
+    if (available >= LANES)
+        std::memcpy(&x, from, sizeof(x));
+    else
+        std::memcpy(&x, from, sizeof(x) / 2);
+    return x;
+}
+
+#if defined(__AVX512F__)
+inline void transpose(Words (&x)[LANES]) {
+    __m512i a[LANES], b[LANES];
+    for (int i = 0; i < 16; i += 2) {
+        a[i] = _mm512_unpacklo_epi32(cast<__m512i>(x[i]), cast<__m512i>(x[i + 1]));
+        a[i + 1] = _mm512_unpackhi_epi32(cast<__m512i>(x[i]), cast<__m512i>(x[i + 1]));
+    }
+    for (int i = 0; i < 16; i += 4) {
+        b[i] = _mm512_unpacklo_epi64(a[i], a[i + 2]);
+        b[i + 1] = _mm512_unpackhi_epi64(a[i], a[i + 2]);
+        b[i + 2] = _mm512_unpacklo_epi64(a[i + 1], a[i + 3]);
+        b[i + 3] = _mm512_unpackhi_epi64(a[i + 1], a[i + 3]);
+    }
+    for (int i = 0; i < 4; i++) {
+        const __m512i even_low = _mm512_shuffle_i32x4(b[i], b[4 + i], 0x88);
+        const __m512i even_high = _mm512_shuffle_i32x4(b[8 + i], b[12 + i], 0x88);
+        const __m512i odd_low = _mm512_shuffle_i32x4(b[i], b[4 + i], 0xdd);
+        const __m512i odd_high = _mm512_shuffle_i32x4(b[8 + i], b[12 + i], 0xdd);
+        x[i] = cast<Words>(_mm512_shuffle_i32x4(even_low, even_high, 0x88));
+        x[4 + i] = cast<Words>(_mm512_shuffle_i32x4(odd_low, odd_high, 0x88));
+        x[8 + i] = cast<Words>(_mm512_shuffle_i32x4(even_low, even_high, 0xdd));
+        x[12 + i] = cast<Words>(_mm512_shuffle_i32x4(odd_low, odd_high, 0xdd));
+    }
+}
+#else
+typedef uint32_t Four __attribute__((vector_size(16)));
+
+inline void transpose(Words (&x)[LANES]) {
+    uint32_t from[LANES][LANES], to[LANES][LANES];
+    std::memcpy(from, x, sizeof(from));
+    for (int i = 0; i < LANES; i += 4)
+        for (int j = 0; j < LANES; j += 4) {
+            Four r[4];
+            for (int k = 0; k < 4; k++) std::memcpy(&r[k], &from[i + k][j], sizeof(Four));
+            const Four a = __builtin_shuffle(r[0], r[1], Four{0, 4, 1, 5}), b = __builtin_shuffle(r[0], r[1], Four{2, 6, 3, 7});
+            const Four c = __builtin_shuffle(r[2], r[3], Four{0, 4, 1, 5}), d = __builtin_shuffle(r[2], r[3], Four{2, 6, 3, 7});
+            r[0] = __builtin_shuffle(a, c, Four{0, 1, 4, 5}), r[1] = __builtin_shuffle(a, c, Four{2, 3, 6, 7});
+            r[2] = __builtin_shuffle(b, d, Four{0, 1, 4, 5}), r[3] = __builtin_shuffle(b, d, Four{2, 3, 6, 7});
+            for (int k = 0; k < 4; k++) std::memcpy(&to[j + k][i], &r[k], sizeof(Four));
+        }
+    std::memcpy(x, to, sizeof(to));
+}
+#endif
+
+// 16 keys side by side: word w of key i goes to packed[w * 16 + i].
+template <class T>
+void pack_keys(const T* const* keys, int64_t num_words, uint32_t* packed) {
+    for (int64_t w = 0; w < num_words; w += LANES) {
+        Words x[LANES];
+        for (int i = 0; i < LANES; i++) x[i] = words_of(keys[i] + w * PER_WORD<T>, num_words - w);
+        transpose(x);
+        const int64_t count = num_words - w < LANES ? num_words - w : LANES;
+        for (int64_t i = 0; i < count; i++) store_words(packed + (w + i) * LANES, x[i]);
+    }
+}
+
+// The values of one word of weights, PER_WORD of them: lane by lane into packed[0 .. head_dim).
+template <class T>
+void pack_values(const T* const* values, int64_t head_dim, uint32_t* packed) {
+    for (int64_t d = 0; d < head_dim; d += LANES) {
+        if constexpr (PER_WORD<T> == 2) {
+            const Words low = cast<Words>(load(values[0] + d)) >> 16;
+            store_words(packed + d, low | cast<Words>(load(values[1] + d)));
+        } else {
+            store_words(packed + d, cast<Words>(load(values[0] + d)));
+        }
+    }
+}
+
+// Where the factors of a product stand: a[row * a_row + step] times b[step * b_step + vector * b_vector + lane].
+struct Factors {
+    const uint32_t* a;
+    int64_t a_row;
+    const uint32_t* b;
+    int64_t b_step;
+    int64_t b_vector;
+    int64_t steps;
+};
+
+template <class T, int ROWS, int VECTORS>
+void dot_tile(const Factors& of, float* c, int64_t c_row) {
+    Floats sums[ROWS][VECTORS] = {};
+    const uint32_t *a = of.a, *b = of.b;
+    const int64_t a_row = of.a_row, b_vector = of.b_vector;
+    for (int64_t step = 0; step < of.steps; step++, a++, b += of.b_step) {
+        Words right[VECTORS];
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; v++) right[v] = load_words(b + v * b_vector);
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; r++) {
+            const Words left = Words{} + a[r * a_row];
+#pragma GCC unroll 8
+            for (int v = 0; v < VECTORS; v++) sums[r][v] = dot_words<T>(sums[r][v], left, right[v]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; v++) store(c + r * c_row + v * LANES, sums[r][v]);
+}
+
+template <class T, int VECTORS>
+void dot_rows(Factors of, int64_t rows, float* c, int64_t c_row) {
+#if defined(__AVX512F__)
+    for (; rows >= 6; rows -= 6, of.a += 6 * of.a_row, c += 6 * c_row) dot_tile<T, 6, VECTORS>(of, c, c_row);
+#endif
+    for (; rows >= 3; rows -= 3, of.a += 3 * of.a_row, c += 3 * c_row) dot_tile<T, 3, VECTORS>(of, c, c_row);
+    if (rows == 2) dot_tile<T, 2, VECTORS>(of, c, c_row);
+    if (rows == 1) dot_tile<T, 1, VECTORS>(of, c, c_row);
+}
+
+// c[row * c_row + vector * 16 + lane], in float32, for all rows and vectors.
+template <class T>
+void dot_all(Factors of, int64_t rows, int64_t vectors, float* c, int64_t c_row) {
+#if defined(__AVX512F__)
+    for (; vectors >= 4; vectors -= 4, of.b += 4 * of.b_vector, c += 4 * LANES) dot_rows<T, 4>(of, rows, c, c_row);
+    if (vectors == 3) return dot_rows<T, 3>(of, rows, c, c_row);
+    if (vectors == 2) return dot_rows<T, 2>(of, rows, c, c_row);
+#endif
+    for (; vectors > 0; vectors--, of.b += of.b_vector, c += LANES) dot_rows<T, 1>(of, rows, c, c_row);
+}
+
+// 2 to the x for x <= 0, relative error 1e-7, exact at 0; 0 below -126, as for minus infinity. A NaN stays one.
+inline Floats power_of_two(Floats x) {
+    const Floats low = fill(-126.0f);
+    const Floats held = x < low ? low : x;
+    const Floats shifted = held + 12582912.0f;  // 1.5 * 2^23: the integer part is in the lowest bits
+    const Floats r = held - (shifted - 12582912.0f);
+    Floats p = fill(1.326472731e-03f);
+    p = p * r + 9.671512991e-03f;
+    p = p * r + 5.550733581e-02f;
+    p = p * r + 2.402224243e-01f;
+    p = p * r + 6.931470037e-01f;
+    p = p * r + 1.0f;
+    const Floats result = cast<Floats>(cast<Ints>(p) + (cast<Ints>(shifted) << 23));
+    return x < low ? Floats{} : result;
+}
+
+inline float power_of_two(float x) { return power_of_two(fill(x))[0]; }
+
+// Accurate to about 1e-7, absolutely.
+inline Floats tangent(Floats x) {
+    const Floats size = x < 0.0f ? -x : x;
+    const Floats decay = power_of_two(size * (-2.0f * LOG2_E));
+    const Floats far = (1.0f - decay) / (1.0f + decay);
+    const Floats square = x * x;
+    const Floats near = size * (1.0f + square * (-1.0f / 3 + square * (2.0f / 15)));
+    const Floats found = size < 0.125f ? near : far;
+    return x < 0.0f ? -found : found;
+}
+
+// How products become the exponents of 2 in a softmax.
+struct Scoring {
+    float factor;   // without a cap
+    float inverse;  // into the tangent
+    float cap;      // out of the tangent; 0: none
+
+    Floats operator()(Floats products) const {
+        return cap == 0 ? products * factor : tangent(products * inverse) * cap;
+    }
+};
+
+inline Floats hide_outside(Floats x, int64_t lane_0, int64_t low, int64_t high) {
+    const Ints lane = Ints{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + int32_t(lane_0);
+    const Ints hidden = (lane < int32_t(low)) | (lane >= int32_t(high));
+    return hidden ? fill(-__builtin_inff()) : x;
+}
+
+// One query's scores of the keys low .. high - 1 of a block become weights, their largest is 1; returns what was the
+// largest score and the sum of the weights. Weights of other keys within first .. last - 1 are 0.
+struct Mass {
+    float largest;
+    float total;
+};
+
+template <class Weight>
+Mass weigh(float* scores, const Scoring& scoring, int64_t low, int64_t high, int64_t first, int64_t last, Weight* weights) {
+    const int64_t begin = low < high ? low / LANES * LANES : last, end = low < high ? high : last;
+    Floats largest_of = fill(NO_SCORE);
+    for (int64_t i = begin; i < end; i += LANES) {
+        Floats x = scoring(load(scores + i));
+        if (i < low || i + LANES > high) x = hide_outside(x, i, low, high);
+        store(scores + i, x);
+        largest_of = larger(x, largest_of);
+    }
+    const float top = largest(largest_of);
+    Floats total{};
+    for (int64_t i = first; i < begin; i += LANES) store(weights + i, Floats{});
+    int64_t i = begin;
+    for (; i < end; i += LANES) {
+        const Floats weight = power_of_two(load(scores + i) - top);
+        total += weight;
+        store(weights + i, weight);
+    }
+    for (; i < last; i += LANES) store(weights + i, Floats{});
+    return {top, sum(total)};
+}
+
+// Adds what a later block gave to the sum over those before it: out[0 .. head_dim) and its mass.
+[[gnu::noinline]] inline void merge(float* out, Mass& mass, const float* part, const Mass& later, int64_t head_dim) {
+    const float largest = mass.largest > later.largest ? mass.largest : later.largest;
+    const Floats differences = Floats{mass.largest - largest, later.largest - largest};
+    const Floats shares = power_of_two(differences);
+    for (int64_t d = 0; d < head_dim; d += LANES)
+        store(out + d, load(out + d) * shares[0] + load(part + d) * shares[1]);
+    mass = {largest, mass.total * shares[0] + later.total * shares[1]};
+}
+
+}  // namespace penstock
