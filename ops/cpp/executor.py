@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ops.attention import AttentionInputs
-from ops.cpp.library import Library, Node, Step, address
+from ops.cpp.library import TYPES, Library, Node, Step, address
 
 
 class NotRecordable(RuntimeError):
@@ -34,6 +34,11 @@ class Executor:
         self.library = library
         self.num_threads = num_threads
         self._tape: Tape | None = None
+
+    @property
+    def dtypes(self) -> Collection[torch.dtype]:
+        """What the kernels compute in."""
+        return TYPES.keys()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A contiguous tensor for a kernel to write."""
