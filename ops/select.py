@@ -8,6 +8,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from ops.attention.divided import divide
@@ -87,7 +88,7 @@ def select(
 
 
 def _executor(num_threads: int | None = None, compiler: str | None = None) -> Executor:
-    """Runs the kernels in C++, on all processors unless told."""
+    """Runs the kernels in C++, on as many threads as torch uses unless told."""
     from ops.cpp.build import BuildError, build
     from ops.cpp.executor import Executor
     from ops.cpp.library import Library
@@ -96,7 +97,7 @@ def _executor(num_threads: int | None = None, compiler: str | None = None) -> Ex
     compiler = compiler or machine.compiler
     if compiler is None:
         raise BuildError("There is no C++ compiler.")
-    return Executor(Library(build(compiler, machine.cpu_flags)), num_threads or machine.num_cpus)
+    return Executor(Library(build(compiler, machine.cpu_flags)), num_threads or torch.get_num_threads())
 
 
 def _attention(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -54,16 +53,16 @@ class Executor:
             raise NotRecordable("an operation takes something else than the step's tokens")
         return 0
 
-    def launch(self, kernel: str, dtype: torch.dtype, operands: ctypes.Structure, step: Step | None = None) -> None:
+    def launch(
+        self, kernel: str, dtype: torch.dtype, operands: ctypes.Structure, step: Step | None = None
+    ) -> None:
         """Run a kernel now, for the rows in `step` if it reads any; or note it."""
         node = Node(self.library.kernel(kernel, dtype), ctypes.addressof(operands))
         if self._tape is not None:
             self._tape.nodes.append(node)
             self._tape.operands.append(operands)
             return
-        self.library.run(
-            ctypes.addressof(node), 1, ctypes.addressof(step or _NO_STEP), self.num_threads
-        )
+        self.library.run(ctypes.addressof(node), 1, ctypes.addressof(step or _NO_STEP), self.num_threads)
 
     def record(self, capacity: int, forward: Callable[[], Tensor]) -> Tape:
         """What `forward` launches for steps of up to `capacity` tokens; it returns the result, [capacity, ...].
@@ -139,7 +138,9 @@ class Arena:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         nbytes = max(1, prod(shape)) * dtype.itemsize
-        fitting = [block for block in self.blocks if block.free and nbytes <= block.memory.nbytes <= 2 * nbytes]
+        fitting = [
+            block for block in self.blocks if block.free and nbytes <= block.memory.nbytes <= 2 * nbytes
+        ]
         if fitting:
             block = min(fitting, key=lambda block: block.memory.nbytes)
         else:
@@ -177,7 +178,9 @@ def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
             yield from _tensors(value)
 
 
-def step_of(inputs: AttentionInputs, token_ids: Tensor | None = None, positions: Tensor | None = None) -> Step:
+def step_of(
+    inputs: AttentionInputs, token_ids: Tensor | None = None, positions: Tensor | None = None
+) -> Step:
     """The step that kernels read. Its tensors must outlive it: it holds addresses."""
     return Step(
         num_tokens=len(inputs.slots),

@@ -10,6 +10,12 @@ namespace penstock {
 
 constexpr int SPINS = 4000;  // before a waiting thread offers its core to others, some 20 us
 
+inline void pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+}
+
 // What the threads of a team share.
 struct Meeting {
     alignas(64) std::atomic<int64_t> next{0};
@@ -43,7 +49,7 @@ public:
         }
         for (int spins = 0; meeting_.round.load(std::memory_order_acquire) == round; spins++) {
             if (spins < SPINS)
-                __builtin_ia32_pause();
+                pause();
             else
                 sched_yield();
         }
