@@ -25,7 +25,7 @@ OPERATIONS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "activation": (("gate",), ("native", "with_cpp", "with_triton")),
     "attention": (("attend",), ("native", "with_cpp", "with_onednn", "with_triton", "with_flashinfer")),
     "kv": (("store", "copy_pages"), ("native", "with_cpp", "with_triton")),
-    "matmul": (("prepare", "linear"), ("native", "with_cpp", "with_onednn")),
+    "matmul": (("prepare", "linear", "logits"), ("native", "with_cpp", "with_onednn")),
     "norm": (("rms_norm", "add_rms_norm"), ("native", "with_cpp", "with_triton")),
     "rope": (("rotate",), ("native", "with_cpp", "with_triton")),
     "sampling": (("choose", "penalize", "score"), ("native", "with_triton")),
@@ -45,6 +45,7 @@ class Kernels:
     gate: Callable[..., Tensor]
     prepare: Callable[[Tensor], Tensor]
     linear: Callable[..., Tensor]
+    logits: Callable[[Tensor, Tensor], Tensor]
     choose: Choose
     penalize: Penalize
     score: Score

@@ -18,8 +18,8 @@ MAIN = "kernels.cpp"
 FLAGS = (
     "-O3",
     "-march=native",
-    "-std=c++17",
-    "-fopenmp",
+    "-std=c++20",
+    "-pthread",
     "-ffp-contract=fast",
     "-shared",
     "-fPIC",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -32,7 +33,13 @@ class Executor:
     def __init__(self, library: Library, num_threads: int) -> None:
         self.library = library
         self.num_threads = num_threads
+        self._pool = library.open_pool(num_threads)
+        self._close = weakref.finalize(self, library.close_pool, self._pool)
         self._tape: Tape | None = None
+
+    def close(self) -> None:
+        """End the threads; nothing can be run any more."""
+        self._close()
 
     @property
     def dtypes(self) -> Collection[torch.dtype]:
@@ -62,14 +69,20 @@ class Executor:
             self._tape.nodes.append(node)
             self._tape.operands.append(operands)
             return
-        self.library.run(ctypes.addressof(node), 1, ctypes.addressof(step or _NO_STEP), self.num_threads)
+        self.run(ctypes.addressof(node), 1, step or _NO_STEP)
+
+    def run(self, nodes: int, count: int, step: Step) -> None:
+        """Run so many nodes from an address on. Raises RuntimeError after `close`."""
+        if not self._close.alive:
+            raise RuntimeError("The threads of the kernels have ended.")
+        self.library.run(self._pool, nodes, count, ctypes.addressof(step))
 
     def record(self, capacity: int, forward: Callable[[], Tensor]) -> Tape:
         """What `forward` launches for steps of up to `capacity` tokens; it returns the result, [capacity, ...].
 
         Raises `NotRecordable` where torch itself would have to compute something.
         """
-        tape = Tape(self.library, self.num_threads, capacity)
+        tape = Tape(self, capacity)
         self._tape = tape
         try:
             with _ViewsOnly():
@@ -86,14 +99,13 @@ _NO_STEP = Step()
 class Tape:
     """The kernels of a step, in order, with memory for what passes between them."""
 
-    def __init__(self, library: Library, num_threads: int, capacity: int) -> None:
+    def __init__(self, executor: Executor, capacity: int) -> None:
         self.capacity = capacity
         self.arena = Arena()
         self.nodes: list[Node] = []
         self.operands: list[ctypes.Structure] = []
         self.result: Tensor | None = None  # [capacity, ...]
-        self._library = library
-        self._num_threads = num_threads
+        self._executor = executor
         self._array: ctypes.Array[Node] | None = None
 
     def close(self) -> None:
@@ -106,9 +118,7 @@ class Tape:
             raise RuntimeError("The tape is still recorded.")
         if step.num_tokens > self.capacity:
             raise ValueError(f"The tape takes {self.capacity} tokens, not {step.num_tokens}.")
-        self._library.run(
-            ctypes.addressof(self._array), len(self._array), ctypes.addressof(step), self._num_threads
-        )
+        self._executor.run(ctypes.addressof(self._array), len(self._array), step)
         return self.result[: step.num_tokens]
 
     @property
