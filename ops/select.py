@@ -25,7 +25,7 @@ OPERATIONS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "activation": (("gate",), ("native", "with_cpp", "with_triton")),
     "attention": (("attend",), ("native", "with_cpp", "with_onednn", "with_triton", "with_flashinfer")),
     "kv": (("store", "copy_pages"), ("native", "with_cpp", "with_triton")),
-    "matmul": (("prepare", "linear", "logits"), ("native", "with_cpp", "with_onednn")),
+    "matmul": (("prepare", "linear", "logits"), ("native", "int8", "with_cpp", "with_onednn")),
     "norm": (("rms_norm", "add_rms_norm"), ("native", "with_cpp", "with_triton")),
     "rope": (("rotate",), ("native", "with_cpp", "with_triton")),
     "sampling": (("choose", "penalize", "score"), ("native", "with_triton")),

@@ -59,6 +59,7 @@ class KernelPlan:
     # token where "prefill_attention" differs from it.
     choices: Mapping[str, str] = field(default_factory=dict)
     fallback: Mapping[str, str] | None = None  # instead, where the kernels in C++ turn out not to compile
+    weight_bits: int | None = None  # 8: weights are rounded when they are loaded; None: they stay as they are
     cpu_threads: int | None = None  # of those in C++; None: as many as torch uses
     # The same as users call it: "torch_native", "triton", ...
     attention_backend: str = "torch_native"
@@ -72,7 +73,7 @@ class KernelPlan:
     def settings(self) -> dict[str, dict[str, int | None]]:
         """What backends are made with, by file role."""
         return {
-            "with_cpp": {"num_threads": self.cpu_threads},
+            "with_cpp": {"num_threads": self.cpu_threads, "weight_bits": self.weight_bits},
             "with_triton": {
                 "num_kv_splits": self.triton_attention_num_kv_splits,
                 "split_tile_tokens": self.triton_attention_split_tile_size,

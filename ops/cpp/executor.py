@@ -18,6 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ops.attention import AttentionInputs
 from ops.cpp.library import TYPES, Library, Node, Step, address
 
+CACHE_LINE = 64
+
 
 class NotRecordable(RuntimeError):
     """A step does something that no tape can repeat: torch computes a part of it."""
@@ -154,16 +156,23 @@ class Arena:
         if fitting:
             block = min(fitting, key=lambda block: block.memory.nbytes)
         else:
-            block = _Block(np.empty(nbytes, np.uint8))
+            block = _Block(_aligned(nbytes))
             self.blocks.append(block)
         # A storage of its own over the same memory: it ends when the last view of this tensor does.
-        whole = torch.frombuffer(memoryview(block.memory[:nbytes]), dtype=dtype)
+        whole = torch.frombuffer(block.memory[:nbytes].data, dtype=dtype)
         block.user = StorageWeakRef(whole.untyped_storage())
         return whole.view(*shape)
 
     @property
     def nbytes(self) -> int:
         return sum(block.memory.nbytes for block in self.blocks)
+
+
+def _aligned(nbytes: int) -> np.ndarray:
+    """So many bytes that begin at a cache line."""
+    memory = np.empty(nbytes + CACHE_LINE, np.uint8)
+    first = -memory.ctypes.data % CACHE_LINE
+    return memory[first : first + nbytes]
 
 
 class _ViewsOnly(TorchDispatchMode):

@@ -54,7 +54,11 @@ def kernel_plan(
         if by_products:  # it hands rows of several tokens to plain torch itself
             choices |= dict.fromkeys(("attention", "prefill_attention"), "with_onednn")
         reasons.append(why)
-    choices["matmul"], why = _matmul(machine, gpu, dtype)
+    weight_bits = _weight_bits(ledger, gpu)
+    if weight_bits is None:
+        choices["matmul"], why = _matmul(machine, gpu, dtype)
+    else:
+        choices["matmul"], why = "int8", "weights have 8 bits, and torch makes them wide for every product"
     reasons.append(why)
     fallback: Mapping[str, str] | None = None
     if gpu is None:
@@ -64,7 +68,10 @@ def kernel_plan(
         reasons.append(why)
     return KernelPlan(
         choices=ledger.decide("kernels.choices", choices, "; ".join(reasons)),
-        fallback=fallback,
+        fallback=ledger.decide(
+            "kernels.fallback", fallback, "where the kernels in C++ turn out not to compile"
+        ),
+        weight_bits=weight_bits,
         cpu_threads=ledger.take("kernels.cpu_threads", "cpu_threads"),
         attention_backend=attention,
         prefill_attention_backend=prefill,
@@ -100,6 +107,17 @@ def _chosen(
     return ledger.decide(place, name, why)
 
 
+def _weight_bits(ledger: Ledger, gpu: Gpu | None) -> int | None:
+    """8 where weights are to be rounded; that is refused on a GPU."""
+    if ledger.args.quant.quantization != "w8a8_int8":
+        return ledger.decide("kernels.weight_bits", None, "the default")
+    if gpu is not None:
+        ledger.refuse(
+            "quantization", "--quantization w8a8_int8 is computed on a CPU only so far; say --device cpu."
+        )
+    return ledger.decide("kernels.weight_bits", 8, "as asked: w8a8_int8")
+
+
 def _compiled(ledger: Ledger, machine: Machine, dtype: str) -> tuple[dict[str, str], str]:
     """The operations that a CPU computes in C++, and why, or why none."""
     if machine.compiler is None:
@@ -108,10 +126,11 @@ def _compiled(ledger: Ledger, machine: Machine, dtype: str) -> tuple[dict[str, s
         return {}, f"the kernels in C++ do not compute in {dtype}"
     if not machine.cpu_flags >= CPP_NEEDS:
         return {}, f"the kernels in C++ are slow on a processor without {'+'.join(sorted(CPP_NEEDS))}"
-    operations = dict.fromkeys((*SMALL_OPERATIONS, "matmul"), "with_cpp")
+    operations = {operation: "with_cpp" for operation in (*SMALL_OPERATIONS, "matmul")}
     if any(name.endswith("attention_backend") for name in ledger.args.said):
         return operations, "C++ kernels compiled for this processor, but for attention, as asked"
-    operations |= dict.fromkeys(("attention", "prefill_attention"), "with_cpp")
+    for rows in ("attention", "prefill_attention"):
+        operations[rows] = "with_cpp"
     return operations, "C++ kernels compiled for this processor, a whole step in one call"
 
 
