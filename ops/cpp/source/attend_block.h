@@ -38,84 +38,101 @@ inline Words load_words(const uint32_t* from) {
 
 inline void store_words(uint32_t* to, Words x) { std::memcpy(to, &x, sizeof(x)); }
 
-// The next 16 words, or 8 and zeros, from where some are stored.
+typedef uint32_t Four __attribute__((vector_size(16)));
+typedef uint32_t Eight __attribute__((vector_size(32)));
+typedef uint16_t EightShorts __attribute__((vector_size(16)));
+
+// The next 8 words.
 template <class T>
-inline Words words_of(const T* from, int64_t available) {
-    if constexpr (PER_WORD<T> == 1) return cast<Words>(load(from));
-    Words x{};
-    if (available >= LANES)
-        std::memcpy(&x, from, sizeof(x));
-    else
-        std::memcpy(&x, from, sizeof(x) / 2);
+inline Eight words_of(const T* from) {
+    if constexpr (std::is_same_v<T, BFloat16> && PER_WORD<T> == 1) {
+        EightShorts halves;
+        std::memcpy(&halves, from, sizeof(halves));
+        return __builtin_convertvector(halves, Eight) << 16;
+    }
+    Eight x;
+    std::memcpy(&x, from, sizeof(x));
     return x;
 }
 
-#if defined(__AVX512F__)
-inline void transpose(Words (&x)[LANES]) {
-    __m512i a[LANES], b[LANES];
-    for (int i = 0; i < 16; i += 2) {
-        a[i] = _mm512_unpacklo_epi32(cast<__m512i>(x[i]), cast<__m512i>(x[i + 1]));
-        a[i + 1] = _mm512_unpackhi_epi32(cast<__m512i>(x[i]), cast<__m512i>(x[i + 1]));
-    }
-    for (int i = 0; i < 16; i += 4) {
-        b[i] = _mm512_unpacklo_epi64(a[i], a[i + 2]);
-        b[i + 1] = _mm512_unpackhi_epi64(a[i], a[i + 2]);
-        b[i + 2] = _mm512_unpacklo_epi64(a[i + 1], a[i + 3]);
-        b[i + 3] = _mm512_unpackhi_epi64(a[i + 1], a[i + 3]);
-    }
-    for (int i = 0; i < 4; i++) {
-        const __m512i even_low = _mm512_shuffle_i32x4(b[i], b[4 + i], 0x88);
-        const __m512i even_high = _mm512_shuffle_i32x4(b[8 + i], b[12 + i], 0x88);
-        const __m512i odd_low = _mm512_shuffle_i32x4(b[i], b[4 + i], 0xdd);
-        const __m512i odd_high = _mm512_shuffle_i32x4(b[8 + i], b[12 + i], 0xdd);
-        x[i] = cast<Words>(_mm512_shuffle_i32x4(even_low, even_high, 0x88));
-        x[4 + i] = cast<Words>(_mm512_shuffle_i32x4(odd_low, odd_high, 0x88));
-        x[8 + i] = cast<Words>(_mm512_shuffle_i32x4(even_low, even_high, 0xdd));
-        x[12 + i] = cast<Words>(_mm512_shuffle_i32x4(odd_low, odd_high, 0xdd));
-    }
+inline const char* fetch_lines(const char* from, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
+    return from + bytes;
 }
-#else
-typedef uint32_t Four __attribute__((vector_size(16)));
 
-inline void transpose(Words (&x)[LANES]) {
-    uint32_t from[LANES][LANES], to[LANES][LANES];
-    std::memcpy(from, x, sizeof(from));
-    for (int i = 0; i < LANES; i += 4)
-        for (int j = 0; j < LANES; j += 4) {
-            Four r[4];
-            for (int k = 0; k < 4; k++) std::memcpy(&r[k], &from[i + k][j], sizeof(Four));
-            const Four a = __builtin_shuffle(r[0], r[1], Four{0, 4, 1, 5}), b = __builtin_shuffle(r[0], r[1], Four{2, 6, 3, 7});
-            const Four c = __builtin_shuffle(r[2], r[3], Four{0, 4, 1, 5}), d = __builtin_shuffle(r[2], r[3], Four{2, 6, 3, 7});
-            r[0] = __builtin_shuffle(a, c, Four{0, 1, 4, 5}), r[1] = __builtin_shuffle(a, c, Four{2, 3, 6, 7});
-            r[2] = __builtin_shuffle(b, d, Four{0, 1, 4, 5}), r[3] = __builtin_shuffle(b, d, Four{2, 3, 6, 7});
-            for (int k = 0; k < 4; k++) std::memcpy(&to[j + k][i], &r[k], sizeof(Four));
-        }
-    std::memcpy(x, to, sizeof(to));
-}
-#endif
-
-// 16 keys side by side: word w of key i goes to packed[w * 16 + i].
+// 16 keys side by side: word w of key i goes to packed[w * 16 + i]. num_words is a multiple of 8. Meanwhile as many
+// bytes are fetched from `ahead`, line by line, as the processor can only wait for some at a time.
 template <class T>
-void pack_keys(const T* const* keys, int64_t num_words, uint32_t* packed) {
-    for (int64_t w = 0; w < num_words; w += LANES) {
-        Words x[LANES];
-        for (int i = 0; i < LANES; i++) x[i] = words_of(keys[i] + w * PER_WORD<T>, num_words - w);
-        transpose(x);
-        const int64_t count = num_words - w < LANES ? num_words - w : LANES;
-        for (int64_t i = 0; i < count; i++) store_words(packed + (w + i) * LANES, x[i]);
+inline void pack_keys(const T* const (&keys)[LANES], int64_t num_words, uint32_t* packed, const char* ahead) {
+#if defined(__AVX512F__)
+    for (int64_t w = 0; w < num_words; w += 8, packed += 8 * LANES) {
+        ahead = fetch_lines(ahead, 8 * LANES * PER_WORD<T> * sizeof(T));
+        __m512i a[8], b[8];
+        for (int i = 0; i < 8; i++) {  // key 0 and 4, 1 and 5, .. 8 and 12, ..
+            const int key = i + (i & 4);
+            a[i] = _mm512_inserti64x4(_mm512_castsi256_si512(cast<__m256i>(words_of(keys[key] + w * PER_WORD<T>))),
+                                      cast<__m256i>(words_of(keys[key + 4] + w * PER_WORD<T>)), 1);
+        }
+        for (int i = 0; i < 8; i += 2) {
+            b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+            b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+        }
+        for (int i = 0; i < 8; i += 4) {
+            a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
+            a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
+            a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
+            a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
+        }
+        for (int i = 0; i < 4; i++) {
+            store_words(packed + i * LANES, cast<Words>(_mm512_shuffle_i32x4(a[i], a[4 + i], 0x88)));
+            store_words(packed + (4 + i) * LANES, cast<Words>(_mm512_shuffle_i32x4(a[i], a[4 + i], 0xdd)));
+        }
     }
+#else
+    for (int64_t w = 0; w < num_words; w += 8, packed += 8 * LANES) {
+        ahead = fetch_lines(ahead, 8 * LANES * PER_WORD<T> * sizeof(T));
+        for (int i = 0; i < LANES; i += 4) {
+            Four r[2][4];
+            for (int k = 0; k < 4; k++) {
+                const Eight x = words_of(keys[i + k] + w * PER_WORD<T>);
+                r[0][k] = Four{x[0], x[1], x[2], x[3]}, r[1][k] = Four{x[4], x[5], x[6], x[7]};
+            }
+            for (int half = 0; half < 2; half++) {
+                const Four(&x)[4] = r[half];
+                const Four a = __builtin_shuffle(x[0], x[1], Four{0, 4, 1, 5});
+                const Four b = __builtin_shuffle(x[0], x[1], Four{2, 6, 3, 7});
+                const Four c = __builtin_shuffle(x[2], x[3], Four{0, 4, 1, 5});
+                const Four d = __builtin_shuffle(x[2], x[3], Four{2, 6, 3, 7});
+                const Four columns[] = {__builtin_shuffle(a, c, Four{0, 1, 4, 5}), __builtin_shuffle(a, c, Four{2, 3, 6, 7}),
+                                        __builtin_shuffle(b, d, Four{0, 1, 4, 5}), __builtin_shuffle(b, d, Four{2, 3, 6, 7})};
+                for (int k = 0; k < 4; k++)
+                    std::memcpy(packed + (4 * half + k) * LANES + i, &columns[k], sizeof(Four));
+            }
+        }
+    }
+#endif
 }
 
 // The values of one word of weights, PER_WORD of them: lane by lane into packed[0 .. head_dim).
 template <class T>
-void pack_values(const T* const* values, int64_t head_dim, uint32_t* packed) {
-    for (int64_t d = 0; d < head_dim; d += LANES) {
-        if constexpr (PER_WORD<T> == 2) {
-            const Words low = cast<Words>(load(values[0] + d)) >> 16;
-            store_words(packed + d, low | cast<Words>(load(values[1] + d)));
-        } else {
-            store_words(packed + d, cast<Words>(load(values[0] + d)));
+inline void pack_values(const T* const* values, int64_t head_dim, uint32_t* packed, const char* ahead) {
+    int64_t d = 0;
+    fetch_lines(ahead, PER_WORD<T> * head_dim * sizeof(T));
+#if defined(__AVX512BF16__)
+    if constexpr (PER_WORD<T> == 2) {
+        const Words first = Words{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} * 0x10001u + 0x200000u;
+        for (; d + 32 <= head_dim; d += 32) {
+            const __m512i a = cast<__m512i>(load_pairs(values[0] + d)), b = cast<__m512i>(load_pairs(values[1] + d));
+            const Words second = first + 0x100010u;
+            store_words(packed + d, cast<Words>(_mm512_permutex2var_epi16(a, cast<__m512i>(first), b)));
+            store_words(packed + d + LANES, cast<Words>(_mm512_permutex2var_epi16(a, cast<__m512i>(second), b)));
         }
+    }
+#endif
+    for (; d < head_dim; d += LANES) {
+        Words x = cast<Words>(load(values[0] + d));
+        if constexpr (PER_WORD<T> == 2) x = (x >> 16) | cast<Words>(load(values[1] + d));
+        store_words(packed + d, x);
     }
 }
 

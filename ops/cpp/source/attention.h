@@ -32,6 +32,10 @@ struct AttendOperands {
     int64_t num_parts;      // floats there
 };
 
+#ifndef AHEAD_
+#define AHEAD_ 64
+#endif
+constexpr int64_t AHEAD = AHEAD_;
 constexpr int64_t CHUNK = 24;       // rows whose scores of a block are held at once
 constexpr int64_t TILE_ROWS = 256;  // that share packed keys, at most
 
@@ -204,9 +208,9 @@ private:
         for (int64_t r = 0; r < rows_; r++) {
             const int64_t head = kv_head_ * group_ + r % group_;
             const T* query = static_cast<const T*>(given_.q) + (token_ + r / group_) * given_.q_stride + head * head_dim_;
-            for (int64_t w = 0; w < words_; w += LANES) {
-                const Words x = words_of(query + w * PER_WORD<T>, words_ - w);
-                std::memcpy(place_.queries + r * words_ + w, &x, std::min<int64_t>(LANES, words_ - w) * 4);
+            for (int64_t w = 0; w < words_; w += 8) {
+                const Eight x = words_of(query + w * PER_WORD<T>);
+                std::memcpy(place_.queries + r * words_ + w, &x, sizeof(x));
             }
         }
     }
@@ -216,29 +220,51 @@ private:
         std::fill(place_.masses, place_.masses + rows_, Mass{NO_SCORE, 0});
     }
 
+    // Where the key at this position is, from the first element of its pool.
+    int64_t place_of(int64_t position) const {
+        const int64_t page = step_.page_table[tile_.row * step_.table_width + position / step_.page_size];
+        return ((page * given_.num_kv_heads + kv_head_) * step_.page_size + position % step_.page_size) * head_dim_;
+    }
+
     // The keys and values low .. high - 1 of a block, and zeros to the end of the last 16.
-    void pack(int64_t block, int64_t low, int64_t high) {
+    void pack(int64_t block, int64_t low, int64_t high, int64_t last_fetched) {
         const T* const zeros = reinterpret_cast<const T*>(place_.zeros);
-        const T* const pools[] = {static_cast<const T*>(given_.k_pool), static_cast<const T*>(given_.v_pool)};
+        const T* const k_pool = static_cast<const T*>(given_.k_pool);
+        const T* const v_pool = static_cast<const T*>(given_.v_pool);
         const int32_t* const table = step_.page_table + tile_.row * step_.table_width;
-        const int64_t page_size = step_.page_size;
-        const int64_t begin = low / LANES * LANES, end = (high + LANES - 1) / LANES * LANES;
+        const int64_t page_size = step_.page_size, head_dim = head_dim_, num_words = words_;
+        const int64_t between_pages = given_.num_kv_heads * page_size * head_dim;
+        const int64_t first = kv_head_ * page_size * head_dim;
         int64_t page = (block * KEY_BLOCK + low) / page_size, offset = (block * KEY_BLOCK + low) % page_size;
-        for (int64_t i = begin; i < end; i += LANES) {
+        uint32_t* packed_keys = place_.keys + low / LANES * LANES * num_words;
+        uint32_t* packed_values = place_.values + low / LANES * LANES / PER_WORD<T> * head_dim;
+        for (int64_t i = low / LANES * LANES; i < high; i += LANES) {
+            const int64_t position = block * KEY_BLOCK + i, later = position + AHEAD;
+            const int64_t fetched = place_of(later < last_fetched && page_size >= LANES ? later : position);
             const T *keys[LANES], *values[LANES];
-            for (int64_t lane = 0; lane < LANES; lane++) {
-                if (i + lane < low || i + lane >= high) {
-                    keys[lane] = values[lane] = zeros;
-                    continue;
+            if (i >= low && i + LANES <= high && offset + LANES <= page_size) {
+                const int64_t at = table[page] * between_pages + first + offset * head_dim;
+                for (int lane = 0; lane < LANES; lane++) {
+                    keys[lane] = k_pool + at + lane * head_dim;
+                    values[lane] = v_pool + at + lane * head_dim;
                 }
-                const int64_t at = ((table[page] * given_.num_kv_heads + kv_head_) * page_size + offset) * head_dim_;
-                keys[lane] = pools[0] + at;
-                values[lane] = pools[1] + at;
-                if (++offset == page_size) page++, offset = 0;
+                offset += LANES;
+                if (offset == page_size) page++, offset = 0;
+            } else {
+                for (int lane = 0; lane < LANES; lane++) {
+                    keys[lane] = values[lane] = zeros;
+                    if (i + lane < low || i + lane >= high) continue;
+                    const int64_t at = table[page] * between_pages + first + offset * head_dim;
+                    keys[lane] = k_pool + at;
+                    values[lane] = v_pool + at;
+                    if (++offset == page_size) page++, offset = 0;
+                }
             }
-            pack_keys(keys, words_, place_.keys + i * words_);
-            for (int64_t lane = 0; lane < LANES; lane += PER_WORD<T>)
-                pack_values(values + lane, head_dim_, place_.values + (i + lane) / PER_WORD<T> * head_dim_);
+            pack_keys(keys, num_words, packed_keys, reinterpret_cast<const char*>(k_pool + fetched));
+            packed_keys += LANES * num_words;
+            for (int lane = 0; lane < LANES; lane += PER_WORD<T>, packed_values += head_dim)
+                pack_values(values + lane, head_dim, packed_values,
+                            reinterpret_cast<const char*>(v_pool + fetched + lane * head_dim));
         }
     }
 
@@ -247,7 +273,7 @@ private:
         const int64_t base = block * KEY_BLOCK;
         const int64_t low = std::max<int64_t>(0, tiles_.first_key(position_) - base);
         const int64_t high = std::min(KEY_BLOCK, position_ + tile_.num_tokens - base);
-        pack(block, low, high);
+        pack(block, low, high, parts ? base + high : position_ + tile_.num_tokens);
         for (int64_t row = 0; row < rows_; row += CHUNK) {
             const int64_t rows = std::min(CHUNK, rows_ - row);
             Mass masses[CHUNK];

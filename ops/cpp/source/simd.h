@@ -42,7 +42,11 @@ inline Floats load(const float* from) {
 inline Floats load(const BFloat16* from) {
     Shorts halves;
     std::memcpy(&halves, from, sizeof(halves));
+#if defined(__AVX512F__)  // GCC 12 widens in two halves
+    return cast<Floats>(_mm512_slli_epi32(_mm512_cvtepu16_epi32(cast<__m256i>(halves)), 16));
+#else
     return cast<Floats>(__builtin_convertvector(halves, Words) << 16);
+#endif
 }
 
 inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof(x)); }
