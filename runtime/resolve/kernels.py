@@ -126,7 +126,7 @@ def _compiled(ledger: Ledger, machine: Machine, dtype: str) -> tuple[dict[str, s
         return {}, f"the kernels in C++ do not compute in {dtype}"
     if not machine.cpu_flags >= CPP_NEEDS:
         return {}, f"the kernels in C++ are slow on a processor without {'+'.join(sorted(CPP_NEEDS))}"
-    operations = {operation: "with_cpp" for operation in (*SMALL_OPERATIONS, "matmul")}
+    operations: dict[str, str] = dict.fromkeys([*SMALL_OPERATIONS, "matmul"], "with_cpp")
     if any(name.endswith("attention_backend") for name in ledger.args.said):
         return operations, "C++ kernels compiled for this processor, but for attention, as asked"
     for rows in ("attention", "prefill_attention"):
