@@ -6,23 +6,28 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from ops.attention.divided import divide
+from ops.machine import Machine
 from ops.sampling import Choose, Penalize, Score
+
+if TYPE_CHECKING:
+    from ops.cpp.executor import Executor
 
 PREFILL = "prefill_attention"  # in choices: attention of rows of several tokens
 
 # operation -> (the Kernels fields its backend file provides, the backend files there are)
 OPERATIONS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "activation": (("gate",), ("native", "with_triton")),
-    "attention": (("attend",), ("native", "with_onednn", "with_triton", "with_flashinfer")),
-    "kv": (("store", "copy_pages"), ("native", "with_triton")),
-    "matmul": (("prepare", "linear"), ("native", "with_onednn")),
-    "norm": (("rms_norm", "add_rms_norm"), ("native", "with_triton")),
-    "rope": (("rotate",), ("native", "with_triton")),
+    "activation": (("gate",), ("native", "with_cpp", "with_triton")),
+    "attention": (("attend",), ("native", "with_cpp", "with_onednn", "with_triton", "with_flashinfer")),
+    "kv": (("store", "copy_pages"), ("native", "with_cpp", "with_triton")),
+    "matmul": (("prepare", "linear", "logits"), ("native", "int8", "with_cpp", "with_onednn")),
+    "norm": (("rms_norm", "add_rms_norm"), ("native", "with_cpp", "with_triton")),
+    "rope": (("rotate",), ("native", "with_cpp", "with_triton")),
     "sampling": (("choose", "penalize", "score"), ("native", "with_triton")),
 }
 
@@ -40,9 +45,11 @@ class Kernels:
     gate: Callable[..., Tensor]
     prepare: Callable[[Tensor], Tensor]
     linear: Callable[..., Tensor]
+    logits: Callable[[Tensor, Tensor], Tensor]
     choose: Choose
     penalize: Penalize
     score: Score
+    executor: Executor | None = None  # of those in C++, where there are some
 
 
 def select(
@@ -51,10 +58,15 @@ def select(
     """The kernels for `choices`: operation -> backend file, for example {"attention": "with_triton"}.
 
     What is not named is "native". Where "prefill_attention" is named and differs from "attention", that takes
-    the rows of several tokens. `settings` are what a backend's `make_attend` takes, by backend
-    file. Raises ValueError for an operation or backend that does not exist.
+    the rows of several tokens. `settings` are what a backend is made with, by backend file. Raises ValueError for an
+    operation or backend that does not exist, and `ops.cpp.build.BuildError` where kernels in C++ cannot be compiled.
     """
-    choices = dict(choices or {})
+    choices, settings = dict(choices or {}), dict(settings or {})
+    cpp = dict(settings.pop("with_cpp", {}))
+    weight_bits, executor = cpp.pop("weight_bits", None), None
+    if "with_cpp" in choices.values():
+        executor = _executor(**cpp)
+        settings["with_cpp"] = {"executor": executor}
     prefill = choices.pop(PREFILL, None)
     for operation in choices:
         if operation not in OPERATIONS:
@@ -63,11 +75,30 @@ def select(
             )
     callables: dict[str, Any] = {}
     for operation, (fields, _) in OPERATIONS.items():
-        module = _backend(operation, choices.get(operation, "native"))
-        if operation != "attention":
+        file = choices.get(operation, "native")
+        module = _backend(operation, file)
+        if operation == "attention":
+            continue
+        if file == "with_cpp":
+            options = {"weight_bits": weight_bits} if operation == "matmul" else {}
+            callables.update(module.make(executor, **options))
+        else:
             callables.update({field: getattr(module, field) for field in fields})
-    callables["attend"] = _attention(choices.get("attention", "native"), prefill, settings or {})
-    return Kernels(**callables)
+    callables["attend"] = _attention(choices.get("attention", "native"), prefill, settings)
+    return Kernels(**callables, executor=executor)
+
+
+def _executor(num_threads: int | None = None, compiler: str | None = None) -> Executor:
+    """Runs the kernels in C++, on as many threads as torch uses unless told."""
+    from ops.cpp.build import BuildError, build
+    from ops.cpp.executor import Executor
+    from ops.cpp.library import Library
+
+    machine = Machine.probe()
+    compiler = compiler or machine.compiler
+    if compiler is None:
+        raise BuildError("There is no C++ compiler.")
+    return Executor(Library(build(compiler, machine.cpu_flags)), num_threads or torch.get_num_threads())
 
 
 def _attention(

@@ -55,9 +55,12 @@ class SchedulePlan:
 class KernelPlan:
     """Which implementation of each operation runs."""
 
-    # By file role: operation -> "native", "with_onednn", "with_triton". "attention" is for rows of one
+    # By file role: operation -> "native", "with_cpp", "with_triton". "attention" is for rows of one
     # token where "prefill_attention" differs from it.
     choices: Mapping[str, str] = field(default_factory=dict)
+    fallback: Mapping[str, str] | None = None  # instead, where the kernels in C++ turn out not to compile
+    weight_bits: int | None = None  # 8: weights are rounded when they are loaded; None: they stay as they are
+    cpu_threads: int | None = None  # of those in C++; None: as many as torch uses
     # The same as users call it: "torch_native", "triton", ...
     attention_backend: str = "torch_native"
     prefill_attention_backend: str = "torch_native"  # of rows of several tokens
@@ -68,12 +71,13 @@ class KernelPlan:
 
     @property
     def settings(self) -> dict[str, dict[str, int | None]]:
-        """What backends of attention are made with, by file role."""
+        """What backends are made with, by file role."""
         return {
+            "with_cpp": {"num_threads": self.cpu_threads, "weight_bits": self.weight_bits},
             "with_triton": {
                 "num_kv_splits": self.triton_attention_num_kv_splits,
                 "split_tile_tokens": self.triton_attention_split_tile_size,
-            }
+            },
         }
 
 

@@ -5,8 +5,7 @@ A token's result does not depend on the other rows, on how its prompt is divided
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -19,8 +18,8 @@ NUM_PARTS = 2**20  # floats through which threads give each other parts of a lon
 HEAD_DIM_MULTIPLE = 16
 
 
-def make(executor: Executor) -> Mapping[str, Callable[..., Any]]:
-    """`attend` (see `ops.attention`). What `computes` says no to goes to `native`."""
+def make_attend(executor: Executor) -> Callable[..., Tensor]:
+    """An `attend` (see `ops.attention`). What `computes` says no to goes to `native`."""
     parts = torch.empty(NUM_PARTS)
 
     def attend(
@@ -72,7 +71,7 @@ def make(executor: Executor) -> Mapping[str, Callable[..., Any]]:
         executor.launch("attend", q.dtype, operands, step_in(inputs))
         return out
 
-    return {"attend": attend}
+    return attend
 
 
 def computes(q: Tensor, k_pool: Tensor) -> bool:

@@ -15,7 +15,16 @@ from pathlib import Path
 
 SOURCES = Path(__file__).with_name("source")
 MAIN = "kernels.cpp"
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-ffp-contract=fast", "-shared", "-fPIC", "-Wno-psabi")
+FLAGS = (
+    "-O3",
+    "-march=native",
+    "-std=c++20",
+    "-pthread",
+    "-ffp-contract=fast",
+    "-shared",
+    "-fPIC",
+    "-Wno-psabi",
+)
 TIMEOUT_S = 300
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -16,7 +16,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ops.attention import AttentionInputs
-from ops.cpp.library import Library, Node, Step, address
+from ops.cpp.library import TYPES, Library, Node, Step, address
+
+CACHE_LINE = 64
 
 
 class NotRecordable(RuntimeError):
@@ -33,7 +35,18 @@ class Executor:
     def __init__(self, library: Library, num_threads: int) -> None:
         self.library = library
         self.num_threads = num_threads
+        self._pool = library.open_pool(num_threads)
+        self._close = weakref.finalize(self, library.close_pool, self._pool)
         self._tape: Tape | None = None
+
+    def close(self) -> None:
+        """End the threads; nothing can be run any more."""
+        self._close()
+
+    @property
+    def dtypes(self) -> Collection[torch.dtype]:
+        """What the kernels compute in."""
+        return TYPES.keys()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A contiguous tensor for a kernel to write."""
@@ -43,25 +56,35 @@ class Executor:
 
     def tokens(self, x: Tensor) -> int:
         """The number of tokens of x [T, ...] as operands say it: on a tape it is the step's."""
-        return len(x) if self._tape is None else 0
+        if self._tape is None:
+            return len(x)
+        if len(x) != self._tape.capacity:
+            raise NotRecordable("an operation takes something else than the step's tokens")
+        return 0
 
-    def launch(self, kernel: str, dtype: torch.dtype, operands: ctypes.Structure, step: Step | None = None) -> None:
+    def launch(
+        self, kernel: str, dtype: torch.dtype, operands: ctypes.Structure, step: Step | None = None
+    ) -> None:
         """Run a kernel now, for the rows in `step` if it reads any; or note it."""
         node = Node(self.library.kernel(kernel, dtype), ctypes.addressof(operands))
         if self._tape is not None:
             self._tape.nodes.append(node)
             self._tape.operands.append(operands)
             return
-        self.library.run(
-            ctypes.addressof(node), 1, ctypes.addressof(step or _NO_STEP), self.num_threads
-        )
+        self.run(ctypes.addressof(node), 1, step or _NO_STEP)
+
+    def run(self, nodes: int, count: int, step: Step) -> None:
+        """Run so many nodes from an address on. Raises RuntimeError after `close`."""
+        if not self._close.alive:
+            raise RuntimeError("The threads of the kernels have ended.")
+        self.library.run(self._pool, nodes, count, ctypes.addressof(step))
 
     def record(self, capacity: int, forward: Callable[[], Tensor]) -> Tape:
         """What `forward` launches for steps of up to `capacity` tokens; it returns the result, [capacity, ...].
 
         Raises `NotRecordable` where torch itself would have to compute something.
         """
-        tape = Tape(self.library, self.num_threads, capacity)
+        tape = Tape(self, capacity)
         self._tape = tape
         try:
             with _ViewsOnly():
@@ -78,14 +101,13 @@ _NO_STEP = Step()
 class Tape:
     """The kernels of a step, in order, with memory for what passes between them."""
 
-    def __init__(self, library: Library, num_threads: int, capacity: int) -> None:
+    def __init__(self, executor: Executor, capacity: int) -> None:
         self.capacity = capacity
         self.arena = Arena()
         self.nodes: list[Node] = []
         self.operands: list[ctypes.Structure] = []
         self.result: Tensor | None = None  # [capacity, ...]
-        self._library = library
-        self._num_threads = num_threads
+        self._executor = executor
         self._array: ctypes.Array[Node] | None = None
 
     def close(self) -> None:
@@ -98,9 +120,7 @@ class Tape:
             raise RuntimeError("The tape is still recorded.")
         if step.num_tokens > self.capacity:
             raise ValueError(f"The tape takes {self.capacity} tokens, not {step.num_tokens}.")
-        self._library.run(
-            ctypes.addressof(self._array), len(self._array), ctypes.addressof(step), self._num_threads
-        )
+        self._executor.run(ctypes.addressof(self._array), len(self._array), step)
         return self.result[: step.num_tokens]
 
     @property
@@ -130,20 +150,29 @@ class Arena:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         nbytes = max(1, prod(shape)) * dtype.itemsize
-        fitting = [block for block in self.blocks if block.free and nbytes <= block.memory.nbytes <= 2 * nbytes]
+        fitting = [
+            block for block in self.blocks if block.free and nbytes <= block.memory.nbytes <= 2 * nbytes
+        ]
         if fitting:
             block = min(fitting, key=lambda block: block.memory.nbytes)
         else:
-            block = _Block(np.empty(nbytes, np.uint8))
+            block = _Block(_aligned(nbytes))
             self.blocks.append(block)
         # A storage of its own over the same memory: it ends when the last view of this tensor does.
-        whole = torch.frombuffer(memoryview(block.memory[:nbytes]), dtype=dtype)
+        whole = torch.frombuffer(block.memory[:nbytes].data, dtype=dtype)
         block.user = StorageWeakRef(whole.untyped_storage())
         return whole.view(*shape)
 
     @property
     def nbytes(self) -> int:
         return sum(block.memory.nbytes for block in self.blocks)
+
+
+def _aligned(nbytes: int) -> np.ndarray:
+    """So many bytes that begin at a cache line."""
+    memory = np.empty(nbytes + CACHE_LINE, np.uint8)
+    first = -memory.ctypes.data % CACHE_LINE
+    return memory[first : first + nbytes]
 
 
 class _ViewsOnly(TorchDispatchMode):
@@ -168,7 +197,9 @@ def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
             yield from _tensors(value)
 
 
-def step_of(inputs: AttentionInputs, token_ids: Tensor | None = None, positions: Tensor | None = None) -> Step:
+def step_of(
+    inputs: AttentionInputs, token_ids: Tensor | None = None, positions: Tensor | None = None
+) -> Step:
     """The step that kernels read. Its tensors must outlive it: it holds addresses."""
     return Step(
         num_tokens=len(inputs.slots),

@@ -161,9 +161,13 @@ class Library:
 
     def __init__(self, path: Path) -> None:
         self._library = ctypes.CDLL(str(path))
-        self.run = self._library.run  # run(nodes, count, step, num_threads); no lock of Python's is held
-        self.run.argtypes = (c_void_p, c_int64, c_void_p, c_int64)
+        self.run = self._library.run  # run(pool, nodes, count, step); no lock of Python's is held
+        self.run.argtypes = (c_void_p, c_void_p, c_int64, c_void_p)
         self.run.restype = None
+        self.open_pool = self._library.open_pool  # open_pool(num_threads) -> pool
+        self.open_pool.argtypes, self.open_pool.restype = (c_int64,), c_void_p
+        self.close_pool = self._library.close_pool
+        self.close_pool.argtypes, self.close_pool.restype = (c_void_p,), None
         self.panel_width = int(self._library.panel_width())
         self.group_size = int(self._library.group_size())
         self._addresses: dict[tuple[str, torch.dtype], int] = {}

@@ -14,3 +14,8 @@ def prepare(weight: Tensor) -> Tensor:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias (see `ops.matmul`)."""
     return F.linear(x, weight, bias)
+
+
+def logits(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight.T in float32 (see `ops.matmul`)."""
+    return linear(x, weight).float()

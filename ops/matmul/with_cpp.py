@@ -28,7 +28,7 @@ class Panels8(Tensor):
 
 
 def make(executor: Executor, weight_bits: int | None = None) -> Mapping[str, Callable[..., Any]]:
-    """`prepare` and `linear`; with `weight_bits` 8, weights and activations are rounded to 8 bits."""
+    """`prepare`, `linear` and `logits` (see `ops.matmul`), with 8 bits where `weight_bits` says so."""
     width = executor.library.panel_width
 
     def prepare(weight: Tensor) -> Tensor:
@@ -51,19 +51,24 @@ def make(executor: Executor, weight_bits: int | None = None) -> Mapping[str, Cal
         executor.launch("pack", dtype, Pack(address(plain), address(memory), in_size, out_size))
         return memory.as_strided((out_size, in_size), (in_size, 1)).as_subclass(Panels)
 
-    def linear(
-        x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None
-    ) -> Tensor:
-        """x @ weight.T + bias (see `ops.matmul`)."""
-        eight = isinstance(weight, Panels8)
-        if not eight and not isinstance(weight, Panels):
-            result = F.linear(x, weight, bias)
-            return result if out_dtype is None else result.to(out_dtype)
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x @ weight.T + bias."""
+        if not isinstance(weight, (Panels, Panels8)):
+            return F.linear(x, weight, bias)
+        return product(x, weight, bias, x.dtype)
+
+    def logits(x: Tensor, weight: Tensor) -> Tensor:
+        """x @ weight.T, not rounded to x's dtype."""
+        if not isinstance(weight, (Panels, Panels8)):
+            return F.linear(x, weight).float()
+        return product(x, weight, None, torch.float32)
+
+    def product(x: Tensor, weight: Panels | Panels8, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
         if x.dim() != 2 or x.stride(1) != 1:
             x = x.reshape(-1, x.shape[-1])
         out_size, in_size = weight.shape
-        wide = "_wide" if out_dtype is torch.float32 and x.dtype is not torch.float32 else ""
-        out = executor.empty((len(x), out_size), torch.float32 if wide else x.dtype)
+        wide = "_wide" if out_dtype != x.dtype else ""
+        out = executor.empty((len(x), out_size), out_dtype)
         common = {
             "x": address(x),
             "x_stride": x.stride(0),
@@ -74,7 +79,7 @@ def make(executor: Executor, weight_bits: int | None = None) -> Mapping[str, Cal
             "in_size": in_size,
             "out_size": out_size,
         }
-        if not eight:
+        if isinstance(weight, Panels):
             executor.launch(f"product{wide}", x.dtype, Product(**common))
             return out
         groups = -(-in_size // executor.library.group_size)
@@ -90,4 +95,4 @@ def make(executor: Executor, weight_bits: int | None = None) -> Mapping[str, Cal
         executor.launch(f"product8{wide}", x.dtype, operands)
         return out
 
-    return {"prepare": prepare, "linear": linear}
+    return {"prepare": prepare, "linear": linear, "logits": logits}

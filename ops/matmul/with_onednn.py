@@ -30,6 +30,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
 
 
+def logits(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight.T in float32 (see `ops.matmul`)."""
+    return linear(x, weight).float()
+
+
 @cache
 def packs(dtype: torch.dtype) -> bool:
     """Whether this torch, on this processor, packs weights of `dtype`: tried once, and logged where it fails."""

@@ -31,6 +31,15 @@ ATTENTION_NEEDS = {
 class KernelArgs:
     """Kernels."""
 
+    cpu_threads: Annotated[
+        int | None,
+        Knob(
+            "Threads that compute a step on a CPU. Default: as many as torch uses, which is one for each processor "
+            "unless OMP_NUM_THREADS says otherwise.",
+            low=1,
+            plan="kernels.cpu_threads",
+        ),
+    ] = None
     attention_backend: Annotated[
         str | None,
         Knob(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from runtime.args.knob import planned
+from runtime.args.knob import Knob, planned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,14 +14,17 @@ class QuantArgs:
 
     quantization: Annotated[
         str | None,
-        planned(
-            "How the weights are quantised. Default: what the checkpoint says, if anything.",
+        Knob(
+            "How the weights are quantised. w8a8_int8 rounds the weights of a checkpoint in bfloat16, float16 or "
+            "float32 to 8 bits when it is loaded, and computes with activations of 8 bits; on a CPU so far. "
+            "Default: as they are in the checkpoint.",
             choices=(
                 "awq", "fp8", "gptq", "marlin", "gptq_marlin", "awq_marlin", "bitsandbytes", "gguf",
                 "modelopt", "modelopt_fp4", "petit_nvfp4", "w8a8_int8", "w8a8_fp8", "moe_wna16",
                 "qoq", "w4afp8", "mxfp4",
             ),
-            instead="use a checkpoint in bfloat16, float16 or float32",
+            built=("w8a8_int8",),
+            plan="kernels.weight_bits",
         ),
     ] = None  # fmt: skip
     quantization_param_path: Annotated[

@@ -86,7 +86,7 @@ class Head(nn.Module):
             self.weight = nn.Parameter(weight, requires_grad=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        logits = self.kernels.linear(hidden, self._weight()).float()
+        logits = self.kernels.logits(hidden, self._weight())
         if self._team is not None:
             logits = _gather(logits, self._ids.full, self._team)
         if self.scale is not None:

@@ -20,13 +20,18 @@ import anyio
 import anyio.to_thread
 import torch
 
+from ops.cpp.executor import NotRecordable
 from ops.machine import Machine
+from ops.select import Kernels
 from runtime.batch import Batch, Tokens
 from runtime.cache.pool import KVPool
 from runtime.errors import ConfigurationError, WorkerFailed
+from runtime.execute.forward import EagerForward, Forward
 from runtime.execute.runner import ModelRunner, ModelStep, PipelinedStep
 from runtime.execute.sampler import Sampler
+from runtime.execute.tape import TapeForward
 from runtime.facts import ModelFacts
+from runtime.models.decoder import Decoder
 from runtime.parallel.member import Member
 from runtime.parallel.message import encode, encode_batch
 from runtime.parallel.rendezvous import TOKEN_VARIABLE, Gate, fingerprint, listen
@@ -122,8 +127,28 @@ class Crew:
             score=kernels.score,
         )
         model = self.member.take_model()
-        inner = ModelRunner(model, pool, sampler, num_slots=num_slots, device=str(device), mesh=mesh)
+        inner = ModelRunner(
+            model,
+            pool,
+            sampler,
+            num_slots=num_slots,
+            device=str(device),
+            mesh=mesh,
+            forward=self._forward(model, pool, kernels, num_slots),
+        )
         return CrewRunner(inner, self) if self.workers else inner
+
+    def _forward(self, model: Decoder, pool: KVPool, kernels: Kernels, num_slots: int) -> Forward:
+        """From a tape where the kernels can be recorded, else operation by operation."""
+        if kernels.executor is None or self._plan.parallel.ranks > 1:
+            return EagerForward(model, pool)
+        schedule = self._plan.schedule
+        capacity = (schedule.chunk_tokens or schedule.max_prefill_tokens) + num_slots
+        try:
+            return TapeForward(model, pool, kernels.executor, capacity)
+        except NotRecordable as reason:
+            logger.info("Steps are computed operation by operation: %s.", reason)
+            return EagerForward(model, pool)
 
     def launch(self, batch: Batch) -> None:
         """Send the batch to every worker; returns at once."""
@@ -194,7 +219,11 @@ class Crew:
             "place": place,
             "facts": asdict(self._facts) if rank else self._facts,
             "model": asdict(model) if rank else model,
-            "kernels": {"choices": dict(plan.kernels.choices), "settings": plan.kernels.settings},
+            "kernels": {
+                "choices": dict(plan.kernels.choices),
+                "settings": plan.kernels.settings,
+                "fallback": dict(plan.kernels.fallback) if plan.kernels.fallback is not None else None,
+            },
         }
 
     def _gate(self, meeting: tuple[str, int]) -> Gate:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -9,14 +10,17 @@ from typing import Any
 import torch
 from torch import distributed
 
+from ops.cpp.build import BuildError
 from ops.machine import Machine
-from ops.select import select
+from ops.select import Kernels, select
 from runtime.cache.pool import KVPool
 from runtime.facts import ModelFacts
 from runtime.models.decoder import Decoder
 from runtime.models.loader import load_model
 from runtime.parallel.mesh import Mesh, Place
 from runtime.plan import ModelPlan
+
+logger = logging.getLogger("penstock.core")
 
 
 class Member:
@@ -28,7 +32,7 @@ class Member:
         self.facts: ModelFacts = setup["facts"]
         self.device = torch.device(model.device)
         self.mesh = Mesh(Place(**setup["place"]), self.device)
-        self.kernels = select(**setup["kernels"])
+        self.kernels = _select(**setup["kernels"])
         decoder = load_model(
             self.facts,
             model,
@@ -86,3 +90,16 @@ class Member:
             **({"master_listen_fd": listening} if listening >= 0 else {}),
         )
         return distributed.PrefixStore(place["name"], store)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _select(
+    choices: Mapping[str, str], settings: Mapping[str, Any], fallback: Mapping[str, str] | None
+) -> Kernels:
+    """The chosen kernels, or the second choice where those in C++ cannot be compiled."""
+    try:
+        return select(choices, settings)
+    except BuildError as error:
+        if fallback is None:
+            raise
+        logger.warning("The kernels in C++ cannot be used, torch's are slower: %s", error)
+        return select(fallback, settings)

@@ -24,6 +24,9 @@ ONEDNN_NEEDS: Mapping[str, Sequence[frozenset[str]]] = {
     "float32": (frozenset({"avx2", "fma"}),),
     "bfloat16": (frozenset({"avx512bw", "avx512dq", "avx512vl"}), frozenset({"avx_ne_convert"})),
 }
+# What the kernels in C++ are worth it with.
+CPP_DTYPES = ("float32", "bfloat16")
+CPP_NEEDS = frozenset({"avx2", "fma"})
 _SPLITTING = ("triton_attention_num_kv_splits", "triton_attention_split_tile_size")
 
 
@@ -51,10 +54,25 @@ def kernel_plan(
         if by_products:  # it hands rows of several tokens to plain torch itself
             choices |= dict.fromkeys(("attention", "prefill_attention"), "with_onednn")
         reasons.append(why)
-    choices["matmul"], why = _matmul(machine, gpu, dtype)
+    weight_bits = _weight_bits(ledger, gpu)
+    if weight_bits is None:
+        choices["matmul"], why = _matmul(machine, gpu, dtype)
+    else:
+        choices["matmul"], why = "int8", "weights have 8 bits, and torch makes them wide for every product"
     reasons.append(why)
+    fallback: Mapping[str, str] | None = None
+    if gpu is None:
+        compiled, why = _compiled(ledger, machine, dtype)
+        if compiled:
+            fallback, choices, reasons = choices, choices | compiled, []
+        reasons.append(why)
     return KernelPlan(
         choices=ledger.decide("kernels.choices", choices, "; ".join(reasons)),
+        fallback=ledger.decide(
+            "kernels.fallback", fallback, "where the kernels in C++ turn out not to compile"
+        ),
+        weight_bits=weight_bits,
+        cpu_threads=ledger.take("kernels.cpu_threads", "cpu_threads"),
         attention_backend=attention,
         prefill_attention_backend=prefill,
         decode_attention_backend=decode,
@@ -87,6 +105,33 @@ def _chosen(
     name, lacking = first_that_runs(backends, machine, gpu)
     why = "; ".join(_sentences(lacking)) or "the first choice, and this machine runs it"
     return ledger.decide(place, name, why)
+
+
+def _weight_bits(ledger: Ledger, gpu: Gpu | None) -> int | None:
+    """8 where weights are to be rounded; that is refused on a GPU."""
+    if ledger.args.quant.quantization != "w8a8_int8":
+        return ledger.decide("kernels.weight_bits", None, "the default")
+    if gpu is not None:
+        ledger.refuse(
+            "quantization", "--quantization w8a8_int8 is computed on a CPU only so far; say --device cpu."
+        )
+    return ledger.decide("kernels.weight_bits", 8, "as asked: w8a8_int8")
+
+
+def _compiled(ledger: Ledger, machine: Machine, dtype: str) -> tuple[dict[str, str], str]:
+    """The operations that a CPU computes in C++, and why, or why none."""
+    if machine.compiler is None:
+        return {}, "there is no C++ compiler, with which a step would be faster"
+    if dtype not in CPP_DTYPES:
+        return {}, f"the kernels in C++ do not compute in {dtype}"
+    if not machine.cpu_flags >= CPP_NEEDS:
+        return {}, f"the kernels in C++ are slow on a processor without {'+'.join(sorted(CPP_NEEDS))}"
+    operations: dict[str, str] = dict.fromkeys([*SMALL_OPERATIONS, "matmul"], "with_cpp")
+    if any(name.endswith("attention_backend") for name in ledger.args.said):
+        return operations, "C++ kernels compiled for this processor, but for attention, as asked"
+    for rows in ("attention", "prefill_attention"):
+        operations[rows] = "with_cpp"
+    return operations, "C++ kernels compiled for this processor, a whole step in one call"
 
 
 def _attends_by_products(ledger: Ledger, machine: Machine, dtype: str) -> tuple[bool, str]:

@@ -3,9 +3,8 @@
 // Nothing here knows of Python or torch, so it compiles in a few seconds; ops/cpp/library.py describes the same
 // operands with ctypes, which lets go of Python's lock for the whole of a call.
 
-#include <omp.h>
-
 #include "attention.h"
+#include "pool.h"
 #include "product.h"
 #include "product8.h"
 #include "small.h"
@@ -45,17 +44,10 @@ KERNELS(product8_wide, product8_wide)
 int64_t panel_width() { return PANEL; }
 int64_t group_size() { return GROUP; }
 
-// Runs the nodes one after the other on `num_threads` threads, those of this thread's OpenMP team. Returns when all is
-// done. Calls from several threads at once do not disturb each other.
-void run(const Node* nodes, int64_t count, const Step* step, int64_t num_threads) {
-    Meeting meeting;
-#pragma omp parallel num_threads(num_threads)
-    {
-        Team team(omp_get_thread_num(), omp_get_num_threads(), meeting);
-        for (int64_t i = 0; i < count; i++) {
-            nodes[i].kernel(nodes[i].operands, *step, team);
-            team.barrier();
-        }
-    }
-}
+Pool* open_pool(int64_t num_threads) { return new Pool(int(num_threads)); }
+
+void close_pool(Pool* pool) { delete pool; }
+
+// For one caller at a time.
+void run(Pool* pool, const Node* nodes, int64_t count, const Step* step) { pool->run(nodes, count, step); }
 }

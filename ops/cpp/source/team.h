@@ -4,11 +4,15 @@
 #include <atomic>
 #include <cstdint>
 
-#include <sched.h>
-
 namespace penstock {
 
-constexpr int SPINS = 4000;  // before a waiting thread offers its core to others, some 20 us
+constexpr int SPINS = 4000;  // before a waiting thread sleeps, some 40 us: the one it waits for may need its core
+
+inline void pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+}
 
 // What the threads of a team share.
 struct Meeting {
@@ -39,14 +43,14 @@ public:
             meeting_.next.store(0, std::memory_order_relaxed);
             meeting_.arrived.store(0, std::memory_order_relaxed);
             meeting_.round.store(round + 1, std::memory_order_release);
+            meeting_.round.notify_all();
             return;
         }
-        for (int spins = 0; meeting_.round.load(std::memory_order_acquire) == round; spins++) {
-            if (spins < SPINS)
-                __builtin_ia32_pause();
-            else
-                sched_yield();
+        for (int spins = 0; spins < SPINS; spins++) {
+            if (meeting_.round.load(std::memory_order_acquire) != round) return;
+            pause();
         }
+        meeting_.round.wait(round, std::memory_order_acquire);
     }
 
 private:
