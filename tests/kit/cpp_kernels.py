@@ -1,0 +1,37 @@
+"""The C++ kernels for tests: compiled as an engine would, or for processors that know less than this one."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+from functools import cache
+
+import pytest
+
+from ops.cpp.build import FLAGS, build
+from ops.cpp.executor import Executor
+from ops.cpp.library import Library
+
+NATIVE = "-march=native"
+LESSER = {  # what a processor may lack
+    "no bfloat16 products": (NATIVE, "-mno-avx512bf16"),
+    "AVX2": ("-march=x86-64-v3",),
+    "SSE2": ("-march=x86-64",),
+}
+
+
+@cache
+def library(*march: str) -> Library:
+    """The library for this processor, or compiled with these flags instead; skips the test without a compiler."""
+    compiler = shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        pytest.skip("there is no C++ compiler")
+    if march and platform.machine() != "x86_64":
+        pytest.skip("these flags are for x86")
+    flags = tuple(flag for flag in FLAGS if flag != NATIVE) + (march or (NATIVE,))
+    return Library(build(compiler, ["tests"], flags))
+
+
+def executor(num_threads: int = 2, *march: str) -> Executor:
+    """An executor of so many threads."""
+    return Executor(library(*march), num_threads)
