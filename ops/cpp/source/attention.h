@@ -32,18 +32,9 @@ struct AttendOperands {
     int64_t num_parts;      // floats there
 };
 
-#ifndef AHEAD_
-#define AHEAD_ 16
-#endif
-#ifndef CHUNK_
-#define CHUNK_ 24
-#endif
-#ifndef TROWS_
-#define TROWS_ 256
-#endif
-constexpr int64_t AHEAD = AHEAD_;        // keys: how early they are asked for
-constexpr int64_t CHUNK = CHUNK_;       // rows whose scores of a block are held at once
-constexpr int64_t TILE_ROWS = TROWS_;  // that share packed keys, at most
+constexpr int64_t AHEAD = 16;       // keys: how early they are asked for
+constexpr int64_t CHUNK = 24;       // rows whose scores of a block are held at once
+constexpr int64_t TILE_ROWS = 256;  // that share packed keys, at most
 
 // A row is one query head of one token: row r of a tile is head r % group of token r / group.
 struct Tile {
@@ -66,8 +57,8 @@ struct Workplace {
     uint32_t* few;      // [2, 16, D]: keys and values that are not one after the other
 
     Workplace(int64_t rows, int64_t head_dim) {
-        const int64_t sizes[] = {rows * head_dim, KEY_BLOCK * head_dim, KEY_BLOCK * head_dim, CHUNK * KEY_BLOCK, CHUNK * KEY_BLOCK,
-                                 CHUNK * head_dim, rows * head_dim, (2 * rows + 15) / 16 * 16, 2 * LANES * head_dim};
+        const int64_t sizes[] = {rows * head_dim,   KEY_BLOCK * head_dim, KEY_BLOCK * head_dim,
+                                 CHUNK * KEY_BLOCK, CHUNK * KEY_BLOCK,    CHUNK * head_dim, rows * head_dim, (2 * rows + 15) / 16 * 16, 2 * LANES * head_dim};
         int64_t total = 0;
         for (int64_t size : sizes) total += size;
         uint32_t* next = space(total);
@@ -212,7 +203,8 @@ private:
     void gather_queries() {
         for (int64_t r = 0; r < rows_; r++) {
             const int64_t head = kv_head_ * group_ + r % group_;
-            const T* query = static_cast<const T*>(given_.q) + (token_ + r / group_) * given_.q_stride + head * head_dim_;
+            const T* const token = static_cast<const T*>(given_.q) + (token_ + r / group_) * given_.q_stride;
+            const T* const query = token + head * head_dim_;
             for (int64_t w = 0; w < words_; w += 8) {
                 const Eight x = words_of(query + w * PER_WORD<T>);
                 std::memcpy(place_.queries + r * words_ + w, &x, sizeof(x));
@@ -289,8 +281,8 @@ private:
             std::fill(part, part + rows * head_dim_, 0.0f);
             return;
         }
-        const Factors scores{place_.queries + row * words_, words_, place_.keys + first * words_, LANES, words_ * LANES,
-                             words_};
+        const Factors scores{place_.queries + row * words_, words_, place_.keys + first * words_, LANES,
+                             words_ * LANES, words_};
         dot_all<T>(scores, rows, (last - first) / LANES, place_.scores + first, KEY_BLOCK);
         constexpr int64_t weight_words = KEY_BLOCK / PER_WORD<T>;
         using Weight = std::conditional_t<PER_WORD<T> == 2, BFloat16, float>;
