@@ -13,6 +13,7 @@ import torch
 
 from runtime.batch import UNKNOWN, Batch, Tokens
 from runtime.cache.pool import KVPool
+from runtime.execute.forward import EagerForward, Forward
 from runtime.execute.inputs import StepInputs
 from runtime.execute.logprobs import ScoredPrompts, score_prompts
 from runtime.execute.rank import Rank
@@ -60,8 +61,8 @@ class ModelRunner:
 
     `launch` may be called while earlier steps run: each sequence's last sampled token stays on the device, in
     its slot, so that a batch can name a token that nobody has seen yet. With a `mesh`, this is its first
-    rank, and the others must do their part of every batch in the same order. Belongs to the loop it was made
-    on.
+    rank, and the others must do their part of every batch in the same order. `forward` computes the hidden
+    states, eagerly unless it is given. Belongs to the loop it was made on.
     """
 
     def __init__(
@@ -73,9 +74,11 @@ class ModelRunner:
         num_slots: int,
         device: str,
         mesh: Mesh | None = None,
+        forward: Forward | None = None,
     ) -> None:
         self.device = torch.device(device)
-        self._rank = Rank(model, pool, num_slots=num_slots, device=self.device, mesh=mesh)
+        forward = forward or EagerForward(model, pool)
+        self._rank = Rank(model, pool, forward, num_slots=num_slots, device=self.device, mesh=mesh)
         self._sampler = sampler
         self._cuda = self.device.type == "cuda"
         self._forward_stream = torch.cuda.Stream(self.device) if self._cuda else None

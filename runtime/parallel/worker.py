@@ -57,6 +57,7 @@ def main(link_fd: int, parent: int, path: str | None = None) -> int:
 def _work(link: WorkerLink, path: str | None) -> None:
     import torch
 
+    from runtime.execute.forward import EagerForward
     from runtime.execute.rank import Rank
     from runtime.parallel.member import Member
 
@@ -69,7 +70,14 @@ def _work(link: WorkerLink, path: str | None) -> None:
     join["address"] = link.address or join["address"]
     pool = member.join(join)
     model = member.take_model()
-    rank = Rank(model, pool, num_slots=join["num_slots"], device=member.device, mesh=member.mesh)
+    rank = Rank(
+        model,
+        pool,
+        EagerForward(model, pool),
+        num_slots=join["num_slots"],
+        device=member.device,
+        mesh=member.mesh,
+    )
     link.send(encode({"ready": True}))
     with torch.inference_mode():
         if not member.mesh.place.first:
