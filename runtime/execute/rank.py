@@ -7,6 +7,7 @@ from torch import Tensor
 
 from runtime.batch import Batch
 from runtime.cache.pool import KVPool
+from runtime.execute.device import Device
 from runtime.execute.forward import Forward
 from runtime.execute.inputs import Staging, StepInputs, prepare
 from runtime.execute.logprobs import CHUNK, prompt_places
@@ -29,16 +30,16 @@ class Rank:
         forward: Forward,
         *,
         num_slots: int,
-        device: torch.device,
+        device: Device,
         mesh: Mesh | None = None,
     ) -> None:
-        self.device = device
+        self.device = device.torch_device
         self.pool = pool
         self._model = model
         self._forward = forward  # unless the model lies in stages
         self._mesh = mesh if mesh is not None and mesh.place.world_size > 1 else None
         self._pipelined = mesh is not None and mesh.place.pp_size > 1
-        self._last_tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self._last_tokens = torch.zeros(num_slots, dtype=torch.int64, device=self.device)
         self._staging = Staging(device)
 
     def begin(self, batch: Batch) -> tuple[StepInputs, Tensor | None]:
