@@ -19,8 +19,9 @@ from ops.sampling import Choice
 from ops.select import Kernels, select
 from runtime.batch import Batch, Tokens
 from runtime.cache.pool import KVPool
+from runtime.errors import OutOfMemory
 from runtime.execute.device import CpuDevice, Device
-from runtime.execute.forward import EagerForward
+from runtime.execute.forward import EagerForward, Forward
 from runtime.execute.graphed import GraphedForward
 from runtime.execute.graphs import Buckets
 from runtime.execute.launch import Launcher
@@ -99,30 +100,54 @@ class Steps:
             torch.float32,
             "cpu",
         )
-        self.forward: EagerForward | GraphedForward = EagerForward(model(), self.pool)
+        self.forward: Forward = EagerForward(model(), self.pool)
         self.vocab_size = VOCAB_SIZE
         self._num_slots = num_slots
-        self._queue: deque[tuple[Batch, Collect[Tokens]]] = deque()
+        self._batches: deque[Batch] = deque()
+        self._collects: deque[Collect[Tokens] | OutOfMemory] = deque()
         self._make_launcher()
 
     def use_graphs(self, buckets: Buckets, **options: Any) -> GraphedForward:
-        """From now on; to be called before the first step."""
-        eager = EagerForward(model(), self.pool)
+        """As `use_forward`, with graphs over what there was."""
         options = {"max_pages": CONTEXT // PAGE_SIZE} | options
-        self.forward = GraphedForward(eager, self.pool, self.device, buckets, **options)
+        graphs = GraphedForward(self.forward, self.pool, self.device, buckets, **options)
+        self.use_forward(graphs)
+        return graphs
+
+    def use_forward(self, forward: Forward) -> None:
+        """From now on; to be called before the first step."""
+        self.forward = forward
         self._make_launcher()
-        return self.forward
 
     @property
     def num_in_flight(self) -> int:
-        return len(self._queue)
+        return len(self._batches)
 
     def launch(self, batch: Batch) -> None:
-        self._queue.append((batch, self._launcher.run(batch)))
+        """Enqueue it. Where it has too little memory, that is found when its result is asked for."""
+        self._batches.append(batch)
+        try:
+            self._collects.append(self._launcher.run(batch))
+        except OutOfMemory as error:
+            self._collects.append(error)
 
     def finish_oldest(self) -> tuple[Batch, Tokens]:
-        batch, collect = self._queue.popleft()
-        return batch, collect()
+        """The oldest batch in flight and its tokens. Raises what its launch raised, and keeps it."""
+        collect = self._collects[0]
+        if isinstance(collect, OutOfMemory):
+            raise collect
+        self._collects.popleft()
+        return self._batches.popleft(), collect()
+
+    def drop(self) -> list[Batch]:
+        """A step failed: nothing in flight will arrive."""
+        batches = list(self._batches)
+        for collect in self._collects:
+            if not isinstance(collect, OutOfMemory):
+                collect()
+        self._batches.clear()
+        self._collects.clear()
+        return batches
 
     def _make_launcher(self) -> None:
         self.rank = Rank(model(), self.pool, self.forward, num_slots=self._num_slots, device=self.device)
@@ -143,7 +168,7 @@ def outputs(
     """The tokens of (prompt, number of new tokens) each, four at a time in a tight pool.
 
     With graphs of `sizes`, of which one is captured every so many steps. `change` alters the steps before the
-    first one.
+    first one. A step without memory costs its newest sequence, which keeps the tokens that it had.
     """
     steps = Steps(num_pages, 4, device)
     graphs = steps.use_graphs(Buckets(sizes)) if sizes else None
@@ -163,7 +188,12 @@ def outputs(
     drive.add(*sequences)
     for number in itertools.count(1):
         idle = not steps.num_in_flight
-        if drive.step() is None and idle:
+        try:
+            batch = drive.step()
+        except OutOfMemory:
+            drive.schedule.give_up_newest(steps.drop())
+            continue
+        if batch is None and idle:
             return [drive.output(sequence) for sequence in sequences]
         if graphs is not None and number % capture_every == 0:
             graphs.capture_next()
