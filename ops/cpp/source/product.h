@@ -120,9 +120,35 @@ inline void share_panels(Team& team, int64_t rows, int64_t out_size, const Work&
 
 inline int64_t rows_of(const ProductOperands& o, const Step& step) { return o.rows ? o.rows : step.num_tokens; }
 
+// Torch's product of small matrices with oneDNN, which knows the matrix units of processors that have some: C [M, 32] =
+// A [M, K] times a panel. Null: not there, or not faster than ours.
+using TorchProduct = void (*)(int64_t m, int64_t n, int64_t k, int64_t a_stride, int64_t b_stride, int64_t c_stride,
+                              bool add, const BFloat16* a, const BFloat16* b, float* c, bool in_pairs);
+using TorchRelease = void (*)(bool in_pairs);  // gives the matrix units back
+inline TorchProduct torch_product = nullptr;
+inline TorchRelease torch_release = nullptr;
+constexpr int64_t MIN_TORCH_ROWS = 32;
+
+template <class Put>
+inline void multiply_by_torch(const ProductOperands& o, Team& team, int64_t rows, const Put& put) {
+    float sums[BLOCK_ROWS][2 * LANES];
+    share_panels(team, rows, o.out_size, [&](int64_t first, int64_t end, int64_t panel) {
+        torch_product(end - first, PANEL, o.in_size, o.x_stride, PANEL, PANEL, false,
+                      static_cast<const BFloat16*>(o.x) + first * o.x_stride,
+                      static_cast<const BFloat16*>(o.weight) + panel * PANEL * o.in_size, sums[0], true);
+        for (int64_t row = first; row < end; row++) {
+            const float* found = sums[row - first];
+            put(row, panel, {load(found), load(found + LANES)});
+        }
+    });
+    torch_release(true);
+}
+
 // Calls put(row, panel, sums) for all rows and panels.
 template <class T, class Put>
 inline void multiply(const ProductOperands& o, Team& team, int64_t rows, const Put& put) {
+    if constexpr (sizeof(T) == sizeof(BFloat16))
+        if (torch_product && rows >= MIN_TORCH_ROWS) return multiply_by_torch(o, team, rows, put);
     share_panels(team, rows, o.out_size, [&](int64_t first, int64_t end, int64_t panel) {
         in_tiles<MAX_TILE_ROWS>(first, end, [&](int64_t row, int64_t height) {
             multiply_rows<T>(o, row, height, row > first && row + height == end, panel,
