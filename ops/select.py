@@ -98,7 +98,9 @@ def _executor(num_threads: int | None = None, compiler: str | None = None) -> Ex
     compiler = compiler or machine.compiler
     if compiler is None:
         raise BuildError("There is no C++ compiler.")
-    return Executor(Library(build(compiler, machine.cpu_flags)), num_threads or torch.get_num_threads())
+    library = Library(build(compiler, machine.cpu_flags))
+    library.use_torch_product("amx_bf16" in machine.cpu_flags)  # without matrix units ours is faster
+    return Executor(library, num_threads or torch.get_num_threads())
 
 
 def _attention(
