@@ -50,7 +50,11 @@ def test_more_ranks_keep_more_free(ranks: int, reserve: float):
 
 def test_what_steps_need_stays_free():
     made = plan(H200, mem_fraction_static=0.99)
-    memory = {"available_bytes": 100 * GIB, "total_bytes": 139 * GIB, "weight_bytes": GIB}
+    memory: dict[str, Any] = {
+        "available_bytes": 100 * GIB,
+        "total_bytes": 139 * GIB,
+        "weight_bytes": GIB,
+    }
     steps = StepMemory(activation_bytes=20 * GIB, graph_bytes=2 * GIB, measured=True)
     pages, because = size_pool(made, FACTS, **memory, steps=steps)
     assert pages == (100 * GIB - steps.reserved_bytes) // (TOKEN_BYTES * 16)
@@ -69,7 +73,7 @@ def test_steps_that_leave_nothing_are_refused():
 
 
 def test_largest_step_is_a_chunk_or_the_longest_prompt_and_all_who_run_beside_it():
-    alone = {"enable_mixed_chunk": False}
+    alone: dict[str, Any] = {"enable_mixed_chunk": False}
     assert largest_step_tokens(plan(chunked_prefill_size=512, max_running_requests=8, **alone)) == 512
     assert largest_step_tokens(plan(chunked_prefill_size=16, max_running_requests=64, **alone)) == 64
     whole = plan(chunked_prefill_size=-1, max_prefill_tokens=100, max_running_requests=8, **alone)
