@@ -150,6 +150,8 @@ class Crew:
             forward = CompiledForward(model, pool, graphs.compile_max_rows)
             forward.compile(device)
         if not graphs.sizes:
+            if not device.is_host:
+                logger.info("No CUDA graphs are captured: %s.", plan.because.get("graphs.sizes", ""))
             return forward, None
         captured = GraphedForward(
             forward,

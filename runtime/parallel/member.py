@@ -55,7 +55,10 @@ class Member:
         """What the largest steps take, by running them. Blocks for seconds; for a rank that computes alone."""
         if self._model is None:
             raise RuntimeError("Steps are measured before the model is taken.")
-        return DryRun(self._model, self.kernels, plan, self.facts, open_device(self.device)).measure()
+        device = open_device(self.device)
+        steps = DryRun(self._model, self.kernels, plan, self.facts, device).measure()
+        device.release_unused()  # or it would look as if somebody had it
+        return steps
 
     def memory(self) -> dict[str, int]:
         """What the size of the KV pool depends on, in bytes."""

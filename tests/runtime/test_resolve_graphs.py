@@ -48,6 +48,7 @@ def test_asked_sizes_are_captured():
     [
         ({"decode_attention_backend": "torch_native"}, "attention by torch_native reads the lengths"),
         ({"attention_backend": "flashinfer"}, "attention by flashinfer reads the lengths"),
+        ({"triton_attention_split_tile_size": 512}, "the longest row decides"),
     ],
 )
 def test_attention_that_needs_the_host_is_not_captured(keywords: dict[str, Any], reason: str):
