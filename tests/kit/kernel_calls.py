@@ -41,6 +41,12 @@ def _norm(width: int, dtype: torch.dtype = BF16) -> None:
     _backend("norm").add_rms_norm(x, residual, x[0], 1e-5, unit_offset=True)
 
 
+def _layer_norm(width: int, dtype: torch.dtype = BF16) -> None:
+    x, residual = torch.empty(2, 48, width, dtype=dtype)
+    _backend("norm").layer_norm(x, x[0], None, 1e-5)
+    _backend("norm").add_layer_norm(x, residual, x[0], x[1], 1e-5)
+
+
 def _head_norm() -> None:
     heads = _tokens(48, HEADS)
     _backend("norm").rms_norm(heads, heads[0, 0], 1e-6)
@@ -104,6 +110,7 @@ ONE_EACH, CHUNK, BOTH = [1, 1, 1], [100, 30], [1, 100]
 CALLS: Mapping[str, Callable[[], None]] = {
     "norm of a 4096 row": lambda: _norm(WIDTH),
     "norm of heads": _head_norm,
+    "layer norm of a 4096 row": lambda: _layer_norm(WIDTH),
     "rotate halves": _rotate,
     "gate silu": lambda: _gate("silu"),
     "store bf16": lambda: _store(BF16),
@@ -123,6 +130,7 @@ CALLS: Mapping[str, Callable[[], None]] = {
 # Further types and shapes, for the slow pass.
 MORE_CALLS: Mapping[str, Callable[[], None]] = {
     "norm of an fp16 row of 3584": lambda: _norm(3584, torch.float16),
+    "layer norm of an fp16 row of 8192": lambda: _layer_norm(8192, torch.float16),
     "norm of an fp32 row of 16384": lambda: _norm(16384, torch.float32),
     "rotate interleaved": lambda: _rotate(interleaved=True),
     "gate gelu": lambda: _gate("gelu"),
