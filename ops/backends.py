@@ -59,7 +59,7 @@ SAMPLING: Mapping[str, Backend] = {
     "triton": Backend("with_triton", _gpu_package("triton")),
 }
 # Operations that users do not choose for: the first backend that runs.
-SMALL_OPERATIONS = ("activation", "kv", "norm", "rope")
+SMALL_OPERATIONS = ("activation", "embedding", "kv", "norm", "rope")
 SMALL: Mapping[str, Backend] = {name: ATTENTION[name] for name in ("triton", "torch_native")}
 # What FlashInfer computes, of what models have.
 FLASHINFER_HEAD_DIMS = (64, 128, 256)

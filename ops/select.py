@@ -19,6 +19,7 @@ PREFILL = "prefill_attention"  # in choices: attention of rows of several tokens
 OPERATIONS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "activation": (("gate",), ("native", "with_triton")),
     "attention": (("attend",), ("native", "with_onednn", "with_triton", "with_flashinfer")),
+    "embedding": (("embed", "as_logits"), ("native", "with_triton")),
     "kv": (("store", "copy_pages"), ("native", "with_triton")),
     "matmul": (("prepare", "linear"), ("native", "with_onednn")),
     "norm": (("rms_norm", "add_rms_norm"), ("native", "with_triton")),
@@ -38,6 +39,8 @@ class Kernels:
     add_rms_norm: Callable[..., tuple[Tensor, Tensor]]
     rotate: Callable[..., tuple[Tensor, Tensor]]
     gate: Callable[..., Tensor]
+    embed: Callable[..., Tensor]
+    as_logits: Callable[..., Tensor]
     prepare: Callable[[Tensor], Tensor]
     linear: Callable[..., Tensor]
     choose: Choose

@@ -62,6 +62,15 @@ def _gate(activation: str, dtype: torch.dtype = BF16) -> None:
     _backend("activation").gate(torch.empty(48, 2 * 14336, dtype=dtype), activation)
 
 
+def _embed(first_id: int | None = None, dtype: torch.dtype = BF16) -> None:
+    ids, weight = torch.zeros(48, dtype=torch.int64), torch.empty(1024, WIDTH, dtype=dtype)
+    _backend("embedding").embed(ids, weight, first_id)
+
+
+def _logits(dtype: torch.dtype = BF16, **options: float) -> None:
+    _backend("embedding").as_logits(torch.empty(4, 151_936, dtype=dtype), **options)
+
+
 def _store(pool_dtype: torch.dtype) -> None:
     k, v = _tokens(2, KV_HEADS), _tokens(2, KV_HEADS)
     _backend("kv").store(k, v, *_pools(pool_dtype), _places([1, 1]), k_scale=0.5)
@@ -113,6 +122,8 @@ CALLS: Mapping[str, Callable[[], None]] = {
     "layer norm of a 4096 row": lambda: _layer_norm(WIDTH),
     "rotate halves": _rotate,
     "gate silu": lambda: _gate("silu"),
+    "embed": _embed,
+    "logits": _logits,
     "store bf16": lambda: _store(BF16),
     "store fp8 e4m3": lambda: _store(torch.float8_e4m3fn),
     "copy pages": _copy,
@@ -136,6 +147,8 @@ MORE_CALLS: Mapping[str, Callable[[], None]] = {
     "gate gelu": lambda: _gate("gelu"),
     "gate gelu_tanh": lambda: _gate("gelu_tanh", torch.float16),
     "gate relu": lambda: _gate("relu", torch.float32),
+    "embed a later part in fp32": lambda: _embed(4096, torch.float32),
+    "logits with a scale and a soft cap": lambda: _logits(torch.float32, scale=0.5, soft_cap=30.0),
     "store fp8 e5m2": lambda: _store(torch.float8_e5m2),
     "attend fp8 e5m2": lambda: _attend(BOTH, pool_dtype=torch.float8_e5m2),
     "attend fp16 with head dim 64": lambda: _attend(BOTH, dim=64, dtype=torch.float16),
