@@ -108,6 +108,11 @@ def _penalize() -> None:
     _backend("sampling").penalize(logits, rows, rows, counts, counts > 0, penalty, penalty, penalty)
 
 
+def _mask() -> None:
+    rows, bitmask = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 4748, dtype=torch.int32)
+    _backend("sampling").apply_bitmask(torch.empty(4, 151_936), rows, bitmask)
+
+
 def _score() -> None:
     ids = torch.zeros(4, dtype=torch.int64)
     _backend("sampling").score(torch.zeros(4, 32_000), torch.ones(4), ids, 5, ids[:, None])
@@ -129,6 +134,7 @@ CALLS: Mapping[str, Callable[[], None]] = {
     "copy pages": _copy,
     "choose": _choose,
     "penalize": _penalize,
+    "bitmask": _mask,
     "score": _score,
     "decode": lambda: _attend(ONE_EACH),
     "prefill": lambda: _attend(CHUNK),
