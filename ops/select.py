@@ -15,10 +15,12 @@ from ops.sampling import Choose, Penalize, Score
 
 PREFILL = "prefill_attention"  # in choices: attention of rows of several tokens
 
+BY_FLASHINFER = ("with_flashinfer", "with_fa3", "with_trtllm")
+
 # operation -> (the Kernels fields its backend file provides, the backend files there are)
 OPERATIONS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "activation": (("gate",), ("native", "with_triton")),
-    "attention": (("attend",), ("native", "with_onednn", "with_triton", "with_flashinfer")),
+    "attention": (("attend",), ("native", "with_onednn", "with_triton", *BY_FLASHINFER)),
     "embedding": (("embed", "as_logits"), ("native", "with_triton")),
     "kv": (("store", "copy_pages"), ("native", "with_triton")),
     "matmul": (("prepare", "linear"), ("native", "with_onednn")),

@@ -72,7 +72,7 @@ def decide(
         model=model,
         cache=cache_plan(ledger, gpu, model.dtype, page_size),
         schedule=schedule_plan(ledger, gpu, page_size),
-        kernels=kernel_plan(ledger, machine, gpu, model.dtype, facts),
+        kernels=kernel_plan(ledger, machine, gpu, model.dtype, facts, page_size),
         parallel=parallel_plan(ledger, machine, facts, model.device),
         text=text_plan(ledger, facts.path),
         serve=serve_plan(ledger, where, demo_path),
