@@ -24,6 +24,7 @@ OPERATIONS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "embedding": (("embed", "as_logits"), ("native", "with_triton")),
     "kv": (("store", "copy_pages"), ("native", "with_triton")),
     "matmul": (("prepare", "linear"), ("native", "with_onednn")),
+    "moe": (("route", "mix"), ("native", "with_triton")),
     "norm": (("rms_norm", "add_rms_norm"), ("native", "with_triton")),
     "rope": (("rotate",), ("native", "with_triton")),
     "sampling": (("choose", "penalize", "score"), ("native", "with_triton")),
@@ -43,6 +44,8 @@ class Kernels:
     gate: Callable[..., Tensor]
     embed: Callable[..., Tensor]
     as_logits: Callable[..., Tensor]
+    route: Callable[..., tuple[Tensor, Tensor]]
+    mix: Callable[..., Tensor]
     prepare: Callable[[Tensor], Tensor]
     linear: Callable[..., Tensor]
     choose: Choose

@@ -71,6 +71,14 @@ def _logits(dtype: torch.dtype = BF16, **options: float) -> None:
     _backend("embedding").as_logits(torch.empty(4, 151_936, dtype=dtype), **options)
 
 
+def _mix(num_tokens: int, dtype: torch.dtype = BF16, scoring: str = "softmax") -> None:
+    """Experts of the shape of Qwen3-30B-A3B."""
+    x, logits = torch.empty(num_tokens, 2048, dtype=dtype), torch.empty(num_tokens, 128, dtype=dtype)
+    gate_up, down = torch.empty(128, 2 * 768, 2048, dtype=dtype), torch.empty(128, 2048, 768, dtype=dtype)
+    weights, experts = _backend("moe").route(logits, 8, renormalise=True, scoring=scoring)
+    _backend("moe").mix(x, gate_up, down, weights, experts, "silu")
+
+
 def _store(pool_dtype: torch.dtype) -> None:
     k, v = _tokens(2, KV_HEADS), _tokens(2, KV_HEADS)
     _backend("kv").store(k, v, *_pools(pool_dtype), _places([1, 1]), k_scale=0.5)
@@ -129,6 +137,8 @@ CALLS: Mapping[str, Callable[[], None]] = {
     "gate silu": lambda: _gate("silu"),
     "embed": _embed,
     "logits": _logits,
+    "experts of few tokens": lambda: _mix(4),
+    "experts of many tokens": lambda: _mix(4096),
     "store bf16": lambda: _store(BF16),
     "store fp8 e4m3": lambda: _store(torch.float8_e4m3fn),
     "copy pages": _copy,
@@ -155,6 +165,8 @@ MORE_CALLS: Mapping[str, Callable[[], None]] = {
     "gate relu": lambda: _gate("relu", torch.float32),
     "embed a later part in fp32": lambda: _embed(4096, torch.float32),
     "logits with a scale and a soft cap": lambda: _logits(torch.float32, scale=0.5, soft_cap=30.0),
+    "experts of some tokens in fp16": lambda: _mix(1024, torch.float16, "sigmoid"),
+    "experts in fp32": lambda: _mix(64, torch.float32),
     "store fp8 e5m2": lambda: _store(torch.float8_e5m2),
     "attend fp8 e5m2": lambda: _attend(BOTH, pool_dtype=torch.float8_e5m2),
     "attend fp16 with head dim 64": lambda: _attend(BOTH, dim=64, dtype=torch.float16),
