@@ -6,7 +6,7 @@ depend on shapes alone.
 """
 
 # The types of a launch are not those of its kernel.
-# pyright: reportArgumentType=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from typing import Any, NamedTuple

@@ -18,12 +18,22 @@ IDS = [[5, 9, 2, 30, 7, 7, 1, 12, 3, 40, 8, 11, 6, 19, 33, 2, 5, 9], [4, 4, 17, 
 
 def test_the_choices_are_those_of_triton() -> None:
     chosen = select(CHOICES)
-    for operation in ("store", "rms_norm", "add_rms_norm", "rotate", "gate", "embed", "as_logits"):
+    for operation in (
+        "store",
+        "rms_norm",
+        "add_rms_norm",
+        "rotate",
+        "gate",
+        "embed",
+        "as_logits",
+        "route",
+        "mix",
+    ):
         assert getattr(chosen, operation).__module__.endswith("with_triton")
     assert chosen.attend is not select().attend
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"])
 def test_every_logit_equals_that_of_native_kernels(family: str) -> None:
     arguments = {"sliding_window": 6} if family == "mistral" else {}
     path = tiny_checkpoints.cached(family, **arguments)
