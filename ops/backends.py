@@ -64,7 +64,8 @@ SAMPLING: Mapping[str, Backend] = {
     "triton": Backend("with_triton", _gpu_package("triton")),
 }
 # Operations that users do not choose for: the first backend that runs.
-SMALL_OPERATIONS = ("activation", "embedding", "kv", "moe", "norm", "rope")
+SMALL_OPERATIONS = ("activation", "kv", "norm", "rope")
+GPU_OPERATIONS = ("embedding", "moe")  # likewise on a GPU; a CPU computes them in plain torch
 SMALL: Mapping[str, Backend] = {name: ATTENTION[name] for name in ("triton", "torch_native")}
 # What FlashInfer computes, of what models have, in all of its backends.
 FLASHINFER = ("flashinfer", "fa3", "trtllm_mha")

@@ -9,6 +9,7 @@ from ops.backends import (
     FLASHINFER,
     FLASHINFER_DTYPES,
     FLASHINFER_HEAD_DIMS,
+    GPU_OPERATIONS,
     SAME_DTYPE_CACHE,
     SAMPLING,
     SMALL,
@@ -43,7 +44,7 @@ def kernel_plan(
         if name in FLASHINFER and option in ledger.args.said:
             _refuse_for_flashinfer(ledger, option, name, dtype, facts, page_size)
     small, lacking = first_that_runs(SMALL, machine, gpu)
-    choices = dict.fromkeys(SMALL_OPERATIONS, SMALL[small].file)
+    choices = dict.fromkeys((*SMALL_OPERATIONS, *GPU_OPERATIONS), SMALL[small].file)
     choices |= {
         "attention": ATTENTION[decode].file,
         "prefill_attention": ATTENTION[prefill].file,

@@ -39,7 +39,9 @@ def test_a_cpu_runs_plain_torch_and_says_why() -> None:
 def test_a_gpu_runs_triton(name: str) -> None:
     kernels, _, _ = decided(Machine.named(name))
     assert kernels.attention_backend == kernels.decode_attention_backend == "triton"
-    assert {kernels.choices[operation] for operation in ("attention", "norm", "kv")} == {"with_triton"}
+    assert {kernels.choices[operation] for operation in ("attention", "norm", "kv", "embedding", "moe")} == {
+        "with_triton"
+    }
     assert kernels.sampling_backend == "pytorch"
 
 
