@@ -174,6 +174,7 @@ MORE_CALLS: Mapping[str, Callable[[], None]] = {
     "attend fp32 with head dim 256": lambda: _attend(BOTH, dim=256, dtype=torch.float32),
     "attend with head dim 80": lambda: _attend(BOTH, dim=80),
     "attend with head dim 96, pages of 1": lambda: _attend(BOTH, dim=96, page=1),
+    "attend with head dim 192": lambda: _attend(BOTH, dim=192),
     "attend with pages of 64": lambda: _attend(BOTH, page=64),
     "attend without sharing": lambda: _attend(BOTH, heads=KV_HEADS),
     "decode with a split tile": lambda: _attend(ONE_EACH, split_tile_tokens=256),
