@@ -89,13 +89,16 @@ def collect_pieces(model: nn.Module) -> dict[str, Piece]:
 
 
 def check_total(pieces: Mapping[str, Piece], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise CheckpointError unless the tensors are exactly those that the model is made of."""
-    missing = [name for name in pieces if name not in shapes]
+    """Raise CheckpointError unless the tensors are exactly those that the model is made of.
+
+    Those with a default may be absent.
+    """
+    missing = [name for name, piece in pieces.items() if name not in shapes and piece.default is None]
     extra = [name for name in shapes if name not in pieces]
     misshapen = [
         f"{name} is {_text(shapes[name])}, must be {_text(piece.shape)}"
         for name, piece in pieces.items()
-        if name in shapes and shapes[name] != piece.shape
+        if name in shapes and (shapes[name] or (1,)) != piece.shape  # a scalar is a vector of one
     ]
     problems = [
         _list("missing", missing),
@@ -139,12 +142,12 @@ def _fill_all(pieces: Mapping[str, Piece], tensors: TensorFiles | None, num_thre
     if tensors is None:
         for piece in pieces.values():
             _fill_dummy(piece)
-    else:
-        tensors.read_all(
-            lambda name, tensor: _fill(pieces[name], tensor),
-            {name: piece.cut for name, piece in pieces.items()},
-            num_threads,
-        )
+        return
+    stored = {name: piece.cut for name, piece in pieces.items() if name in tensors.shapes}
+    tensors.read_all(lambda name, tensor: _fill(pieces[name], tensor), stored, num_threads)
+    for name, piece in pieces.items():
+        if piece.default is not None and name not in stored:
+            piece.target.fill_(piece.default)
 
 
 def _fill(piece: Piece, tensor: Tensor) -> None:
@@ -152,7 +155,10 @@ def _fill(piece: Piece, tensor: Tensor) -> None:
 
 
 def _fill_dummy(piece: Piece) -> None:
-    """Small uniform numbers that depend on the tensor's name alone."""
+    """Small uniform numbers that depend on the tensor's name alone, or the default."""
+    if piece.default is not None:
+        piece.target.fill_(piece.default)
+        return
     generator = torch.Generator().manual_seed(DUMMY_SEED + crc32(piece.name.encode()))
     values = torch.empty(piece.shape).uniform_(-DUMMY_RANGE, DUMMY_RANGE, generator=generator)
     piece.target.copy_(values[piece.cut])

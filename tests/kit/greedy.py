@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import tiny_checkpoints
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 NUM_NEW = 24
 GREEDY = {"temperature": 0, "max_new_tokens": NUM_NEW, "ignore_eos": True}
 

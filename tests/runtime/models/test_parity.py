@@ -172,6 +172,24 @@ VARIANTS = {
         "qwen3", {"attention_bias": True}, {"qkv bias": no_qkv_bias, "out bias": no_out_bias}
     ),
     "qwen3-windows": Variant("qwen3", {**WINDOWS, "max_window_layers": 2}, {"window": no_window}),
+    "qwen3-moe": Variant(
+        "qwen3_moe",
+        mutations={
+            "qk norm": no_qk_norm,
+            "renormalisation": put("mlp", renormalise=False),
+            "second expert": put("mlp", top_k=1),
+            "down": each("mlp", lambda mlp: mlp.down.view(6, -1).copy_(mlp.down.view(6, -1).flip(0))),
+        },
+        overrides={"experts of a token": {"num_experts_per_tok": 3}},
+    ),
+    "qwen3-moe-scores-as-they-are": Variant(
+        "qwen3_moe", {"norm_topk_prob": False}, {"renormalisation": put("mlp", renormalise=True)}
+    ),
+    "qwen3-moe-some-plain-layers": Variant(
+        "qwen3_moe", {"mlp_only_layers": [1], "attention_bias": True}, {"qkv bias": no_qkv_bias}
+    ),
+    "qwen3-moe-every-second-layer": Variant("qwen3_moe", {"decoder_sparse_step": 2, "num_hidden_layers": 4}),
+    "qwen3-moe-windows": Variant("qwen3_moe", WINDOWS, {"window": no_window}),
 }
 
 
