@@ -147,33 +147,52 @@ struct Factors {
     int64_t steps;
 };
 
+// Sums are held in vectors of the processor's own width: of wider ones the compiler keeps some in memory.
+#if defined(__AVX512F__)
+constexpr int TILE_HEIGHT = 6;
+typedef Floats Part;
+#elif defined(__AVX__)
+constexpr int TILE_HEIGHT = 6;
+typedef float Part __attribute__((vector_size(32)));
+#else
+constexpr int TILE_HEIGHT = 3;
+typedef float Part __attribute__((vector_size(16)));
+#endif
+
+template <class T>
+inline Part dot_part(Part total, uint32_t a, const uint32_t* b) {
+    Part x;
+    std::memcpy(&x, b, sizeof(x));
+    if constexpr (PER_WORD<T> == 2)
+        return cast<Part>(dot_pairs(cast<Floats>(total), Words{} + a, load_words(b)));
+    else
+        return total + cast<float>(a) * x;
+}
+
 template <class T, int ROWS, int VECTORS>
 void dot_tile(const Factors& of, float* c, int64_t c_row) {
-    Floats sums[ROWS][VECTORS] = {};
+    constexpr int WIDTH = sizeof(Part) / 4, SHARES = LANES / WIDTH, PARTS = VECTORS * SHARES;
+    Part sums[ROWS][PARTS] = {};
     const uint32_t *a = of.a, *b = of.b;
     const int64_t a_row = of.a_row, b_vector = of.b_vector;
-    for (int64_t step = 0; step < of.steps; step++, a++, b += of.b_step) {
-        Words right[VECTORS];
+    for (int64_t step = 0; step < of.steps; step++, a++, b += of.b_step)
 #pragma GCC unroll 8
-        for (int v = 0; v < VECTORS; v++) right[v] = load_words(b + v * b_vector);
+        for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 8
-        for (int r = 0; r < ROWS; r++) {
-            const Words left = Words{} + a[r * a_row];
-#pragma GCC unroll 8
-            for (int v = 0; v < VECTORS; v++) sums[r][v] = dot_words<T>(sums[r][v], left, right[v]);
-        }
-    }
+            for (int p = 0; p < PARTS; p++)
+                sums[r][p] = dot_part<T>(sums[r][p], a[r * a_row], b + p / SHARES * b_vector + p % SHARES * WIDTH);
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 8
-        for (int v = 0; v < VECTORS; v++) store(c + r * c_row + v * LANES, sums[r][v]);
+        for (int p = 0; p < PARTS; p++)
+            std::memcpy(c + r * c_row + p * WIDTH, &sums[r][p], sizeof(Part));
 }
 
 template <class T, int VECTORS>
 void dot_rows(Factors of, int64_t rows, float* c, int64_t c_row) {
-#if defined(__AVX512F__)
-    for (; rows >= 6; rows -= 6, of.a += 6 * of.a_row, c += 6 * c_row) dot_tile<T, 6, VECTORS>(of, c, c_row);
-#endif
+    constexpr int HEIGHT = TILE_HEIGHT;
+    for (; rows >= HEIGHT; rows -= HEIGHT, of.a += HEIGHT * of.a_row, c += HEIGHT * c_row)
+        dot_tile<T, HEIGHT, VECTORS>(of, c, c_row);
     for (; rows >= 3; rows -= 3, of.a += 3 * of.a_row, c += 3 * c_row) dot_tile<T, 3, VECTORS>(of, c, c_row);
     if (rows == 2) dot_tile<T, 2, VECTORS>(of, c, c_row);
     if (rows == 1) dot_tile<T, 1, VECTORS>(of, c, c_row);
