@@ -147,17 +147,8 @@ struct Factors {
     int64_t steps;
 };
 
-// Sums are held in vectors of the processor's own width: of wider ones the compiler keeps some in memory.
-#if defined(__AVX512F__)
-constexpr int TILE_HEIGHT = 6;
-typedef Floats Part;
-#elif defined(__AVX__)
-constexpr int TILE_HEIGHT = 6;
-typedef float Part __attribute__((vector_size(32)));
-#else
-constexpr int TILE_HEIGHT = 3;
-typedef float Part __attribute__((vector_size(16)));
-#endif
+// Sums are held in parts: of wider vectors the compiler keeps some in memory.
+constexpr int TILE_HEIGHT = sizeof(Part) >= 32 ? 6 : 3;
 
 template <class T>
 inline Part dot_part(Part total, uint32_t a, const uint32_t* b) {
@@ -171,20 +162,20 @@ inline Part dot_part(Part total, uint32_t a, const uint32_t* b) {
 
 template <class T, int ROWS, int VECTORS>
 void dot_tile(const Factors& of, float* c, int64_t c_row) {
-    constexpr int WIDTH = sizeof(Part) / 4, SHARES = LANES / WIDTH, PARTS = VECTORS * SHARES;
-    Part sums[ROWS][PARTS] = {};
+    constexpr int WIDTH = LANES / PARTS, COUNT = VECTORS * PARTS;
+    Part sums[ROWS][COUNT] = {};
     const uint32_t *a = of.a, *b = of.b;
     const int64_t a_row = of.a_row, b_vector = of.b_vector;
     for (int64_t step = 0; step < of.steps; step++, a++, b += of.b_step)
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 8
-            for (int p = 0; p < PARTS; p++)
-                sums[r][p] = dot_part<T>(sums[r][p], a[r * a_row], b + p / SHARES * b_vector + p % SHARES * WIDTH);
+            for (int p = 0; p < COUNT; p++)
+                sums[r][p] = dot_part<T>(sums[r][p], a[r * a_row], b + p / PARTS * b_vector + p % PARTS * WIDTH);
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 8
-        for (int p = 0; p < PARTS; p++)
+        for (int p = 0; p < COUNT; p++)
             std::memcpy(c + r * c_row + p * WIDTH, &sums[r][p], sizeof(Part));
 }
 
@@ -212,7 +203,7 @@ void dot_all(Factors of, int64_t rows, int64_t vectors, float* c, int64_t c_row)
 // 2 to the x for x <= 0, relative error 1e-7, exact at 0; 0 below -126, as for minus infinity. A NaN stays one.
 inline Floats power_of_two(Floats x) {
     const Floats low = fill(-126.0f);
-    const Floats held = x < low ? low : x;
+    const Floats held = where_less(x, low, low, x);
     const Floats shifted = held + 12582912.0f;  // 1.5 * 2^23: the integer part is in the lowest bits
     const Floats r = held - (shifted - 12582912.0f);
     Floats p = fill(1.326472731e-03f);
@@ -222,7 +213,7 @@ inline Floats power_of_two(Floats x) {
     p = p * r + 6.931470037e-01f;
     p = p * r + 1.0f;
     const Floats result = cast<Floats>(cast<Ints>(p) + (cast<Ints>(shifted) << 23));
-    return x < low ? Floats{} : result;
+    return where_less(x, low, Floats{}, result);
 }
 
 inline float power_of_two(float x) { return power_of_two(fill(x))[0]; }
