@@ -27,6 +27,8 @@ ONEDNN_NEEDS: Mapping[str, Sequence[frozenset[str]]] = {
 # What the kernels in C++ are worth it with.
 CPP_DTYPES = ("float32", "bfloat16")
 CPP_NEEDS = frozenset({"avx2", "fma"})
+# What torch.compile fuses better than we do by hand.
+FUSED = ("activation", "norm", "rope")
 _SPLITTING = ("triton_attention_num_kv_splits", "triton_attention_split_tile_size")
 
 
@@ -42,6 +44,9 @@ def kernel_plan(
         _refuse_other_heads(ledger, dtype, facts)
     small, lacking = first_that_runs(SMALL, machine, gpu)
     choices = dict.fromkeys(SMALL_OPERATIONS, SMALL[small].file)
+    compiled = ledger.args.graphs.enable_torch_compile
+    if compiled:
+        choices |= dict.fromkeys(FUSED, "native")
     choices |= {
         "attention": ATTENTION[decode].file,
         "prefill_attention": ATTENTION[prefill].file,
@@ -49,6 +54,8 @@ def kernel_plan(
     }
     reasons = ["attention and sampling as said there; of the small operations the first that runs here"]
     reasons += _sentences(lacking)
+    if compiled:
+        reasons.append(f"{', '.join(FUSED)} are plain torch, which torch.compile fuses")
     if gpu is None:
         by_products, why = _attends_by_products(ledger, machine, dtype)
         if by_products:  # it hands rows of several tokens to plain torch itself
@@ -56,15 +63,15 @@ def kernel_plan(
         reasons.append(why)
     weight_bits = _weight_bits(ledger, gpu)
     if weight_bits is None:
-        choices["matmul"], why = _matmul(machine, gpu, dtype)
+        choices["matmul"], why = _matmul(machine, gpu, dtype, compiled=compiled)
     else:
         choices["matmul"], why = "int8", "weights have 8 bits, and torch makes them wide for every product"
     reasons.append(why)
     fallback: Mapping[str, str] | None = None
-    if gpu is None:
-        compiled, why = _compiled(ledger, machine, dtype)
-        if compiled:
-            fallback, choices, reasons = choices, choices | compiled, []
+    if gpu is None and not compiled:
+        in_cpp, why = _in_cpp(ledger, machine, dtype)
+        if in_cpp:
+            fallback, choices, reasons = choices, choices | in_cpp, []
         reasons.append(why)
     return KernelPlan(
         choices=ledger.decide("kernels.choices", choices, "; ".join(reasons)),
@@ -118,7 +125,7 @@ def _weight_bits(ledger: Ledger, gpu: Gpu | None) -> int | None:
     return ledger.decide("kernels.weight_bits", 8, "as asked: w8a8_int8")
 
 
-def _compiled(ledger: Ledger, machine: Machine, dtype: str) -> tuple[dict[str, str], str]:
+def _in_cpp(ledger: Ledger, machine: Machine, dtype: str) -> tuple[dict[str, str], str]:
     """The operations that a CPU computes in C++, and why, or why none."""
     if machine.compiler is None:
         return {}, "there is no C++ compiler, with which a step would be faster"
@@ -145,10 +152,12 @@ def _attends_by_products(ledger: Ledger, machine: Machine, dtype: str) -> tuple[
     return True, "single tokens attend in batched products, which are faster without AMX"
 
 
-def _matmul(machine: Machine, gpu: Gpu | None, dtype: str) -> tuple[str, str]:
+def _matmul(machine: Machine, gpu: Gpu | None, dtype: str, *, compiled: bool) -> tuple[str, str]:
     """The file of products with weights, and why."""
     if gpu is not None:
         return "native", "products with weights are torch's own on a GPU"
+    if compiled:
+        return "native", "products with weights are plain torch, which torch.compile sees through"
     needed = ONEDNN_NEEDS.get(dtype)
     if needed is None:
         return "native", f"products with weights are plain torch: oneDNN packs none in {dtype}"
