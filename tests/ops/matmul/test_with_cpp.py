@@ -123,7 +123,7 @@ def test_rows_alone_are_the_rows_among_others_on_any_threads(
 
 def inverse(top: torch.Tensor) -> torch.Tensor:
     """How many of its steps a number has of which `top` has 127, in float32 as the kernels compute it."""
-    return torch.where(top > 0, 127 / top, 0.0)
+    return torch.where(top > 0, torch.full_like(top, 127) / top, 0.0)  # 127 / top is 127 times its reciprocal
 
 
 def emulated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
