@@ -55,23 +55,23 @@ inline Eight words_of(const T* from) {
     return x;
 }
 
-inline const char* fetch_lines(const char* from, int64_t bytes) {
+inline void fetch(const char* from, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
-    return from + bytes;
 }
 
-// 16 keys side by side: word w of key i goes to packed[w * 16 + i]. num_words is a multiple of 8. Meanwhile as many
-// bytes are fetched from `ahead`, line by line, as the processor can only wait for some at a time.
+// 16 keys [16, D] side by side: word w of key i goes to packed[w * 16 + i]. Meanwhile as many are fetched from `ahead`,
+// line by line, as the processor can only wait for some at a time.
 template <class T>
-inline void pack_keys(const T* const (&keys)[LANES], int64_t num_words, uint32_t* packed, const char* ahead) {
+inline void pack_keys(const T* keys, int64_t head_dim, uint32_t* packed, const T* ahead) {
+    constexpr int64_t STEP = 8 * PER_WORD<T>;
+    for (int64_t d = 0; d < head_dim; d += STEP, packed += 8 * LANES) {
+        fetch(reinterpret_cast<const char*>(ahead + d * LANES), STEP * LANES * sizeof(T));
 #if defined(__AVX512F__)
-    for (int64_t w = 0; w < num_words; w += 8, packed += 8 * LANES) {
-        ahead = fetch_lines(ahead, 8 * LANES * PER_WORD<T> * sizeof(T));
         __m512i a[8], b[8];
         for (int i = 0; i < 8; i++) {  // key 0 and 4, 1 and 5, .. 8 and 12, ..
-            const int key = i + (i & 4);
-            a[i] = _mm512_inserti64x4(_mm512_castsi256_si512(cast<__m256i>(words_of(keys[key] + w * PER_WORD<T>))),
-                                      cast<__m256i>(words_of(keys[key + 4] + w * PER_WORD<T>)), 1);
+            const T* const key = keys + (i + (i & 4)) * head_dim + d;
+            a[i] = _mm512_inserti64x4(_mm512_castsi256_si512(cast<__m256i>(words_of(key))),
+                                      cast<__m256i>(words_of(key + 4 * head_dim)), 1);
         }
         for (int i = 0; i < 8; i += 2) {
             b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
@@ -87,52 +87,52 @@ inline void pack_keys(const T* const (&keys)[LANES], int64_t num_words, uint32_t
             store_words(packed + i * LANES, cast<Words>(_mm512_shuffle_i32x4(a[i], a[4 + i], 0x88)));
             store_words(packed + (4 + i) * LANES, cast<Words>(_mm512_shuffle_i32x4(a[i], a[4 + i], 0xdd)));
         }
-    }
 #else
-    for (int64_t w = 0; w < num_words; w += 8, packed += 8 * LANES) {
-        ahead = fetch_lines(ahead, 8 * LANES * PER_WORD<T> * sizeof(T));
         for (int i = 0; i < LANES; i += 4) {
-            Four r[2][4];
+            Four halves[2][4];
             for (int k = 0; k < 4; k++) {
-                const Eight x = words_of(keys[i + k] + w * PER_WORD<T>);
-                r[0][k] = Four{x[0], x[1], x[2], x[3]}, r[1][k] = Four{x[4], x[5], x[6], x[7]};
+                const Eight x = words_of(keys + (i + k) * head_dim + d);
+                halves[0][k] = Four{x[0], x[1], x[2], x[3]}, halves[1][k] = Four{x[4], x[5], x[6], x[7]};
             }
             for (int half = 0; half < 2; half++) {
-                const Four(&x)[4] = r[half];
+                const Four(&x)[4] = halves[half];
                 const Four a = __builtin_shuffle(x[0], x[1], Four{0, 4, 1, 5});
                 const Four b = __builtin_shuffle(x[0], x[1], Four{2, 6, 3, 7});
                 const Four c = __builtin_shuffle(x[2], x[3], Four{0, 4, 1, 5});
-                const Four d = __builtin_shuffle(x[2], x[3], Four{2, 6, 3, 7});
+                const Four e = __builtin_shuffle(x[2], x[3], Four{2, 6, 3, 7});
                 const Four columns[] = {__builtin_shuffle(a, c, Four{0, 1, 4, 5}), __builtin_shuffle(a, c, Four{2, 3, 6, 7}),
-                                        __builtin_shuffle(b, d, Four{0, 1, 4, 5}), __builtin_shuffle(b, d, Four{2, 3, 6, 7})};
+                                        __builtin_shuffle(b, e, Four{0, 1, 4, 5}), __builtin_shuffle(b, e, Four{2, 3, 6, 7})};
                 for (int k = 0; k < 4; k++)
                     std::memcpy(packed + (4 * half + k) * LANES + i, &columns[k], sizeof(Four));
             }
         }
-    }
 #endif
+    }
 }
 
-// The values of one word of weights, PER_WORD of them: lane by lane into packed[0 .. head_dim).
+// 16 values [16, D], those of one word of weights lane by lane: packed is [16 / PER_WORD, D].
 template <class T>
-inline void pack_values(const T* const* values, int64_t head_dim, uint32_t* packed, const char* ahead) {
-    int64_t d = 0;
-    fetch_lines(ahead, PER_WORD<T> * head_dim * sizeof(T));
+inline void pack_values(const T* values, int64_t head_dim, uint32_t* packed, const T* ahead) {
+    for (int key = 0; key < LANES; key += PER_WORD<T>, packed += head_dim) {
+        const T *const first = values + key * head_dim, *const second = first + head_dim;
+        fetch(reinterpret_cast<const char*>(ahead + key * head_dim), PER_WORD<T> * head_dim * sizeof(T));
+        int64_t d = 0;
 #if defined(__AVX512BF16__)
-    if constexpr (PER_WORD<T> == 2) {
-        const Words first = Words{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} * 0x10001u + 0x200000u;
-        for (; d + 32 <= head_dim; d += 32) {
-            const __m512i a = cast<__m512i>(load_pairs(values[0] + d)), b = cast<__m512i>(load_pairs(values[1] + d));
-            const Words second = first + 0x100010u;
-            store_words(packed + d, cast<Words>(_mm512_permutex2var_epi16(a, cast<__m512i>(first), b)));
-            store_words(packed + d + LANES, cast<Words>(_mm512_permutex2var_epi16(a, cast<__m512i>(second), b)));
+        if constexpr (PER_WORD<T> == 2) {
+            const Words lanes = Words{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} * 0x10001u + 0x200000u;
+            const __m512i low = cast<__m512i>(lanes), high = cast<__m512i>(lanes + 0x100010u);
+            for (; d + 32 <= head_dim; d += 32) {
+                const __m512i a = cast<__m512i>(load_pairs(first + d)), b = cast<__m512i>(load_pairs(second + d));
+                store_words(packed + d, cast<Words>(_mm512_permutex2var_epi16(a, low, b)));
+                store_words(packed + d + LANES, cast<Words>(_mm512_permutex2var_epi16(a, high, b)));
+            }
         }
-    }
 #endif
-    for (; d < head_dim; d += LANES) {
-        Words x = cast<Words>(load(values[0] + d));
-        if constexpr (PER_WORD<T> == 2) x = (x >> 16) | cast<Words>(load(values[1] + d));
-        store_words(packed + d, x);
+        for (; d < head_dim; d += LANES) {
+            Words x = cast<Words>(load(first + d));
+            if constexpr (PER_WORD<T> == 2) x = (x >> 16) | cast<Words>(load(second + d));
+            store_words(packed + d, x);
+        }
     }
 }
 

@@ -32,10 +32,7 @@ struct AttendOperands {
     int64_t num_parts;      // floats there
 };
 
-#ifndef AHEAD_
-#define AHEAD_ 64
-#endif
-constexpr int64_t AHEAD = AHEAD_;
+constexpr int64_t AHEAD = 16;        // keys: how early they are asked for
 constexpr int64_t CHUNK = 24;       // rows whose scores of a block are held at once
 constexpr int64_t TILE_ROWS = 256;  // that share packed keys, at most
 
@@ -57,11 +54,11 @@ struct Workplace {
     float* part;        // [CHUNK, D]
     float* out;         // [rows, D]
     Mass* masses;       // [rows]
-    uint32_t* zeros;    // [D words]
+    uint32_t* few;      // [2, 16, D]: keys and values that are not one after the other
 
     Workplace(int64_t rows, int64_t head_dim) {
         const int64_t sizes[] = {rows * head_dim, KEY_BLOCK * head_dim, KEY_BLOCK * head_dim, CHUNK * KEY_BLOCK, CHUNK * KEY_BLOCK,
-                                 CHUNK * head_dim, rows * head_dim, (2 * rows + 15) / 16 * 16, head_dim};
+                                 CHUNK * head_dim, rows * head_dim, (2 * rows + 15) / 16 * 16, 2 * LANES * head_dim};
         int64_t total = 0;
         for (int64_t size : sizes) total += size;
         uint32_t* next = space(total);
@@ -70,8 +67,7 @@ struct Workplace {
         for (int i = 0; i < 4; next += sizes[i++]) *words[i] = next;
         for (int i = 0; i < 3; next += sizes[4 + i++]) *floats[i] = reinterpret_cast<float*>(next);
         masses = reinterpret_cast<Mass*>(next);
-        zeros = next + sizes[7];
-        std::fill(zeros, zeros + head_dim, 0u);
+        few = next + sizes[7];
     }
 
 private:
@@ -226,45 +222,32 @@ private:
         return ((page * given_.num_kv_heads + kv_head_) * step_.page_size + position % step_.page_size) * head_dim_;
     }
 
-    // The keys and values low .. high - 1 of a block, and zeros to the end of the last 16.
-    void pack(int64_t block, int64_t low, int64_t high, int64_t last_fetched) {
-        const T* const zeros = reinterpret_cast<const T*>(place_.zeros);
+    // The keys and values low .. high - 1 of a block, and zeros to the end of the last 16. Those before `end` that are
+    // a little further on are asked for.
+    void pack(int64_t block, int64_t low, int64_t high, int64_t end) {
         const T* const k_pool = static_cast<const T*>(given_.k_pool);
         const T* const v_pool = static_cast<const T*>(given_.v_pool);
-        const int32_t* const table = step_.page_table + tile_.row * step_.table_width;
-        const int64_t page_size = step_.page_size, head_dim = head_dim_, num_words = words_;
-        const int64_t between_pages = given_.num_kv_heads * page_size * head_dim;
-        const int64_t first = kv_head_ * page_size * head_dim;
-        int64_t page = (block * KEY_BLOCK + low) / page_size, offset = (block * KEY_BLOCK + low) % page_size;
-        uint32_t* packed_keys = place_.keys + low / LANES * LANES * num_words;
+        const int64_t page_size = step_.page_size, head_dim = head_dim_;
+        uint32_t* packed_keys = place_.keys + low / LANES * LANES * words_;
         uint32_t* packed_values = place_.values + low / LANES * LANES / PER_WORD<T> * head_dim;
         for (int64_t i = low / LANES * LANES; i < high; i += LANES) {
             const int64_t position = block * KEY_BLOCK + i, later = position + AHEAD;
-            const int64_t fetched = place_of(later < last_fetched && page_size >= LANES ? later : position);
-            const T *keys[LANES], *values[LANES];
-            if (i >= low && i + LANES <= high && offset + LANES <= page_size) {
-                const int64_t at = table[page] * between_pages + first + offset * head_dim;
-                for (int lane = 0; lane < LANES; lane++) {
-                    keys[lane] = k_pool + at + lane * head_dim;
-                    values[lane] = v_pool + at + lane * head_dim;
+            const int64_t at = place_of(position), ahead = later < end && page_size >= LANES ? place_of(later) : at;
+            const T *keys = k_pool + at, *values = v_pool + at;
+            if (i < low || i + LANES > high || position % page_size + LANES > page_size) {
+                T *few_keys = reinterpret_cast<T*>(place_.few), *few_values = few_keys + LANES * head_dim;
+                std::memset(place_.few, 0, 2 * LANES * head_dim * sizeof(T));
+                for (int64_t k = std::max(i, low); k < std::min(i + LANES, high); k++) {
+                    const int64_t from = place_of(block * KEY_BLOCK + k);
+                    std::memcpy(few_keys + (k - i) * head_dim, k_pool + from, head_dim * sizeof(T));
+                    std::memcpy(few_values + (k - i) * head_dim, v_pool + from, head_dim * sizeof(T));
                 }
-                offset += LANES;
-                if (offset == page_size) page++, offset = 0;
-            } else {
-                for (int lane = 0; lane < LANES; lane++) {
-                    keys[lane] = values[lane] = zeros;
-                    if (i + lane < low || i + lane >= high) continue;
-                    const int64_t at = table[page] * between_pages + first + offset * head_dim;
-                    keys[lane] = k_pool + at;
-                    values[lane] = v_pool + at;
-                    if (++offset == page_size) page++, offset = 0;
-                }
+                keys = few_keys, values = few_values;
             }
-            pack_keys(keys, num_words, packed_keys, reinterpret_cast<const char*>(k_pool + fetched));
-            packed_keys += LANES * num_words;
-            for (int lane = 0; lane < LANES; lane += PER_WORD<T>, packed_values += head_dim)
-                pack_values(values + lane, head_dim, packed_values,
-                            reinterpret_cast<const char*>(v_pool + fetched + lane * head_dim));
+            pack_keys(keys, head_dim, packed_keys, k_pool + ahead);
+            pack_values(values, head_dim, packed_values, v_pool + ahead);
+            packed_keys += LANES * words_;
+            packed_values += LANES / PER_WORD<T> * head_dim;
         }
     }
 

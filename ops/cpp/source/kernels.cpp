@@ -8,6 +8,7 @@
 #include "product.h"
 #include "product8.h"
 #include "small.h"
+#include "whole.h"
 
 using namespace penstock;
 
@@ -26,7 +27,17 @@ constexpr auto product8_alike = product8<T, T>;
 template <class T>
 constexpr auto product8_wide = product8<T, float>;
 
+template <class T>
+constexpr auto choose_plain = choose<T, false>;
+template <class T>
+constexpr auto choose_rounded = choose<T, true>;
+
 extern "C" {
+
+KERNEL(begin, penstock::begin)
+KERNELS(last, last)
+KERNELS(choose, choose_plain)
+KERNELS(choose8, choose_rounded)
 
 KERNELS(embed, embed)
 KERNELS(norm, norm)

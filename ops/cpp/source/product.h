@@ -74,21 +74,15 @@ inline void store_sums(const Floats (&sums)[2], const T* bias, Out* out, int64_t
     }
 }
 
-template <class T, class Out, int ROWS>
-void multiply_rows(const ProductOperands& o, int64_t row, int64_t panel_index) {
-    Floats sums[ROWS][2];
-    const T* panel = static_cast<const T*>(o.weight) + panel_index * PANEL * o.in_size;
-    multiply_tile<T, ROWS>(static_cast<const T*>(o.x) + row * o.x_stride, o.x_stride, panel, o.in_size, sums);
-    Out* out = static_cast<Out*>(o.out) + row * o.out_size;
-    for (int r = 0; r < ROWS; r++, out += o.out_size)
-        store_sums<T, Out>(sums[r], static_cast<const T*>(o.bias), out, panel_index * PANEL, o.out_size);
-}
-
-template <class T, class Out, int ROWS = MAX_TILE_ROWS>
-inline void multiply_some_rows(int64_t rows, const ProductOperands& o, int64_t row, int64_t panel_index) {
+// Calls put(row, sums) with the sums of rows row .. row + height - 1 and a panel.
+template <class T, int ROWS = MAX_TILE_ROWS, class Put>
+inline void multiply_rows(const ProductOperands& o, int64_t row, int64_t height, int64_t panel, const Put& put) {
     if constexpr (ROWS > 0) {
-        if (rows == ROWS) return multiply_rows<T, Out, ROWS>(o, row, panel_index);
-        multiply_some_rows<T, Out, ROWS - 1>(rows, o, row, panel_index);
+        if (height != ROWS) return multiply_rows<T, ROWS - 1>(o, row, height, panel, put);
+        Floats sums[ROWS][2];
+        const T* weight = static_cast<const T*>(o.weight) + panel * PANEL * o.in_size;
+        multiply_tile<T, ROWS>(static_cast<const T*>(o.x) + row * o.x_stride, o.x_stride, weight, o.in_size, sums);
+        for (int r = 0; r < ROWS; r++) put(row + r, sums[r]);
     }
 }
 
@@ -116,14 +110,25 @@ inline void share_panels(Team& team, int64_t rows, int64_t out_size, const Work&
         }
 }
 
+inline int64_t rows_of(const ProductOperands& o, const Step& step) { return o.rows ? o.rows : step.num_tokens; }
+
+// Calls put(row, panel, sums) for all rows and panels.
+template <class T, class Put>
+inline void multiply(const ProductOperands& o, Team& team, int64_t rows, const Put& put) {
+    share_panels(team, rows, o.out_size, [&](int64_t first, int64_t end, int64_t panel) {
+        in_tiles<MAX_TILE_ROWS>(first, end, [&](int64_t row, int64_t height) {
+            multiply_rows<T>(o, row, height, panel,
+                             [&](int64_t r, const Floats (&sums)[2]) { put(r, panel, sums); });
+        });
+    });
+}
+
 template <class T, class Out>
 void product(const void* operands, const Step& step, Team& team) {
     const auto& o = *static_cast<const ProductOperands*>(operands);
-    const int64_t rows = o.rows ? o.rows : step.num_tokens;
-    share_panels(team, rows, o.out_size, [&](int64_t first, int64_t end, int64_t panel) {
-        in_tiles<MAX_TILE_ROWS>(first, end, [&](int64_t row, int64_t height) {
-            multiply_some_rows<T, Out>(height, o, row, panel);
-        });
+    multiply<T>(o, team, rows_of(o, step), [&](int64_t row, int64_t panel, const Floats (&sums)[2]) {
+        store_sums<T, Out>(sums, static_cast<const T*>(o.bias), static_cast<Out*>(o.out) + row * o.out_size,
+                           panel * PANEL, o.out_size);
     });
 }
 

@@ -19,18 +19,11 @@ constexpr int QUAD = 4;                             // bytes in a lane
 constexpr int MAX_TILE_ROWS8 = (MAX_TILE_ROWS + 1) / 2;  // two kinds of sums each
 
 struct Product8Operands {
-    const void* x;        // [rows, I] of T, rows x_stride elements apart
-    int64_t x_stride;
-    int64_t rows;         // 0: as many as the step has tokens
-    const uint8_t* weight;
-    const float* scales;  // [O padded to whole panels]
-    const void* bias;     // [O] of T, or null
-    void* out;            // [rows, O], contiguous
-    int64_t in_size;
-    int64_t out_size;
-    int8_t* rounded;      // scratch [rows, I]
-    float* row_scales;    // scratch [rows, groups]
-    int32_t* row_sums;    // scratch [rows, groups]: -128 times the sum of a group
+    ProductOperands plain;  // its weight in panels of bytes
+    const float* scales;    // [O padded to whole panels]
+    int8_t* rounded;        // scratch [rows, I]
+    float* row_scales;      // scratch [rows, groups]
+    int32_t* row_sums;      // scratch [rows, groups]: -128 times the sum of a group
 };
 
 // total + the four products of unsigned a and signed b.
@@ -80,13 +73,13 @@ inline void round_group(const T* x, int64_t size, int8_t* bytes, float* scale, i
 
 template <int ROWS>
 inline void multiply_tile8(const Product8Operands& o, int64_t row, const uint8_t* panel, Floats (&sums)[ROWS][2]) {
-    const int64_t groups = (o.in_size + GROUP - 1) / GROUP;
-    const int8_t* x = o.rounded + row * o.in_size;
+    const int64_t depth = o.plain.in_size, groups = (depth + GROUP - 1) / GROUP;
+    const int8_t* x = o.rounded + row * depth;
     for (int r = 0; r < ROWS; r++) sums[r][0] = sums[r][1] = Floats{};
     for (int64_t g = 0; g < groups; g++) {
         Ints parts[ROWS][2];
         for (int r = 0; r < ROWS; r++) parts[r][0] = parts[r][1] = Ints{} + o.row_sums[(row + r) * groups + g];
-        const int64_t end = std::min((g + 1) * GROUP, o.in_size);
+        const int64_t end = std::min((g + 1) * GROUP, depth);
 #pragma GCC unroll 2
         for (int64_t k = g * GROUP; k < end; k += QUAD, panel += PANEL * QUAD) {
             Words first, second;
@@ -95,7 +88,7 @@ inline void multiply_tile8(const Product8Operands& o, int64_t row, const uint8_t
 #pragma GCC unroll 16
             for (int r = 0; r < ROWS; r++) {
                 uint32_t four;
-                std::memcpy(&four, x + r * o.in_size + k, sizeof(four));
+                std::memcpy(&four, x + r * depth + k, sizeof(four));
                 const Words values = Words{} + four;
                 parts[r][0] = dot_quads(parts[r][0], first, values);
                 parts[r][1] = dot_quads(parts[r][1], second, values);
@@ -110,43 +103,47 @@ inline void multiply_tile8(const Product8Operands& o, int64_t row, const uint8_t
     }
 }
 
-template <class T, class Out, int ROWS>
-void multiply_rows8(const Product8Operands& o, int64_t row, int64_t panel_index) {
-    Floats sums[ROWS][2];
-    multiply_tile8<ROWS>(o, row, o.weight + panel_index * PANEL * o.in_size, sums);
-    const float* scales = o.scales + panel_index * PANEL;
-    Out* out = static_cast<Out*>(o.out) + row * o.out_size;
-    for (int r = 0; r < ROWS; r++, out += o.out_size) {
-        sums[r][0] *= load(scales);
-        sums[r][1] *= load(scales + LANES);
-        store_sums<T, Out>(sums[r], static_cast<const T*>(o.bias), out, panel_index * PANEL, o.out_size);
+// As in product.h.
+template <int ROWS = MAX_TILE_ROWS8, class Put>
+inline void multiply_rows8(const Product8Operands& o, int64_t row, int64_t height, int64_t panel, const Put& put) {
+    if constexpr (ROWS > 0) {
+        if (height != ROWS) return multiply_rows8<ROWS - 1>(o, row, height, panel, put);
+        Floats sums[ROWS][2];
+        const auto* weight = static_cast<const uint8_t*>(o.plain.weight) + panel * PANEL * o.plain.in_size;
+        multiply_tile8<ROWS>(o, row, weight, sums);
+        const Floats first = load(o.scales + panel * PANEL), second = load(o.scales + panel * PANEL + LANES);
+        for (int r = 0; r < ROWS; r++) {
+            sums[r][0] *= first;
+            sums[r][1] *= second;
+            put(row + r, sums[r]);
+        }
     }
 }
 
-template <class T, class Out, int ROWS = MAX_TILE_ROWS8>
-inline void multiply_some_rows8(int64_t rows, const Product8Operands& o, int64_t row, int64_t panel_index) {
-    if constexpr (ROWS > 0) {
-        if (rows == ROWS) return multiply_rows8<T, Out, ROWS>(o, row, panel_index);
-        multiply_some_rows8<T, Out, ROWS - 1>(rows, o, row, panel_index);
-    }
+// Rounds the rows, then calls put(row, panel, sums) for all rows and panels.
+template <class T, class Put>
+inline void multiply8(const Product8Operands& o, Team& team, int64_t rows, const Put& put) {
+    const int64_t depth = o.plain.in_size, groups = (depth + GROUP - 1) / GROUP;
+    for (int64_t row; (row = team.take()) < rows;)
+        for (int64_t g = 0; g < groups; g++)
+            round_group(static_cast<const T*>(o.plain.x) + row * o.plain.x_stride + g * GROUP,
+                        std::min(GROUP, depth - g * GROUP), o.rounded + row * depth + g * GROUP,
+                        o.row_scales + row * groups + g, o.row_sums + row * groups + g);
+    team.barrier();
+    share_panels(team, rows, o.plain.out_size, [&](int64_t first, int64_t end, int64_t panel) {
+        in_tiles<MAX_TILE_ROWS8>(first, end, [&](int64_t row, int64_t height) {
+            multiply_rows8(o, row, height, panel, [&](int64_t r, const Floats (&sums)[2]) { put(r, panel, sums); });
+        });
+    });
 }
 
 template <class T, class Out>
 void product8(const void* operands, const Step& step, Team& team) {
     const auto& o = *static_cast<const Product8Operands*>(operands);
-    const int64_t rows = o.rows ? o.rows : step.num_tokens;
-    const int64_t groups = (o.in_size + GROUP - 1) / GROUP;
-    for (int64_t task; (task = team.take(groups)) < rows * groups;)
-        for (int64_t g = 0; g < groups; g++) {
-            const int64_t row = task / groups, first = g * GROUP;
-            round_group(static_cast<const T*>(o.x) + row * o.x_stride + first, std::min(GROUP, o.in_size - first),
-                        o.rounded + row * o.in_size + first, o.row_scales + task + g, o.row_sums + task + g);
-        }
-    team.barrier();
-    share_panels(team, rows, o.out_size, [&](int64_t first, int64_t end, int64_t panel) {
-        in_tiles<MAX_TILE_ROWS8>(first, end, [&](int64_t row, int64_t height) {
-            multiply_some_rows8<T, Out>(height, o, row, panel);
-        });
+    const auto& p = o.plain;
+    multiply8<T>(o, team, rows_of(p, step), [&](int64_t row, int64_t panel, const Floats (&sums)[2]) {
+        store_sums<T, Out>(sums, static_cast<const T*>(p.bias), static_cast<Out*>(p.out) + row * p.out_size,
+                           panel * PANEL, p.out_size);
     });
 }
 

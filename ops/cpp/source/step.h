@@ -19,6 +19,12 @@ struct Step {
     const int32_t* counts;        // [B]
     const int32_t* query_starts;  // [B + 1]
     int64_t page_size;
+    // Of a step that is computed whole, from the batch to its tokens (see whole.h):
+    const int32_t* given_ids;     // [T], negative where the slot's last token is to be taken
+    const int32_t* row_slots;     // [B]
+    int64_t* last_tokens;         // [slots]
+    int64_t num_samples;          // R
+    const int32_t* sample_rows;   // [R]
 };
 
 // One kernel with its operands. A kernel is entered by all threads of the team with no task taken, and may return on

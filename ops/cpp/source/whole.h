@@ -1,0 +1,125 @@
+// The beginning and the end of a step that is computed whole: from the batch's arrays to positions and cache slots, and
+// from hidden states to the likeliest tokens (contracts: runtime/execute/inputs.py, ops/sampling).
+#pragma once
+
+#include <cmath>
+#include <limits>
+
+#include "product.h"
+#include "product8.h"
+#include "small.h"
+
+namespace penstock {
+
+struct BeginOperands {
+    int32_t* query_starts;  // [B + 1]
+    int64_t* token_ids;     // [T]
+    int64_t* positions;     // [T]
+    int64_t* slots;         // [T]
+};
+
+inline void begin(const void* operands, const Step& step, Team& team) {
+    const auto& o = *static_cast<const BeginOperands*>(operands);
+    if (team.rank == 0) {
+        o.query_starts[0] = 0;
+        for (int64_t row = 0; row < step.num_rows; row++)
+            o.query_starts[row + 1] = o.query_starts[row] + step.counts[row];
+    }
+    team.barrier();
+    share(team, step.num_rows, [&](int64_t row) {
+        const int32_t* pages = step.page_table + row * step.table_width;
+        for (int64_t i = 0, token = o.query_starts[row]; i < step.counts[row]; i++, token++) {
+            const int64_t position = step.starts[row] + i, given = step.given_ids[token];
+            o.positions[token] = position;
+            o.slots[token] = pages[position / step.page_size] * step.page_size + position % step.page_size;
+            o.token_ids[token] = given < 0 ? step.last_tokens[step.row_slots[row]] : given;
+        }
+    });
+}
+
+struct LastOperands {
+    const void* hidden;  // [T, E]
+    void* out;           // [R, E], of the positions that predict a token
+    int64_t size;        // E
+};
+
+template <class T>
+void last(const void* operands, const Step& step, Team& team) {
+    const auto& o = *static_cast<const LastOperands*>(operands);
+    share(team, step.num_samples, [&](int64_t sample) {
+        const int64_t token = step.query_starts[step.sample_rows[sample] + 1] - 1;
+        std::memcpy(static_cast<T*>(o.out) + sample * o.size, static_cast<const T*>(o.hidden) + token * o.size,
+                    o.size * sizeof(T));
+    });
+}
+
+// What one thread has seen of a row's logits, lane by lane.
+struct Best {
+    Floats value[2];
+    Ints panel[2];
+    Ints broken;  // not 0 where a logit was no number
+};
+
+struct ChooseOperands {
+    Best* best;       // scratch [threads, max_samples]
+    int64_t* ids;     // [R]
+    uint8_t* sound;   // [R]
+    int64_t max_samples;
+    Product8Operands product;  // without out; of its fields only the plain ones unless weights have 8 bits
+};
+
+inline void note(Best& best, const Floats (&sums)[2], int64_t panel, int64_t out_size) {
+    for (int half = 0; half < 2; half++) {
+        Floats value = sums[half];
+        const int64_t width = out_size - panel * PANEL - half * LANES;
+        for (int64_t lane = std::max<int64_t>(0, width); lane < LANES; lane++)
+            value[lane] = -std::numeric_limits<float>::infinity();
+        best.broken |= value != value;
+        const Ints higher = value > best.value[half];
+        best.value[half] = higher ? value : best.value[half];
+        best.panel[half] = higher ? Ints{} + int32_t(panel) : best.panel[half];
+    }
+}
+
+// The best of all threads' lanes; of equal ones the first in the vocabulary.
+inline void choose_best(const ChooseOperands& o, const Step& step, const Team& team, int64_t sample) {
+    float value = -std::numeric_limits<float>::infinity();
+    int64_t id = 0;
+    bool sound = true;
+    for (int rank = 0; rank < team.size; rank++) {
+        const Best& best = o.best[rank * o.max_samples + sample];
+        for (int lane = 0; lane < 2 * LANES; lane++) {
+            const float found = best.value[lane / LANES][lane % LANES];
+            const int64_t place = int64_t(best.panel[lane / LANES][lane % LANES]) * PANEL + lane;
+            sound &= best.broken[lane % LANES] == 0;
+            if (found > value || (found == value && place < id)) {
+                value = found;
+                id = place;
+            }
+        }
+    }
+    sound &= std::isfinite(value);
+    o.sound[sample] = sound;
+    o.ids[sample] = sound ? id : 0;
+    step.last_tokens[step.row_slots[step.sample_rows[sample]]] = o.ids[sample];
+}
+
+template <class T, bool EIGHT>
+void choose(const void* operands, const Step& step, Team& team) {
+    const auto& o = *static_cast<const ChooseOperands*>(operands);
+    Best* mine = o.best + team.rank * o.max_samples;
+    const Floats nothing = fill(-std::numeric_limits<float>::infinity());
+    for (int64_t sample = 0; sample < step.num_samples; sample++)
+        mine[sample] = Best{{nothing, nothing}, {Ints{}, Ints{}}, Ints{}};
+    const auto put = [&](int64_t row, int64_t panel, const Floats (&sums)[2]) {
+        note(mine[row], sums, panel, o.product.plain.out_size);
+    };
+    if constexpr (EIGHT)
+        multiply8<T>(o.product, team, step.num_samples, put);
+    else
+        multiply<T>(o.product.plain, team, step.num_samples, put);
+    team.barrier();
+    share(team, step.num_samples, [&](int64_t sample) { choose_best(o, step, team, sample); });
+}
+
+}  // namespace penstock
