@@ -79,8 +79,8 @@ class Executor:
             raise RuntimeError("The threads of the kernels have ended.")
         self.library.run(self._pool, nodes, count, ctypes.addressof(step))
 
-    def record(self, capacity: int, forward: Callable[[], Tensor]) -> Tape:
-        """What `forward` launches for steps of up to `capacity` tokens; it returns the result, [capacity, ...].
+    def record(self, capacity: int, forward: Callable[[], None]) -> Tape:
+        """What `forward` launches for steps of up to `capacity` tokens.
 
         Raises `NotRecordable` where torch itself would have to compute something.
         """
@@ -88,7 +88,7 @@ class Executor:
         self._tape = tape
         try:
             with _ViewsOnly():
-                tape.result = forward()
+                forward()
         finally:
             self._tape = None
         tape.close()
@@ -106,7 +106,7 @@ class Tape:
         self.arena = Arena()
         self.nodes: list[Node] = []
         self.operands: list[ctypes.Structure] = []
-        self.result: Tensor | None = None  # [capacity, ...]
+        self._parts: tuple[Tape, ...] = ()  # whose memory this one uses
         self._executor = executor
         self._array: ctypes.Array[Node] | None = None
 
@@ -114,14 +114,21 @@ class Tape:
         """No kernels come any more."""
         self._array = (Node * len(self.nodes))(*self.nodes)
 
-    def run(self, step: Step) -> Tensor:
-        """Compute a step -> the result of its tokens, overwritten by the next run."""
-        if self._array is None or self.result is None:
+    def followed_by(self, other: Tape) -> Tape:
+        """The kernels of this tape, then those of the other, with the memory of both."""
+        joined = Tape(self._executor, min(self.capacity, other.capacity))
+        joined.nodes = [*self.nodes, *other.nodes]
+        joined._parts = (self, other)
+        joined.close()
+        return joined
+
+    def run(self, step: Step) -> None:
+        """Compute a step. ValueError if it has more tokens than the tape has room for."""
+        if self._array is None:
             raise RuntimeError("The tape is still recorded.")
         if step.num_tokens > self.capacity:
             raise ValueError(f"The tape takes {self.capacity} tokens, not {step.num_tokens}.")
         self._executor.run(ctypes.addressof(self._array), len(self._array), step)
-        return self.result[: step.num_tokens]
 
     @property
     def nbytes(self) -> int:

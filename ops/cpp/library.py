@@ -27,6 +27,11 @@ class Step(Structure):
         ("counts", c_void_p),
         ("query_starts", c_void_p),
         ("page_size", c_int64),
+        ("given_ids", c_void_p),
+        ("row_slots", c_void_p),
+        ("last_tokens", c_void_p),
+        ("num_samples", c_int64),
+        ("sample_rows", c_void_p),
     )
 
 
@@ -141,18 +146,34 @@ class Pack8(Structure):
 
 class Product8(Structure):
     _fields_ = (
-        ("x", c_void_p),
-        ("x_stride", c_int64),
-        ("rows", c_int64),
-        ("weight", c_void_p),
+        ("plain", Product),
         ("scales", c_void_p),
-        ("bias", c_void_p),
-        ("out", c_void_p),
-        ("in_size", c_int64),
-        ("out_size", c_int64),
         ("rounded", c_void_p),
         ("row_scales", c_void_p),
         ("row_sums", c_void_p),
+    )
+
+
+class Begin(Structure):
+    _fields_ = (
+        ("query_starts", c_void_p),
+        ("token_ids", c_void_p),
+        ("positions", c_void_p),
+        ("slots", c_void_p),
+    )
+
+
+class Last(Structure):
+    _fields_ = (("hidden", c_void_p), ("out", c_void_p), ("size", c_int64))
+
+
+class Choose(Structure):
+    _fields_ = (
+        ("best", c_void_p),
+        ("ids", c_void_p),
+        ("sound", c_void_p),
+        ("max_samples", c_int64),
+        ("product", Product8),
     )
 
 

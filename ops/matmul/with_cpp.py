@@ -17,6 +17,7 @@ from ops.cpp.executor import Executor
 from ops.cpp.library import TYPES, Pack, Pack8, Product, Product8, address
 
 QUAD = 4  # inputs that share a lane with 8 bits each
+SCALE_BYTES = 4
 
 
 class Panels(Tensor):
@@ -25,6 +26,12 @@ class Panels(Tensor):
 
 class Panels8(Tensor):
     """A weight [O, I] in panels of 8 bits; behind them in the same memory stand the outputs' scales, float32."""
+
+    @property
+    def scales_address(self) -> int:
+        return self.data_ptr() + self.untyped_storage().nbytes() * self.shape[1] // (
+            self.shape[1] + SCALE_BYTES
+        )
 
 
 def make(executor: Executor, weight_bits: int | None = None) -> Mapping[str, Callable[..., Any]]:
@@ -39,7 +46,7 @@ def make(executor: Executor, weight_bits: int | None = None) -> Mapping[str, Cal
         padded = -(-out_size // width) * width
         plain = weight.detach().contiguous()
         if weight_bits == 8 and in_size % QUAD == 0:
-            memory = torch.empty(padded * (in_size + 4), dtype=torch.uint8)
+            memory = torch.empty(padded * (in_size + SCALE_BYTES), dtype=torch.uint8)
             operands = Pack8(
                 address(plain), address(memory), memory.data_ptr() + padded * in_size, in_size, out_size
             )
@@ -72,31 +79,25 @@ def make(executor: Executor, weight_bits: int | None = None) -> Mapping[str, Cal
             raise ValueError(f"A weight of {in_size} inputs cannot be multiplied with rows of {x.shape[1]}.")
         wide = "_wide" if out_dtype != x.dtype else ""
         out = executor.empty((len(x), out_size), out_dtype)
-        common = {
-            "x": address(x),
-            "x_stride": x.stride(0),
-            "rows": executor.tokens(x),
-            "weight": address(weight),
-            "bias": address(bias),
-            "out": address(out),
-            "in_size": in_size,
-            "out_size": out_size,
-        }
+        plain = Product(
+            x=address(x),
+            x_stride=x.stride(0),
+            rows=executor.tokens(x),
+            weight=address(weight),
+            bias=address(bias),
+            out=address(out),
+            in_size=in_size,
+            out_size=out_size,
+        )
         if isinstance(weight, Panels):
             if x.dtype != weight.dtype:
                 raise ValueError(f"A weight in {weight.dtype} cannot be multiplied with rows in {x.dtype}.")
-            executor.launch(f"product{wide}", x.dtype, Product(**common))
+            executor.launch(f"product{wide}", x.dtype, plain)
             return out.view(shape)
         groups = -(-in_size // executor.library.group_size)
         rounded = executor.empty((len(x), in_size), torch.int8)
         scales, sums = (executor.empty((len(x), groups), dtype) for dtype in (torch.float32, torch.int32))
-        operands = Product8(
-            **common,
-            scales=weight.data_ptr() + -(-out_size // width) * width * in_size,
-            rounded=address(rounded),
-            row_scales=address(scales),
-            row_sums=address(sums),
-        )
+        operands = Product8(plain, weight.scales_address, address(rounded), address(scales), address(sums))
         executor.launch(f"product8{wide}", x.dtype, operands)
         return out.view(shape)
 

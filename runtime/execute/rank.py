@@ -7,6 +7,7 @@ from torch import Tensor
 
 from runtime.batch import Batch
 from runtime.cache.pool import KVPool
+from runtime.execute.device import Device
 from runtime.execute.forward import Forward
 from runtime.execute.inputs import Staging, StepInputs, prepare
 from runtime.execute.logprobs import CHUNK, prompt_places
@@ -29,16 +30,16 @@ class Rank:
         forward: Forward,
         *,
         num_slots: int,
-        device: torch.device,
+        device: Device,
         mesh: Mesh | None = None,
     ) -> None:
-        self.device = device
+        self.device = device.torch_device
         self.pool = pool
         self._model = model
         self._forward = forward  # unless the model lies in stages
         self._mesh = mesh if mesh is not None and mesh.place.world_size > 1 else None
         self._pipelined = mesh is not None and mesh.place.pp_size > 1
-        self._last_tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self.last_tokens = torch.zeros(num_slots, dtype=torch.int64, device=self.device)  # by slot
         self._staging = Staging(device)
 
     def begin(self, batch: Batch) -> tuple[StepInputs, Tensor | None]:
@@ -75,7 +76,7 @@ class Rank:
             return
         if self._mesh is not None:
             ids = self._mesh.broadcast(ids)
-        self._last_tokens[inputs.sample_slots] = ids
+        self.last_tokens[inputs.sample_slots] = ids
 
     def follow(self, batch: Batch, inputs: StepInputs, hidden: Tensor | None) -> None:
         """Take part in the end of a step whose beginning was `begin`, led by the first rank."""
@@ -117,4 +118,4 @@ class Rank:
     def _resolve(self, inputs: StepInputs) -> Tensor:
         """Token ids with the places filled in: what each slot sampled last."""
         known = inputs.token_ids
-        return torch.where(known < 0, self._last_tokens[inputs.token_slots], known)
+        return torch.where(known < 0, self.last_tokens[inputs.token_slots], known)

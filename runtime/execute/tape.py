@@ -1,63 +1,122 @@
 """A step as one native call: the model's kernels in C++, recorded once and run from a tape.
 
 The counterpart on a CPU of what a CUDA graph is on a GPU. A step of a small model is hundreds of operations, each of
-which costs Python and torch microseconds and asks for Python's lock, for which the loop competes. Run from a tape they
-cost one call, without the lock, for any batch of up to `capacity` tokens.
+which costs Python and torch microseconds and asks for Python's lock, for which the loop competes. From a tape they
+cost one call, without the lock, for any batch of up to `capacity` tokens: from the batch's arrays to its tokens.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ops.attention import AttentionInputs
-from ops.cpp.executor import Executor, NotRecordable, Tape, step_of
-from ops.cpp.library import Embed, address
+from ops.cpp import whole
+from ops.cpp.executor import NotRecordable, Tape
+from ops.cpp.library import Step
+from ops.select import Kernels
+from runtime.batch import Batch, Sampling
 from runtime.cache.pool import KVPool
-from runtime.execute.forward import EagerForward
-from runtime.execute.inputs import StepInputs
 from runtime.models.decoder import Decoder
 
+NOBODY = np.zeros(0, np.int32)
 
-class TapeForward:
-    """Computes steps from a tape, and those too large for it eagerly (see `runtime.execute.forward.Forward`).
+
+def chooses_greedily(sampling: Sampling) -> bool:
+    """Whether nothing is asked for but each row's likeliest token."""
+    return (
+        bool(sampling.greedy.all())
+        and sampling.bias is None
+        and sampling.penalties is None
+        and sampling.logprobs is None
+    )
+
+
+class StepTape:
+    """Computes steps of up to `capacity` tokens and `max_rows` rows. Belongs to the thread that computes.
 
     Raises `NotRecordable` for a model of which torch computes a part.
     """
 
-    def __init__(self, model: Decoder, pool: KVPool, executor: Executor, capacity: int) -> None:
-        self._eager = EagerForward(model, pool)
+    def __init__(self, model: Decoder, pool: KVPool, kernels: Kernels, capacity: int, max_rows: int) -> None:
+        executor, head = kernels.executor, model.head
+        if executor is None or head is None or model.dtype not in executor.dtypes:
+            raise NotRecordable(f"the kernels in C++ compute nothing in {model.dtype}")
+        self._executor = executor
+        self._head = head
+        self._capacity, self._max_rows = capacity, max_rows
         with torch.inference_mode():
-            self._tape = record(model, pool, executor, capacity)
+            self._inputs = whole.Inputs.empty(capacity, max_rows)
+            self._hidden = torch.empty(max_rows, model.hidden_size, dtype=model.dtype)  # of rows that sample
+            self._step = Step(page_size=pool.page_size, **self._inputs.addresses())
+            inputs = self._inputs.attention(self._step)
+            body = executor.record(capacity, lambda: self._body(model, pool, inputs))
+            self._to_hidden = body
+            self._to_tokens: Tape | None = None
+            if head.is_plain:
+                chosen = executor.record(capacity, lambda: self._choice(head.prepared))
+                self._to_tokens = body.followed_by(chosen)
 
-    def __call__(self, token_ids: Tensor, inputs: StepInputs) -> Tensor:
-        if len(token_ids) > self._tape.capacity:
-            return self._eager(token_ids, inputs)
-        return self._tape.run(step_of(inputs.attention, token_ids, inputs.positions))
+    def takes(self, batch: Batch) -> bool:
+        """Whether the batch fits. Log-probabilities of prompts need hidden states that the tape does not give."""
+        fits = len(batch.token_ids) <= self._capacity and len(batch.starts) <= self._max_rows
+        return fits and not batch.prompt_logprobs
 
+    @property
+    def chooses(self) -> bool:
+        """Whether `choose` is there: not where something is done to logits before they are compared."""
+        return self._to_tokens is not None
 
-def record(model: Decoder, pool: KVPool, executor: Executor, capacity: int) -> Tape:
-    """The tape of a model over this pool. Nothing is computed."""
-    embedding = model.embedding
-    if embedding is None or model.dtype not in executor.dtypes:
-        raise NotRecordable(f"the kernels in C++ compute nothing in {model.dtype}")
-    weight = embedding.weight
-    nothing = torch.empty(0, dtype=torch.int32)
-    positions = torch.empty(capacity, dtype=torch.int64)
-    inputs = AttentionInputs(
-        page_table=nothing.view(0, 0),
-        starts=nothing,
-        counts=nothing,
-        query_starts=nothing,
-        slots=positions,
-        page_size=pool.page_size,
-        starts_host=(),
-        counts_host=(),
-    )
+    def run(self, batch: Batch, last_tokens: Tensor) -> None:
+        """Compute a step of which nobody wants tokens."""
+        self._run(self._to_hidden, batch, last_tokens)
 
-    def forward() -> Tensor:
-        x = executor.empty((capacity, model.hidden_size), model.dtype)
-        executor.launch("embed", model.dtype, Embed(address(weight), address(x), model.hidden_size))
-        return model.finish(*model.blocks(x, positions, inputs, pool))
+    def choose(self, batch: Batch, last_tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute a step -> the likeliest token of each sampling row, int64 [R], and whether it is sound, bool [R].
 
-    return executor.record(capacity, forward)
+        Reads and writes `last_tokens`, int64 by slot. What is returned is overwritten by the next step.
+        """
+        if self._to_tokens is None:
+            raise RuntimeError("The tokens of this model are not chosen on the tape.")
+        num_samples = self._run(self._to_tokens, batch, last_tokens)
+        return self._ids[:num_samples], self._sound[:num_samples]
+
+    def logits(self, batch: Batch, last_tokens: Tensor) -> Tensor:
+        """Compute a step -> float32 logits [R, V] of its sampling rows. Reads `last_tokens`, int64 by slot."""
+        num_samples = self._run(self._to_hidden, batch, last_tokens)
+        return self._head(self._hidden[:num_samples])
+
+    def close(self) -> None:
+        """End the threads that compute."""
+        self._executor.close()
+
+    def _body(self, model: Decoder, pool: KVPool, attention: AttentionInputs) -> None:
+        """From the batch to the hidden states of the rows that sample."""
+        executor, inputs = self._executor, self._inputs
+        embedding = model.embedding
+        if embedding is None:
+            raise NotRecordable("the token ids are another stage's")
+        whole.begin(executor, inputs, model.dtype)
+        x = whole.embed(executor, embedding.weight, self._capacity)
+        hidden = model.finish(*model.blocks(x, inputs.positions, attention, pool))
+        whole.last(executor, hidden, self._hidden)
+
+    def _choice(self, weight: Tensor) -> None:
+        self._ids, self._sound = whole.likeliest(self._executor, self._hidden, weight)
+
+    def _run(self, tape: Tape, batch: Batch, last_tokens: Tensor) -> int:
+        """Run a tape for the batch -> how many rows sample."""
+        step, sampling = self._step, batch.sampling
+        rows = sampling.rows if sampling is not None else NOBODY
+        arrays = [batch.token_ids, batch.starts, batch.counts, batch.slots, rows]
+        arrays = [np.ascontiguousarray(array, np.int32) for array in arrays]
+        table = np.ascontiguousarray(batch.page_table, np.int32)
+        step.num_tokens, step.num_rows, step.num_samples = (len(arrays[place]) for place in (0, 1, 4))
+        step.given_ids, step.starts, step.counts, step.row_slots, step.sample_rows = (
+            array.ctypes.data for array in arrays
+        )
+        step.page_table, step.table_width = table.ctypes.data, table.shape[1]
+        step.last_tokens = last_tokens.data_ptr()
+        tape.run(step)
+        return len(rows)

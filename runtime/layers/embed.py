@@ -85,6 +85,16 @@ class Head(nn.Module):
         if weight is not plain:
             self.weight = nn.Parameter(weight, requires_grad=False)
 
+    @property
+    def prepared(self) -> Tensor:
+        """The weight as kernels take it, [V, E]."""
+        return self._weight()
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether logits are products and nothing more, all of them on this rank."""
+        return self._team is None and self.scale is None and self.soft_cap is None
+
     def forward(self, hidden: Tensor) -> Tensor:
         logits = self.kernels.logits(hidden, self._weight())
         if self._team is not None:

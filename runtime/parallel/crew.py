@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -26,10 +26,12 @@ from ops.select import Kernels
 from runtime.batch import Batch, Tokens
 from runtime.cache.pool import KVPool
 from runtime.errors import ConfigurationError, WorkerFailed
+from runtime.execute.device import Device, open_device
 from runtime.execute.forward import EagerForward, Forward
+from runtime.execute.graphed import GraphedForward
 from runtime.execute.runner import ModelRunner, ModelStep, PipelinedStep
 from runtime.execute.sampler import Sampler
-from runtime.execute.tape import TapeForward
+from runtime.execute.tape import StepTape
 from runtime.facts import ModelFacts
 from runtime.models.decoder import Decoder
 from runtime.parallel.member import Member
@@ -37,6 +39,8 @@ from runtime.parallel.message import encode, encode_batch
 from runtime.parallel.rendezvous import TOKEN_VARIABLE, Gate, fingerprint, listen
 from runtime.parallel.spawn import Worker, gather_all, tell_all
 from runtime.plan import Plan
+from runtime.resolve.graphs import within
+from runtime.resolve.memory import StepMemory
 
 logger = logging.getLogger("penstock.core")
 
@@ -58,6 +62,7 @@ class Crew:
         self._directory: Path | None = None  # where the ranks find each other
         self.workers: list[Worker] = []
         self.member: Member | None = None
+        self.steps: StepMemory | None = None  # what steps take, where `load` could find out
         self.seconds_sending = 0.0  # what the last batch took
 
     async def load(self) -> list[Mapping[str, int]]:
@@ -87,6 +92,8 @@ class Crew:
             async with anyio.create_task_group() as loading:
                 loading.start_soon(receive)
                 self.member = member = await anyio.to_thread.run_sync(Member, setups[0])
+        if member.device.type == "cuda" and ranks == 1:
+            self.steps = await anyio.to_thread.run_sync(member.measure, self._plan)
         return [member.memory(), *(report["loaded"] for report in reports)]
 
     async def join(self, num_pages: int, num_slots: int) -> KVPool:
@@ -127,28 +134,52 @@ class Crew:
             score=kernels.score,
         )
         model = self.member.take_model()
+        own = open_device(device)
+        forward, improve = self._forward(model, pool, own, num_slots)
         inner = ModelRunner(
             model,
             pool,
             sampler,
             num_slots=num_slots,
-            device=str(device),
+            device=own,
             mesh=mesh,
-            forward=self._forward(model, pool, kernels, num_slots),
+            forward=forward,
+            improve=improve,
+            tape=self._tape(model, pool, kernels, num_slots),
         )
         return CrewRunner(inner, self) if self.workers else inner
 
-    def _forward(self, model: Decoder, pool: KVPool, kernels: Kernels, num_slots: int) -> Forward:
-        """From a tape where the kernels can be recorded, else operation by operation."""
+    def _tape(self, model: Decoder, pool: KVPool, kernels: Kernels, num_slots: int) -> StepTape | None:
+        """Whole steps in one call, where all kernels can be recorded."""
         if kernels.executor is None or self._plan.parallel.ranks > 1:
-            return EagerForward(model, pool)
+            return None
         schedule = self._plan.schedule
         capacity = (schedule.chunk_tokens or schedule.max_prefill_tokens) + num_slots
         try:
-            return TapeForward(model, pool, kernels.executor, capacity)
+            return StepTape(model, pool, kernels, capacity, num_slots)
         except NotRecordable as reason:
             logger.info("Steps are computed operation by operation: %s.", reason)
-            return EagerForward(model, pool)
+            return None
+
+    def _forward(
+        self, model: Decoder, pool: KVPool, device: Device, num_slots: int
+    ) -> tuple[Forward, Callable[[], bool] | None]:
+        """How steps are computed, and what makes them faster while the engine runs."""
+        plan = self._plan
+        graphs = plan.graphs
+        forward: Forward = EagerForward(model, pool)
+        if not graphs.sizes:
+            return forward, None
+        captured = GraphedForward(
+            forward,
+            pool,
+            device,
+            within(graphs, num_slots),
+            max_pages=min(pool.num_pages, -(-plan.model.context_length // pool.page_size)),
+            collect_garbage=graphs.collect_garbage,
+            profile=graphs.profile,
+        )
+        return captured, captured.capture_next
 
     def launch(self, batch: Batch) -> None:
         """Send the batch to every worker; returns at once."""

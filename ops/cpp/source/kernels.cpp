@@ -34,7 +34,8 @@ constexpr auto choose_rounded = choose<T, true>;
 
 extern "C" {
 
-KERNEL(begin, penstock::begin)
+KERNEL(begin_float32, begin)
+KERNEL(begin_bfloat16, begin)
 KERNELS(last, last)
 KERNELS(choose, choose_plain)
 KERNELS(choose8, choose_rounded)
