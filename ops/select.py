@@ -98,7 +98,12 @@ def _executor(num_threads: int | None = None, compiler: str | None = None) -> Ex
     compiler = compiler or machine.compiler
     if compiler is None:
         raise BuildError("There is no C++ compiler.")
-    return Executor(Library(build(compiler, machine.cpu_flags)), num_threads or torch.get_num_threads())
+    path = build(compiler, machine.cpu_flags)
+    try:
+        library = Library(path)
+    except OSError as error:  # from a disk of which nothing may be run, say
+        raise BuildError(f"What {compiler} made cannot be loaded: {error}.") from error
+    return Executor(library, num_threads or torch.get_num_threads())
 
 
 def _attention(
