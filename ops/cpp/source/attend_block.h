@@ -11,7 +11,10 @@
 
 namespace penstock {
 
-constexpr int64_t KEY_BLOCK = 256;           // keys
+#ifndef KB_
+#define KB_ 256
+#endif
+constexpr int64_t KEY_BLOCK = KB_;           // keys
 constexpr float NO_SCORE = -1e30f;       // the largest of no scores; finite, so that differences are numbers
 constexpr float LOG2_E = 1.44269504088896341f;
 

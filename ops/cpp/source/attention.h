@@ -32,9 +32,18 @@ struct AttendOperands {
     int64_t num_parts;      // floats there
 };
 
-constexpr int64_t AHEAD = 16;        // keys: how early they are asked for
-constexpr int64_t CHUNK = 24;       // rows whose scores of a block are held at once
-constexpr int64_t TILE_ROWS = 256;  // that share packed keys, at most
+#ifndef AHEAD_
+#define AHEAD_ 16
+#endif
+#ifndef CHUNK_
+#define CHUNK_ 24
+#endif
+#ifndef TROWS_
+#define TROWS_ 256
+#endif
+constexpr int64_t AHEAD = AHEAD_;        // keys: how early they are asked for
+constexpr int64_t CHUNK = CHUNK_;       // rows whose scores of a block are held at once
+constexpr int64_t TILE_ROWS = TROWS_;  // that share packed keys, at most
 
 // A row is one query head of one token: row r of a tile is head r % group of token r / group.
 struct Tile {

@@ -77,6 +77,9 @@ inline void narrow(BFloat16* to, float x) { to->bits = round_to_bfloat16(fill(x)
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
 inline float sum(Floats x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps(cast<__m512>(x));  // in the order below
+#endif
     float total = 0;
     for (int width = LANES / 2; width > 0; width /= 2)
         for (int lane = 0; lane < width; lane++) x[lane] += x[lane + width];
@@ -85,6 +88,9 @@ inline float sum(Floats x) {
 }
 
 inline float largest(Floats x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps(cast<__m512>(x));
+#endif
     float found = x[0];
     for (int lane = 1; lane < LANES; lane++) found = x[lane] > found ? x[lane] : found;
     return found;
