@@ -126,7 +126,13 @@ async def test_8_bits_answer_mostly_as_float32(hidden: bool, monkeypatch: pytest
 
 async def test_sampling_beyond_greedy_is_that_of_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     library()
-    params = {"max_new_tokens": 12, "temperature": 0.7, "seed": 5, "frequency_penalty": 0.5, "ignore_eos": True}
+    params = {
+        "max_new_tokens": 12,
+        "temperature": 0.7,
+        "seed": 5,
+        "frequency_penalty": 0.5,
+        "ignore_eos": True,
+    }
     found = []
     for path in (os.environ["PATH"], os.devnull):
         monkeypatch.setenv("PATH", path)

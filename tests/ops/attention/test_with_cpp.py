@@ -6,14 +6,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from cpp_kernels import LESSER, executor
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
+
+from cpp_kernels import LESSER, executor
 from kernel_cases import attention
 from kernel_cases.attention import CASES, Case, Step
 from kernel_comparison import agree
-from torch import Tensor
-
 from ops.attention import AttentionInputs, native, with_cpp
 
 OWN_POOLS = {name: case for name, case in CASES.items() if case.pool_dtype is None}

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from cpp_kernels import drawn, executor, library
-from ops.activation import with_cpp as activation
 from ops.cpp.executor import Arena, Executor, NotRecordable
 from ops.cpp.library import Step
 from ops.norm import with_cpp as norm

@@ -22,7 +22,11 @@ def wide(weight: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_products_are_those_of_the_rounded_weight(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    weight, x, bias = drawn(*shape, dtype=dtype), drawn(3, shape[1], dtype=dtype), drawn(shape[0], dtype=dtype)
+    weight, x, bias = (
+        drawn(*shape, dtype=dtype),
+        drawn(3, shape[1], dtype=dtype),
+        drawn(shape[0], dtype=dtype),
+    )
     prepared = int8.prepare(weight)
     found = int8.linear(x, prepared, bias)
     agree([found], [F.linear(x.double(), wide(weight), bias.double())], slack=4)

@@ -27,7 +27,9 @@ def bias_of(size: int, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_products_are_no_further_from_the_truth_than_plain_torch(dtype, shape, with_bias, num_threads) -> None:
+def test_products_are_no_further_from_the_truth_than_plain_torch(
+    dtype, shape, with_bias, num_threads
+) -> None:
     cpp, weight = backend("matmul", num_threads), drawn(*shape, dtype=dtype)
     packed, bias = cpp.prepare(weight), bias_of(shape[0], dtype) if with_bias else None
     assert isinstance(packed, Panels)

@@ -90,7 +90,8 @@ def eager(model: Decoder, pool: KVPool, batch: Batch, last_tokens: torch.Tensor)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "weight_bits", "apart"), [("float32", None, 1e-4), ("bfloat16", None, None), ("bfloat16", 8, None)]
+    ("dtype", "weight_bits", "apart"),
+    [("float32", None, 1e-4), ("bfloat16", None, None), ("bfloat16", 8, None)],
 )
 @pytest.mark.parametrize("family", FAMILIES)
 @given(steps=STEPS, page_size=st.sampled_from([1, 3, 16]), seed=st.integers(0, 99))
@@ -172,9 +173,13 @@ def test_only_plain_greedy_rows_are_chosen_on_the_tape() -> None:
     plain = greedy(np.array([0, 1], np.int32))
     assert chooses_greedily(plain)
     mixed = np.array([True, False])
-    fields = {name: getattr(plain, name) for name in ("rows", "temperature", "top_k", "top_p", "min_p", "uniform")}
+    fields = {
+        name: getattr(plain, name) for name in ("rows", "temperature", "top_k", "top_p", "min_p", "uniform")
+    }
     assert not chooses_greedily(Sampling(**fields, greedy=mixed))
-    assert not chooses_greedily(Sampling(**fields, greedy=plain.greedy, logprobs=(None, LogprobParams(top=1))))
+    assert not chooses_greedily(
+        Sampling(**fields, greedy=plain.greedy, logprobs=(None, LogprobParams(top=1)))
+    )
 
 
 def test_a_model_of_which_torch_computes_a_part_is_not_recorded() -> None:
