@@ -11,11 +11,8 @@
 
 namespace penstock {
 
-#ifndef KB_
-#define KB_ 256
-#endif
-constexpr int64_t KEY_BLOCK = KB_;           // keys
-constexpr float NO_SCORE = -1e30f;       // the largest of no scores; finite, so that differences are numbers
+constexpr int64_t KEY_BLOCK = 256;  // part of the arithmetic: where the sums of a row are cut
+constexpr float NO_SCORE = -1e30f;  // the largest of no scores; finite, so that differences are numbers
 constexpr float LOG2_E = 1.44269504088896341f;
 
 // Products are taken of words of four bytes: pairs of bfloat16 where the processor multiplies those, else float32.
@@ -103,8 +100,9 @@ inline void pack_keys(const T* keys, int64_t head_dim, uint32_t* packed, const T
                 const Four b = __builtin_shuffle(x[0], x[1], Four{2, 6, 3, 7});
                 const Four c = __builtin_shuffle(x[2], x[3], Four{0, 4, 1, 5});
                 const Four e = __builtin_shuffle(x[2], x[3], Four{2, 6, 3, 7});
-                const Four columns[] = {__builtin_shuffle(a, c, Four{0, 1, 4, 5}), __builtin_shuffle(a, c, Four{2, 3, 6, 7}),
-                                        __builtin_shuffle(b, e, Four{0, 1, 4, 5}), __builtin_shuffle(b, e, Four{2, 3, 6, 7})};
+                const Four columns[] = {
+                    __builtin_shuffle(a, c, Four{0, 1, 4, 5}), __builtin_shuffle(a, c, Four{2, 3, 6, 7}),
+                    __builtin_shuffle(b, e, Four{0, 1, 4, 5}), __builtin_shuffle(b, e, Four{2, 3, 6, 7})};
                 for (int k = 0; k < 4; k++)
                     std::memcpy(packed + (4 * half + k) * LANES + i, &columns[k], sizeof(Four));
             }
@@ -246,7 +244,8 @@ struct Mass {
 };
 
 template <class Weight>
-Mass weigh(float* scores, const Scoring& scoring, int64_t low, int64_t high, int64_t first, int64_t last, Weight* weights) {
+Mass weigh(float* scores, const Scoring& scoring, int64_t low, int64_t high, int64_t first, int64_t last,
+           Weight* weights) {
     const int64_t begin = low < high ? low / LANES * LANES : last, end = low < high ? high : last;
     Floats largest_of = fill(NO_SCORE);
     for (int64_t i = begin; i < end; i += LANES) {

@@ -6,9 +6,9 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 #include <cstdlib>
 #include <new>
+#include <utility>
 
 #include "attend_block.h"
 #include "step.h"
@@ -32,18 +32,9 @@ struct AttendOperands {
     int64_t num_parts;      // floats there
 };
 
-#ifndef AHEAD_
-#define AHEAD_ 16
-#endif
-#ifndef CHUNK_
-#define CHUNK_ 24
-#endif
-#ifndef TROWS_
-#define TROWS_ 256
-#endif
-constexpr int64_t AHEAD = AHEAD_;        // keys: how early they are asked for
-constexpr int64_t CHUNK = CHUNK_;       // rows whose scores of a block are held at once
-constexpr int64_t TILE_ROWS = TROWS_;  // that share packed keys, at most
+constexpr int64_t AHEAD = 16;       // keys: how early they are asked for
+constexpr int64_t CHUNK = 24;       // rows whose scores of a block are held at once
+constexpr int64_t TILE_ROWS = 256;  // that share packed keys, at most
 
 // A row is one query head of one token: row r of a tile is head r % group of token r / group.
 struct Tile {
@@ -66,17 +57,19 @@ struct Workplace {
     uint32_t* few;      // [2, 16, D]: keys and values that are not one after the other
 
     Workplace(int64_t rows, int64_t head_dim) {
-        const int64_t sizes[] = {rows * head_dim, KEY_BLOCK * head_dim, KEY_BLOCK * head_dim, CHUNK * KEY_BLOCK, CHUNK * KEY_BLOCK,
-                                 CHUNK * head_dim, rows * head_dim, (2 * rows + 15) / 16 * 16, 2 * LANES * head_dim};
-        int64_t total = 0;
-        for (int64_t size : sizes) total += size;
-        uint32_t* next = space(total);
-        uint32_t** const words[] = {&queries, &keys, &values, &weights};
-        float** const floats[] = {&scores, &part, &out};
-        for (int i = 0; i < 4; next += sizes[i++]) *words[i] = next;
-        for (int i = 0; i < 3; next += sizes[4 + i++]) *floats[i] = reinterpret_cast<float*>(next);
-        masses = reinterpret_cast<Mass*>(next);
-        few = next + sizes[7];
+        const int64_t padded = (rows + 7) / 8 * 8;  // masses end at a cache line
+        uint32_t* next = space(2 * padded + 2 * rows * head_dim + 2 * KEY_BLOCK * head_dim +
+                               CHUNK * (2 * KEY_BLOCK + head_dim) + 2 * LANES * head_dim);
+        const auto take = [&next](int64_t size) { return std::exchange(next, next + size); };
+        queries = take(rows * head_dim);
+        keys = take(KEY_BLOCK * head_dim);
+        values = take(KEY_BLOCK * head_dim);
+        weights = take(CHUNK * KEY_BLOCK);
+        scores = reinterpret_cast<float*>(take(CHUNK * KEY_BLOCK));
+        part = reinterpret_cast<float*>(take(CHUNK * head_dim));
+        out = reinterpret_cast<float*>(take(rows * head_dim));
+        masses = reinterpret_cast<Mass*>(take(2 * padded));
+        few = take(2 * LANES * head_dim);
     }
 
 private:
@@ -212,7 +205,8 @@ private:
     void gather_queries() {
         for (int64_t r = 0; r < rows_; r++) {
             const int64_t head = kv_head_ * group_ + r % group_;
-            const T* query = static_cast<const T*>(given_.q) + (token_ + r / group_) * given_.q_stride + head * head_dim_;
+            const T* const token = static_cast<const T*>(given_.q) + (token_ + r / group_) * given_.q_stride;
+            const T* const query = token + head * head_dim_;
             for (int64_t w = 0; w < words_; w += 8) {
                 const Eight x = words_of(query + w * PER_WORD<T>);
                 std::memcpy(place_.queries + r * words_ + w, &x, sizeof(x));
@@ -282,15 +276,16 @@ private:
 
     void attend_rows(int64_t base, int64_t row, int64_t rows, Mass* masses, float* part) {
         const int64_t first_position = position_ + row / group_, last_position = position_ + (row + rows - 1) / group_;
-        const int64_t first = std::clamp<int64_t>(tiles_.first_key(first_position) - base, 0, KEY_BLOCK) / LANES * LANES;
-        const int64_t last = (std::clamp<int64_t>(last_position + 1 - base, 0, KEY_BLOCK) + LANES - 1) / LANES * LANES;
+        const int64_t low = std::clamp<int64_t>(tiles_.first_key(first_position) - base, 0, KEY_BLOCK);
+        const int64_t high = std::clamp<int64_t>(last_position + 1 - base, 0, KEY_BLOCK);
+        const int64_t first = low / LANES * LANES, last = (high + LANES - 1) / LANES * LANES;
         if (first >= last) {
             std::fill(masses, masses + rows, Mass{NO_SCORE, 0});
             std::fill(part, part + rows * head_dim_, 0.0f);
             return;
         }
-        const Factors scores{place_.queries + row * words_, words_, place_.keys + first * words_, LANES, words_ * LANES,
-                             words_};
+        const Factors scores{place_.queries + row * words_, words_, place_.keys + first * words_, LANES,
+                             words_ * LANES, words_};
         dot_all<T>(scores, rows, (last - first) / LANES, place_.scores + first, KEY_BLOCK);
         constexpr int64_t weight_words = KEY_BLOCK / PER_WORD<T>;
         using Weight = std::conditional_t<PER_WORD<T> == 2, BFloat16, float>;

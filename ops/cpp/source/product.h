@@ -45,12 +45,19 @@ template <class T>
 constexpr int LANE_SIZE = sizeof(float) / sizeof(T);
 
 // sums[row] = x[row] . panel, added in order of depth: the number of rows must not change a result.
+// With `ahead` it asks for the next panel's memory, which is needed when this one has passed over all rows.
 template <class T, int ROWS>
-inline void multiply_tile(const T* x, int64_t stride, const T* panel, int64_t depth, Floats (&sums)[ROWS][2]) {
+inline void multiply_tile(const T* x, int64_t stride, const T* panel, int64_t depth, bool ahead,
+                          Floats (&sums)[ROWS][2]) {
+    const int64_t distance = ahead ? PANEL * depth : 0;
     constexpr int N = LANE_SIZE<T>;
     for (int row = 0; row < ROWS; row++) sums[row][0] = sums[row][1] = Floats{};
     for (int64_t k = 0; k < depth; k += N, panel += PANEL * N) {
         const auto first = lanes_of(panel), second = lanes_of(panel + LANES * N);
+        if constexpr (ROWS > MAX_TILE_ROWS / 2) {
+            __builtin_prefetch(panel + distance, 0, 2);
+            __builtin_prefetch(panel + distance + LANES * N, 0, 2);
+        }
 #pragma GCC unroll 16
         for (int row = 0; row < ROWS; row++) {
             const auto value = fill_lanes(x + row * stride + k);
@@ -76,12 +83,13 @@ inline void store_sums(const Floats (&sums)[2], const T* bias, Out* out, int64_t
 
 // Calls put(row, sums) with the sums of rows row .. row + height - 1 and a panel.
 template <class T, int ROWS = MAX_TILE_ROWS, class Put>
-inline void multiply_rows(const ProductOperands& o, int64_t row, int64_t height, int64_t panel, const Put& put) {
+inline void multiply_rows(const ProductOperands& o, int64_t row, int64_t height, bool ahead, int64_t panel,
+                          const Put& put) {
     if constexpr (ROWS > 0) {
-        if (height != ROWS) return multiply_rows<T, ROWS - 1>(o, row, height, panel, put);
+        if (height != ROWS) return multiply_rows<T, ROWS - 1>(o, row, height, ahead, panel, put);
         Floats sums[ROWS][2];
         const T* weight = static_cast<const T*>(o.weight) + panel * PANEL * o.in_size;
-        multiply_tile<T, ROWS>(static_cast<const T*>(o.x) + row * o.x_stride, o.x_stride, weight, o.in_size, sums);
+        multiply_tile<T, ROWS>(static_cast<const T*>(o.x) + row * o.x_stride, o.x_stride, weight, o.in_size, ahead, sums);
         for (int r = 0; r < ROWS; r++) put(row + r, sums[r]);
     }
 }
@@ -112,12 +120,38 @@ inline void share_panels(Team& team, int64_t rows, int64_t out_size, const Work&
 
 inline int64_t rows_of(const ProductOperands& o, const Step& step) { return o.rows ? o.rows : step.num_tokens; }
 
+// Torch's product of small matrices with oneDNN, which knows the matrix units of processors that have some: C [M, 32] =
+// A [M, K] times a panel. Null: not there, or not faster than ours.
+using TorchProduct = void (*)(int64_t m, int64_t n, int64_t k, int64_t a_stride, int64_t b_stride, int64_t c_stride,
+                              bool add, const BFloat16* a, const BFloat16* b, float* c, bool in_pairs);
+using TorchRelease = void (*)(bool in_pairs);  // gives the matrix units back
+inline TorchProduct torch_product = nullptr;
+inline TorchRelease torch_release = nullptr;
+constexpr int64_t MIN_TORCH_ROWS = 32;
+
+template <class Put>
+inline void multiply_by_torch(const ProductOperands& o, Team& team, int64_t rows, const Put& put) {
+    float sums[BLOCK_ROWS][2 * LANES];
+    share_panels(team, rows, o.out_size, [&](int64_t first, int64_t end, int64_t panel) {
+        torch_product(end - first, PANEL, o.in_size, o.x_stride, PANEL, PANEL, false,
+                      static_cast<const BFloat16*>(o.x) + first * o.x_stride,
+                      static_cast<const BFloat16*>(o.weight) + panel * PANEL * o.in_size, sums[0], true);
+        for (int64_t row = first; row < end; row++) {
+            const float* found = sums[row - first];
+            put(row, panel, {load(found), load(found + LANES)});
+        }
+    });
+    torch_release(true);
+}
+
 // Calls put(row, panel, sums) for all rows and panels.
 template <class T, class Put>
 inline void multiply(const ProductOperands& o, Team& team, int64_t rows, const Put& put) {
+    if constexpr (sizeof(T) == sizeof(BFloat16))
+        if (torch_product && rows >= MIN_TORCH_ROWS) return multiply_by_torch(o, team, rows, put);
     share_panels(team, rows, o.out_size, [&](int64_t first, int64_t end, int64_t panel) {
         in_tiles<MAX_TILE_ROWS>(first, end, [&](int64_t row, int64_t height) {
-            multiply_rows<T>(o, row, height, panel,
+            multiply_rows<T>(o, row, height, row > first && row + height == end, panel,
                              [&](int64_t r, const Floats (&sums)[2]) { put(r, panel, sums); });
         });
     });
