@@ -79,7 +79,7 @@ class Executor:
             raise RuntimeError("The threads of the kernels have ended.")
         self.library.run(self._pool, nodes, count, ctypes.addressof(step))
 
-    def record(self, capacity: int, forward: Callable[[], None]) -> Tape:
+    def record(self, capacity: int, forward: Callable[[], object]) -> Tape:
         """What `forward` launches for steps of up to `capacity` tokens.
 
         Raises `NotRecordable` where torch itself would have to compute something.

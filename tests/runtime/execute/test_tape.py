@@ -23,7 +23,7 @@ from runtime.cache.pool import KVPool
 from runtime.execute.tape import StepTape, chooses_greedily
 from runtime.models.decoder import Decoder
 
-CPP = dict.fromkeys(("activation", "attention", "kv", "matmul", "norm", "rope"), "with_cpp")
+CPP: dict[str, str] = dict.fromkeys(("activation", "attention", "kv", "matmul", "norm", "rope"), "with_cpp")
 MAX_ROWS, CAPACITY, NUM_PAGES = 4, 40, 64
 STEPS = st.lists(st.lists(st.integers(0, 9), min_size=MAX_ROWS, max_size=MAX_ROWS), min_size=1, max_size=4)
 

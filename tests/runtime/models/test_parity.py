@@ -219,7 +219,7 @@ def test_every_logit_equals_transformers_with_packed_weights(name: str) -> None:
     assert largest_error(name, model, 16) < THRESHOLD
 
 
-CPP = dict.fromkeys(("activation", "attention", "kv", "matmul", "norm", "rope"), "with_cpp")
+CPP: dict[str, str] = dict.fromkeys(("activation", "attention", "kv", "matmul", "norm", "rope"), "with_cpp")
 
 
 @pytest.mark.parametrize("name", VARIANTS)
