@@ -106,7 +106,11 @@ def _executor(num_threads: int | None = None, compiler: str | None = None) -> Ex
     compiler = compiler or machine.compiler
     if compiler is None:
         raise BuildError("There is no C++ compiler.")
-    library = Library(build(compiler, machine.cpu_flags))
+    path = build(compiler, machine.cpu_flags)
+    try:
+        library = Library(path)
+    except OSError as error:  # from a disk of which nothing may be run, say
+        raise BuildError(f"What {compiler} made cannot be loaded: {error}.") from error
     library.use_torch_product("amx_bf16" in machine.cpu_flags)  # without matrix units ours is faster
     return Executor(library, num_threads or torch.get_num_threads())
 

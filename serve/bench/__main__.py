@@ -16,6 +16,7 @@ COMMANDS = {
     "overhead": ("serve.bench.overhead", "scheduling and streaming without a model"),
     "parallel": ("serve.bench.parallel", "a step of two processes against one, in its parts"),
     "step": ("serve.bench.step", "single steps in this process: chosen kernels against plain torch"),
+    "accuracy": ("serve.bench.accuracy", "bfloat16 and 8 bits against transformers in float32"),
     "checkpoint": ("serve.bench.checkpoints", "write a random checkpoint of a known shape"),
 }
 

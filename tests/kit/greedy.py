@@ -18,7 +18,10 @@ GREEDY = {"temperature": 0, "max_new_tokens": NUM_NEW, "ignore_eos": True}
 
 @cache
 def model_path(family: str) -> str:
-    return tiny_checkpoints.cached(family, max_position_embeddings=512, tie_word_embeddings=family == "qwen3")
+    """With heads that the kernels in C++ take."""
+    return tiny_checkpoints.cached(
+        family, max_position_embeddings=512, tie_word_embeddings=family == "qwen3", head_dim=16
+    )
 
 
 @cache

@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+import cpp_kernels
 import paged_forward
 import tiny_checkpoints
 from ops.matmul import with_onednn
+from ops.matmul.with_cpp import Panels
 from ops.select import select
 from runtime.models.config import read_facts
 from runtime.models.decoder import Decoder
@@ -233,6 +235,31 @@ def test_every_logit_equals_transformers_with_packed_weights(name: str) -> None:
     assert model.head.weight is not None
     assert model.head.weight.is_mkldnn
     assert largest_error(name, model, 16) < THRESHOLD
+
+
+CPP: dict[str, str] = dict.fromkeys(("activation", "attention", "kv", "matmul", "norm", "rope"), "with_cpp")
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_logit_equals_transformers_with_kernels_in_cpp(name: str) -> None:
+    cpp_kernels.library()
+    model = load(name, choices=CPP)
+    assert model.head is not None
+    assert isinstance(model.head.prepared, Panels)
+    assert largest_error(name, model, 16) < THRESHOLD
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("family", tiny_checkpoints.CONFIGS)
+def test_every_logit_equals_transformers_with_attention_in_cpp(family: str, page_size: int) -> None:
+    cpp_kernels.library()
+    path = tiny_checkpoints.cached(family, head_dim=16)
+    model = paged_forward.load(path, kernels=select(CPP))
+    generator = torch.Generator().manual_seed(3)
+    sequences = [torch.randint(3, 128, (length,), generator=generator).tolist() for length in LENGTHS]
+    found = paged_forward.all_logits(model, sequences, page_size)
+    for ids, logits in zip(sequences, found, strict=True):
+        assert (logits - tiny_checkpoints.reference(path, ids)).abs().max() < THRESHOLD
 
 
 MUTATIONS = [(name, feature) for name, variant in VARIANTS.items() for feature in variant.mutations]
