@@ -15,6 +15,7 @@ from runtime.batch import UNKNOWN, Batch, Tokens
 from runtime.cache.pool import KVPool
 from runtime.execute.inputs import StepInputs
 from runtime.execute.logprobs import ScoredPrompts, score_prompts
+from runtime.execute.occupancy import Occupancy
 from runtime.execute.rank import Rank
 from runtime.execute.sampler import Sampled, Sampler
 from runtime.execute.stream import Collect, DeviceStream, Ticket
@@ -97,6 +98,12 @@ class ModelRunner:
         """Finish what was launched and let go of the weights and the cache. Blocks."""
         self._stream.close()
         del self._rank, self._sampler
+
+    def measure(self) -> Occupancy:
+        """Time every further step; a second call starts anew."""
+        occupancy = Occupancy(self._forward_stream)
+        self._stream.around = occupancy.around
+        return occupancy
 
     async def watch(self) -> None:
         """Never returns: a runner without other processes fails step by step only."""
