@@ -16,6 +16,7 @@ COMMANDS = {
     "overhead": ("serve.bench.overhead", "scheduling and streaming without a model"),
     "parallel": ("serve.bench.parallel", "a step of two processes against one, in its parts"),
     "step": ("serve.bench.step", "single steps in this process: chosen kernels against plain torch"),
+    "gpu": ("serve.bench.gpu.command", "a GPU with random weights of real shapes, beside its limits"),
     "checkpoint": ("serve.bench.checkpoints", "write a random checkpoint of a known shape"),
 }
 
