@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from time import perf_counter
 from typing import NamedTuple, Protocol, Self
 
@@ -22,12 +23,13 @@ class Occupancy:
     """Times steps: on CUDA by events on the stream they run on, on a CPU by the clock of the device thread.
 
     What is timed begins when the device reaches the step and ends when its tokens are ready. Nothing is waited
-    for but in the thread that waits for the step anyway.
+    for but in the thread that waits for the step anyway. Within `forward()` that stream is the current one;
+    None: the thread that launches a step also computes it.
     """
 
-    def __init__(self, stream: torch.cuda.Stream | None) -> None:
+    def __init__(self, forward: Callable[[], AbstractContextManager[object]] | None) -> None:
         self.steps: list[TimedStep] = []  # in order; the collecting thread appends
-        self._stream = stream
+        self._forward = forward
         self._last: _Mark | None = None
 
     def around(self, launch: Launch[Result]) -> Launch[Result]:
@@ -40,7 +42,7 @@ class Occupancy:
 
             def collected() -> Result:
                 result = collect()
-                self._note(begin, self._mark() if self._stream is None else launched)
+                self._note(begin, self._mark() if self._forward is None else launched)
                 return result
 
             return collected
@@ -52,7 +54,10 @@ class Occupancy:
         return [min(1.0, step.busy_s / after.period_s) for step, after in zip(self.steps, self.steps[1:])]
 
     def _mark(self) -> _Mark:
-        return HostMark() if self._stream is None else DeviceMark(self._stream)
+        if self._forward is None:
+            return HostMark()
+        with self._forward():
+            return DeviceMark()
 
     def _note(self, begin: _Mark, end: _Mark) -> None:
         end.wait()
@@ -85,11 +90,11 @@ class HostMark:
 
 
 class DeviceMark:
-    """The moment at which a CUDA stream gets here."""
+    """The moment at which the current CUDA stream gets here."""
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
+    def __init__(self) -> None:
         self._event = torch.cuda.Event(enable_timing=True)
-        self._event.record(stream)
+        self._event.record()
 
     def wait(self) -> None:
         self._event.synchronize()

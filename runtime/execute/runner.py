@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import anyio
@@ -101,7 +102,8 @@ class ModelRunner:
 
     def measure(self) -> Occupancy:
         """Time every further step; a second call starts anew."""
-        occupancy = Occupancy(self._forward_stream)
+        forward = partial(torch.cuda.stream, self._forward_stream) if self._cuda else None
+        occupancy = Occupancy(forward)
         self._stream.around = occupancy.around
         return occupancy
 
