@@ -12,6 +12,7 @@
     ├── Overloaded                503, try again later (Retry-After)
     └── EngineFailure             500, our mistake
         ├── StepFailed            a forward failed; its requests are lost, the engine goes on
+        │   └── OutOfMemory       for want of memory: one request is lost, the others are computed again
         ├── WorkerFailed          a process that computes with this one is gone; so is the whole replica
         └── EngineClosed          503, the engine is gone or going
 
@@ -103,6 +104,10 @@ class EngineFailure(PenstockError):
 
 class StepFailed(EngineFailure):
     """The forward pass that held this request failed."""
+
+
+class OutOfMemory(StepFailed):
+    """The device had too little memory for a step; the request that came last was given up for the others."""
 
 
 class WorkerFailed(EngineFailure):

@@ -10,13 +10,15 @@ from typing import NamedTuple, Protocol
 
 from runtime.actors.mailbox import Mailbox
 from runtime.batch import Batch, Tokens
-from runtime.errors import PenstockError, StepFailed, WorkerFailed
+from runtime.errors import OutOfMemory, PenstockError, StepFailed, WorkerFailed
 from runtime.plan import SchedulePlan
 from runtime.request import Delta, Finish
 from runtime.schedule.schedule import Schedule
 from runtime.sequence import Sequence
 
 logger = logging.getLogger("penstock.scheduler")
+
+NO_MEMORY = "The device ran out of memory; this request came last and was given up for the others."
 
 
 class Step(Protocol):
@@ -121,7 +123,10 @@ class SchedulerActor:
         self.progress.note_applied(self.schedule, len(batch.sequences))
 
     async def _recover(self, error: Exception) -> None:
-        """A step failed: what was in flight is lost, the ledger is as new, everything else goes on."""
+        """A step failed: what was in flight is lost, the ledger is as new, everything else goes on.
+
+        For want of memory only its newest request is given up; the others are computed again.
+        """
         logger.error("a step failed", exc_info=error)
         for _, step in list(self._in_flight)[1:]:
             try:
@@ -130,8 +135,15 @@ class SchedulerActor:
                 logger.error("a step behind it failed too: %s", another)
         batches = [batch for batch, _ in self._in_flight]
         self._in_flight.clear()
-        for request_id in self.schedule.fail(batches):
-            self._fail(request_id, StepFailed("The forward pass failed; the request is lost."))
+        if isinstance(error, OutOfMemory):
+            lost, told = self.schedule.give_up_newest(batches), OutOfMemory(NO_MEMORY)
+        else:
+            lost, told = (
+                self.schedule.fail(batches),
+                StepFailed("The forward pass failed; the request is lost."),
+            )
+        for request_id in lost:
+            self._fail(request_id, told)
 
     def _receive(self) -> None:
         for message in self.inbox.take():

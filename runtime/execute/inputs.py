@@ -6,19 +6,21 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ops.attention import AttentionInputs
 from runtime.batch import Batch
+from runtime.execute.device import Device, Mark
 
 
 class StepInputs(NamedTuple):
     """What the model reads. T tokens, B rows, R rows that sample."""
 
-    token_ids: torch.Tensor  # int64 [T]; negative where the slot's last token is to be taken
-    token_slots: torch.Tensor  # int64 [T], the slot of each token's row
-    positions: torch.Tensor  # int64 [T]
-    last_index: torch.Tensor  # int64 [R], into [T]: the position that predicts the sampled token
-    sample_slots: torch.Tensor  # int64 [R]
+    token_ids: Tensor  # int64 [T]; negative where the slot's last token is to be taken
+    token_slots: Tensor  # int64 [T], the slot of each token's row
+    positions: Tensor  # int64 [T]
+    last_index: Tensor  # int64 [R], into [T]: the position that predicts the sampled token
+    sample_slots: Tensor  # int64 [R]
     attention: AttentionInputs
 
 
@@ -33,32 +35,32 @@ def prepare(batch: Batch, page_size: int, staging: Staging) -> StepInputs:
     positions = np.arange(num_tokens) + (starts - query_starts[:-1])[rows]
     pages = batch.page_table[rows, positions // page_size].astype(np.int64)
     sample_rows = batch.sampling.rows if batch.sampling is not None else np.zeros(0, np.int64)
-    tensors = staging.copy(
+    there = staging.copy(
         {
-            "token_ids": batch.token_ids,
-            "token_slots": batch.slots[rows],
+            "token_ids": batch.token_ids.astype(np.int64),
+            "token_slots": batch.slots[rows].astype(np.int64),
             "positions": positions,
             "kv_slots": pages * page_size + positions % page_size,
             "last_index": query_starts[1:][sample_rows] - 1,
-            "sample_slots": batch.slots[sample_rows],
+            "sample_slots": batch.slots[sample_rows].astype(np.int64),
             "page_table": batch.page_table,
-            "starts": starts,
-            "counts": counts,
-            "query_starts": query_starts,
+            "starts": batch.starts,
+            "counts": batch.counts,
+            "query_starts": query_starts.astype(np.int32),
         }
     )
     return StepInputs(
-        token_ids=tensors["token_ids"],
-        token_slots=tensors["token_slots"],
-        positions=tensors["positions"],
-        last_index=tensors["last_index"],
-        sample_slots=tensors["sample_slots"],
+        token_ids=there["token_ids"],
+        token_slots=there["token_slots"],
+        positions=there["positions"],
+        last_index=there["last_index"],
+        sample_slots=there["sample_slots"],
         attention=AttentionInputs(
-            page_table=tensors["page_table"].to(torch.int32),
-            starts=tensors["starts"].to(torch.int32),
-            counts=tensors["counts"].to(torch.int32),
-            query_starts=tensors["query_starts"].to(torch.int32),
-            slots=tensors["kv_slots"],
+            page_table=there["page_table"],
+            starts=there["starts"],
+            counts=there["counts"],
+            query_starts=there["query_starts"],
+            slots=there["kv_slots"],
             page_size=page_size,
             starts_host=starts.tolist(),
             counts_host=counts.tolist(),
@@ -69,55 +71,51 @@ def prepare(batch: Batch, page_size: int, staging: Staging) -> StepInputs:
 class Staging:
     """Host to device, one copy a step.
 
-    On CPU the arrays are used as they are. On CUDA they are packed into a pinned buffer and copied on a copy
-    stream that the forward stream waits for. Buffers rotate, and one is not written again before the copy
-    that read it is done.
+    Where the host is the device, the arrays are used as they are. Else they are packed into pinned buffers
+    that take turns: one is not written again before the copy that read it is done.
     """
 
     NUM_BUFFERS = 3  # the step that runs, the one that is launched, the one that is prepared
+    ALIGNMENT = 8  # bytes; of the widest dtype
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: Device) -> None:
         self._device = device
-        self._cuda = device.type == "cuda"
-        if self._cuda:
-            self._stream = torch.cuda.Stream(device)
-            self._buffers = [torch.empty(0, dtype=torch.int64).pin_memory() for _ in range(self.NUM_BUFFERS)]
-            self._read = [torch.cuda.Event() for _ in range(self.NUM_BUFFERS)]
-            self._turn = 0
+        self._buffers = [device.pinned(0) for _ in range(self.NUM_BUFFERS)]
+        self._read: list[Mark | None] = [None] * self.NUM_BUFFERS
+        self._turn = 0
 
-    def copy(self, arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
-        """int64 tensors on the device, of the arrays' shapes, ready for the current stream."""
-        if not self._cuda:
-            return {
-                name: torch.from_numpy(array.astype(np.int64, copy=False)) for name, array in arrays.items()
-            }
-        total = sum(array.size for array in arrays.values())
-        host = self._next_buffer(total)
-        offset = 0
-        for array in arrays.values():
-            host[offset : offset + array.size] = torch.from_numpy(
-                array.astype(np.int64, copy=False).reshape(-1)
-            )
-            offset += array.size
-        current = torch.cuda.current_stream(self._device)
-        with torch.cuda.stream(self._stream):
-            device = host[:total].to(self._device, non_blocking=True)
-            self._read[self._turn].record(self._stream)
-        current.wait_event(self._read[self._turn])
-        device.record_stream(current)
-        return self._views(device, arrays)
+    def copy(self, arrays: dict[str, np.ndarray]) -> dict[str, Tensor]:
+        """Tensors on the device of the arrays' shapes and dtypes, for what the forward stream does next."""
+        whole = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+        if self._device.is_host:
+            return {name: torch.from_numpy(array) for name, array in whole.items()}
+        places, size = self._places(whole)
+        host = self._next_buffer(size)[:size]
+        for name, array in whole.items():
+            host[places[name]] = torch.from_numpy(array.reshape(-1).view(np.uint8))
+        there, self._read[self._turn] = self._device.upload(host)
+        return {
+            name: there[places[name]].view(getattr(torch, array.dtype.name)).view(array.shape)
+            for name, array in whole.items()
+        }
 
-    def _next_buffer(self, size: int) -> torch.Tensor:
+    def _next_buffer(self, num_bytes: int) -> Tensor:
         self._turn = (self._turn + 1) % self.NUM_BUFFERS
-        self._read[self._turn].synchronize()  # three steps old: done long ago
-        if self._buffers[self._turn].numel() < size:
-            self._buffers[self._turn] = torch.empty(size * 2, dtype=torch.int64).pin_memory()
+        self._wait_until_read()
+        if self._buffers[self._turn].numel() < num_bytes:
+            self._buffers[self._turn] = self._device.pinned(num_bytes * 2)
         return self._buffers[self._turn]
 
-    @staticmethod
-    def _views(flat: torch.Tensor, arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
-        views, offset = {}, 0
+    def _wait_until_read(self) -> None:
+        mark = self._read[self._turn]
+        if mark is not None:
+            mark.wait()  # three steps old: done long ago
+
+    def _places(self, arrays: dict[str, np.ndarray]) -> tuple[dict[str, slice], int]:
+        """Where each array's bytes lie, and how many there are in all."""
+        places, end = {}, 0
         for name, array in arrays.items():
-            views[name] = flat[offset : offset + array.size].view(array.shape)
-            offset += array.size
-        return views
+            start = -(-end // self.ALIGNMENT) * self.ALIGNMENT
+            end = start + array.nbytes
+            places[name] = slice(start, end)
+        return places, end

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from runtime.batch import Batch
 from runtime.cache.pool import KVPool
+from runtime.execute.device import Device
+from runtime.execute.forward import Forward
 from runtime.execute.inputs import Staging, StepInputs, prepare
 from runtime.execute.logprobs import CHUNK, prompt_places
 from runtime.models.decoder import Decoder
@@ -25,17 +27,19 @@ class Rank:
         self,
         model: Decoder,
         pool: KVPool,
+        forward: Forward,
         *,
         num_slots: int,
-        device: torch.device,
+        device: Device,
         mesh: Mesh | None = None,
     ) -> None:
-        self.device = device
+        self.device = device.torch_device
         self.pool = pool
         self._model = model
+        self._forward = forward  # unless the model lies in stages
         self._mesh = mesh if mesh is not None and mesh.place.world_size > 1 else None
         self._pipelined = mesh is not None and mesh.place.pp_size > 1
-        self._last_tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self._last_tokens = torch.zeros(num_slots, dtype=torch.int64, device=self.device)
         self._staging = Staging(device)
 
     def begin(self, batch: Batch) -> tuple[StepInputs, Tensor | None]:
@@ -43,7 +47,7 @@ class Rank:
         inputs = prepare(batch, self.pool.page_size, self._staging)
         token_ids = self._resolve(inputs)
         if self._mesh is None or not self._pipelined:
-            return inputs, self._model(token_ids, inputs.positions, inputs.attention, self.pool)
+            return inputs, self._forward(token_ids, inputs)
         x = self._model.embed(token_ids)
         x, residual = self._model.blocks(x, inputs.positions, inputs.attention, self.pool)
         self._mesh.pass_on(x if residual is None else x + residual)

@@ -37,6 +37,10 @@ class Ticket(Generic[Result]):
             return self._future.result()
         return await asyncio.shield(self._future)
 
+    def when_done(self, call: Callable[[BaseException | None], None]) -> None:
+        """Have the loop call this once the work is over, with what it raised. It is never cancelled."""
+        self._future.add_done_callback(lambda future: call(future.exception()))
+
 
 class DeviceStream:
     """Runs launches one after the other; `close` joins its threads.
@@ -59,6 +63,11 @@ class DeviceStream:
         ]
         for thread in self._threads:
             thread.start()
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing more is taken."""
+        return self._closed
 
     def submit(self, launch: Launch[Result]) -> Ticket[Result]:
         """Enqueue; returns at once. Raises `EngineClosed` after `close`."""

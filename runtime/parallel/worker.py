@@ -57,6 +57,8 @@ def main(link_fd: int, parent: int, path: str | None = None) -> int:
 def _work(link: WorkerLink, path: str | None) -> None:
     import torch
 
+    from runtime.execute.device import open_device
+    from runtime.execute.forward import EagerForward
     from runtime.execute.rank import Rank
     from runtime.parallel.member import Member
 
@@ -69,9 +71,11 @@ def _work(link: WorkerLink, path: str | None) -> None:
     join["address"] = link.address or join["address"]
     pool = member.join(join)
     model = member.take_model()
-    rank = Rank(model, pool, num_slots=join["num_slots"], device=member.device, mesh=member.mesh)
+    device = open_device(member.device)
+    forward = EagerForward(model, pool)
+    rank = Rank(model, pool, forward, num_slots=join["num_slots"], device=device, mesh=member.mesh)
     link.send(encode({"ready": True}))
-    with torch.inference_mode():
+    with torch.inference_mode(), device.forward():
         if not member.mesh.place.first:
             while True:
                 rank.relay(decode_batch(link.receive()))

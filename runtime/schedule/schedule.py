@@ -141,12 +141,35 @@ class Schedule:
             for request_id, choices in self._choices.items()
             if any(sequence.num_pending for sequence in choices)
         }
-        self._num_applied = self._num_filled
-        for sequence in reversed(self._running.reset()):
-            self._waiting.put_back(sequence)
+        self._start_over()
         for request_id in lost:
             self.abort(request_id, Finish("abort", message=STEP_FAILED))
         return sorted(lost)
+
+    def give_up_newest(self, batches: Iterable[Batch]) -> list[int]:
+        """The oldest of these steps had too little memory: give up its newest request for all others.
+
+        `batches` are all in flight, oldest first; nothing of them will be applied. Everybody else is computed
+        again, with the tokens that are known, and gets the same further ones. Returns the ids of the lost
+        requests (none where all of that step had ended meanwhile); no Delta is made for them.
+        """
+        failed = next(iter(batches))
+        lost = {sequence.request.id for sequence in failed.sequences if sequence.finish is None}
+        self._start_over()
+        for choices in self._choices.values():
+            for sequence in choices:
+                sequence.num_pending = 0
+                _ask_again(sequence)
+        newest = [max(lost)] if lost else []
+        for request_id in newest:
+            self.abort(request_id, Finish("abort", message=STEP_FAILED))
+        return newest
+
+    def _start_over(self) -> None:
+        """Put everybody who runs back to the head of the queue, with nothing computed and nothing in flight."""
+        self._num_applied = self._num_filled
+        for sequence in reversed(self._running.reset()):
+            self._waiting.put_back(sequence)
 
     def flush(self) -> bool:
         """Empty the prefix tree; False, and nothing done, while anything is running or waiting."""
@@ -246,3 +269,10 @@ def _first_prompt_logprobs(sequence: Sequence) -> Logprobs | None:
         top=[None] if params.top else [],
         picked=[None] if params.token_ids else [],
     )
+
+
+def _ask_again(sequence: Sequence) -> None:
+    """Have the prompt logprobs that were asked for and did not arrive asked for once more."""
+    arrived = sequence.prompt_logprobs
+    if arrived is not None and sequence.request.logprobs is not None:
+        sequence.next_logprob = sequence.request.logprobs.start + len(arrived.chosen) - 1

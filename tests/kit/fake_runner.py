@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -208,7 +209,7 @@ def make_sequence(
 
 
 class Drive:
-    """A schedule with a fake runner and `depth` steps in flight, checked after every change."""
+    """A schedule with a fake runner, or another like it, and `depth` steps in flight, checked after every change."""
 
     def __init__(
         self,
@@ -221,11 +222,12 @@ class Drive:
         vocab_size: int = 50,
         context_length: int = 4096,
         watch: Callable[[Batch], None] | None = None,
+        runner: Any = None,
     ) -> None:
         plan = plan or make_plan()
         self.cache = PrefixCache(num_pages, page_size, enabled=prefix)
         self.schedule = Schedule(plan, self.cache, vocab_size=vocab_size, context_length=context_length)
-        self.runner = FakeRunner(num_pages, page_size, plan.max_running, vocab_size)
+        self.runner = runner or FakeRunner(num_pages, page_size, plan.max_running, vocab_size)
         self.depth = depth
         self.deltas: list[Delta] = []
         self._watch = watch

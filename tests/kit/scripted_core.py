@@ -28,6 +28,7 @@ class ScriptedRunner:
         self.open = asyncio.Event()
         self.open.set()
         self.failures = 0
+        self.failure: Exception = ValueError("the device has a bad day: secret detail")
         self.num_launched = 0
         self.closed = False
         self.death: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
@@ -60,7 +61,7 @@ class ScriptedStep:
         if runner.failures:
             runner.failures -= 1
             runner.fake.drop()
-            raise ValueError("the device has a bad day: secret detail")
+            raise runner.failure
         if not runner.fake.num_in_flight:
             raise ValueError("a step before this one failed")
         return runner.fake.finish_oldest()[1]

@@ -9,7 +9,7 @@ import fake_runner
 import scripted_core
 from runtime.actors.core import Core
 from runtime.actors.reply import Reply
-from runtime.errors import EngineClosed, EngineFailure, InvalidRequest, Overloaded, StepFailed
+from runtime.errors import EngineClosed, EngineFailure, InvalidRequest, OutOfMemory, Overloaded, StepFailed
 from runtime.request import Request, SamplingParams
 
 
@@ -53,6 +53,22 @@ async def test_failed_step_loses_its_requests_and_nothing_else():
         assert core.status().state == "ready"
         core.schedule.check()
         assert core.status().num_used_pages == 0
+
+
+async def test_step_without_memory_costs_its_newest_request_alone():
+    async with scripted_core.running() as (core, runner):
+        runner.failure = OutOfMemory("secret: 3 GiB")
+        replies = [core.submit(request(3, 4, new=20, seed=seed)) for seed in (1, 2, 3)]
+        await until(lambda: runner.num_launched >= 5)
+        runner.failures = 1
+        with pytest.raises(OutOfMemory, match="ran out of memory") as caught:
+            await replies[2].whole()
+        assert (caught.value.status, "secret" in str(caught.value)) == (500, False)
+        for seed, reply in zip((1, 2), replies):
+            [chunk] = await reply.whole()
+            assert chunk.ids == expected((3, 4), new=20, seed=seed)
+        assert core.status().state == "ready"
+        core.schedule.check()
 
 
 async def test_hanging_step_ends_the_engine_with_a_clear_error():

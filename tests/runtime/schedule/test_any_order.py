@@ -149,6 +149,18 @@ class AnyOrder(RuleBasedStateMachine):
         self.drive.schedule.check()
         assert self.drive.cache.num_free == self.drive.cache.num_pages
 
+    @precondition(lambda self: self.drive.runner.num_in_flight)
+    @rule()
+    def run_out_of_memory(self):
+        alive = [sequence for sequence in self.added if sequence.finish is None]
+        batches = self.drive.runner.drop()
+        lost = self.drive.schedule.give_up_newest(batches)
+        in_step = {s.request.id for s in batches[0].sequences if s in alive}
+        assert lost == ([max(in_step)] if in_step else [])
+        self.interrupted |= {s: "lost" for s in alive if s.request.id in lost}
+        self.drive.schedule.check()
+        assert self.drive.cache.num_free == self.drive.cache.num_pages
+
     def teardown(self):
         if not hasattr(self, "drive"):
             return

@@ -1,0 +1,226 @@
+"""What a step needs of the device that it runs on, beyond tensors: order, copies, completions, graphs.
+
+Everything that may run later than it is called goes through here, so that a test can let it run later in any
+order that streams allow.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ops.machine import Machine
+
+
+class Mark(Protocol):
+    """A point in the device's work."""
+
+    def wait(self) -> None:
+        """Block until the work before it is done."""
+        ...
+
+
+class Graph(Protocol):
+    """Captured work."""
+
+    def replay(self) -> None:
+        """Enqueue it again: the same operations on the same addresses, whatever is there by then."""
+        ...
+
+
+class MemoryUse(NamedTuple):
+    """What some work took, in bytes."""
+
+    peak_bytes: int  # at its height, beyond what was there before
+    kept_bytes: int  # of it, what stays
+
+
+class Device(Protocol):
+    """One device and the two streams of it that a rank uses: one for copies, one for the forward."""
+
+    torch_device: torch.device
+    is_host: bool  # what is called is done at once, and the host can read the result
+
+    def forward(self) -> AbstractContextManager[None]:
+        """Enqueue what is called inside on the forward stream, in order."""
+        ...
+
+    def pinned(self, num_bytes: int) -> Tensor:
+        """Host memory, uint8, that copies may read and write while the host goes on."""
+        ...
+
+    def upload(self, host: Tensor) -> tuple[Tensor, Mark]:
+        """A copy of pinned memory on the device, for what is enqueued on the forward stream from now on.
+
+        `host` must not change before the mark is reached. The copy overlaps with the forward of earlier steps.
+        """
+        ...
+
+    def download(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Mark]:
+        """Copies on the host, behind what the forward stream has to do; to be read after the mark."""
+        ...
+
+    def capture(self, run: Callable[[], Tensor]) -> tuple[Graph, Tensor]:
+        """Record what `run` enqueues without running it; the tensor is what it returns at each replay.
+
+        All graphs of a device share one memory pool: only the results of the last replay are to be read.
+        Raises what `run` or the capture raised; the device goes on.
+        """
+        ...
+
+    def measure(self, run: Callable[[], object]) -> MemoryUse:
+        """Run it, wait for it and tell what it took. Nothing else may use the device meanwhile."""
+        ...
+
+    def free_bytes(self) -> tuple[int, int]:
+        """(free, total) memory now, for all processes."""
+        ...
+
+    def release_unused(self) -> None:
+        """Give back what the allocator holds and nobody uses."""
+        ...
+
+
+class _Reached:
+    """The mark of work that was done when it was called."""
+
+    def wait(self) -> None:
+        return
+
+
+class CpuDevice:
+    """The host itself."""
+
+    is_host = True
+
+    def __init__(self) -> None:
+        self.torch_device = torch.device("cpu")
+
+    def forward(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def pinned(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def upload(self, host: Tensor) -> tuple[Tensor, Mark]:
+        return host.clone(), _Reached()
+
+    def download(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Mark]:
+        return list(tensors), _Reached()
+
+    def capture(self, run: Callable[[], Tensor]) -> tuple[Graph, Tensor]:
+        raise RuntimeError("A CPU has no graphs.")
+
+    def measure(self, run: Callable[[], object]) -> MemoryUse:
+        raise RuntimeError("What a step takes on a CPU cannot be told from what else the process takes.")
+
+    def free_bytes(self) -> tuple[int, int]:
+        machine = Machine.probe()
+        return machine.available_bytes, machine.total_bytes
+
+    def release_unused(self) -> None:
+        return
+
+
+class CudaDevice:
+    """An NVIDIA GPU. Belongs to the thread that enqueues; marks may be waited for on any."""
+
+    is_host = False
+
+    def __init__(self, device: torch.device) -> None:
+        self.torch_device = device
+        self._forward = torch.cuda.Stream(device)
+        self._copies = torch.cuda.Stream(device)
+        self._graph_pool = None
+        torch.cuda.synchronize(device)  # weights and pools were written on another stream
+
+    def forward(self) -> AbstractContextManager[None]:
+        return torch.cuda.stream(self._forward)
+
+    def pinned(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def upload(self, host: Tensor) -> tuple[Tensor, Mark]:
+        # Memory of the copy stream's own: that of the forward stream may still be read by earlier steps.
+        with torch.cuda.stream(self._copies):
+            there = host.to(self.torch_device, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record(self._copies)
+        self._forward.wait_event(done)
+        there.record_stream(self._forward)
+        return there, _Event(done)
+
+    def download(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Mark]:
+        with torch.cuda.stream(self._forward):
+            host = [torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in tensors]
+            for copy, tensor in zip(host, tensors, strict=True):
+                copy.copy_(tensor, non_blocking=True)
+            done = torch.cuda.Event(blocking=True)  # whoever waits for it sleeps, and burns no processor
+            done.record(self._forward)
+        return host, _Event(done)
+
+    def capture(self, run: Callable[[], Tensor]) -> tuple[Graph, Tensor]:
+        if self._graph_pool is None:
+            self._graph_pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._forward):
+            self._forward.synchronize()
+            # Other threads go on waiting for events and pinning memory, which does not concern this capture.
+            graph.capture_begin(pool=self._graph_pool, capture_error_mode="thread_local")
+            try:
+                result = run()
+            except BaseException:
+                with suppress(RuntimeError):  # that the capture is incomplete is known
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        return graph, result
+
+    def measure(self, run: Callable[[], object]) -> MemoryUse:
+        device = self.torch_device
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        with self.forward():
+            run()
+        torch.cuda.synchronize(device)
+        peak, after = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+        torch.cuda.empty_cache()
+        return MemoryUse(peak - before, max(0, after - before))
+
+    def free_bytes(self) -> tuple[int, int]:
+        return torch.cuda.mem_get_info(self.torch_device)
+
+    def release_unused(self) -> None:
+        torch.cuda.empty_cache()
+
+
+class _Event:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+
+def open_device(device: torch.device) -> Device:
+    """The streams of this device, new ones."""
+    return CudaDevice(device) if device.type == "cuda" else CpuDevice()
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Keep Python's garbage collector from running: what it frees may not be freed during a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

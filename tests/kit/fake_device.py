@@ -1,0 +1,277 @@
+"""A device that is late: what is called on it is done later, in any order that its two streams allow.
+
+Its tensors are ordinary ones. Inside `forward()` every operation on them is noted and returns memory that is
+zero until somebody lets the device move, so whoever reads too early reads zeros, and whoever waits for the
+device without saying so is caught. Host memory is compared, when its copy runs, with what it was when the copy
+was called. Captured work is a list of operations on fixed tensors, done again at each replay.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from runtime.execute.device import MemoryUse
+
+POISON = 0x5A  # in every byte of what is read before it is there
+# What makes the host wait for a GPU.
+WAITING_OPERATIONS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::masked_select"}
+WAITING_METHODS = {Tensor.tolist, Tensor.numpy, Tensor.item, Tensor.cpu}
+
+Work = Callable[[], None]
+
+
+class Overwritten(AssertionError):
+    """Host memory changed before the copy that reads it was done."""
+
+
+class Waited(AssertionError):
+    """The host waited for the device where it must not."""
+
+
+class LateMark:
+    def __init__(self, device: LateDevice) -> None:
+        self._device = device
+        self.reached = False
+
+    def reach(self) -> None:
+        self.reached = True
+
+    def wait(self) -> None:
+        """Legal moves, until this is reached."""
+        while not self.reached:
+            self._device.move()
+
+
+class LateGraph:
+    def __init__(self, device: LateDevice, works: Sequence[Work]) -> None:
+        self._device = device
+        self._works = works
+
+    def replay(self) -> None:
+        for work in self._works:
+            self._device.enqueue("forward", work)
+        self._device.linger()
+
+
+class LateDevice:
+    """Two streams. `random` chooses who moves when; `haste` is how readily the device moves by itself.
+
+    With haste 0 it moves only where somebody waits for it, with 1 it has done everything at once.
+    """
+
+    is_host = False
+
+    def __init__(self, random: Random, haste: float = 0.5) -> None:
+        self.torch_device = torch.device("cpu")
+        self.num_copies = 0
+        self._random = random
+        self._haste = haste
+        self._streams: dict[str, deque[Work | LateMark]] = {"copy": deque(), "forward": deque()}
+        self._recording: list[Work] | None = None
+        self._own: dict[int, StorageWeakRef] = {}  # the device's storages
+        self._lock = threading.RLock()
+        self.moving = False
+
+    # --- as runtime.execute.device.Device ---
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        with _Calls(self), _Noting(self):
+            yield
+
+    def pinned(self, num_bytes: int) -> Tensor:
+        return torch.full((num_bytes,), POISON, dtype=torch.uint8)
+
+    def upload(self, host: Tensor) -> tuple[Tensor, LateMark]:
+        with self._plainly():
+            there, seen = torch.zeros_like(host), host.clone()
+        self.adopt(there)
+
+        def copy() -> None:
+            self.num_copies += 1
+            if not torch.equal(host, seen):
+                raise Overwritten(f"copy {self.num_copies} read what was written after it was called")
+            there.copy_(host)
+
+        mark = LateMark(self)
+        self.enqueue("copy", copy)
+        self.enqueue("copy", mark.reach)
+        self.enqueue("forward", mark)
+        self.linger()
+        return there, mark
+
+    def download(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], LateMark]:
+        with self._plainly():
+            host = [torch.empty_like(tensor) for tensor in tensors]
+            for copy in host:
+                copy.view(torch.uint8).fill_(POISON) if copy.dtype != torch.bool else copy.fill_(False)
+
+        def read(copy: Tensor, tensor: Tensor) -> None:
+            copy.copy_(tensor)
+
+        for copy, tensor in zip(host, tensors, strict=True):
+            self.enqueue("forward", lambda copy=copy, tensor=tensor: read(copy, tensor))
+        mark = LateMark(self)
+        self.enqueue("forward", mark.reach)
+        self.linger()
+        return host, mark
+
+    def capture(self, run: Callable[[], Tensor]) -> tuple[LateGraph, Tensor]:
+        self._recording = works = []
+        try:
+            with self.forward():
+                result = run()
+        finally:
+            self._recording = None
+        return LateGraph(self, works), result
+
+    def measure(self, run: Callable[[], object]) -> MemoryUse:
+        with self.forward():
+            run()
+        self.settle()
+        return MemoryUse(0, 0)
+
+    def free_bytes(self) -> tuple[int, int]:
+        return 1 << 30, 1 << 31
+
+    def release_unused(self) -> None:
+        return
+
+    # --- of the streams ---
+
+    def enqueue(self, stream: str, work: Work | LateMark) -> None:
+        with self._lock:
+            if self._recording is not None:
+                if stream != "forward" or isinstance(work, LateMark):
+                    raise AssertionError("only the forward's own operations can be captured")
+                self._recording.append(work)
+            else:
+                self._streams[stream].append(work)
+
+    def linger(self) -> None:
+        """Let some time pass."""
+        while self._random.random() < self._haste and self.move():
+            pass
+
+    def settle(self) -> None:
+        """Let everything be done."""
+        while self.move():
+            pass
+
+    def move(self) -> bool:
+        """One piece of work of one stream whose turn it may be; False when there is none."""
+        with self._lock:
+            able = [work for work in self._streams.values() if work and not self._waits(work[0])]
+            if not able:
+                return False
+            work = self._random.choice(able).popleft()
+            if not isinstance(work, LateMark):
+                with self._plainly(), torch.inference_mode():
+                    work()
+            return True
+
+    def adopt(self, tensor: Tensor) -> None:
+        """Take this memory as the device's."""
+        storage = tensor.untyped_storage()
+        self._own[storage._cdata] = StorageWeakRef(storage)
+
+    def owns(self, tensor: Tensor) -> bool:
+        reference = self._own.get(tensor.untyped_storage()._cdata)
+        return reference is not None and not reference.expired()
+
+    @staticmethod
+    def _waits(work: Work | LateMark) -> bool:
+        return isinstance(work, LateMark) and not work.reached
+
+    @contextmanager
+    def _plainly(self) -> Iterator[None]:
+        """Operations inside are done at once."""
+        before, self.moving = self.moving, True
+        try:
+            yield
+        finally:
+            self.moving = before
+
+
+class _Noting(TorchDispatchMode):
+    """Notes operations on the device's tensors instead of doing them."""
+
+    def __init__(self, device: LateDevice) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        device = self._device
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if device.moving or not any(device.owns(tensor) for tensor in tensors):
+            return func(*args, **kwargs)
+        if func._schema.name in WAITING_OPERATIONS or _selects_by_mask(func, args):
+            raise Waited(f"{func} needs values that are on the device")
+        if func._schema.is_mutable:
+            return self._note_change(func, args, kwargs)
+        with device._plainly():
+            result = func(*args, **kwargs)
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        storages = {tensor.untyped_storage()._cdata for tensor in tensors}
+        if all(leaf.untyped_storage()._cdata in storages for leaf in made):
+            return result  # views
+        for leaf in made:
+            device.adopt(leaf)
+            leaf.zero_()
+
+        def compute() -> None:
+            again = [leaf for leaf in tree_leaves(func(*args, **kwargs)) if isinstance(leaf, Tensor)]
+            for leaf, value in zip(made, again, strict=True):
+                leaf.copy_(value)
+
+        device.enqueue("forward", compute)
+        return result
+
+    def _note_change(self, func: Any, args: Any, kwargs: Any) -> Any:
+        arguments = dict(zip((argument.name for argument in func._schema.arguments), args)) | kwargs
+        changed = [
+            argument.name
+            for argument in func._schema.arguments
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        for leaf in tree_leaves([arguments[name] for name in changed]):
+            self._device.adopt(leaf)
+        self._device.enqueue("forward", lambda: func(*args, **kwargs))
+        returned = [arguments[name] for name in changed][: len(func._schema.returns)]
+        return returned[0] if len(returned) == 1 else tuple(returned) or None
+
+
+class _Calls(TorchFunctionMode):
+    """Takes what is made with `device=` as the device's, and refuses reads behind the dispatcher's back."""
+
+    def __init__(self, device: LateDevice) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in WAITING_METHODS and not self._device.moving and self._device.owns(args[0]):
+            raise Waited(f"{func.__name__} needs values that are on the device")
+        result = func(*args, **(kwargs or {}))
+        if kwargs and kwargs.get("device") is not None and isinstance(result, Tensor):
+            self._device.adopt(result)
+        return result
+
+
+def _selects_by_mask(func: Any, args: Any) -> bool:
+    """Whether the result's shape depends on a mask, for which a GPU would be waited for."""
+    if func._schema.name != "aten::index":
+        return False
+    return any(index is not None and index.dtype == torch.bool for index in args[1])

@@ -1,0 +1,200 @@
+"""Real steps of a tiny model on any device, driven one call at a time, without threads."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fake_runner
+import tiny_checkpoints
+from ops.attention import AttentionInputs, native
+from ops.sampling import Choice
+from ops.select import Kernels, select
+from runtime.batch import Batch, Tokens
+from runtime.cache.pool import KVPool
+from runtime.errors import OutOfMemory
+from runtime.execute.device import CpuDevice, Device
+from runtime.execute.forward import EagerForward, Forward
+from runtime.execute.graphed import GraphedForward
+from runtime.execute.graphs import Buckets
+from runtime.execute.launch import Launcher
+from runtime.execute.rank import Rank
+from runtime.execute.sampler import Sampler
+from runtime.execute.stream import Collect
+from runtime.facts import ModelFacts
+from runtime.models.config import read_facts
+from runtime.models.decoder import Decoder
+from runtime.models.loader import load_model
+from runtime.plan import ModelPlan
+
+PAGE_SIZE = 4
+VOCAB_SIZE = 61
+CONTEXT = 64
+
+
+def attend(
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, inputs: AttentionInputs, *, scale: float, **options: Any
+) -> Tensor:
+    """Attention that reads nothing of single-token rows on the host, as a graph needs it."""
+    if any(count != 1 for count in inputs.counts_host):
+        return native.attend(q, k_pool, v_pool, inputs, scale=scale, **options)
+    pages = inputs.page_table.long()  # [B, W]
+    keys, values = (
+        pool[pages].transpose(1, 2).flatten(2, 3).to(q.dtype) for pool in (k_pool, v_pool)
+    )  # [B, K, W * page, D]
+    queries = q.unflatten(1, (keys.shape[1], -1))  # [B, K, G, D]
+    scores = queries @ keys.transpose(2, 3) * scale
+    unseen = torch.arange(keys.shape[2]) > inputs.starts[:, None, None, None]
+    return (scores.masked_fill(unseen, -torch.inf).softmax(-1) @ values).flatten(1, 2)
+
+
+def choose(logits: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:
+    """The likeliest token of each row."""
+    peak, ids = logits.max(-1)
+    return ids, peak.isfinite()
+
+
+@cache
+def facts() -> ModelFacts:
+    path = tiny_checkpoints.cached(
+        "qwen3", vocab_size=VOCAB_SIZE, max_position_embeddings=CONTEXT, num_hidden_layers=2
+    )
+    return read_facts(path, {})
+
+
+def kernels() -> Kernels:
+    return replace(select(), attend=attend)
+
+
+@cache
+def model() -> Decoder:
+    plan = ModelPlan(
+        path=facts().path,
+        load_format="auto",
+        dtype="float32",
+        device="cpu",
+        context_length=CONTEXT,
+        random_seed=0,
+    )
+    return load_model(facts(), plan, kernels())
+
+
+class Steps:
+    """What `fake_runner.Drive` needs of a runner: launches are enqueued, results read when they are asked for."""
+
+    def __init__(self, num_pages: int, num_slots: int, device: Device | None = None) -> None:
+        self.device = device or CpuDevice()
+        self.pool = KVPool(
+            facts().num_layers,
+            num_pages,
+            PAGE_SIZE,
+            facts().num_kv_heads,
+            facts().head_dim,
+            torch.float32,
+            "cpu",
+        )
+        self.forward: Forward = EagerForward(model(), self.pool)
+        self.vocab_size = VOCAB_SIZE
+        self._num_slots = num_slots
+        self._batches: deque[Batch] = deque()
+        self._collects: deque[Collect[Tokens] | OutOfMemory] = deque()
+        self._make_launcher()
+
+    def use_graphs(self, buckets: Buckets, **options: Any) -> GraphedForward:
+        """As `use_forward`, with graphs over what there was."""
+        options = {"max_pages": CONTEXT // PAGE_SIZE} | options
+        graphs = GraphedForward(self.forward, self.pool, self.device, buckets, **options)
+        self.use_forward(graphs)
+        return graphs
+
+    def use_forward(self, forward: Forward) -> None:
+        """From now on; to be called before the first step."""
+        self.forward = forward
+        self._make_launcher()
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._batches)
+
+    def launch(self, batch: Batch) -> None:
+        """Enqueue it. Where it has too little memory, that is found when its result is asked for."""
+        self._batches.append(batch)
+        try:
+            self._collects.append(self._launcher.run(batch))
+        except OutOfMemory as error:
+            self._collects.append(error)
+
+    def finish_oldest(self) -> tuple[Batch, Tokens]:
+        """The oldest batch in flight and its tokens. Raises what its launch raised, and keeps it."""
+        collect = self._collects[0]
+        if isinstance(collect, OutOfMemory):
+            raise collect
+        self._collects.popleft()
+        return self._batches.popleft(), collect()
+
+    def drop(self) -> list[Batch]:
+        """A step failed: nothing in flight will arrive."""
+        batches = list(self._batches)
+        for collect in self._collects:
+            if not isinstance(collect, OutOfMemory):
+                collect()
+        self._batches.clear()
+        self._collects.clear()
+        return batches
+
+    def _make_launcher(self) -> None:
+        self.rank = Rank(model(), self.pool, self.forward, num_slots=self._num_slots, device=self.device)
+        sampler = Sampler(VOCAB_SIZE, self._num_slots, torch.device("cpu"), choose=choose)
+        self._launcher = Launcher(self.rank, sampler, self.device)
+
+
+def outputs(
+    prompts: list[tuple[list[int], int]],
+    *,
+    device: Device | None = None,
+    depth: int = 1,
+    num_pages: int = 24,
+    sizes: tuple[int, ...] = (),
+    capture_every: int = 3,
+    change: Callable[[Steps], None] | None = None,
+) -> list[list[int]]:
+    """The tokens of (prompt, number of new tokens) each, four at a time in a tight pool.
+
+    With graphs of `sizes`, of which one is captured every so many steps. `change` alters the steps before the
+    first one. A step without memory costs its newest sequence, which keeps the tokens that it had.
+    """
+    steps = Steps(num_pages, 4, device)
+    graphs = steps.use_graphs(Buckets(sizes)) if sizes else None
+    if change is not None:
+        change(steps)
+    plan = fake_runner.make_plan(max_running=4)
+    drive = fake_runner.Drive(
+        plan,
+        num_pages=num_pages,
+        page_size=PAGE_SIZE,
+        depth=depth,
+        vocab_size=VOCAB_SIZE,
+        context_length=CONTEXT,
+        runner=steps,
+    )
+    sequences = [fake_runner.make_sequence(prompt, max_new_tokens=new) for prompt, new in prompts]
+    drive.add(*sequences)
+    for number in itertools.count(1):
+        idle = not steps.num_in_flight
+        try:
+            batch = drive.step()
+        except OutOfMemory:
+            drive.schedule.give_up_newest(steps.drop())
+            continue
+        if batch is None and idle:
+            return [drive.output(sequence) for sequence in sequences]
+        if graphs is not None and number % capture_every == 0:
+            graphs.capture_next()
+    raise AssertionError
