@@ -38,12 +38,14 @@ def allocated_bytes(device: str) -> int:
     if device.startswith("cuda"):
         torch.cuda.synchronize()
         return torch.cuda.memory_allocated()
-    found = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for tensor in gc.get_objects()
-        if issubclass(type(tensor), torch.Tensor) and tensor.device.type == "cpu"
-    }
-    return sum(found.values())
+    tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
+    sizes = {_place(tensor): tensor.nbytes for tensor in tensors if tensor.device.type == "cpu"}
+    return sum(sizes.values())
+
+
+def _place(tensor: torch.Tensor) -> int:
+    """The address of its memory; of weights in a layout of their own, of the tensor."""
+    return id(tensor) if tensor.is_mkldnn else tensor.data_ptr()
 
 
 async def after_cycles(number: int, path: str, device: str, **options: Any) -> list[int]:

@@ -17,7 +17,7 @@ from serve.app import build_app
 OPTIONS: dict[str, Any] = {
     "page_size": 16,
     "chunked_prefill_size": 64,
-    "max_total_tokens": 1536,
+    "max_total_tokens": 768,
     "max_running_requests": 12,
     "schedule_conservativeness": 0.0,
     "random_seed": 1,
@@ -35,7 +35,12 @@ SAMPLINGS: tuple[dict[str, Any], ...] = (
     {**PENALISED, **SAMPLED},
     {"temperature": 0, "logit_bias": {"7": 5.0, "9": -100}},
 )
-LOGPROBS = {"return_logprob": True, "top_logprobs_num": 5, "token_ids_logprob": [4, 9], "logprob_start_len": 0}
+LOGPROBS = {
+    "return_logprob": True,
+    "top_logprobs_num": 5,
+    "token_ids_logprob": [4, 9],
+    "logprob_start_len": 0,
+}
 
 
 @contextmanager
@@ -68,7 +73,7 @@ async def run(engine: Engine) -> None:
             together.start_soon(_generate, client, LONG[number : 40 + 9 * number], sampling)
             together.start_soon(_generate, client, LONG[: 200 + number], sampling)  # a shared prefix
             together.start_soon(_generate, client, LONG[number : number + 70], sampling, LOGPROBS)
-        together.start_soon(_chat, client)
+        together.start_soon(_complete, client, engine.core.plan.serve.served_model_name)
         together.start_soon(_leave, engine)
     assert engine.status().num_requests == 0
 
@@ -88,12 +93,12 @@ async def _generate(
             assert len(answer["meta_info"]["output_token_logprobs"]) == 24
 
 
-async def _chat(client: httpx.AsyncClient) -> None:
-    messages = [{"role": "user", "content": "Once upon a time"}]
-    body = {"model": "any", "messages": messages, "max_tokens": 20, "stream": True, "ignore_eos": True}
-    async with client.stream("POST", "/v1/chat/completions", json=body) as response:
+async def _complete(client: httpx.AsyncClient, model: str) -> None:
+    """Text in, a stream of text out, until a string that ends it."""
+    body = {"model": model, "prompt": "Once upon a time", "max_tokens": 40, "stream": True, "stop": ["zzz"]}
+    async with client.stream("POST", "/v1/completions", json=body) as response:
         lines = [line async for line in response.aiter_lines()]
-    assert response.status_code == 200
+    assert response.status_code == 200, lines
     assert "data: [DONE]" in lines
 
 
