@@ -26,7 +26,7 @@ class ModelPlan:
 class CachePlan:
     page_size: int
     prefix_cache: bool  # keep finished prefixes in the radix tree
-    kv_dtype: str
+    kv_dtype: str  # as torch calls it: that of the model, "bfloat16", "float8_e5m2", "float8_e4m3fn"
     mem_fraction: float  # of the device's memory, for weights and KV together; or, if `modest`,
     modest: bool = False  # of the memory that is free once the weights are in place, for KV alone
     max_total_tokens: int | None  # cap; the pool is sized when the weights are in place
@@ -75,6 +75,17 @@ class KernelPlan:
                 "split_tile_tokens": self.triton_attention_split_tile_size,
             }
         }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphPlan:
+    """Which steps are captured or compiled ahead."""
+
+    sizes: tuple[int, ...] = ()  # rows of one token for which a CUDA graph is captured; (): no graphs
+    padding: bool = True  # a batch may be filled up to the next size
+    profile: bool = False  # log a profile of each capture
+    collect_garbage: bool = False  # while capturing
+    compile_max_rows: int = 0  # up to which torch.compile is used; 0: it is not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,4 +149,5 @@ class Plan:
     text: TextPlan
     serve: ServePlan
     parallel: ParallelPlan = field(default_factory=ParallelPlan)
+    graphs: GraphPlan = field(default_factory=GraphPlan)
     because: Mapping[str, str]  # "cache.page_size" -> one sentence

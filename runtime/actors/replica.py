@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import anyio
 
@@ -17,7 +17,11 @@ from runtime.errors import first_error
 from runtime.facts import ModelFacts
 from runtime.plan import Plan
 from runtime.resolve import max_running, size_pool
+from runtime.resolve.memory import StepMemory, check_balance, memory_table
 from runtime.schedule.schedule import Schedule
+
+if TYPE_CHECKING:
+    from runtime.parallel.crew import Crew
 
 logger = logging.getLogger("penstock.core")
 
@@ -62,11 +66,18 @@ async def start_replica(plan: Plan, facts: ModelFacts, place: int = 0) -> Replic
             memory[0]["weights"] / GIB,
             time.monotonic() - began,
         )
-        pages = _size(plan, facts, memory)
+        pages, because = _size(plan, facts, memory, crew.steps)
         plan = replace(plan, schedule=replace(plan.schedule, max_running=max_running(plan, pages)))
         pool = await crew.join(pages, plan.schedule.max_running)
         logger.info(
             "KV Cache is allocated. #tokens: %d, %.2f GB", pages * plan.cache.page_size, pool.nbytes / GIB
+        )
+        _log_memory(
+            plan,
+            memory[0],
+            pool.nbytes,
+            f"{pages} pages of {plan.cache.page_size} tokens in {plan.cache.kv_dtype}: {because}",
+            crew,
         )
         schedule = Schedule(
             plan.schedule,
@@ -81,13 +92,36 @@ async def start_replica(plan: Plan, facts: ModelFacts, place: int = 0) -> Replic
         raise first_error(error) from None
 
 
-def _size(plan: Plan, facts: ModelFacts, memory: Sequence[Mapping[str, int]]) -> int:
-    """Pages of the KV pool, now that the weights are in place: what the rank with the least room can hold."""
+def _log_memory(plan: Plan, before: Mapping[str, int], kv_bytes: int, because: str, crew: Crew) -> None:
+    """One table of the first rank's memory, now that weights and pool are in place."""
+    own = crew.member.memory() if crew.member is not None else before
+    table = memory_table(
+        device=plan.model.device,
+        total_bytes=before["total"],
+        weight_bytes=before["weights"],
+        kv_bytes=kv_bytes,
+        kv_because=because,
+        # A pool of zeros takes real memory only as it is written.
+        free_bytes=min(own["available"], before["available"] - kv_bytes),
+        steps=crew.steps,
+    )
+    logger.info("%s", table)
+
+
+def _size(
+    plan: Plan, facts: ModelFacts, memory: Sequence[Mapping[str, int]], steps: StepMemory | None
+) -> tuple[int, str]:
+    """Pages of the KV pool, now that the weights are in place: what the rank with the least room can hold.
+
+    Raises `ConfigurationError` where other programs take much more of one GPU than of the others.
+    """
     from runtime.parallel.mesh import Place
 
     parallel = plan.parallel
+    on_cpu = plan.model.device == "cpu"
     # Ranks of one machine share its memory; each replica counts only itself as there.
-    sharing = parallel.ranks * parallel.dp_size if plan.model.device == "cpu" else 1
+    sharing = parallel.ranks * parallel.dp_size if on_cpu else 1
+    check_balance([] if on_cpu else [own["available"] for own in memory])
     sizes = [
         size_pool(
             plan,
@@ -95,9 +129,12 @@ def _size(plan: Plan, facts: ModelFacts, memory: Sequence[Mapping[str, int]]) ->
             available_bytes=own["available"] // sharing,
             total_bytes=own["total"] // sharing,
             weight_bytes=own["weights"],
+            steps=steps,
         )
         for rank, own in enumerate(memory)
     ]
     pages, because = min(sizes)
-    logger.info("The KV cache gets %d pages of %d tokens: %s.", pages, plan.cache.page_size, because)
-    return pages
+    asked = plan.cache.max_total_tokens or 0
+    level = logging.WARNING if pages < asked // plan.cache.page_size else logging.INFO
+    logger.log(level, "The KV cache gets %d pages of %d tokens: %s.", pages, plan.cache.page_size, because)
+    return pages, because

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from runtime.args.knob import Knob, planned
+from runtime.args.knob import Knob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,22 +13,51 @@ class GraphArgs:
     """CUDA graphs and compilation."""
 
     disable_cuda_graph: Annotated[
-        bool, Knob("Capture no CUDA graphs. So far none are captured, so this is always so.")
+        bool, Knob("Capture no CUDA graphs: every step is launched operation by operation.")
     ] = False
     cuda_graph_max_bs: Annotated[
-        int | None, planned("Largest batch size for which a CUDA graph is captured.", low=1)
+        int | None,
+        Knob(
+            "Largest batch size for which a CUDA graph is captured. Default: by the GPU's memory, from 8 to 512.",
+            low=1,
+            plan="graphs.sizes",
+        ),
     ] = None
     cuda_graph_bs: Annotated[
-        tuple[int, ...] | None, planned("Batch sizes for which CUDA graphs are captured.", low=1)
+        tuple[int, ...] | None,
+        Knob(
+            "Batch sizes for which CUDA graphs are captured. Default: 1, 2, 4, 8 and steps of 8 or 16 above "
+            "them. Graphs are captured while the engine already answers, largest first.",
+            low=1,
+            plan="graphs.sizes",
+        ),
     ] = None
     disable_cuda_graph_padding: Annotated[
-        bool, planned("Replay a CUDA graph only for exactly its batch size.")
+        bool,
+        Knob(
+            "Replay a CUDA graph only for exactly its batch size, instead of filling a batch up to the next "
+            "one. By default all sizes up to 32 are captured then.",
+            plan="graphs.padding",
+        ),
     ] = False
-    enable_profile_cuda_graph: Annotated[bool, planned("Profile the capture of CUDA graphs.")] = False
+    enable_profile_cuda_graph: Annotated[
+        bool, Knob("Log a profile of each capture of a CUDA graph.", plan="graphs.profile")
+    ] = False
     enable_cudagraph_gc: Annotated[
-        bool, planned("Let Python's garbage collector run while CUDA graphs are captured.")
+        bool,
+        Knob(
+            "Let Python's garbage collector run while CUDA graphs are captured.",
+            plan="graphs.collect_garbage",
+        ),
     ] = False
     enable_torch_compile: Annotated[
-        bool, planned("Compile the step for small batches with torch.compile.")
+        bool,
+        Knob(
+            "Compile the layers with torch.compile for batches of up to --torch-compile-max-bs rows of one "
+            "token. The start takes minutes longer. Needs a C++ compiler on a CPU, triton on a GPU.",
+            plan="graphs.compile_max_rows",
+        ),
     ] = False
-    torch_compile_max_bs: Annotated[int, planned("Largest batch size that is compiled.", low=1)] = 32
+    torch_compile_max_bs: Annotated[
+        int, Knob("Largest batch size that is compiled.", low=1, plan="graphs.compile_max_rows")
+    ] = 32

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -24,14 +24,20 @@ from ops.machine import Machine
 from runtime.batch import Batch, Tokens
 from runtime.cache.pool import KVPool
 from runtime.errors import ConfigurationError, WorkerFailed
+from runtime.execute.device import Device, open_device
+from runtime.execute.forward import EagerForward, Forward
+from runtime.execute.graphed import GraphedForward
 from runtime.execute.runner import ModelRunner, ModelStep, PipelinedStep
 from runtime.execute.sampler import Sampler
 from runtime.facts import ModelFacts
+from runtime.models.decoder import Decoder
 from runtime.parallel.member import Member
 from runtime.parallel.message import encode, encode_batch
 from runtime.parallel.rendezvous import TOKEN_VARIABLE, Gate, fingerprint, listen
 from runtime.parallel.spawn import Worker, gather_all, tell_all
 from runtime.plan import Plan
+from runtime.resolve.graphs import within
+from runtime.resolve.memory import StepMemory
 
 logger = logging.getLogger("penstock.core")
 
@@ -53,6 +59,7 @@ class Crew:
         self._directory: Path | None = None  # where the ranks find each other
         self.workers: list[Worker] = []
         self.member: Member | None = None
+        self.steps: StepMemory | None = None  # what steps take, where `load` could find out
         self.seconds_sending = 0.0  # what the last batch took
 
     async def load(self) -> list[Mapping[str, int]]:
@@ -82,6 +89,8 @@ class Crew:
             async with anyio.create_task_group() as loading:
                 loading.start_soon(receive)
                 self.member = member = await anyio.to_thread.run_sync(Member, setups[0])
+        if member.device.type == "cuda" and ranks == 1:
+            self.steps = await anyio.to_thread.run_sync(member.measure, self._plan)
         return [member.memory(), *(report["loaded"] for report in reports)]
 
     async def join(self, num_pages: int, num_slots: int) -> KVPool:
@@ -122,8 +131,32 @@ class Crew:
             score=kernels.score,
         )
         model = self.member.take_model()
-        inner = ModelRunner(model, pool, sampler, num_slots=num_slots, device=str(device), mesh=mesh)
+        own = open_device(device)
+        forward, improve = self._forward(model, pool, own, num_slots)
+        inner = ModelRunner(
+            model, pool, sampler, num_slots=num_slots, device=own, mesh=mesh, forward=forward, improve=improve
+        )
         return CrewRunner(inner, self) if self.workers else inner
+
+    def _forward(
+        self, model: Decoder, pool: KVPool, device: Device, num_slots: int
+    ) -> tuple[Forward, Callable[[], bool] | None]:
+        """How steps are computed, and what makes them faster while the engine runs."""
+        plan = self._plan
+        graphs = plan.graphs
+        forward: Forward = EagerForward(model, pool)
+        if not graphs.sizes:
+            return forward, None
+        captured = GraphedForward(
+            forward,
+            pool,
+            device,
+            within(graphs, num_slots),
+            max_pages=min(pool.num_pages, -(-plan.model.context_length // pool.page_size)),
+            collect_garbage=graphs.collect_garbage,
+            profile=graphs.profile,
+        )
+        return captured, captured.capture_next
 
     def launch(self, batch: Batch) -> None:
         """Send the batch to every worker; returns at once."""

@@ -12,11 +12,14 @@ from torch import distributed
 from ops.machine import Machine
 from ops.select import select
 from runtime.cache.pool import KVPool
+from runtime.execute.device import open_device
+from runtime.execute.dry_run import DryRun
 from runtime.facts import ModelFacts
 from runtime.models.decoder import Decoder
 from runtime.models.loader import load_model
 from runtime.parallel.mesh import Mesh, Place
-from runtime.plan import ModelPlan
+from runtime.plan import ModelPlan, Plan
+from runtime.resolve.memory import StepMemory
 
 
 class Member:
@@ -45,6 +48,12 @@ class Member:
         if model is None:
             raise RuntimeError("The model of this rank was taken already.")
         return model
+
+    def measure(self, plan: Plan) -> StepMemory:
+        """What the largest steps take, by running them. Blocks for seconds; for a rank that computes alone."""
+        if self._model is None:
+            raise RuntimeError("Steps are measured before the model is taken.")
+        return DryRun(self._model, self.kernels, plan, self.facts, open_device(self.device)).measure()
 
     def memory(self) -> dict[str, int]:
         """What the size of the KV pool depends on, in bytes."""

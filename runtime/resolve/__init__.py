@@ -13,6 +13,7 @@ from runtime.facts import ModelFacts
 from runtime.plan import Plan
 from runtime.resolve.cache import cache_plan, chosen_page_size, max_running, num_pages, size_pool
 from runtime.resolve.doors import serve_plan, text_plan
+from runtime.resolve.graphs import graph_plan
 from runtime.resolve.kernels import kernel_plan
 from runtime.resolve.ledger import Ledger
 from runtime.resolve.model import chosen_gpu, model_plan
@@ -68,11 +69,14 @@ def decide(
     model = model_plan(ledger, machine, facts)
     gpu = chosen_gpu(model.device, machine)
     page_size = chosen_page_size(ledger)
+    schedule = schedule_plan(ledger, gpu, page_size)
+    kernels = kernel_plan(ledger, machine, gpu, model.dtype, facts)
     plan = Plan(
         model=model,
         cache=cache_plan(ledger, gpu, model.dtype, page_size),
-        schedule=schedule_plan(ledger, gpu, page_size),
-        kernels=kernel_plan(ledger, machine, gpu, model.dtype, facts),
+        schedule=schedule,
+        kernels=kernels,
+        graphs=graph_plan(ledger, machine, gpu, kernels.decode_attention_backend, schedule.max_running),
         parallel=parallel_plan(ledger, machine, facts, model.device),
         text=text_plan(ledger, facts.path),
         serve=serve_plan(ledger, where, demo_path),

@@ -7,10 +7,13 @@ from runtime.errors import ConfigurationError
 from runtime.facts import ModelFacts
 from runtime.plan import CachePlan, Plan
 from runtime.resolve.ledger import Ledger
+from runtime.resolve.memory import StepMemory
 
 PAGE_SIZE = 16
 MODEST_SHARE = 0.3
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e5m2": 1, "float8_e4m3fn": 1}
+FLOAT8 = {"fp8_e5m2": "float8_e5m2", "fp8_e4m3": "float8_e4m3fn"}
+E4M3_CAPABILITY = (8, 9)  # below it Triton has no e4m3
 
 
 def chosen_page_size(ledger: Ledger) -> int:
@@ -32,11 +35,25 @@ def cache_plan(ledger: Ledger, gpu: Gpu | None, dtype: str, page_size: int) -> C
     return CachePlan(
         page_size=page_size,
         prefix_cache=ledger.take("cache.prefix_cache", "disable_radix_cache", not args.disable_radix_cache),
-        kv_dtype=ledger.decide("cache.kv_dtype", dtype, "that of the model"),
+        kv_dtype=_kv_dtype(ledger, gpu, dtype),
         mem_fraction=fraction,
         modest=modest,
         max_total_tokens=ledger.take("cache.max_total_tokens", "max_total_tokens"),
     )
+
+
+def _kv_dtype(ledger: Ledger, gpu: Gpu | None, dtype: str) -> str:
+    asked = ledger.args.cache.kv_cache_dtype
+    if asked == "auto":
+        return ledger.decide("cache.kv_dtype", dtype, "that of the model")
+    if asked == "fp8_e4m3" and gpu is not None and gpu.capability < E4M3_CAPABILITY:
+        ledger.refuse(
+            "kv_cache_dtype",
+            f"--kv-cache-dtype {asked} needs compute capability 8.9 or newer, and {gpu.name} has "
+            f"{gpu.capability[0]}.{gpu.capability[1]}; use fp8_e5m2.",
+        )
+        return dtype
+    return ledger.decide("cache.kv_dtype", FLOAT8.get(asked, asked), "as asked")
 
 
 def _mem_fraction(ledger: Ledger, gpu: Gpu | None) -> tuple[float, bool]:
@@ -49,15 +66,16 @@ def _mem_fraction(ledger: Ledger, gpu: Gpu | None) -> tuple[float, bool]:
     if gpu is None:
         why = "of the memory that is free once the weights are loaded; the rest stays for other programs"
         return ledger.decide(place, MODEST_SHARE, why), modest
-    reserve = _reserve_bytes(gpu.memory_bytes)
+    parallel = ledger.args.parallel
+    reserve = _reserve_bytes(gpu.memory_bytes, parallel.tp_size * parallel.pp_size)
     fraction = max(0.05, round(1 - reserve / gpu.memory_bytes, 3))
     why = f"{reserve / GIB:.1f} GiB of {gpu.memory_bytes / GIB:.0f} stay free for activations"
     return ledger.decide(place, fraction, why), modest
 
 
-def _reserve_bytes(memory_bytes: int) -> int:
-    """What one GPU keeps free, by its size."""
-    for below, reserve in ((35, 2.9), (90, 10.0), (160, 12.5)):
+def _reserve_bytes(memory_bytes: int, ranks: int) -> int:
+    """What one GPU keeps free, by its size and by how many compute together."""
+    for below, reserve in ((35, 2.8 + ranks / 10), (90, 9.5 + ranks / 2), (160, 12 + ranks / 2)):
         if memory_bytes < below * GIB:
             return int(reserve * GIB)
     return 32 * GIB
@@ -85,9 +103,18 @@ def num_pages(
 
 
 def size_pool(
-    plan: Plan, facts: ModelFacts, *, available_bytes: int, total_bytes: int, weight_bytes: int
+    plan: Plan,
+    facts: ModelFacts,
+    *,
+    available_bytes: int,
+    total_bytes: int,
+    weight_bytes: int,
+    steps: StepMemory | None = None,
 ) -> tuple[int, str]:
-    """Like `num_pages`, with the reason as a sentence: what limited the pool."""
+    """Like `num_pages`, with the reason as a sentence: what limited the pool.
+
+    What `steps` need stays free, whatever share of the memory was asked for.
+    """
     cache, schedule = plan.cache, plan.schedule
     if cache.modest:
         budget = int(cache.mem_fraction * available_bytes)
@@ -97,6 +124,9 @@ def size_pool(
         others = available_bytes - int(total_bytes * (1 - cache.mem_fraction))
         budget = min(others, int(total_bytes * cache.mem_fraction) - weight_bytes)
         why = f"{cache.mem_fraction:.1%} of {total_bytes / GIB:.1f} GiB, less the weights"
+    if steps is not None and available_bytes - steps.reserved_bytes < budget:
+        budget = available_bytes - steps.reserved_bytes
+        why = f"the {available_bytes / GIB:.1f} GiB that are free, less {steps.reserved_bytes / GIB:.1f} for steps"
     pages = budget // page_bytes(plan, facts)
     if cache.modest and cache.max_total_tokens is None:
         most = schedule.max_running * -(-plan.model.context_length // cache.page_size)
