@@ -13,7 +13,7 @@ import tiny_models
 from on_device import graphs, memory, operations, session
 from on_device.batching import bits_differ
 from on_device.busy import shares_of_a_session
-from on_device.greedy_tokens import MARGINS, answers, shortfall, wide_path
+from on_device.greedy_tokens import MARGINS, MEAN_MARGIN, answers, shortfalls, wide_path
 from on_device.moved import Moved
 from on_device.operations import Check
 from ops.attention import AttentionInputs
@@ -108,9 +108,19 @@ async def test_greedy_tokens_are_compared_with_transformers() -> None:
 async def test_tokens_in_any_dtype_are_nearly_the_best_and_others_are_not(dtype: str) -> None:
     path = wide_path("qwen3")
     found = await answers(path, CPU, dtype=dtype)
-    assert shortfall(path, CPU, dtype, found) < MARGINS[dtype]
+    assert max(shortfalls(path, CPU, dtype, found)) < MARGINS[dtype]
     found[3][5] = (found[3][5] + 1) % 128
-    assert shortfall(path, CPU, dtype, found) > MARGINS[dtype]
+    assert max(shortfalls(path, CPU, dtype, found)) > MARGINS[dtype]
+
+
+@pytest.mark.parametrize("cache", ["fp8_e4m3", "fp8_e5m2"])
+async def test_tokens_over_a_cache_of_8_bits_are_good_on_the_whole(cache: str) -> None:
+    path = wide_path("llama")
+    found = await answers(path, CPU, dtype="bfloat16", kv_cache_dtype=cache)
+    below = shortfalls(path, CPU, "bfloat16", found)
+    assert sum(below) / len(below) < MEAN_MARGIN
+    below = shortfalls(path, CPU, "bfloat16", [[(token + 1) % 128 for token in row] for row in found])
+    assert sum(below) / len(below) > 5 * MEAN_MARGIN
 
 
 async def test_eager_and_replayed_answers_are_compared() -> None:

@@ -12,9 +12,11 @@ from typing import Any, NamedTuple, TypeVar
 import anyio
 
 from runtime.args import Args
+from runtime.errors import EngineFailure
 from serve.bench.checkpoints import SHAPES, Shape, write_description
 from serve.bench.gpu.cost import Cost
 from serve.bench.gpu.limits import Limits
+from serve.bench.offline import throughput
 from serve.bench.vocabulary import Vocabulary
 from serve.bench.workload import RandomLengths, random_prompts
 from serve.engine import Engine
@@ -23,6 +25,8 @@ Result = TypeVar("Result")
 
 SEED = 1
 WARM_UP_SEED = 10_008
+WARM_UP_TIMEOUT_S = 300
+POLL_S = 0.02
 TINY = Shape(hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, mlp=128, vocab=512, tied=True)
 
 
@@ -32,10 +36,6 @@ class Model(NamedTuple):
     name: str
     shape: Shape
     dtype: str = "bfloat16"
-
-    @property
-    def cost(self) -> Cost:
-        return Cost(self.shape, self.dtype)
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -98,6 +98,11 @@ class Bench:
         """The model of this name, unless all rows are to have another one."""
         return self.only or MODELS[name]
 
+    def cost(self, model: Model) -> Cost:
+        """What the model's work takes at least, with the cache that the engine is told to have."""
+        cache = Args.parse(self.words).get("kv_cache_dtype")
+        return Cost(model.shape, model.dtype, None if cache == "auto" else cache)
+
     def path(self, model: Model) -> str:
         """A checkpoint of the model without weights, written when it is first asked for."""
         directory = self.folder / model.name
@@ -133,13 +138,19 @@ async def _with_engine(args: Args, work: Callable[[Engine], Awaitable[Result]]) 
 
 
 async def warm_up(engine: Engine, model: Model, requests: int) -> None:
-    """Short requests, as many as will be measured: what happens only once has happened."""
-    from serve.bench.offline import throughput
+    """Short requests, as many as will be measured; then wait until no graph is left to be captured."""
+    from runtime.execute.runner import ModelRunner
 
     lengths = RandomLengths(input_tokens=32, output_tokens=8, range_ratio=0.25)
     prompts = random_prompts(lengths, requests, WARM_UP_SEED, model.vocabulary, as_text=False)
     await throughput(engine, prompts[:1])
     await throughput(engine, prompts)
+    with anyio.move_on_after(WARM_UP_TIMEOUT_S) as waiting:
+        for runner in engine.core.runners:
+            while isinstance(runner, ModelRunner) and runner.improving:  # noqa: ASYNC110 - nobody tells
+                await anyio.sleep(POLL_S)
+    if waiting.cancelled_caught:
+        raise EngineFailure(f"Graphs were still being captured after {WARM_UP_TIMEOUT_S} s.")
     engine.flush_cache()
 
 

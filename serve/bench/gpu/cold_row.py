@@ -40,7 +40,7 @@ def cold(bench: Bench) -> list[Figure]:
         *(("--max-total-tokens", "8192") if bench.device == "cpu" else ()),
         *bench.words,
     ]
-    limit_s = model.cost.held_bytes / bench.limits.bytes_per_s
+    limit_s = bench.cost(model).held_bytes / bench.limits.bytes_per_s
     figures = []
     with TemporaryDirectory() as kernels:
         for what in ("nothing compiled before", "kernels compiled before"):

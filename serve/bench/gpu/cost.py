@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from serve.bench.checkpoints import Shape, parameter_sizes
 
-BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8_e4m3": 1, "fp8_e5m2": 1}
 
 
 class Work(NamedTuple):
@@ -36,7 +36,8 @@ class Cost:
     running requests share once for all of them; activations stay on the chip.
     """
 
-    def __init__(self, shape: Shape, dtype: str) -> None:
+    def __init__(self, shape: Shape, dtype: str, cache_dtype: str | None = None) -> None:
+        """`cache_dtype` is that of keys and values, where it is another one."""
         sizes = dict(parameter_sizes(shape))
         embedding = prod(sizes.pop("model.embed_tokens.weight"))
         head = embedding if shape.tied else prod(sizes.pop("lm_head.weight"))
@@ -46,7 +47,7 @@ class Cost:
         self._layers_width = shape.layers * shape.heads * shape.head_dim
         self.weight_bytes = (body + head) * BYTES[dtype]
         self.held_bytes = self.weight_bytes + (0 if shape.tied else embedding * BYTES[dtype])
-        self.kv_token_bytes = 2 * shape.layers * shape.kv_heads * shape.head_dim * BYTES[dtype]
+        self.kv_token_bytes = 2 * shape.layers * shape.kv_heads * shape.head_dim * BYTES[cache_dtype or dtype]
 
     def decode(self, contexts: Iterable[float]) -> Work:
         """One step that gives one token to each row, which attends to so many tokens."""

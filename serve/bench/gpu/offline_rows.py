@@ -37,10 +37,11 @@ def decode(bench: Bench) -> list[Figure]:
     prompts = shared_prefix_prompts(shape, SEED, model.vocabulary, as_text=False)
 
     async def work(engine: Engine) -> list[Repetition]:
+        await warm_up(engine, model, 1)
         return [await time_batch(engine, [prompt]) for prompt in prompts][1:]
 
     token_s = median(one.decode_token_s for one in bench.run(model, work, **IDS_ONLY))
-    least = model.cost.decode([length + output / 2])
+    least = bench.cost(model).decode([length + output / 2])
     return [
         Figure(
             f"one request decodes, {length} tokens in, {output} out",
@@ -97,7 +98,7 @@ def _throughput(
 
     results = bench.run(model, work, **IDS_ONLY)
     jobs = [Job(prompt.prompt_tokens or 0, prompt.output_tokens, shared) for prompt in prompts]
-    least = model.cost.all_at_once(jobs, groups)
+    least = bench.cost(model).all_at_once(jobs, groups)
     highest = sum(job.output for job in jobs) / bench.limits.seconds(least)
     figures = [
         Figure(

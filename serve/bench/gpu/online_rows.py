@@ -56,7 +56,10 @@ def _latencies(bench: Bench, model: Model, rate: float, results: dict[str, Any])
     length, output = bench.sizes.online
     what = f"{rate:g} requests/s, {length} tokens in, {output} out"
     rows = max(1.0, results["mean_concurrency"])
-    first, gap = model.cost.prompt(length), model.cost.decode([length + output / 2] * round(rows))
+    first, gap = (
+        bench.cost(model).prompt(length),
+        bench.cost(model).decode([length + output / 2] * round(rows)),
+    )
     figures = []
     for name, work, percents in (("ttft", first, ("median", "p99")), ("itl", gap, ("median", "p99"))):
         limit_ms, bound = 1e3 * bench.limits.seconds(work), bench.limits.bound(work)

@@ -57,7 +57,9 @@ def test_the_real_shapes_weigh_what_their_models_weigh() -> None:
     assert Cost(SHAPES["L8"], "bfloat16").held_bytes == pytest.approx(16.06e9, rel=1e-3)
     assert Cost(SHAPES["L8"], "bfloat16").weight_bytes == pytest.approx(15.01e9, rel=1e-3)
     assert Cost(SHAPES["Q8"], "bfloat16").kv_token_bytes == 2 * 36 * 8 * 128 * 2
-    assert MODELS["qwen3-0.6b"].cost.weight_bytes == MODELS["qwen3-0.6b"].cost.held_bytes
+    small = Cost(MODELS["qwen3-0.6b"].shape, "bfloat16", "fp8_e4m3")
+    assert small.weight_bytes == small.held_bytes == pytest.approx(1.192e9, rel=1e-3)
+    assert small.kv_token_bytes == 2 * 28 * 8 * 128
 
 
 def test_the_slower_of_reading_and_computing_is_the_limit() -> None:
