@@ -20,6 +20,13 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+def skip_without_compiler(backend: str) -> None:
+    from on_device.operations import compiles_flashinfer
+
+    if backend not in ("triton", "torch_native") and not compiles_flashinfer():
+        pytest.skip("FlashInfer has neither its kernels nor a compiler here")
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_greedy_tokens_are_those_of_transformers(family: str, way: str, device: str) -> None:
@@ -38,6 +45,7 @@ async def test_in_16_bits_every_token_is_nearly_the_best(
     from on_device.greedy_tokens import MARGINS, answers, shortfalls, wide_path
     from runtime.errors import ConfigurationError
 
+    skip_without_compiler(backend)
     path = wide_path(family)
     try:
         found = await answers(path, device, dtype=dtype, attention_backend=backend)
@@ -55,6 +63,7 @@ async def test_over_a_cache_of_8_bits_tokens_are_good_on_the_whole(
     from on_device.greedy_tokens import MEAN_MARGIN, answers, shortfalls, wide_path
     from runtime.errors import ConfigurationError
 
+    skip_without_compiler(backend)
     path, ways = wide_path("llama"), {"kv_cache_dtype": cache, "attention_backend": backend}
     try:
         found = await answers(path, device, dtype="bfloat16", **ways)

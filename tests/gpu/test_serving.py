@@ -13,10 +13,12 @@ KEPT_BYTES = 50 * 2**20
 async def test_nothing_waits_for_the_device_in_a_whole_session(options: dict[str, Any], device: str) -> None:
     import tiny_models
     from on_device import session
+    from on_device.graphs import prepared
     from serve import Engine
 
     async with Engine(tiny_models.cached(), device=device, **session.OPTIONS, **options) as engine:
         await session.run(engine)  # kernels are compiled and graphs captured, which may wait
+        await prepared(engine)
         with session.no_waiting(device):
             await session.run(engine)
 

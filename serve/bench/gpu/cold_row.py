@@ -20,7 +20,7 @@ import orjson
 
 from runtime.errors import EngineFailure
 from serve.bench.client import Client, ExchangeError
-from serve.bench.gpu.bench import SEED, Bench
+from serve.bench.gpu.bench import FEW_TOKENS, SEED, Bench
 from serve.bench.gpu.figure import Figure
 
 POLL_S = 0.01
@@ -37,7 +37,7 @@ def cold(bench: Bench) -> list[Figure]:
     words = [
         *("--model-path", bench.path(model), "--load-format", "dummy", "--dtype", model.dtype),
         *("--device", bench.device, "--random-seed", str(SEED), "--skip-server-warmup"),
-        *(("--max-total-tokens", "8192") if bench.device == "cpu" else ()),
+        *(("--max-total-tokens", str(FEW_TOKENS)) if bench.tries_only(model) else ()),
         *bench.words,
     ]
     limit_s = bench.cost(model).held_bytes / bench.limits.bytes_per_s

@@ -29,6 +29,7 @@ STARVING: dict[str, Any] = {
     "random_seed": 1,
     "max_total_tokens": 8192,
     "chunked_prefill_size": 4096,
+    "disable_cuda_graph": True,  # none is to be captured while there is no memory
 }
 
 

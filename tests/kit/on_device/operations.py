@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator
 from importlib import import_module
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -20,6 +23,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 E4M3_CAPABILITY = (8, 9)
 HOST_ONLY = ("with_onednn",)
+BY_FLASHINFER = ("with_flashinfer", "with_fa3", "with_trtllm")
 NO_TABLE = ("matmul",)  # torch's own on a GPU
 EXACT = ("kv", "sampling")  # these copy, round or choose: nothing may differ
 EXTRAS = ("penalized", "masked", "scored")  # functions of a table beside `outputs`
@@ -71,7 +75,14 @@ def runnable_files() -> set[str]:
     machine = Machine.probe()
     gpu = machine.gpus[0] if machine.gpus else None
     backends = (*ATTENTION.values(), *SAMPLING.values())
-    return {backend.file for backend in backends if not backend.unmet(machine, gpu)} - set(HOST_ONLY)
+    files = {backend.file for backend in backends if not backend.unmet(machine, gpu)} - set(HOST_ONLY)
+    return files if compiles_flashinfer() else files - set(BY_FLASHINFER)
+
+
+def compiles_flashinfer() -> bool:
+    """Whether FlashInfer can get its kernels: by CUDA's compiler, or from a package that has them."""
+    has_compiler = shutil.which("nvcc") is not None or "CUDA_HOME" in os.environ
+    return has_compiler or find_spec("flashinfer_jit_cache") is not None
 
 
 def cases(operation: str, *, large: bool = True) -> dict[str, Any]:
