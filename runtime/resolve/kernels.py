@@ -24,6 +24,8 @@ ONEDNN_NEEDS: Mapping[str, Sequence[frozenset[str]]] = {
     "float32": (frozenset({"avx2", "fma"}),),
     "bfloat16": (frozenset({"avx512bw", "avx512dq", "avx512vl"}), frozenset({"avx_ne_convert"})),
 }
+# What torch.compile fuses better than we do by hand.
+FUSED = ("activation", "norm", "rope")
 _SPLITTING = ("triton_attention_num_kv_splits", "triton_attention_split_tile_size")
 
 
@@ -39,6 +41,9 @@ def kernel_plan(
         _refuse_other_heads(ledger, dtype, facts)
     small, lacking = first_that_runs(SMALL, machine, gpu)
     choices = dict.fromkeys(SMALL_OPERATIONS, SMALL[small].file)
+    compiled = ledger.args.graphs.enable_torch_compile
+    if compiled:
+        choices |= dict.fromkeys(FUSED, "native")
     choices |= {
         "attention": ATTENTION[decode].file,
         "prefill_attention": ATTENTION[prefill].file,
@@ -46,12 +51,14 @@ def kernel_plan(
     }
     reasons = ["attention and sampling as said there; of the small operations the first that runs here"]
     reasons += _sentences(lacking)
+    if compiled:
+        reasons.append(f"{', '.join(FUSED)} are plain torch, which torch.compile fuses")
     if gpu is None:
         by_products, why = _attends_by_products(ledger, machine, dtype)
         if by_products:  # it hands rows of several tokens to plain torch itself
             choices |= dict.fromkeys(("attention", "prefill_attention"), "with_onednn")
         reasons.append(why)
-    choices["matmul"], why = _matmul(machine, gpu, dtype)
+    choices["matmul"], why = _matmul(machine, gpu, dtype, compiled=compiled)
     reasons.append(why)
     return KernelPlan(
         choices=ledger.decide("kernels.choices", choices, "; ".join(reasons)),
@@ -100,10 +107,12 @@ def _attends_by_products(ledger: Ledger, machine: Machine, dtype: str) -> tuple[
     return True, "single tokens attend in batched products, which are faster without AMX"
 
 
-def _matmul(machine: Machine, gpu: Gpu | None, dtype: str) -> tuple[str, str]:
+def _matmul(machine: Machine, gpu: Gpu | None, dtype: str, *, compiled: bool) -> tuple[str, str]:
     """The file of products with weights, and why."""
     if gpu is not None:
         return "native", "products with weights are torch's own on a GPU"
+    if compiled:
+        return "native", "products with weights are plain torch, which torch.compile sees through"
     needed = ONEDNN_NEEDS.get(dtype)
     if needed is None:
         return "native", f"products with weights are plain torch: oneDNN packs none in {dtype}"
