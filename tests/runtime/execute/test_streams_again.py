@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ GPU = torch.device("cuda:0")
 
 
 @pytest.fixture(autouse=True)
-def streams(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
     """Every stream that was made, without a GPU."""
     made: list[object] = []
 
@@ -21,7 +23,8 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     monkeypatch.setattr(torch.cuda, "Stream", stream)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     devices._idle_streams.cache_clear()
-    return made
+    yield made
+    devices._idle_streams.cache_clear()  # no engine may get these
 
 
 def test_one_engine_after_the_other_computes_on_the_same_streams(streams: list[object]) -> None:
