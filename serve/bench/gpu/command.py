@@ -11,7 +11,7 @@ from ops.machine import Machine
 from runtime.args import Args
 from runtime.errors import ConfigurationError, PenstockError, first_error
 from serve.bench import report
-from serve.bench.gpu.bench import FULL, MODELS, SMALL, Bench
+from serve.bench.gpu.bench import FULL, MODELS, SMALL, Bench, release
 from serve.bench.gpu.cold_row import cold
 from serve.bench.gpu.figure import HEAD, Failure, Figure, document_of, heading, limit_lines, line_of
 from serve.bench.gpu.limits import measure_limits
@@ -62,6 +62,7 @@ def _measure(
     """Everything is printed and written as soon as it is known: a later row may take the process with it."""
     small, only = options.shape == "tiny", MODELS.get(options.shape)
     limits = measure_limits(options.device, only.dtype if only else "bfloat16", small=small)
+    release(options.device)
     bench = Bench(
         device=options.device,
         folder=folder,
