@@ -19,7 +19,7 @@ from serve import Engine
 
 BIG_PROMPT = [3 + place % 90 for place in range(1500)]  # its step is the one that finds no memory
 SMALL_PROMPTS = ([5, 6, 7], [9, 8, 7, 6, 5], [40, 41])
-LONG_ANSWER = {"temperature": 0, "max_new_tokens": 200, "ignore_eos": True}
+LONG_ANSWER = {"temperature": 0, "max_new_tokens": 100, "ignore_eos": True}
 # So wide that the big prompt's step takes 150 MB where small ones take less than the spare bytes.
 WIDE = {"max_position_embeddings": 2048, "intermediate_size": 8192}
 SPARE_BYTES = 64 * 2**20  # torch takes memory in pieces of up to 20 MiB
