@@ -37,6 +37,10 @@ test *options:
 test-slow *options:
     {{bin}}/python -m pytest -m 'slow and not gpu' {{options}}
 
+# What needs an NVIDIA GPU; without one each test is skipped with the reason.
+test-gpu *options:
+    {{bin}}/python -m pytest -m gpu -rs {{options}} tests/gpu
+
 # Everything but the slow tests. Continuous integration runs this and `test-slow`.
 check: lint test
 

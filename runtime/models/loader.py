@@ -141,7 +141,7 @@ def _ignored(names: Mapping[str, object], *, tied: bool) -> set[str]:
 def _fill_all(pieces: Mapping[str, Piece], tensors: TensorFiles | None, num_threads: int) -> None:
     if tensors is None:
         for piece in pieces.values():
-            _fill_dummy(piece)
+            fill_dummy(piece)
         return
     stored = {name: piece.cut for name, piece in pieces.items() if name in tensors.shapes}
     tensors.read_all(lambda name, tensor: _fill(pieces[name], tensor), stored, num_threads)
@@ -154,14 +154,21 @@ def _fill(piece: Piece, tensor: Tensor) -> None:
     piece.target.copy_(tensor)
 
 
-def _fill_dummy(piece: Piece) -> None:
-    """Small uniform numbers that depend on the tensor's name alone, or the default."""
+def fill_dummy(piece: Piece) -> None:
+    """Small uniform numbers that depend on the tensor's name and the device alone, drawn there; or the default.
+
+    On a GPU that takes milliseconds, where drawing and sending 8 billion of them would take a minute.
+    """
+    target = piece.target
     if piece.default is not None:
-        piece.target.fill_(piece.default)
+        target.fill_(piece.default)
         return
-    generator = torch.Generator().manual_seed(DUMMY_SEED + crc32(piece.name.encode()))
-    values = torch.empty(piece.shape).uniform_(-DUMMY_RANGE, DUMMY_RANGE, generator=generator)
-    piece.target.copy_(values[piece.cut])
+    generator = torch.Generator(target.device).manual_seed(DUMMY_SEED + crc32(piece.name.encode()))
+    if not piece.cut:
+        target.uniform_(-DUMMY_RANGE, DUMMY_RANGE, generator=generator)
+        return
+    values = torch.empty(piece.shape, dtype=target.dtype, device=target.device)
+    target.copy_(values.uniform_(-DUMMY_RANGE, DUMMY_RANGE, generator=generator)[piece.cut])
 
 
 def _list(problem: str, names: Sequence[str]) -> str:

@@ -17,6 +17,7 @@ COMMANDS = {
     "parallel": ("serve.bench.parallel", "a step of two processes against one, in its parts"),
     "step": ("serve.bench.step", "single steps in this process: chosen kernels against plain torch"),
     "accuracy": ("serve.bench.accuracy", "bfloat16 and 8 bits against transformers in float32"),
+    "gpu": ("serve.bench.gpu.command", "a GPU with random weights of real shapes, beside its limits"),
     "checkpoint": ("serve.bench.checkpoints", "write a random checkpoint of a known shape"),
 }
 
