@@ -40,6 +40,7 @@ from serve.bench.options import new_parser
 from serve.bench.vocabulary import Vocabulary
 
 STREAM_ROW, START_ROW = 5, 6
+ROUNDS_OF_A_FILE = 1000  # more than anybody asks for
 
 
 class Part(NamedTuple):
@@ -210,7 +211,7 @@ def join(files: Sequence[str]) -> tuple[Limits, list[Part]]:
             key = (found["shape"], found["weights"])
             old = parts.get(key, Part(*key, [], [], {}))
             turns = [Turn(**turn) for turn in found["turns"]]
-            later = [turn._replace(round=turn.round + 1000 * number) for turn in turns]
+            later = [turn._replace(round=turn.round + ROUNDS_OF_A_FILE * number) for turn in turns]
             failures = [Failure(**failure) for failure in found["failures"]]
             parts[key] = Part(
                 *key,

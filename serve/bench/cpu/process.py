@@ -92,6 +92,10 @@ class Runner:
     def resume(self) -> None:
         self._signal(signal.SIGCONT)
 
+    def cpu_s(self) -> float:
+        """Processor time of all its processes so far; of those that ended, what their parents were told."""
+        return 0.0 if self._process is None else sum(map(_cpu_s, _with_children(self._process.pid)))
+
     def peak_bytes(self) -> int:
         """The most memory that its processes held, each at its own time, added up."""
         return sum(_peak_bytes(pid) for pid in _with_children(self._running().pid))
@@ -146,6 +150,13 @@ def _with_children(pid: int) -> list[int]:
             for task in Path(f"/proc/{parent}/task").iterdir():
                 found += map(int, (task / "children").read_text().split())
     return found
+
+
+def _cpu_s(pid: int) -> float:
+    with suppress(OSError):
+        _, _, rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
+        return sum(map(int, rest.split()[11:15])) / os.sysconf("SC_CLK_TCK")
+    return 0.0
 
 
 def _peak_bytes(pid: int) -> int:

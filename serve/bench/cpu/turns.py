@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from time import perf_counter
+from pathlib import Path
+from time import perf_counter, process_time
 from typing import Any, NamedTuple, Protocol
 
 from serve.bench.cpu.engines import OURS
@@ -23,6 +25,7 @@ from serve.bench.cpu.work import (
     WorkError,
 )
 
+TOLERATED = 0.05  # share of the machine that others may use before it is mentioned
 WARM_UP = -1  # the number of a round that is not counted
 Stream = Callable[[str, Sequence[Ids]], dict[str, float]]
 Say = Callable[[str], None]
@@ -35,6 +38,7 @@ class Turn(NamedTuple):
     figure: str
     round: int
     value: float
+    others: float = 0.0  # the share of the machine's processors that nobody of this benchmark used meanwhile
 
 
 class Failure(NamedTuple):
@@ -57,18 +61,53 @@ class Contender(Protocol):
     def ask(self, job: Mapping[str, Any]) -> Mapping[str, Any]: ...
     def pause(self) -> None: ...
     def resume(self) -> None: ...
+    def cpu_s(self) -> float: ...
     def peak_bytes(self) -> int: ...
     def stop(self) -> None: ...
 
 
+class CpuWatch:
+    """How much processor time others took since it was made: neither this process nor the contender."""
+
+    def __init__(self, contender: Contender) -> None:
+        self._contender = contender
+        self._before = self._now()
+
+    def _now(self) -> tuple[float, float, float]:
+        busy_s, all_s = machine_s()
+        return busy_s, all_s, self._contender.cpu_s() + process_time()
+
+    def others(self) -> float:
+        """As a share of all the machine's processors; 0 where the machine does not say."""
+        busy_s, all_s, own_s = (after - before for before, after in zip(self._before, self._now()))
+        return max(busy_s - own_s, 0.0) / all_s if all_s else 0.0
+
+
+def machine_s() -> tuple[float, float]:
+    """Seconds that all processors were busy, and all there were, since the machine started."""
+    try:
+        first = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0]
+    except OSError:
+        return 0.0, 0.0
+    user, nice, system, idle, wait, *rest = (
+        int(ticks) / os.sysconf("SC_CLK_TCK") for ticks in first.split()[1:9]
+    )
+    busy = user + nice + system + sum(rest)
+    return busy, busy + idle + wait
+
+
 @dataclass
 class Contest:
-    """Contenders on one model, and what came of it. Use `measure_in_process`, then `measure_streams`."""
+    """Contenders on one model, and what came of it. Use `measure_in_process`, then `measure_streams`.
+
+    `alone` surrounds each round: a machine that has other work may hold it there.
+    """
 
     seed: str
     vocab: int
     rounds: int
     say: Say
+    alone: Callable[[], AbstractContextManager[object]] = nullcontext
     turns: list[Turn] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     versions: dict[str, Mapping[str, str]] = field(default_factory=dict)
@@ -80,8 +119,9 @@ class Contest:
         with self._running(contenders, starts=starts) as alive:
             for measure in measures:
                 for number in range(WARM_UP, self.rounds):
-                    for contender in list(alive):
-                        self._take(alive, contender, measure, number)
+                    with self.alone():
+                        for contender in list(alive):
+                            self._take(alive, contender, measure, number)
             if starts:
                 for contender in alive:
                     self._note(contender.name, {MEMORY.name: contender.peak_bytes() / 2**20}, 0)
@@ -91,8 +131,9 @@ class Contest:
         streams = {contender.name: stream for contender, stream in contenders}
         with self._running([contender for contender, _ in contenders], starts=False) as alive:
             for number in range(WARM_UP, self.rounds):
-                for contender in list(alive):
-                    self._stream(alive, contender, streams[contender.name], number)
+                with self.alone():
+                    for contender in list(alive):
+                        self._stream(alive, contender, streams[contender.name], number)
 
     @contextmanager
     def _running(self, contenders: Sequence[Contender], *, starts: bool) -> Iterator[list[Contender]]:
@@ -108,25 +149,33 @@ class Contest:
 
     def _start(self, alive: list[Contender], contender: Contender, starts: bool) -> None:
         with self._out_if_failing(alive, contender, "start"):
-            for number in range(self.rounds if starts else 1):
-                contender.stop()
-                began = perf_counter()
+            if not starts:
                 contender.start()
-                if starts:
-                    contender.generate([self._draw("start", number).prompt(FIRST_PROMPT)], 1)
-                    self._note(contender.name, {START.name: perf_counter() - began}, number)
+            for number in range(self.rounds if starts else 0):
+                self._time_start(contender, number)
             contender.pause()
             self.versions[contender.name] = contender.versions
             alive.append(contender)
+
+    def _time_start(self, contender: Contender, number: int) -> None:
+        contender.stop()
+        prompt = self._draw("start", number).prompt(FIRST_PROMPT)
+        with self.alone():
+            watch = CpuWatch(contender)
+            began = perf_counter()
+            contender.start()
+            contender.generate([prompt], 1)
+            self._note(contender.name, {START.name: perf_counter() - began}, number, watch)
 
     def _take(self, alive: list[Contender], contender: Contender, measure: Measure, number: int) -> None:
         draw = self._draw(measure.figures[0].name, number)
         with self._out_if_failing(alive, contender, measure.figures[0].name):
             contender.resume()
+            watch = CpuWatch(contender)
             if number == WARM_UP:
                 measure.warm_up(contender, draw)
             else:
-                self._note(contender.name, measure.run(contender, draw), number)
+                self._note(contender.name, measure.run(contender, draw), number, watch)
             contender.pause()
 
     def _stream(self, alive: list[Contender], contender: Contender, stream: Stream, number: int) -> None:
@@ -135,13 +184,13 @@ class Contest:
             if url is None:
                 raise WorkError(f"{contender.name} does not serve")
             contender.resume()
-            prompts = draw.prompts(STREAMS, PROMPT)
+            prompts, watch = draw.prompts(STREAMS, PROMPT), CpuWatch(contender)
             if contender.name == OURS:
                 found = self._stream_ours(contender, url, stream, prompts, number)
             else:
                 found = stream(url, prompts)
             if number != WARM_UP:
-                self._note(contender.name, found, number)
+                self._note(contender.name, found, number, watch)
             contender.pause()
 
     def _stream_ours(
@@ -164,10 +213,14 @@ class Contest:
             if contender in alive:
                 alive.remove(contender)
 
-    def _note(self, engine: str, values: Mapping[str, float], number: int) -> None:
+    def _note(
+        self, engine: str, values: Mapping[str, float], number: int, watch: CpuWatch | None = None
+    ) -> None:
+        others = 0.0 if watch is None else watch.others()
         for figure, value in values.items():
-            self.turns.append(Turn(engine, figure, number, value))
-            self.say(f"{engine:<14}{figure:<28}{value:>12,.1f}")
+            self.turns.append(Turn(engine, figure, number, value, others))
+            busy = f"   others used {others:.0%} of the machine" if others > TOLERATED else ""
+            self.say(f"{engine:<14}{figure:<28}{value:>12,.1f}{busy}")
 
     def _draw(self, what: str, number: int) -> Draw:
         return Draw(f"{self.seed} {what} {number}", self.vocab)
