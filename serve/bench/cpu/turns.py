@@ -26,6 +26,7 @@ from serve.bench.cpu.work import (
 )
 
 TOLERATED = 0.05  # share of the machine that others may use before it is mentioned
+MIN_WATCH_S = 1.0  # of all processors together: they are counted in hundredths
 WARM_UP = -1  # the number of a round that is not counted
 Stream = Callable[[str, Sequence[Ids]], dict[str, float]]
 Say = Callable[[str], None]
@@ -78,9 +79,9 @@ class CpuWatch:
         return busy_s, all_s, self._contender.cpu_s() + process_time()
 
     def others(self) -> float:
-        """As a share of all the machine's processors; 0 where the machine does not say."""
+        """As a share of all the machine's processors; 0 where it was too short to tell."""
         busy_s, all_s, own_s = (after - before for before, after in zip(self._before, self._now()))
-        return max(busy_s - own_s, 0.0) / all_s if all_s else 0.0
+        return max(busy_s - own_s, 0.0) / all_s if all_s >= MIN_WATCH_S else 0.0
 
 
 def machine_s() -> tuple[float, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Protocol
 
 FIRST_ORDINARY = 3  # smaller ids are special tokens
@@ -49,6 +50,7 @@ class Draw:
 
 
 PREFILL_LENGTHS = (512, 2048)
+PREFILL_TOKENS = 4096  # of all prompts of a length
 DECODE_PROMPT, DECODE_TOKENS = 32, 128
 CONCURRENCIES = (8, 32, 64)
 PROMPT, OUTPUT = 128, 64
@@ -68,13 +70,14 @@ class Measure:
 
 
 def prefill(length: int) -> Measure:
-    """Tokens per second of one prompt until its first token."""
+    """Tokens per second of one prompt until its first token: the median of a few prompts, one by one."""
     figure = Figure(1, f"prefill {length:,}", "tok/s", 1.0)
 
     def run(engine: Asked, draw: Draw) -> dict[str, float]:
-        return {figure.name: length / engine.generate([draw.prompt(length)], 1)}
+        prompts = draw.prompts(PREFILL_TOKENS // length, length)
+        return {figure.name: length / median(engine.generate([prompt], 1) for prompt in prompts)}
 
-    return Measure(1, (figure,), run, run)
+    return Measure(1, (figure,), run, lambda engine, draw: engine.generate([draw.prompt(length)], 1))
 
 
 def decode() -> Measure:

@@ -34,9 +34,7 @@ class Pipeline:
         properties = {"INFERENCE_PRECISION_HINT": "bf16", "INFERENCE_NUM_THREADS": options.threads}
         self._tensor = openvino.Tensor
         self._settings = openvino_genai.GenerationConfig
-        self._pipeline = openvino_genai.ContinuousBatchingPipeline(
-            options.model, config, "CPU", properties
-        )
+        self._pipeline = openvino_genai.ContinuousBatchingPipeline(options.model, config, "CPU", properties)
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
         import numpy

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from typing import Any
 
 import answering
 
@@ -21,7 +22,7 @@ class Generation:
         from transformers import AutoModelForCausalLM
 
         torch.set_num_threads(options.threads)
-        self._model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16)
+        self._model: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16)
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
         import torch

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import pytest
+
+from serve.bench.cpu.compare import Ratio, by_figure, compare, streamed_share
+from serve.bench.cpu.turns import Turn
+
+PREFILL, FIRST = "prefill 512", "HTTP, first token p50"
+
+
+def turns_of(figure: str, **values: list[float]) -> list[Turn]:
+    return [Turn(name, figure, i, value) for name, found in values.items() for i, value in enumerate(found)]
+
+
+def test_the_ratio_is_to_the_best_peer_pair_by_pair() -> None:
+    values = by_figure(turns_of(PREFILL, ours=[90, 120, 100], vllm=[60, 60, 50], openvino=[50, 55, 58]))
+    [line] = compare(values, {PREFILL: 400.0})
+    assert line.medians == {"ours": 100, "vllm": 60, "openvino": 55}
+    assert line.ratio == Ratio("vllm", 2.0, 1.5, 2.0)
+    assert line.share == 0.25
+    assert line.reached is True
+
+
+def test_of_times_the_least_is_best_and_above_one_is_still_better() -> None:
+    values = by_figure(turns_of(FIRST, ours=[20, 25], vllm=[40, 40], llamacpp=[80, 90]))
+    [line] = compare(values, {})
+    assert line.ratio == Ratio("vllm", 1.8, 1.6, 2.0)
+    assert line.share is None
+    assert line.reached is None
+
+
+def test_a_missed_goal_is_said() -> None:
+    [line] = compare(by_figure(turns_of("concurrency 8", ours=[110.0], vllm=[100.0])), {})
+    assert line.ratio is not None
+    assert line.ratio.median == pytest.approx(1.1)
+    assert line.reached is False
+
+
+def test_without_ours_the_best_peer_is_set_against_the_limit() -> None:
+    [line] = compare(by_figure(turns_of(PREFILL, vllm=[60.0], openvino=[50.0])), {PREFILL: 100.0})
+    assert line.ratio is None
+    assert line.share == 0.6
+
+
+def test_without_peers_there_is_no_ratio() -> None:
+    [line] = compare(by_figure(turns_of(PREFILL, ours=[60.0])), {PREFILL: 100.0})
+    assert line.ratio is None
+    assert line.share == 0.6
+
+
+def test_rounds_keep_their_order_whatever_the_order_of_the_turns() -> None:
+    backwards = list(reversed(turns_of(PREFILL, ours=[1.0, 2.0, 3.0])))
+    assert by_figure(backwards)[PREFILL]["ours"] == [1, 2, 3]
+
+
+def test_streams_are_set_against_the_same_engine_in_process() -> None:
+    measured = turns_of("HTTP, 16 streams", ours=[45.0]) + turns_of("concurrency 16", ours=[50.0])
+    assert streamed_share(by_figure(measured)) == 0.9
+    assert streamed_share(by_figure(measured[:1])) is None
