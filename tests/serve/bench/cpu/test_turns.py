@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import pytest
-from scripted_contenders import ScriptedContender
 
+from scripted_contenders import ScriptedContender
 from serve.bench.cpu import turns
 from serve.bench.cpu.turns import Contest, Failure
 from serve.bench.cpu.work import OUTPUT, STREAMS, concurrency, shared_prefix
