@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from runtime.errors import ConfigurationError
 from serve.bench import report
 from serve.bench.checkpoints import SHAPES
-from serve.bench.cpu.compare import by_figure, compare, streamed_share
+from serve.bench.cpu.compare import by_figure, compare, disturbed, streamed_share
 from serve.bench.cpu.cost import Cost, Limits
 from serve.bench.cpu.engines import (
     OURS,
@@ -249,6 +249,9 @@ def render_part(limits: Limits, part: Part) -> str:
     texts = ["", table(f"{part.shape}, {part.weights}", compare(values, best))]
     if (share := streamed_share(values)) is not None:
         texts.append(f"\nOver HTTP ours gives {share:.0%} of its output in process.")
+    if noisy := sorted(disturbed(part.turns)):
+        names = ", ".join(f"{engine} ({figure})" for engine, figure in noisy)
+        texts.append(f"\nOthers were using the machine in every turn of {names}.")
     texts += [f"\n{one.engine} is missing from {one.what} on: {one.reason}" for one in part.failures]
     found = ((name, version) for packages in part.versions.values() for name, version in packages.items())
     texts.append("\nVersions: " + ", ".join(f"{name} {version}" for name, version in dict(found).items()))

@@ -40,10 +40,25 @@ class Line(NamedTuple):
 
 
 def by_figure(turns: Iterable[Turn]) -> Values:
-    values: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    """The values that count: disturbed turns only where an engine has no other of that figure."""
+    found: dict[str, dict[str, list[Turn]]] = defaultdict(lambda: defaultdict(list))
     for turn in sorted(turns, key=lambda turn: turn.round):
-        values[turn.figure][turn.engine].append(turn.value)
-    return values
+        found[turn.figure][turn.engine].append(turn)
+    return {
+        figure: {engine: _undisturbed(made) for engine, made in engines.items()}
+        for figure, engines in found.items()
+    }
+
+
+def _undisturbed(turns: Sequence[Turn]) -> list[float]:
+    quiet = [turn.value for turn in turns if not turn.disturbed]
+    return quiet or [turn.value for turn in turns]
+
+
+def disturbed(turns: Iterable[Turn]) -> set[tuple[str, str]]:
+    """Engine and figure where every turn was disturbed."""
+    of_all = {(turn.engine, turn.figure) for turn in turns}
+    return of_all - {(turn.engine, turn.figure) for turn in turns if not turn.disturbed}
 
 
 def compare(values: Values, best: Mapping[str, float]) -> list[Line]:

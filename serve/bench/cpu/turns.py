@@ -39,7 +39,11 @@ class Turn(NamedTuple):
     figure: str
     round: int
     value: float
-    others: float = 0.0  # the share of the machine's processors that nobody of this benchmark used meanwhile
+    others: float = 0.0  # the share of the machine's processors that others used meanwhile
+
+    @property
+    def disturbed(self) -> bool:
+        return self.others > TOLERATED
 
 
 class Failure(NamedTuple):
@@ -219,8 +223,9 @@ class Contest:
     ) -> None:
         others = 0.0 if watch is None else watch.others()
         for figure, value in values.items():
-            self.turns.append(Turn(engine, figure, number, value, others))
-            busy = f"   others used {others:.0%} of the machine" if others > TOLERATED else ""
+            turn = Turn(engine, figure, number, value, others)
+            self.turns.append(turn)
+            busy = f"   others used {others:.0%} of the machine" if turn.disturbed else ""
             self.say(f"{engine:<14}{figure:<28}{value:>12,.1f}{busy}")
 
     def _draw(self, what: str, number: int) -> Draw:

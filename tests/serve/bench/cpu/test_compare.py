@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from serve.bench.cpu.compare import Ratio, by_figure, compare, streamed_share
+from serve.bench.cpu.compare import Ratio, by_figure, compare, disturbed, streamed_share
 from serve.bench.cpu.turns import Turn
 
 PREFILL, FIRST = "prefill 512", "HTTP, first token p50"
@@ -51,6 +51,14 @@ def test_without_peers_there_is_no_ratio() -> None:
 def test_rounds_keep_their_order_whatever_the_order_of_the_turns() -> None:
     backwards = list(reversed(turns_of(PREFILL, ours=[1.0, 2.0, 3.0])))
     assert by_figure(backwards)[PREFILL]["ours"] == [1, 2, 3]
+
+
+def test_disturbed_turns_count_only_where_there_are_no_others() -> None:
+    quiet, noisy = Turn("ours", PREFILL, 0, 90.0, 0.01), Turn("ours", PREFILL, 1, 9.0, 0.5)
+    assert by_figure([quiet, noisy])[PREFILL]["ours"] == [90.0]
+    assert by_figure([noisy])[PREFILL]["ours"] == [9.0]
+    assert disturbed([quiet, noisy]) == set()
+    assert disturbed([noisy]) == {("ours", PREFILL)}
 
 
 def test_streams_are_set_against_the_same_engine_in_process() -> None:
