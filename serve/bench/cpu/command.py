@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
 
 from runtime.errors import ConfigurationError
 from serve.bench import report
 from serve.bench.checkpoints import SHAPES
-from serve.bench.cpu.compare import by_figure, compare, disturbed, streamed_share
-from serve.bench.cpu.cost import Cost, Limits
+from serve.bench.cpu.cost import Limits
 from serve.bench.cpu.engines import (
     OURS,
     PEERS,
@@ -32,25 +29,14 @@ from serve.bench.cpu.engines import (
 )
 from serve.bench.cpu.limits import measured
 from serve.bench.cpu.process import Runner
+from serve.bench.cpu.result import Part, Result, join, limits_text, render, sitting
 from serve.bench.cpu.streams import stream_all
-from serve.bench.cpu.table import limits_text, table
-from serve.bench.cpu.turns import Contest, Failure, Stream, Turn
+from serve.bench.cpu.turns import Contest, Failure, Stream
 from serve.bench.cpu.work import FIGURES, ROWS, measures_of
 from serve.bench.options import new_parser
 from serve.bench.vocabulary import Vocabulary
 
 STREAM_ROW, START_ROW = 5, 6
-ROUNDS_OF_A_FILE = 1000  # more than anybody asks for
-
-
-class Part(NamedTuple):
-    """What was measured of one shape with one kind of weights."""
-
-    shape: str
-    weights: str
-    turns: Sequence[Turn]
-    failures: Sequence[Failure]
-    versions: Mapping[str, Mapping[str, str]]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -81,17 +67,17 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     options = parser().parse_args(argv)
     if options.join:
-        limits, parts = join(options.join)
+        result = join(options.join)
     else:
         if options.rounds < 1 or options.threads < 1:
             raise ConfigurationError("--rounds and --threads must be at least 1.")
         limits, parts = run(options)
-    if limits is None:
-        return 0
-    report.say(render(limits, parts))
+        if limits is None:
+            return 0
+        result = Result(limits, parts, [sitting(argv)])
+    report.say(render(result))
     if options.output_file:
-        results = {"limits": limits, "parts": parts}
-        report.write(options.output_file, report.document("cpu", vars(options), results, argv=argv))
+        report.write(options.output_file, report.document("cpu", vars(options), result, argv=argv))
     return 0
 
 
@@ -201,61 +187,6 @@ def logs(kept: str | None) -> Iterator[Path]:
         return
     with TemporaryDirectory() as name:
         yield Path(name)
-
-
-def join(files: Sequence[str]) -> tuple[Limits, list[Part]]:
-    """Earlier results as one: turns of the same part together, the best limits of all.
-
-    Rounds of different files follow one another. Raises `ConfigurationError` for what is no result file.
-    """
-    limits: list[Limits] = []
-    parts: dict[tuple[str, str], Part] = {}
-    for number, file in enumerate(files):
-        results = _results(file)
-        limits.append(Limits(**results["limits"]))
-        for found in results["parts"]:
-            key = (found["shape"], found["weights"])
-            old = parts.get(key, Part(*key, [], [], {}))
-            turns = [Turn(**turn) for turn in found["turns"]]
-            later = [turn._replace(round=turn.round + ROUNDS_OF_A_FILE * number) for turn in turns]
-            failures = [Failure(**failure) for failure in found["failures"]]
-            parts[key] = Part(
-                *key,
-                [*old.turns, *later],
-                [*old.failures, *(failure for failure in failures if failure not in old.failures)],
-                {**old.versions, **found["versions"]},
-            )
-    return Limits(*map(max, zip(*limits))), list(parts.values())
-
-
-def _results(file: str) -> Any:
-    try:
-        content = json.loads(Path(file).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{file} cannot be read: {error}") from error
-    if not isinstance(content, dict) or content.get("benchmark") != "cpu":
-        raise ConfigurationError(f"{file} is not a result of this benchmark.")
-    return content["results"]
-
-
-def render(limits: Limits, parts: Sequence[Part]) -> str:
-    return "\n".join([limits_text(limits), *(render_part(limits, part) for part in parts)])
-
-
-def render_part(limits: Limits, part: Part) -> str:
-    cost = Cost(SHAPES[part.shape], part.weights, limits)
-    best = {name: value for name in FIGURES if (value := cost.best(name)) is not None}
-    values = by_figure(part.turns)
-    texts = ["", table(f"{part.shape}, {part.weights}", compare(values, best))]
-    if (share := streamed_share(values)) is not None:
-        texts.append(f"\nOver HTTP ours gives {share:.0%} of its output in process.")
-    if noisy := sorted(disturbed(part.turns)):
-        names = ", ".join(f"{engine} ({figure})" for engine, figure in noisy)
-        texts.append(f"\nOthers were using the machine in every turn of {names}.")
-    texts += [f"\n{one.engine} is missing from {one.what} on: {one.reason}" for one in part.failures]
-    found = ((name, version) for packages in part.versions.values() for name, version in packages.items())
-    texts.append("\nVersions: " + ", ".join(f"{name} {version}" for name, version in dict(found).items()))
-    return "\n".join(texts)
 
 
 def say(text: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import NamedTuple
 
@@ -23,6 +24,13 @@ class Ratio(NamedTuple):
     high: float
 
 
+class Goal(NamedTuple):
+    """Something aimed at."""
+
+    text: str
+    reached: bool
+
+
 class Line(NamedTuple):
     """One figure with everybody's median."""
 
@@ -32,11 +40,16 @@ class Line(NamedTuple):
     share: float | None  # ours (else the best peer) as a share of what the machine's limits allow
 
     @property
-    def reached(self) -> bool | None:
-        """Whether the goal is reached; None where there is none, or nothing to compare."""
-        if self.figure.goal is None or self.ratio is None:
-            return None
-        return self.ratio.median >= self.figure.goal
+    def goals(self) -> list[Goal]:
+        """What is aimed at, where it is known whether that is reached."""
+        figure, own, found = self.figure, self.medians.get(OURS), []
+        if figure.goal is not None and self.ratio is not None:
+            found.append(Goal(f"{figure.goal:.1f}", self.ratio.median >= figure.goal))
+        if figure.share_goal is not None and self.share is not None and own is not None:
+            found.append(Goal(f"{figure.share_goal:.0%}", self.share >= figure.share_goal))
+        if figure.most is not None and own is not None:
+            found.append(Goal(f"at most {figure.most:g}", own <= figure.most))
+        return found
 
 
 def by_figure(turns: Iterable[Turn]) -> Values:
@@ -61,10 +74,14 @@ def disturbed(turns: Iterable[Turn]) -> set[tuple[str, str]]:
     return of_all - {(turn.engine, turn.figure) for turn in turns if not turn.disturbed}
 
 
-def compare(values: Values, best: Mapping[str, float]) -> list[Line]:
-    """A line for each figure that somebody has, in the order of the rows. `best` is what limits allow."""
+def compare(values: Values, best: Mapping[str, float], *, near_limits: bool = True) -> list[Line]:
+    """A line for each figure that somebody has, in the order of the rows. `best` is what limits allow.
+
+    Without `near_limits` no share of them is aimed at: a tiny model is bound by something else.
+    """
     lines = []
-    for figure in FIGURES.values():
+    for known in FIGURES.values():
+        figure = known if near_limits else replace(known, share_goal=None)
         engines = values.get(figure.name, {})
         if not engines:
             continue

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from serve.bench.cpu.compare import Line, Ratio
-from serve.bench.cpu.cost import Limits
 from serve.bench.cpu.engines import OURS, PEERS
 
 
 def table(title: str, lines: Sequence[Line]) -> str:
     """A column for each engine that has a figure, ours first."""
     engines = [name for name in (OURS, *PEERS) if any(name in line.medians for line in lines)]
-    heads = ["row", title, *engines, "ratio to the best peer", "of the limit", "goal"]
+    heads = ["row", title, *engines, "ratio to the best peer", "of the limit", "goals"]
     rows = [_row(line, engines) for line in lines]
     parts = [heads, ["---"] * 2 + ["---:"] * (len(heads) - 2), *rows]
     return "\n".join(f"| {' | '.join(part)} |" for part in parts)
@@ -38,13 +37,4 @@ def _ratio(ratio: Ratio | None) -> str:
 
 
 def _goal(line: Line) -> str:
-    if line.figure.goal is None:
-        return ""
-    return f"{line.figure.goal:.1f}{ {True: ' reached', False: ' missed', None: ''}[line.reached] }"
-
-
-def limits_text(limits: Limits) -> str:
-    return (
-        f"Limits measured: {limits.bytes_per_s / 1e9:,.1f} GB/s read, "
-        f"{limits.flops_per_s / 1e9:,.0f} GFLOP/s in bfloat16."
-    )
+    return ", ".join(f"{goal.text} {'reached' if goal.reached else 'missed'}" for goal in line.goals)

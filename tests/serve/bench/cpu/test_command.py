@@ -21,7 +21,9 @@ def result(rate: float, engine: str, limits: Limits) -> dict[str, Any]:
         "failures": [failure],
         "versions": {engine: {f"{engine}-package": "1.2"}},
     }
-    return {"benchmark": "cpu", "results": {"limits": limits._asdict(), "parts": [part]}}
+    sitting = {"date": "2026-01-02T03:04:05", "machine": "A chip, 2 cores", "command": f"bench {engine}"}
+    results = {"limits": limits._asdict(), "parts": [part], "sittings": [sitting]}
+    return {"benchmark": "cpu", "results": results}
 
 
 def written(tmp_path: Path, name: str, content: object) -> str:
@@ -37,6 +39,7 @@ def test_results_of_several_runs_are_joined_into_one_table(
     peer = written(tmp_path, "b", result(2000.0, "openvino", Limits(80e9, 0.9e12)))
     assert command.main(["--join", ours, peer]) == 0
     printed = capsys.readouterr().out
+    assert "Measured 2026-01-02 on A chip, 2 cores: `bench openvino`" in printed
     assert "80.0 GB/s read, 1,000 GFLOP/s" in printed
     assert "| 1 | prefill 512, tok/s | 3,000 | **2,000** | 1.50 (1.50 to 1.50) |" in printed
     assert printed.count("vllm is missing from start on: no memory") == 1

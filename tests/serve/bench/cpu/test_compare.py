@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from serve.bench.cpu.compare import Ratio, by_figure, compare, disturbed, streamed_share
+from serve.bench.cpu.compare import Goal, Ratio, by_figure, compare, disturbed, streamed_share
 from serve.bench.cpu.turns import Turn
+from serve.bench.cpu.work import START
 
 PREFILL, FIRST = "prefill 512", "HTTP, first token p50"
 
@@ -18,7 +19,9 @@ def test_the_ratio_is_to_the_best_peer_pair_by_pair() -> None:
     assert line.medians == {"ours": 100, "vllm": 60, "openvino": 55}
     assert line.ratio == Ratio("vllm", 2.0, 1.5, 2.0)
     assert line.share == 0.25
-    assert line.reached is True
+    assert line.goals == [Goal("1.0", True), Goal("60%", False)]
+    [line] = compare(values, {PREFILL: 400.0}, near_limits=False)
+    assert line.goals == [Goal("1.0", True)]
 
 
 def test_of_times_the_least_is_best_and_above_one_is_still_better() -> None:
@@ -26,14 +29,19 @@ def test_of_times_the_least_is_best_and_above_one_is_still_better() -> None:
     [line] = compare(values, {})
     assert line.ratio == Ratio("vllm", 1.8, 1.6, 2.0)
     assert line.share is None
-    assert line.reached is None
+    assert line.goals == []
 
 
 def test_a_missed_goal_is_said() -> None:
     [line] = compare(by_figure(turns_of("concurrency 8", ours=[110.0], vllm=[100.0])), {})
     assert line.ratio is not None
     assert line.ratio.median == pytest.approx(1.1)
-    assert line.reached is False
+    assert line.goals == [Goal("1.2", False)]
+
+
+def test_a_figure_can_have_a_most() -> None:
+    lines = compare(by_figure([Turn("ours", "loop lag p99", 0, 4.0), Turn("ours", START.name, 0, 6.0)]), {})
+    assert [line.goals for line in lines] == [[Goal("at most 5", True)], [Goal("at most 5", False)]]
 
 
 def test_without_ours_the_best_peer_is_set_against_the_limit() -> None:

@@ -12,7 +12,7 @@ def test_a_line_has_everybodys_median_the_ratio_the_share_and_the_goal() -> None
         Line(FIGURES["peak memory"], {"openvino": 45.67}, None, None),
     ]
     assert table("S, bf16", lines).splitlines() == [
-        "| row | S, bf16 | ours | openvino | ratio to the best peer | of the limit | goal |",
+        "| row | S, bf16 | ours | openvino | ratio to the best peer | of the limit | goals |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
         "| 3 | concurrency 8, tok/s | 1,234 | **1,000** | 1.23 (1.20 to 1.30) | 46% | 1.2 reached |",
         "| 6 | peak memory, MiB |  | 45.7 |  |  |  |",
