@@ -48,6 +48,14 @@ check: lint test
 bench *options:
     {{bin}}/python -m serve.bench {{options}}
 
+# Ours and every installed peer on this machine's CPU, in turns: `just bench-cpu --shapes S --rows 1 2`.
+bench-cpu *options:
+    {{bin}}/python -m serve.bench cpu {{options}}
+
+# Install the peers that `bench-cpu` compares with, each in an environment of its own (several GB).
+bench-cpu-peers *names:
+    {{bin}}/python -m serve.bench cpu-peers {{names}}
+
 # Run the notebooks from top to bottom.
 notebooks:
     {{bin}}/python -m pytest -m notebook tests/notebooks
