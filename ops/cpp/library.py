@@ -183,8 +183,14 @@ class Choose(Structure):
     )
 
 
+# In the order of STRUCTURE_SIZES in `kernels.cpp`.
+STRUCTURES = (
+    Step, Node, Embed, Norm, Rotate, Store, Gate, Attend, Pack, Product, Pack8, Product8, Begin, Last, Choose,
+)  # fmt: skip
+
+
 class Library:
-    """The kernels by name and type."""
+    """The kernels by name and type. Raises RuntimeError where they and this file differ about a structure."""
 
     def __init__(self, path: Path) -> None:
         self._library = ctypes.CDLL(str(path))
@@ -195,6 +201,10 @@ class Library:
         self.open_pool.argtypes, self.open_pool.restype = (c_int64,), c_void_p
         self.close_pool = self._library.close_pool
         self.close_pool.argtypes, self.close_pool.restype = (c_void_p,), None
+        sizes = (c_int64 * len(STRUCTURES)).in_dll(self._library, "STRUCTURE_SIZES")
+        for structure, size in zip(STRUCTURES, sizes, strict=True):
+            if ctypes.sizeof(structure) != size:
+                raise RuntimeError(f"{structure.__name__} has {size} bytes in the compiled kernels.")
         self.panel_width = int(self._library.panel_width())
         self.group_size = int(self._library.group_size())
         self._addresses: dict[tuple[str, torch.dtype], int] = {}

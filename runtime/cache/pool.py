@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
+from math import prod
+
 import torch
 from torch import Tensor
 
@@ -28,7 +31,7 @@ class KVPool:
         self.scratch_page = num_pages
         shape = (num_pages + 1, num_kv_heads, page_size, head_dim)
         self._layers = [
-            (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+            (_zeros(shape, dtype, torch.device(device)), _zeros(shape, dtype, torch.device(device)))
             for _ in range(num_layers)
         ]
 
@@ -39,3 +42,11 @@ class KVPool:
     @property
     def nbytes(self) -> int:
         return sum(k.nbytes + v.nbytes for k, v in self._layers)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on a CPU in memory that the system hands out page by page, when a page is first written."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, prod(shape) * dtype.itemsize)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)

@@ -53,6 +53,15 @@ KERNELS(pack8, pack8)
 KERNELS(product8, product8_alike)
 KERNELS(product8_wide, product8_wide)
 
+// For Python to compare with its own picture of these structures, in the same order.
+extern const int64_t STRUCTURE_SIZES[];
+const int64_t STRUCTURE_SIZES[] = {
+    sizeof(Step),          sizeof(Node),           sizeof(EmbedOperands),  sizeof(NormOperands),
+    sizeof(RotateOperands), sizeof(StoreOperands), sizeof(GateOperands),   sizeof(AttendOperands),
+    sizeof(PackOperands),  sizeof(ProductOperands), sizeof(Pack8Operands), sizeof(Product8Operands),
+    sizeof(BeginOperands), sizeof(LastOperands),   sizeof(ChooseOperands),
+};
+
 int64_t panel_width() { return PANEL; }
 int64_t group_size() { return GROUP; }
 

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "product.h"
 
@@ -48,6 +49,7 @@ template <class T>
 inline void round_group(const T* x, int64_t size, int8_t* bytes, float* scale, int32_t* offset) {
     Floats values[GROUP / LANES] = {};
     Floats top{};
+    Ints strange{};  // not 0 where there is no number
     for (int64_t k = 0; k < size; k += LANES) {
         Floats& value = values[k / LANES];
         if (k + LANES <= size)
@@ -55,8 +57,11 @@ inline void round_group(const T* x, int64_t size, int8_t* bytes, float* scale, i
         else
             for (int64_t lane = 0; lane < size - k; lane++) value[lane] = widen(x[k + lane]);
         top = larger(top, larger(value, -value));
+        strange |= value != value;
     }
-    const float most = largest(top);
+    float most = largest(top);
+    for (int lane = 0; lane < LANES; lane++)
+        if (strange[lane] || std::isinf(most)) most = std::numeric_limits<float>::quiet_NaN();  // so is every product
     const float inverse = most > 0 ? 127.0f / most : 0.0f;
     Ints total{};
     for (int64_t k = 0; k < size; k += LANES) {

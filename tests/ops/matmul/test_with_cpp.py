@@ -177,3 +177,13 @@ def test_8_bits_take_half_of_the_memory_and_bring_little_error() -> None:
     truth = x.double() @ weight.double().T
     error = (cpp.logits(x, packed).double() - truth).norm() / truth.norm()
     assert 1e-4 < error < 0.015
+
+
+@pytest.mark.parametrize("strange", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_no_number_spoils_its_row_and_no_other_with_eight_bits(strange: float) -> None:
+    products = backend("matmul", 1, weight_bits=8)
+    weight, x = products.prepare(drawn(64, 128)), drawn(3, 128)
+    x[1, 70] = strange
+    spoiled = products.linear(x, weight).isnan()
+    assert spoiled[1].all()
+    assert not spoiled[[0, 2]].any()
