@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -188,21 +188,11 @@ class _ViewsOnly(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        found = func(*args, **(kwargs or {}))
-        known = {t.untyped_storage().data_ptr() for t in _tensors([*args, *(kwargs or {}).values()])}
-        views = list(_tensors([found]))
-        changed = func._schema.is_mutable or not views  # no tensor: a number that is read from one
-        if changed or any(view.untyped_storage().data_ptr() not in known for view in views):
+        returns = func._schema.returns
+        views = bool(returns) and all(result.alias_info is not None for result in returns)
+        if not views or func._schema.is_mutable:  # before it computes on memory that nothing was written to
             raise NotRecordable(f"{func} is computed by torch")
-        return found
-
-
-def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
+        return func(*args, **(kwargs or {}))
 
 
 def step_of(

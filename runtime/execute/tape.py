@@ -44,6 +44,7 @@ class StepTape:
         if executor is None or head is None or model.dtype not in executor.dtypes:
             raise NotRecordable(f"the kernels in C++ compute nothing in {model.dtype}")
         self._executor = executor
+        self._model, self._pool = model, pool  # the tape holds addresses in both
         self._head = head
         self._capacity, self._max_rows = capacity, max_rows
         with torch.inference_mode():

@@ -23,6 +23,8 @@ from runtime.cache.pool import KVPool
 from runtime.execute.tape import StepTape, chooses_greedily
 from runtime.models.decoder import Decoder
 
+RECORDABLE = [family for family in FAMILIES if family != "qwen3_moe"]  # of which torch computes no part
+
 CPP: dict[str, str] = dict.fromkeys(("activation", "attention", "kv", "matmul", "norm", "rope"), "with_cpp")
 MAX_ROWS, CAPACITY, NUM_PAGES = 4, 40, 64
 STEPS = st.lists(st.lists(st.integers(0, 9), min_size=MAX_ROWS, max_size=MAX_ROWS), min_size=1, max_size=4)
@@ -93,7 +95,7 @@ def eager(model: Decoder, pool: KVPool, batch: Batch, last_tokens: torch.Tensor)
     ("dtype", "weight_bits", "apart"),
     [("float32", None, 1e-4), ("bfloat16", None, None), ("bfloat16", 8, None)],
 )
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", RECORDABLE)
 @given(steps=STEPS, page_size=st.sampled_from([1, 3, 16]), seed=st.integers(0, 99))
 @settings(max_examples=12)
 def test_a_tape_is_the_kernels_one_by_one_is_plain_torch(
