@@ -1,7 +1,7 @@
 // Rows that begin with the same pages: a system prompt has its keys in the cache once, however many ask.
 //
-// Whole blocks of keys before all new tokens of such rows are read for all of them together, by tiles that are made of
-// any tokens of the group. What those give waits in the parts, from where each row's own tiles go on. Every query still
+// Whole blocks of keys before all new tokens of such rows are read for all of them together, by tiles made of tokens of
+// any of them. What those give waits in the parts, from where each row's own tiles go on. Every query still
 // meets its blocks one by one and in order, so that sharing does not show in any bit of the results.
 #pragma once
 

@@ -12,11 +12,11 @@ namespace penstock {
 
 // A row is one query head of one token: row r of a tile is head r % group of token r / group.
 struct Tile {
-    int64_t row;                      // of the step
-    int64_t first_token, num_tokens;  // within that row
-    int64_t first_block, end_block;   // of keys
-    int64_t parts;                    // where its parts begin if its keys are divided, or -1
-    const SharedPrefix* prefix = nullptr;  // if set, tokens are counted among those of this one instead
+    int64_t row;                           // of the step
+    int64_t first_token, num_tokens;       // within that row, or within the prefix
+    int64_t first_block, end_block;        // of keys
+    int64_t parts;                         // where its parts begin if its keys are divided, or -1
+    const SharedPrefix* prefix = nullptr;  // whose tokens they are in a tile of what rows share
 };
 
 // The tiles of a step, the same for every thread.
