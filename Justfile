@@ -37,12 +37,24 @@ test *options:
 test-slow *options:
     {{bin}}/python -m pytest -m 'slow and not gpu' {{options}}
 
+# What needs an NVIDIA GPU; without one each test is skipped with the reason.
+test-gpu *options:
+    {{bin}}/python -m pytest -m gpu -rs {{options}} tests/gpu
+
 # Everything but the slow tests. Continuous integration runs this and `test-slow`.
 check: lint test
 
 # Benchmarks: `just bench serving --help`.
 bench *options:
     {{bin}}/python -m serve.bench {{options}}
+
+# Ours and every installed peer on this machine's CPU, in turns: `just bench-cpu --shapes S --rows 1 2`.
+bench-cpu *options:
+    {{bin}}/python -m serve.bench cpu {{options}}
+
+# Install the peers that `bench-cpu` compares with, each in an environment of its own (several GB).
+bench-cpu-peers *names:
+    {{bin}}/python -m serve.bench cpu-peers {{names}}
 
 # Run the notebooks from top to bottom.
 notebooks:

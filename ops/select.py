@@ -20,12 +20,16 @@ if TYPE_CHECKING:
 
 PREFILL = "prefill_attention"  # in choices: attention of rows of several tokens
 
+BY_FLASHINFER = ("with_flashinfer", "with_fa3", "with_trtllm")
+
 # operation -> (the Kernels fields its backend file provides, the backend files there are)
 OPERATIONS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "activation": (("gate",), ("native", "with_cpp", "with_triton")),
-    "attention": (("attend",), ("native", "with_cpp", "with_onednn", "with_triton", "with_flashinfer")),
+    "attention": (("attend",), ("native", "with_cpp", "with_onednn", "with_triton", *BY_FLASHINFER)),
+    "embedding": (("embed", "as_logits"), ("native", "with_triton")),
     "kv": (("store", "copy_pages"), ("native", "with_cpp", "with_triton")),
     "matmul": (("prepare", "linear", "logits"), ("native", "int8", "with_cpp", "with_onednn")),
+    "moe": (("route", "mix"), ("native", "with_triton")),
     "norm": (("rms_norm", "add_rms_norm"), ("native", "with_cpp", "with_triton")),
     "rope": (("rotate",), ("native", "with_cpp", "with_triton")),
     "sampling": (("choose", "penalize", "score"), ("native", "with_triton")),
@@ -43,6 +47,10 @@ class Kernels:
     add_rms_norm: Callable[..., tuple[Tensor, Tensor]]
     rotate: Callable[..., tuple[Tensor, Tensor]]
     gate: Callable[..., Tensor]
+    embed: Callable[..., Tensor]
+    as_logits: Callable[..., Tensor]
+    route: Callable[..., tuple[Tensor, Tensor]]
+    mix: Callable[..., Tensor]
     prepare: Callable[[Tensor], Tensor]
     linear: Callable[..., Tensor]
     logits: Callable[[Tensor, Tensor], Tensor]
@@ -98,7 +106,11 @@ def _executor(num_threads: int | None = None, compiler: str | None = None) -> Ex
     compiler = compiler or machine.compiler
     if compiler is None:
         raise BuildError("There is no C++ compiler.")
-    library = Library(build(compiler, machine.cpu_flags))
+    path = build(compiler, machine.cpu_flags)
+    try:
+        library = Library(path)
+    except OSError as error:  # from a disk of which nothing may be run, say
+        raise BuildError(f"What {compiler} made cannot be loaded: {error}.") from error
     library.use_torch_product("amx_bf16" in machine.cpu_flags)  # without matrix units ours is faster
     return Executor(library, num_threads or torch.get_num_threads())
 

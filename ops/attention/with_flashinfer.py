@@ -1,7 +1,8 @@
 """Paged attention by FlashInfer (arXiv 2501.01005): a plan for each step and kind of layer, then one launch.
 
 Written against flashinfer-python 0.6.13. Its wrappers keep what they planned, so they belong to one engine:
-`FlashInfer` owns them. A row's pages are read in our own layout, which FlashInfer calls HND.
+`FlashInfer` owns them. A row's pages are read in our own layout, which FlashInfer calls HND. Which of its kernels run
+is its own choice, or FlashAttention 3 (arXiv 2407.08608) for all rows.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ WORKSPACE_BYTES = 256 * 2**20  # for partial results; shared by all wrappers, wh
 # A plan is copied from a pinned buffer of its wrapper while later steps are launched already, so wrappers take
 # turns; the runner keeps two steps in flight.
 TURNS = 3
+FA3 = "fa3"
 CUDA_CORE_GROUPS = (1, 2)  # query heads per kv head up to which tensor cores do not pay in decode
 
 
@@ -41,10 +43,15 @@ class Setting(NamedTuple):
 
 
 class FlashInfer:
-    """FlashInfer's wrappers of one engine. `attend` follows the contract of `ops.attention`, without sinks."""
+    """FlashInfer's wrappers of one engine. `attend` follows the contract of `ops.attention`, without sinks.
 
-    def __init__(self) -> None:
-        self.attend = divide(self._attend, self._attend)
+    `kernels` is "auto" or "fa3". FlashAttention 3 takes rows of all lengths in one launch, and a cache of the query's
+    dtype only.
+    """
+
+    def __init__(self, kernels: str = "auto") -> None:
+        self.attend: Attend = self._attend if kernels == FA3 else divide(self._attend, self._attend)
+        self._kernels = kernels
         self._workspace: Tensor | None = None
         self._wrappers: dict[Setting, list[Any]] = {}
 
@@ -65,14 +72,12 @@ class FlashInfer:
         """Rows that are all of one token, or all longer. Raises ValueError for what FlashInfer lacks."""
         (_, num_heads, head_dim), (_, num_kv_heads, page_size, _) = q.shape, k_pool.shape
         if sinks is not None:
-            raise ValueError("the flashinfer backend has no attention sinks; use triton")
-        if head_dim not in FLASHINFER_HEAD_DIMS or q.dtype.itemsize != 2:
-            raise ValueError(
-                f"the flashinfer backend computes head dimensions {FLASHINFER_HEAD_DIMS} in 16 bits, not {head_dim} "
-                f"in {q.dtype}; use triton"
-            )
+            raise ValueError("FlashInfer's paged kernels have no attention sinks; use triton")
+        check_heads(q)
+        if self._kernels == FA3 and k_pool.dtype != q.dtype:
+            raise ValueError(f"fa3 reads a cache of the query's {q.dtype}, not of {k_pool.dtype}; use triton")
         setting = Setting(
-            all(count == 1 for count in inputs.counts_host),
+            self._kernels != FA3 and all(count == 1 for count in inputs.counts_host),
             num_heads,
             num_kv_heads,
             head_dim,
@@ -121,7 +126,9 @@ class FlashInfer:
         if self._workspace is None:
             self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         if not setting.is_decode:
-            return flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND")
+            return flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+                self._workspace, "HND", backend=self._kernels
+            )
         group = setting.num_heads // setting.num_kv_heads
         return flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace, "HND", use_tensor_cores=group not in CUDA_CORE_GROUPS
@@ -131,6 +138,15 @@ class FlashInfer:
 def make_attend() -> Attend:
     """An `attend` for one engine."""
     return FlashInfer().attend
+
+
+def check_heads(q: Tensor) -> None:
+    """Raise ValueError for heads that FlashInfer has no kernels for."""
+    if q.shape[2] not in FLASHINFER_HEAD_DIMS or q.dtype.itemsize != 2:
+        raise ValueError(
+            f"FlashInfer computes head dimensions {FLASHINFER_HEAD_DIMS} in 16 bits, not {q.shape[2]} in {q.dtype}; "
+            f"use triton"
+        )
 
 
 def _pages(inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:

@@ -42,12 +42,16 @@ def library_path(
     compiler: str, processor: Sequence[str] | frozenset[str], flags: Sequence[str] = FLAGS
 ) -> Path:
     """Where the library for this compiler and a processor of these flags is, or will be."""
+    return cache_directory() / _name(compiler, processor, flags)
+
+
+def _name(compiler: str, processor: Sequence[str] | frozenset[str], flags: Sequence[str]) -> str:
     digest = hashlib.sha256()
     for source in sorted(SOURCES.iterdir()):
         if source.suffix in (".cpp", ".h"):
             digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     digest.update("\0".join([os.path.realpath(compiler), *flags, *sorted(processor)]).encode())
-    return cache_directory() / f"kernels-{digest.hexdigest()[:24]}.so"
+    return f"kernels-{digest.hexdigest()[:24]}.so"
 
 
 def build(compiler: str, processor: Sequence[str] | frozenset[str], flags: Sequence[str] = FLAGS) -> Path:
@@ -56,15 +60,15 @@ def build(compiler: str, processor: Sequence[str] | frozenset[str], flags: Seque
     Several processes may build at once; each writes its own file, and the last one stays. Where the cache cannot be
     written, the library is made in a temporary directory. Raises `BuildError`.
     """
-    path = library_path(compiler, processor, flags)
-    if path.is_file():
-        return path
     try:
+        path = library_path(compiler, processor, flags)
+        if path.is_file():
+            return path
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = tempfile.mkdtemp(dir=path.parent)
-    except OSError:
+    except (OSError, RuntimeError):  # the latter: the user has no home
         scratch = tempfile.mkdtemp(prefix="penstock-")
-        path = Path(scratch) / path.name
+        path = Path(scratch) / _name(compiler, processor, flags)
     made = Path(scratch) / "library.so"
     try:
         _compile(compiler, made, flags)
@@ -79,9 +83,13 @@ def build(compiler: str, processor: Sequence[str] | frozenset[str], flags: Seque
 def _compile(compiler: str, output: Path, flags: Sequence[str]) -> None:
     command = [compiler, *flags, str(SOURCES / MAIN), "-o", str(output)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, check=False
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"{compiler} cannot be run: {error}.") from error
     if done.returncode != 0:
         lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
         raise BuildError(f"{compiler} fails: {(lines or ['no message'])[0].strip()}")
+    if not output.is_file():
+        raise BuildError(f"{compiler} wrote no library.")

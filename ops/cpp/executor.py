@@ -79,7 +79,7 @@ class Executor:
             raise RuntimeError("The threads of the kernels have ended.")
         self.library.run(self._pool, nodes, count, ctypes.addressof(step))
 
-    def record(self, capacity: int, forward: Callable[[], None]) -> Tape:
+    def record(self, capacity: int, forward: Callable[[], object]) -> Tape:
         """What `forward` launches for steps of up to `capacity` tokens.
 
         Raises `NotRecordable` where torch itself would have to compute something.
@@ -133,7 +133,7 @@ class Tape:
     @property
     def nbytes(self) -> int:
         """Of what passes between the kernels."""
-        return self.arena.nbytes
+        return self.arena.nbytes + sum(part.nbytes for part in self._parts)
 
 
 @dataclass(slots=True)
@@ -190,8 +190,9 @@ class _ViewsOnly(TorchDispatchMode):
     ) -> Any:
         found = func(*args, **(kwargs or {}))
         known = {t.untyped_storage().data_ptr() for t in _tensors([*args, *(kwargs or {}).values()])}
-        written = func._schema.is_mutable
-        if written or any(t.untyped_storage().data_ptr() not in known for t in _tensors([found])):
+        views = list(_tensors([found]))
+        changed = func._schema.is_mutable or not views  # no tensor: a number that is read from one
+        if changed or any(view.untyped_storage().data_ptr() not in known for view in views):
             raise NotRecordable(f"{func} is computed by torch")
         return found
 

@@ -17,5 +17,5 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def logits(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight.T in float32 (see `ops.matmul`)."""
-    return linear(x, weight).float()
+    """x @ weight.T (see `ops.matmul`)."""
+    return linear(x, weight)

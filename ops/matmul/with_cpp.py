@@ -71,9 +71,12 @@ def make(executor: Executor, weight_bits: int | None = None) -> Mapping[str, Cal
         return product(x, weight, None, torch.float32)
 
     def product(x: Tensor, weight: Panels | Panels8, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-        if x.dim() != 2 or x.stride(1) != 1:
-            x = x.reshape(-1, x.shape[-1])
         out_size, in_size = weight.shape
+        shape = (*x.shape[:-1], out_size)
+        x = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        x = x if x.stride(1) == 1 else x.contiguous()
+        if x.shape[1] != in_size:
+            raise ValueError(f"A weight of {in_size} inputs cannot be multiplied with rows of {x.shape[1]}.")
         wide = "_wide" if out_dtype != x.dtype else ""
         out = executor.empty((len(x), out_size), out_dtype)
         plain = Product(
@@ -87,13 +90,15 @@ def make(executor: Executor, weight_bits: int | None = None) -> Mapping[str, Cal
             out_size=out_size,
         )
         if isinstance(weight, Panels):
+            if x.dtype != weight.dtype:
+                raise ValueError(f"A weight in {weight.dtype} cannot be multiplied with rows in {x.dtype}.")
             executor.launch(f"product{wide}", x.dtype, plain)
-            return out
+            return out.view(shape)
         groups = -(-in_size // executor.library.group_size)
         rounded = executor.empty((len(x), in_size), torch.int8)
         scales, sums = (executor.empty((len(x), groups), dtype) for dtype in (torch.float32, torch.int32))
         operands = Product8(plain, weight.scales_address, address(rounded), address(scales), address(sums))
         executor.launch(f"product8{wide}", x.dtype, operands)
-        return out
+        return out.view(shape)
 
     return {"prepare": prepare, "linear": linear, "logits": logits}

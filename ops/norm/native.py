@@ -18,3 +18,17 @@ def add_rms_norm(
     """Add, then normalise; returns both (see `ops.norm`)."""
     residual = residual + x
     return rms_norm(residual, weight, eps, unit_offset=unit_offset), residual
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Centre and normalise the last dimension (see `ops.norm`)."""
+    offset = bias.float() if bias is not None else None
+    return F.layer_norm(x.float(), x.shape[-1:], weight.float(), offset, eps).to(x.dtype)
+
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Add, then centre and normalise; returns both (see `ops.norm`)."""
+    residual = residual + x
+    return layer_norm(residual, weight, bias, eps), residual

@@ -36,14 +36,17 @@ def make(executor: Executor) -> Mapping[str, Callable[..., Any]]:
     def rms_norm(x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False) -> Tensor:
         """Normalise the last dimension of [T, E], or of [T, H, D] with heads one after the other."""
         shape = x.shape
-        if x.dim() not in (2, 3) or x.stride(-1) != 1 or (x.dim() == 3 and x.stride(1) != shape[2]):
+        if x.dim() not in (2, 3):
             x = x.reshape(-1, shape[-1])
+        if x.stride(-1) != 1 or (x.dim() == 3 and x.stride(1) != shape[-1]):
+            x = x.contiguous()
         return norm(x, None, weight, eps, unit_offset).view(shape)
 
     def add_rms_norm(
         x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Add x to the residual in place, then normalise; returns both."""
-        return norm(x, residual, weight, eps, unit_offset), residual
+        """Add x to the residual, in place where that is contiguous, then normalise; returns both."""
+        residual = residual.contiguous()
+        return norm(x if x.stride(1) == 1 else x.contiguous(), residual, weight, eps, unit_offset), residual
 
     return {"rms_norm": rms_norm, "add_rms_norm": add_rms_norm}

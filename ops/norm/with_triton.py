@@ -4,6 +4,8 @@
 # pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -12,53 +14,85 @@ from torch import Tensor
 TILE = 1024  # elements of a program; short rows (heads) share one
 
 
+class Kind(NamedTuple):
+    """Which normalisation, and by what it multiplies and adds."""
+
+    weight: Tensor  # [E]
+    eps: float
+    unit_offset: bool = False
+    centred: bool = False
+    bias: Tensor | None = None  # [E]
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False) -> Tensor:
     """Normalise the last dimension (see `ops.norm`)."""
-    heads = x if x.dim() == 3 and x.stride(-1) == 1 else x.reshape(1, -1, x.shape[-1]).contiguous()
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(heads, heads, weight, out, eps, unit_offset, added=False)
-    return out
+    return _norm(x, Kind(weight, eps, unit_offset))
 
 
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Add, then normalise; returns both (see `ops.norm`). Both take the place of what was given."""
+    return _add_norm(x, residual, Kind(weight, eps, unit_offset))
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Centre and normalise the last dimension (see `ops.norm`)."""
+    return _norm(x, Kind(weight, eps, centred=True, bias=bias))
+
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Add, then centre and normalise; returns both (see `ops.norm`). Both take the place of what was given."""
+    return _add_norm(x, residual, Kind(weight, eps, centred=True, bias=bias))
+
+
+def _norm(x: Tensor, kind: Kind) -> Tensor:
+    heads = x if x.dim() == 3 and x.stride(-1) == 1 else x.reshape(1, -1, x.shape[-1]).contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch(heads, heads, out, kind, added=False)
+    return out
+
+
+def _add_norm(x: Tensor, residual: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
     x, residual = x.contiguous(), residual.contiguous()
-    _launch(x.unsqueeze(0), residual, weight, x, eps, unit_offset, added=True)
+    _launch(x.unsqueeze(0), residual, x, kind, added=True)
     return x, residual
 
 
-def _launch(
-    x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, eps: float, unit_offset: bool, *, added: bool
-) -> None:
+def _launch(x: Tensor, residual: Tensor, out: Tensor, kind: Kind, *, added: bool) -> None:
     num_tokens, num_heads, width = x.shape
     num_rows, block = num_tokens * num_heads, triton.next_power_of_2(width)
     rows = max(1, TILE // block)
-    _rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
+    _norm_kernel[(triton.cdiv(num_rows, rows),)](
         x,
         residual,
-        weight,
+        kind.weight,
+        kind.weight if kind.bias is None else kind.bias,  # any pointer; it is not read
         out,
         num_rows,
         num_heads,
         x.stride(0),
         x.stride(1),
-        eps,
+        kind.eps,
         WIDTH=width,
         BLOCK=block,
         ROWS=rows,
-        UNIT_OFFSET=unit_offset,
+        UNIT_OFFSET=kind.unit_offset,
+        CENTRED=kind.centred,
+        HAS_BIAS=kind.bias is not None,
         ADDED=added,
         num_warps=min(16, max(4, block // 1024)),
     )
 
 
 @triton.jit
-def _rms_norm_kernel(
+def _norm_kernel(
     x,  # [T, H, WIDTH]
     residual,  # [T * H, WIDTH], read and replaced by the sum where ADDED
     weight,  # [WIDTH]
+    bias,  # [WIDTH]
     out,  # [T * H, WIDTH]
     num_rows,
     num_heads,
@@ -69,6 +103,8 @@ def _rms_norm_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     UNIT_OFFSET: tl.constexpr,
+    CENTRED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     ADDED: tl.constexpr,
 ):
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
@@ -82,9 +118,14 @@ def _rms_norm_kernel(
         total = values.to(residual.dtype.element_ty)
         tl.store(residual + packed, total, mask=inside)
         values = total.to(tl.float32)  # the norm is of the sum as it is kept
+    if CENTRED:
+        mean = tl.sum(values, axis=1)[:, None] / WIDTH
+        values = tl.where(inside, values - mean, 0.0)
     mean_square = tl.sum(values * values, axis=1)[:, None] / WIDTH
     factor = tl.load(weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
     if UNIT_OFFSET:
         factor += 1.0
     normed = values * tl.rsqrt(mean_square + eps) * factor
+    if HAS_BIAS:
+        normed += tl.load(bias + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
     tl.store(out + packed, normed.to(out.dtype.element_ty), mask=inside)

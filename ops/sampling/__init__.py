@@ -1,9 +1,10 @@
 """Choosing tokens from logits: the contract.
 
-Three operations, each with a plain-torch implementation in `native`:
+Four operations, each with a plain-torch implementation in `native`:
 
 - `Choose` picks one token per row.
 - `Penalize` changes logits of tokens that were seen before.
+- `ApplyBitmask` forbids the tokens that a grammar does not allow.
 - `Score` returns log-probabilities of given and of the best tokens.
 
 What every implementation promises:
@@ -16,7 +17,7 @@ What every implementation promises:
 - Nothing waits for a CUDA device.
 - A row with a NaN, with +inf or without any finite logit is not an error: see `Choose`.
 
-Letters: R rows, V vocabulary, Q penalised rows, C lanes of counts, N best tokens, M picked tokens.
+Letters: R rows, V vocabulary, Q penalised or masked rows, C lanes of counts, N best tokens, M picked tokens.
 """
 
 from __future__ import annotations
@@ -70,6 +71,17 @@ class Penalize(Protocol):
         penalties float32 [Q]. Subtracts frequency * count, then presence where the count is not zero; then
         divides positive and multiplies other logits by repetition where the token was generated or is in the
         prompt.
+        """
+        ...
+
+
+class ApplyBitmask(Protocol):
+    def __call__(self, logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
+        """Give -inf to the tokens that some rows must not choose; `logits` (float32 [R, V]) in place.
+
+        `rows` is int64 [Q] and distinct, `bitmask` int32 [Q, at least ceil(V / 32)]: bit i % 32, counted from the
+        lowest, of word i // 32 is 1 where token i is allowed. What lies beyond the vocabulary is not looked at.
+        A row without any allowed token is not sound (see `Choose`).
         """
         ...
 

@@ -75,6 +75,15 @@ def penalize(
     )
 
 
+def apply_bitmask(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
+    """Forbid what a grammar does not allow, in place; see `ops.sampling.ApplyBitmask`."""
+    vocab_size = logits.shape[1]
+    block = _block(vocab_size)
+    _bitmask_kernel[(len(rows), triton.cdiv(vocab_size, block))](
+        logits, rows, bitmask, logits.stride(0), bitmask.stride(0), VOCAB=vocab_size, BLOCK=block, num_warps=8
+    )
+
+
 def score(
     logits: Tensor, temperature: Tensor, chosen_ids: Tensor, num_top: int, picked_ids: Tensor
 ) -> Scores:
@@ -334,6 +343,24 @@ def _penalize_kernel(
     factor = tl.load(repetition + entry)
     repeated = tl.where(x > 0, tl.div_rn(x, tl.zeros([BLOCK], tl.float32) + factor), x * factor)
     tl.store(place, tl.where((count > 0) | (prompted != 0), repeated, x), mask=inside)
+
+
+@triton.jit
+def _bitmask_kernel(
+    logits,  # [R, VOCAB]
+    rows,  # [Q]
+    bitmask,  # [Q, words]
+    stride,
+    mask_stride,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    entry = tl.program_id(0)
+    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = ids < VOCAB
+    words = tl.load(bitmask + entry * mask_stride + ids // 32, mask=inside, other=0)
+    is_forbidden = ((words >> (ids % 32)) & 1) == 0
+    tl.store(logits + tl.load(rows + entry) * stride + ids, float("-inf"), mask=inside & is_forbidden)
 
 
 @triton.jit

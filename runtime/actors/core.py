@@ -170,6 +170,11 @@ class Core:
         """Empty the prefix tree. False, and nothing done, while requests are in the engine."""
         return not self._replies and self._fleet.flush()
 
+    @property
+    def runners(self) -> list[DeviceRunner]:
+        """Of the replicas that are alive, for measurements."""
+        return [replica.runner for replica in self._fleet.replicas]
+
     def status(self) -> Status:
         load, progress = self._fleet.load, self._fleet.progress
         page_size = self.plan.cache.page_size

@@ -85,7 +85,7 @@ async def start_replica(plan: Plan, facts: ModelFacts, place: int = 0) -> Replic
             vocab_size=facts.vocab_size,
             context_length=plan.model.context_length,
         )
-        return Replica(plan, schedule, crew.lead(pool, plan.schedule.max_running))
+        return Replica(plan, schedule, await crew.lead(pool, plan.schedule.max_running))
     except BaseException as error:
         with anyio.CancelScope(shield=True):
             await crew.close()

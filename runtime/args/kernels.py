@@ -11,12 +11,13 @@ ATTENTION = (
     "triton", "torch_native", "cutlass_mla", "fa3", "flashinfer", "flashmla", "trtllm_mla", "trtllm_mha",
     "dual_chunk_flash_attn", "hybrid_linear_attn", "aiter", "wave", "intel_amx", "ascend",
 )  # fmt: skip
-BUILT = ("torch_native", "triton", "flashinfer")
+BUILT = ("torch_native", "triton", "flashinfer", "fa3", "trtllm_mha")
+_LATENT = "a model with multi-head latent attention, which none of the supported families has, and"
 ATTENTION_NEEDS = {
-    "cutlass_mla": "an NVIDIA Blackwell GPU",
+    "cutlass_mla": f"{_LATENT} an NVIDIA Blackwell GPU",
     "fa3": "an NVIDIA Hopper GPU",
-    "flashmla": "an NVIDIA Hopper GPU",
-    "trtllm_mla": "an NVIDIA Blackwell GPU",
+    "flashmla": f"{_LATENT} an NVIDIA Hopper GPU",
+    "trtllm_mla": f"{_LATENT} an NVIDIA Blackwell GPU",
     "trtllm_mha": "an NVIDIA Blackwell GPU",
     "dual_chunk_flash_attn": "an NVIDIA GPU",
     "hybrid_linear_attn": "an NVIDIA GPU",
@@ -44,7 +45,8 @@ class KernelArgs:
         str | None,
         Knob(
             "Implementation of attention. torch_native is plain torch and runs everywhere, triton "
-            "and flashinfer need an NVIDIA GPU. Default: triton where it runs.",
+            "and flashinfer need an NVIDIA GPU, fa3 one of Hopper's generation, trtllm_mha one of Blackwell's. "
+            "Default: triton where it runs.",
             choices=ATTENTION,
             built=BUILT,
             needs=ATTENTION_NEEDS,

@@ -19,6 +19,8 @@ class SamplingArgs:
             choices=("flashinfer", "pytorch", "triton"),
             built=("pytorch", "triton"),
             needs={"flashinfer": "an NVIDIA GPU and the flashinfer package"},
+            instead="FlashInfer draws random numbers of its own and keeps all of equal tokens, and here a seed gives "
+            "the same tokens with every implementation; use pytorch or triton",
             plan="kernels.sampling_backend",
         ),
     ] = None

@@ -39,6 +39,11 @@ class Chores:
         self._num_steps = 0  # since the last piece
         self._loop = asyncio.get_running_loop()
 
+    @property
+    def left(self) -> bool:
+        """Whether there is work that was not done yet."""
+        return self._work is not None
+
     def note_step(self, step: Ticket) -> None:
         """After every launched step."""
         if self._work is None:

@@ -14,6 +14,7 @@ from runtime.execute.chores import Chores
 from runtime.execute.device import Device, open_device
 from runtime.execute.forward import EagerForward, Forward
 from runtime.execute.launch import Launcher
+from runtime.execute.occupancy import Occupancy
 from runtime.execute.rank import Rank
 from runtime.execute.sampler import Sampler
 from runtime.execute.stream import DeviceStream, Ticket
@@ -81,7 +82,7 @@ class ModelRunner:
     ) -> None:
         if isinstance(device, str):
             device = open_device(torch.device(device))
-        self.device = device.torch_device
+        self.device, self._device = device.torch_device, device
         self._rank = Rank(
             model, pool, forward or EagerForward(model, pool), num_slots=num_slots, device=device, mesh=mesh
         )
@@ -109,6 +110,18 @@ class ModelRunner:
         self._stream.close()
         self._launcher.close()
         del self._rank, self._launcher
+
+    @property
+    def improving(self) -> bool:
+        """Whether later steps will be faster than those until now, because there is work left for that."""
+        return self._chores is not None and self._chores.left
+
+    def measure(self) -> Occupancy:
+        """Time every further step; a second call starts anew."""
+        device = self._device
+        occupancy = Occupancy(None if device.is_host else device.forward)
+        self._stream.around = occupancy.around
+        return occupancy
 
     async def watch(self) -> None:
         """Never returns: a runner without other processes fails step by step only."""

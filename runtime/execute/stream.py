@@ -54,6 +54,7 @@ class DeviceStream:
         self._collects: queue.SimpleQueue[tuple[Collect, asyncio.Future] | None] = queue.SimpleQueue()
         self._separate = separate_collect
         self._closed = False
+        self.around: Callable[[Launch], Launch] | None = None  # wraps every launch, to time it
         names = {"penstock-device": self._run_launches}
         if separate_collect:
             names["penstock-collect"] = self._run_collects
@@ -89,7 +90,7 @@ class DeviceStream:
         while (item := self._launches.get()) is not None:
             launch, future = item
             try:
-                collect = launch()
+                collect = launch() if self.around is None else self.around(launch)()
             except BaseException as error:  # crosses the thread border as it is, and is raised where awaited
                 self._post(future, None, error)
             else:

@@ -16,9 +16,10 @@ from runtime.layers.weight import Piece, whole
 class Embedding(nn.Module):
     """token ids [T] -> [T, E]. Cut over ranks, each looks up its own ids and the sum is everybody's."""
 
-    def __init__(self, name: str, vocab_size: int, size: int) -> None:
+    def __init__(self, name: str, vocab_size: int, size: int, kernels: Kernels) -> None:
         super().__init__()
         self.name = name
+        self.kernels = kernels
         self.weight = nn.Parameter(torch.empty(vocab_size, size), requires_grad=False)  # [V, E]
         self._ids = whole_span(vocab_size)
         self._team: Team | None = None
@@ -33,11 +34,8 @@ class Embedding(nn.Module):
 
     def forward(self, token_ids: Tensor) -> Tensor:
         if self._team is None:
-            return F.embedding(token_ids, self.weight)
-        places = token_ids - self._ids.start
-        elsewhere = (places < 0) | (places >= self._ids.size)
-        x = F.embedding(places.masked_fill(elsewhere, 0), self.weight)
-        return self._team.all_reduce(x.masked_fill_(elsewhere.unsqueeze(1), 0))
+            return self.kernels.embed(token_ids, self.weight)
+        return self._team.all_reduce(self.kernels.embed(token_ids, self.weight, self._ids.start))
 
 
 class Head(nn.Module):
@@ -96,14 +94,9 @@ class Head(nn.Module):
         return self._team is None and self.scale is None and self.soft_cap is None
 
     def forward(self, hidden: Tensor) -> Tensor:
-        logits = self.kernels.logits(hidden, self._weight())
-        if self._team is not None:
-            logits = _gather(logits, self._ids.full, self._team)
-        if self.scale is not None:
-            logits = logits * self.scale
-        if self.soft_cap is not None:
-            logits = self.soft_cap * torch.tanh(logits / self.soft_cap)
-        return logits
+        products = self.kernels.logits(hidden, self._weight())
+        logits = self.kernels.as_logits(products, scale=self.scale, soft_cap=self.soft_cap)
+        return logits if self._team is None else _gather(logits, self._ids.full, self._team)
 
     def _weight(self) -> Tensor:
         return self._embedding[0].weight if self.weight is None else self.weight

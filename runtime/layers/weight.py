@@ -17,7 +17,7 @@ class Piece(NamedTuple):
 
     `axes` names the logical axis of each dimension ("heads", "kv_heads", "mlp", "vocab", or None for what is
     never split), so that parallelism is added from outside; `spans` says which part of each dimension of the
-    tensor is taken, () for all of it.
+    tensor is taken, () for all of it. With a `default` the checkpoint need not have the tensor.
     """
 
     name: str  # in the checkpoint
@@ -26,6 +26,7 @@ class Piece(NamedTuple):
     num_rows: int
     axes: Axes
     spans: tuple[Span, ...] = ()
+    default: float | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -102,7 +102,7 @@ class Decoder(nn.Module):
 def assemble(config: Config, build: Build) -> Decoder:
     """The decoder that a configuration describes, its parameters not yet filled."""
     layer = entry(config.architecture).layer()
-    embedding = Embedding("model.embed_tokens", config.vocab_size, config.hidden_size)
+    embedding = Embedding("model.embed_tokens", config.vocab_size, config.hidden_size, build.kernels)
     return Decoder(
         embedding,
         [layer(config, index, build) for index in range(config.num_layers)],

@@ -89,13 +89,16 @@ def collect_pieces(model: nn.Module) -> dict[str, Piece]:
 
 
 def check_total(pieces: Mapping[str, Piece], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise CheckpointError unless the tensors are exactly those that the model is made of."""
-    missing = [name for name in pieces if name not in shapes]
+    """Raise CheckpointError unless the tensors are exactly those that the model is made of.
+
+    Those with a default may be absent.
+    """
+    missing = [name for name, piece in pieces.items() if name not in shapes and piece.default is None]
     extra = [name for name in shapes if name not in pieces]
     misshapen = [
         f"{name} is {_text(shapes[name])}, must be {_text(piece.shape)}"
         for name, piece in pieces.items()
-        if name in shapes and shapes[name] != piece.shape
+        if name in shapes and (shapes[name] or (1,)) != piece.shape  # a scalar is a vector of one
     ]
     problems = [
         _list("missing", missing),
@@ -138,24 +141,34 @@ def _ignored(names: Mapping[str, object], *, tied: bool) -> set[str]:
 def _fill_all(pieces: Mapping[str, Piece], tensors: TensorFiles | None, num_threads: int) -> None:
     if tensors is None:
         for piece in pieces.values():
-            _fill_dummy(piece)
-    else:
-        tensors.read_all(
-            lambda name, tensor: _fill(pieces[name], tensor),
-            {name: piece.cut for name, piece in pieces.items()},
-            num_threads,
-        )
+            fill_dummy(piece)
+        return
+    stored = {name: piece.cut for name, piece in pieces.items() if name in tensors.shapes}
+    tensors.read_all(lambda name, tensor: _fill(pieces[name], tensor), stored, num_threads)
+    for name, piece in pieces.items():
+        if piece.default is not None and name not in stored:
+            piece.target.fill_(piece.default)
 
 
 def _fill(piece: Piece, tensor: Tensor) -> None:
     piece.target.copy_(tensor)
 
 
-def _fill_dummy(piece: Piece) -> None:
-    """Small uniform numbers that depend on the tensor's name alone."""
-    generator = torch.Generator().manual_seed(DUMMY_SEED + crc32(piece.name.encode()))
-    values = torch.empty(piece.shape).uniform_(-DUMMY_RANGE, DUMMY_RANGE, generator=generator)
-    piece.target.copy_(values[piece.cut])
+def fill_dummy(piece: Piece) -> None:
+    """Small uniform numbers that depend on the tensor's name and the device alone, drawn there; or the default.
+
+    On a GPU that takes milliseconds, where drawing and sending 8 billion of them would take a minute.
+    """
+    target = piece.target
+    if piece.default is not None:
+        target.fill_(piece.default)
+        return
+    generator = torch.Generator(target.device).manual_seed(DUMMY_SEED + crc32(piece.name.encode()))
+    if not piece.cut:
+        target.uniform_(-DUMMY_RANGE, DUMMY_RANGE, generator=generator)
+        return
+    values = torch.empty(piece.shape, dtype=target.dtype, device=target.device)
+    target.copy_(values.uniform_(-DUMMY_RANGE, DUMMY_RANGE, generator=generator)[piece.cut])
 
 
 def _list(problem: str, names: Sequence[str]) -> str:

@@ -39,6 +39,13 @@ _QWEN = {
     "max_window_layers": 28,
 }
 
+_QWEN_EXPERTS = {
+    "decoder_sparse_step": 1,
+    "moe_intermediate_size": 768,
+    "num_experts_per_tok": 8,
+    "num_local_experts": 128,
+}
+
 ARCHITECTURES: Mapping[str, Entry] = {
     "LlamaForCausalLM": Entry("llama", {"max_position_embeddings": 2048}),
     "MistralForCausalLM": Entry(
@@ -47,6 +54,7 @@ ARCHITECTURES: Mapping[str, Entry] = {
     ),
     "Qwen2ForCausalLM": Entry("qwen2", _QWEN),
     "Qwen3ForCausalLM": Entry("qwen3", {**_QWEN, "head_dim": 128}),
+    "Qwen3MoeForCausalLM": Entry("qwen3_moe", {**_QWEN, **_QWEN_EXPERTS, "num_key_value_heads": 4}),
 }
 
 

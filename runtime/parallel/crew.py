@@ -26,6 +26,7 @@ from ops.select import Kernels
 from runtime.batch import Batch, Tokens
 from runtime.cache.pool import KVPool
 from runtime.errors import ConfigurationError, WorkerFailed
+from runtime.execute.compiled import CompiledForward
 from runtime.execute.device import Device, open_device
 from runtime.execute.forward import EagerForward, Forward
 from runtime.execute.graphed import GraphedForward
@@ -119,8 +120,8 @@ class Crew:
                 pool = await anyio.to_thread.run_sync(meet, abandon_on_cancel=True)
         return pool
 
-    def lead(self, pool: KVPool, num_slots: int) -> ModelRunner | CrewRunner:
-        """The runner of the joined crew, which then owns and closes it."""
+    async def lead(self, pool: KVPool, num_slots: int) -> ModelRunner | CrewRunner:
+        """The runner of the joined crew, which then owns and closes it. May take minutes to compile."""
         if self.member is None:
             raise RuntimeError("Nobody leads a crew that has not loaded.")
         device, mesh = self.member.device, self.member.mesh
@@ -135,7 +136,7 @@ class Crew:
         )
         model = self.member.take_model()
         own = open_device(device)
-        forward, improve = self._forward(model, pool, own, num_slots)
+        forward, improve = await anyio.to_thread.run_sync(self._forward, model, pool, own, num_slots)
         inner = ModelRunner(
             model,
             pool,
@@ -168,7 +169,12 @@ class Crew:
         plan = self._plan
         graphs = plan.graphs
         forward: Forward = EagerForward(model, pool)
+        if graphs.compile_max_rows:
+            forward = CompiledForward(model, pool, graphs.compile_max_rows)
+            forward.compile(device)
         if not graphs.sizes:
+            if not device.is_host:
+                logger.info("No CUDA graphs are captured: %s.", plan.because.get("graphs.sizes", ""))
             return forward, None
         captured = GraphedForward(
             forward,
@@ -255,6 +261,7 @@ class Crew:
                 "settings": plan.kernels.settings,
                 "fallback": dict(plan.kernels.fallback) if plan.kernels.fallback is not None else None,
             },
+            "compiled": plan.graphs.compile_max_rows > 0,
         }
 
     def _gate(self, meeting: tuple[str, int]) -> Gate:

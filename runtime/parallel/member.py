@@ -14,6 +14,7 @@ from ops.cpp.build import BuildError
 from ops.machine import Machine
 from ops.select import Kernels, select
 from runtime.cache.pool import KVPool
+from runtime.execute.compiled import compilable
 from runtime.execute.device import open_device
 from runtime.execute.dry_run import DryRun
 from runtime.facts import ModelFacts
@@ -35,7 +36,8 @@ class Member:
         self.facts: ModelFacts = setup["facts"]
         self.device = torch.device(model.device)
         self.mesh = Mesh(Place(**setup["place"]), self.device)
-        self.kernels = _select(**setup["kernels"])
+        kernels = _select(**setup["kernels"])
+        self.kernels = compilable(kernels) if setup["compiled"] else kernels
         decoder = load_model(
             self.facts,
             model,
@@ -57,7 +59,10 @@ class Member:
         """What the largest steps take, by running them. Blocks for seconds; for a rank that computes alone."""
         if self._model is None:
             raise RuntimeError("Steps are measured before the model is taken.")
-        return DryRun(self._model, self.kernels, plan, self.facts, open_device(self.device)).measure()
+        device = open_device(self.device)
+        steps = DryRun(self._model, self.kernels, plan, self.facts, device).measure()
+        device.release_unused()  # or it would look as if somebody had it
+        return steps
 
     def memory(self) -> dict[str, int]:
         """What the size of the KV pool depends on, in bytes."""

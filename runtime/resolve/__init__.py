@@ -70,7 +70,7 @@ def decide(
     gpu = chosen_gpu(model.device, machine)
     page_size = chosen_page_size(ledger)
     schedule = schedule_plan(ledger, gpu, page_size)
-    kernels = kernel_plan(ledger, machine, gpu, model.dtype, facts)
+    kernels = kernel_plan(ledger, machine, gpu, model.dtype, facts, page_size)
     plan = Plan(
         model=model,
         cache=cache_plan(ledger, gpu, model.dtype, page_size),

@@ -16,6 +16,7 @@ _CAPTURING = (
 )
 # What captures: it reads the rows' lengths on the device.
 CAPTURED_ATTENTION = "triton"
+SPLIT_TILE = "triton_attention_split_tile_size"
 
 
 def graph_plan(
@@ -67,6 +68,8 @@ def _none_here(ledger: Ledger, gpu: Gpu | None, decode_attention: str) -> str:
             f"attention by {decode_attention} reads the lengths of rows on the host, so that no CUDA graph "
             f"can hold it; {CAPTURED_ATTENTION} does not"
         )
+    if ledger.args.get(SPLIT_TILE) is not None:
+        return f"with --{SPLIT_TILE.replace('_', '-')} the longest row decides what is launched"
     return ""
 
 

@@ -6,11 +6,15 @@ from collections.abc import Mapping, Sequence
 
 from ops.backends import (
     ATTENTION,
+    FLASHINFER,
     FLASHINFER_DTYPES,
     FLASHINFER_HEAD_DIMS,
+    GPU_OPERATIONS,
+    SAME_DTYPE_CACHE,
     SAMPLING,
     SMALL,
     SMALL_OPERATIONS,
+    TRTLLM_PAGE_SIZES,
     Backend,
     first_that_runs,
 )
@@ -27,21 +31,28 @@ ONEDNN_NEEDS: Mapping[str, Sequence[frozenset[str]]] = {
 # What the kernels in C++ are worth it with.
 CPP_DTYPES = ("float32", "bfloat16")
 CPP_NEEDS = frozenset({"avx2", "fma"})
+# What torch.compile fuses better than we do by hand.
+FUSED = ("activation", "norm", "rope")
+_ATTENTION_OPTIONS = ("attention_backend", "decode_attention_backend", "prefill_attention_backend")
 _SPLITTING = ("triton_attention_num_kv_splits", "triton_attention_split_tile_size")
 
 
 def kernel_plan(
-    ledger: Ledger, machine: Machine, gpu: Gpu | None, dtype: str, facts: ModelFacts
+    ledger: Ledger, machine: Machine, gpu: Gpu | None, dtype: str, facts: ModelFacts, page_size: int
 ) -> KernelPlan:
     attention = _chosen(ledger, "attention_backend", ATTENTION, machine, gpu)
     decode = _chosen(ledger, "decode_attention_backend", ATTENTION, machine, gpu, otherwise=attention)
     prefill = _chosen(ledger, "prefill_attention_backend", ATTENTION, machine, gpu, otherwise=attention)
     sampling = _chosen(ledger, "sampling_backend", SAMPLING, machine, gpu)
     _refuse_idle_splitting(ledger, decode)
-    if "flashinfer" in (attention, decode, prefill):
-        _refuse_other_heads(ledger, dtype, facts)
+    for option, name in zip(_ATTENTION_OPTIONS, (attention, decode, prefill)):
+        if name in FLASHINFER and option in ledger.args.said:
+            _refuse_for_flashinfer(ledger, option, name, dtype, facts, page_size)
     small, lacking = first_that_runs(SMALL, machine, gpu)
-    choices = dict.fromkeys(SMALL_OPERATIONS, SMALL[small].file)
+    choices = dict.fromkeys((*SMALL_OPERATIONS, *GPU_OPERATIONS), SMALL[small].file)
+    compiled = ledger.args.graphs.enable_torch_compile
+    if compiled:
+        choices |= dict.fromkeys(FUSED, "native")
     choices |= {
         "attention": ATTENTION[decode].file,
         "prefill_attention": ATTENTION[prefill].file,
@@ -49,6 +60,8 @@ def kernel_plan(
     }
     reasons = ["attention and sampling as said there; of the small operations the first that runs here"]
     reasons += _sentences(lacking)
+    if compiled:
+        reasons.append(f"{', '.join(FUSED)} are plain torch, which torch.compile fuses")
     if gpu is None:
         by_products, why = _attends_by_products(ledger, machine, dtype)
         if by_products:  # it hands rows of several tokens to plain torch itself
@@ -56,15 +69,15 @@ def kernel_plan(
         reasons.append(why)
     weight_bits = _weight_bits(ledger, gpu)
     if weight_bits is None:
-        choices["matmul"], why = _matmul(machine, gpu, dtype)
+        choices["matmul"], why = _matmul(machine, gpu, dtype, compiled=compiled)
     else:
         choices["matmul"], why = "int8", "weights have 8 bits, and torch makes them wide for every product"
     reasons.append(why)
     fallback: Mapping[str, str] | None = None
-    if gpu is None:
-        compiled, why = _compiled(ledger, machine, dtype)
-        if compiled:
-            fallback, choices, reasons = choices, choices | compiled, []
+    if gpu is None and not compiled:
+        in_cpp, why = _in_cpp(ledger, machine, dtype)
+        if in_cpp:
+            fallback, choices, reasons = choices, choices | in_cpp, []
         reasons.append(why)
     return KernelPlan(
         choices=ledger.decide("kernels.choices", choices, "; ".join(reasons)),
@@ -118,7 +131,7 @@ def _weight_bits(ledger: Ledger, gpu: Gpu | None) -> int | None:
     return ledger.decide("kernels.weight_bits", 8, "as asked: w8a8_int8")
 
 
-def _compiled(ledger: Ledger, machine: Machine, dtype: str) -> tuple[dict[str, str], str]:
+def _in_cpp(ledger: Ledger, machine: Machine, dtype: str) -> tuple[dict[str, str], str]:
     """The operations that a CPU computes in C++, and why, or why none."""
     if machine.compiler is None:
         return {}, "there is no C++ compiler, with which a step would be faster"
@@ -145,10 +158,12 @@ def _attends_by_products(ledger: Ledger, machine: Machine, dtype: str) -> tuple[
     return True, "single tokens attend in batched products, which are faster without AMX"
 
 
-def _matmul(machine: Machine, gpu: Gpu | None, dtype: str) -> tuple[str, str]:
+def _matmul(machine: Machine, gpu: Gpu | None, dtype: str, *, compiled: bool) -> tuple[str, str]:
     """The file of products with weights, and why."""
     if gpu is not None:
         return "native", "products with weights are torch's own on a GPU"
+    if compiled:
+        return "native", "products with weights are plain torch, which torch.compile sees through"
     needed = ONEDNN_NEEDS.get(dtype)
     if needed is None:
         return "native", f"products with weights are plain torch: oneDNN packs none in {dtype}"
@@ -177,15 +192,24 @@ def _refuse_idle_splitting(ledger: Ledger, decode: str) -> None:
             ledger.refuse(option, f"{flag} has a meaning for triton only, and output tokens use {decode}.")
 
 
-def _refuse_other_heads(ledger: Ledger, dtype: str, facts: ModelFacts) -> None:
-    """FlashInfer computes some head dimensions, in 16 bits. Nothing is refused while the model is unknown."""
-    if not facts.architecture:
-        return
-    if facts.head_dim in FLASHINFER_HEAD_DIMS and dtype in FLASHINFER_DTYPES:
-        return
-    known = ", ".join(map(str, FLASHINFER_HEAD_DIMS))
-    ledger.refuse(
-        "attention_backend",
-        f"Attention by flashinfer takes heads of {known} dimensions in float16 or bfloat16, and this model has "
-        f"{facts.head_dim} in {dtype}; use triton.",
-    )
+def _refuse_for_flashinfer(
+    ledger: Ledger, option: str, name: str, dtype: str, facts: ModelFacts, page_size: int
+) -> None:
+    """What FlashInfer's kernels do not compute. Of heads nothing is refused while the model is unknown."""
+    missing = []
+    if facts.architecture and not (facts.head_dim in FLASHINFER_HEAD_DIMS and dtype in FLASHINFER_DTYPES):
+        missing.append(
+            f"takes heads of {_listed(FLASHINFER_HEAD_DIMS)} dimensions in float16 or bfloat16, and this model has "
+            f"{facts.head_dim} in {dtype}"
+        )
+    if name == "trtllm_mha" and page_size not in TRTLLM_PAGE_SIZES:
+        missing.append(f"reads pages of {_listed(TRTLLM_PAGE_SIZES)} tokens, and --page-size is {page_size}")
+    kv_dtype = ledger.args.cache.kv_cache_dtype
+    if name in SAME_DTYPE_CACHE and kv_dtype != "auto":
+        missing.append(f"reads a cache of the model's dtype only, and --kv-cache-dtype is {kv_dtype}")
+    if missing:
+        ledger.refuse(option, f"--{option.replace('_', '-')} {name} {', and it '.join(missing)}; use triton.")
+
+
+def _listed(values: Sequence[int]) -> str:
+    return ", ".join(map(str, values))

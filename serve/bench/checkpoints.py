@@ -44,6 +44,8 @@ class Shape:
     qk_norm: bool = False
     context: int = 8192
     rope_theta: float = 10_000.0
+    rope_scaling: Mapping[str, Any] | None = None
+    eps: float = 1e-5
 
 
 SHAPES: Mapping[str, Shape] = {
@@ -61,9 +63,49 @@ SHAPES: Mapping[str, Shape] = {
         qk_norm=True,
         context=40_960,
         rope_theta=1_000_000.0,
+        eps=1e-6,
+    ),
+    "Q8": Shape(
+        hidden=4096,
+        layers=36,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        mlp=12_288,
+        vocab=151_936,
+        tied=False,
+        qk_norm=True,
+        context=40_960,
+        rope_theta=1_000_000.0,
+        eps=1e-6,
+    ),
+    "L8": Shape(
+        hidden=4096,
+        layers=32,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        mlp=14_336,
+        vocab=128_256,
+        tied=False,
+        context=131_072,
+        rope_theta=500_000.0,
+        rope_scaling={
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
     ),
 }
-ABOUT = {"T": "tiny Llama, 6 layers", "S": "SmolLM2-135M", "Q": "Qwen3-0.6B"}
+ABOUT = {
+    "T": "tiny Llama, 6 layers",
+    "S": "SmolLM2-135M",
+    "Q": "Qwen3-0.6B",
+    "Q8": "Qwen3-8B",
+    "L8": "Llama-3.1-8B",
+}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -73,12 +115,17 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--output", required=True, metavar="DIR")
     options.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--no-weights", action="store_true", help="for --load-format dummy: nothing large")
     return options
 
 
 def main(argv: Sequence[str]) -> int:
     options = parser().parse_args(argv)
-    size = write_checkpoint(SHAPES[options.shape], Path(options.output), options.dtype, options.seed)
+    directory, size = Path(options.output), 0
+    if options.no_weights:
+        write_description(SHAPES[options.shape], directory, options.dtype, options.seed)
+    else:
+        size = write_checkpoint(SHAPES[options.shape], directory, options.dtype, options.seed)
     report.say(f"{options.output}: {size / 2**20:,.0f} MiB of weights")
     return 0
 
@@ -150,7 +197,8 @@ def model_config(shape: Shape, dtype: str) -> dict[str, Any]:
         "vocab_size": shape.vocab,
         "max_position_embeddings": shape.context,
         "rope_theta": shape.rope_theta,
-        "rms_norm_eps": 1e-5,
+        **({"rope_scaling": dict(shape.rope_scaling)} if shape.rope_scaling else {}),
+        "rms_norm_eps": shape.eps,
         "hidden_act": "silu",
         "attention_bias": False,
         "tie_word_embeddings": shape.tied,

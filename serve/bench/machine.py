@@ -10,14 +10,16 @@ from typing import Any
 
 from ops.machine import Machine
 
+VECTOR_FLAGS = ("avx", "amx", "fma", "f16c", "asimd", "sve", "bf16", "i8mm")
 _PACKAGES = ("penstock", "tokenizers", "uvicorn", "uvloop", "httptools", "numpy")
 
 
 def describe_machine(machine: Machine | None = None) -> dict[str, Any]:
-    """Processor, usable cores, memory in bytes, names of the GPUs, operating system."""
+    """Processor, what its vectors can do, usable cores, memory in bytes, GPUs, operating system."""
     machine = Machine.probe() if machine is None else machine
     return {
         "cpu": cpu_name(),
+        "cpu_flags": sorted(flag for flag in machine.cpu_flags if flag.startswith(VECTOR_FLAGS)),
         "cores": machine.num_cpus,
         "memory_bytes": machine.total_bytes,
         "gpus": [gpu.name for gpu in machine.gpus],

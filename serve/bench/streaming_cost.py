@@ -8,9 +8,6 @@ model that is slower than the loop, and nothing is merged that would make the fi
 from __future__ import annotations
 
 import asyncio
-import json
-import socket
-import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -20,8 +17,6 @@ from time import thread_time
 from typing import Any, NamedTuple
 
 import anyio
-import anyio.to_thread
-import uvicorn
 
 from ops.machine import Machine
 from runtime.actors.assemble import prepare
@@ -33,8 +28,9 @@ from runtime.errors import ConfigurationError, EngineFailure
 from runtime.schedule.schedule import Schedule
 from runtime.text.tokenizer import Tokenizer
 from serve.bench.checkpoints import SHAPES, write_description
+from serve.bench.loopback import measure_from_outside, open_door
 from serve.bench.scheduling_cost import scripted_tokens
-from serve.server import calm_collector, uvicorn_config
+from serve.server import calm_collector
 
 BUDGET_US = 25.0
 STEP_S_PER_STREAM = 80e-6  # three times the budget: the loop is idle between steps
@@ -177,40 +173,24 @@ def make_core(directory: Path, streams: int, output_tokens: int) -> Core:
 
 @asynccontextmanager
 async def serving(core: Core) -> AsyncIterator[str]:
-    """The application over a loopback socket; yields its URL."""
+    """Run the core and serve it over a loopback socket; yields its URL."""
     up = anyio.Event()
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        config = uvicorn_config(core)
-        config.access_log = False
-        server = uvicorn.Server(config)
-        calm_collector()
-        async with anyio.create_task_group() as group:
-            group.start_soon(core.run, up.set)
-            await up.wait()
-            # Not `serve`, which takes over the process's signals.
-            group.start_soon(server._serve, [listener])
-            try:
-                yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-            finally:
-                server.should_exit = True
-                group.cancel_scope.cancel()
+    calm_collector()
+    async with anyio.create_task_group() as group:
+        group.start_soon(core.run, up.set)
+        await up.wait()
+        try:
+            async with open_door(core) as url:
+                yield url
+        finally:
+            group.cancel_scope.cancel()
 
 
 async def _read(directory: Path, url: str, streams: int, output_tokens: int) -> dict[str, Any]:
     """The result of the serving benchmark, run in another process against `url`."""
-    result = directory / "result.json"
-    command = [
-        *(sys.executable, "-m", "serve.bench", "serving", "--backend", "openai-chat", "--base-url", url),
-        *("--tokenizer", str(directory), "--num-prompts", str(streams), "--random-range-ratio", "1"),
+    options = [
+        *("--backend", "openai-chat", "--tokenizer", str(directory), "--num-prompts", str(streams)),
         *("--random-input-len", str(PROMPT_TOKENS), "--random-output-len", str(output_tokens)),
-        *("--warmup-requests", "0", "--output-file", str(result), "--output-details"),
+        *("--random-range-ratio", "1", "--warmup-requests", "0", "--output-details"),
     ]
-    # In a thread: starting a process is not what is measured.
-    done = await anyio.to_thread.run_sync(_run, command)
-    if done.returncode:
-        raise EngineFailure(f"The client failed: {done.stdout}{done.stderr}")
-    return json.loads(result.read_text(encoding="utf-8"))
-
-
-def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return await measure_from_outside(url, options)

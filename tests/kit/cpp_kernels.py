@@ -5,8 +5,12 @@ from __future__ import annotations
 import platform
 import shutil
 from functools import cache
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from ops.cpp.build import FLAGS, build
 from ops.cpp.executor import Executor
@@ -18,6 +22,8 @@ LESSER = {  # what a processor may lack
     "AVX2": ("-march=x86-64-v3",),
     "SSE2": ("-march=x86-64",),
 }
+DTYPES = (torch.float32, torch.bfloat16)
+THREADS = (1, 2)
 
 
 @cache
@@ -35,3 +41,18 @@ def library(*march: str) -> Library:
 def executor(num_threads: int = 2, *march: str) -> Executor:
     """An executor of so many threads."""
     return Executor(library(*march), num_threads)
+
+
+_kept = cache(executor)
+
+
+def backend(operation: str, num_threads: int = 1, *march: str, **options: Any) -> Any:
+    """The callables of an operation in C++, as attributes: like a backend's file."""
+    make = import_module(f"ops.{operation}.with_cpp").make
+    return SimpleNamespace(**make(_kept(num_threads, *march), **options))
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    """Normal numbers, the same for the same shape and seed."""
+    generator = torch.Generator().manual_seed(seed + 1000 * sum(shape))
+    return torch.randn(shape, generator=generator).to(dtype)

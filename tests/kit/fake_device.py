@@ -68,7 +68,8 @@ class LateGraph:
 class LateDevice:
     """Two streams. `random` chooses who moves when; `haste` is how readily the device moves by itself.
 
-    With haste 0 it moves only where somebody waits for it, with 1 it has done everything at once.
+    With haste 0 it moves only where somebody waits for it, with 1 it has done everything at once. One thread
+    may enqueue while others wait.
     """
 
     is_host = False
@@ -82,7 +83,7 @@ class LateDevice:
         self._recording: list[Work] | None = None
         self._own: dict[int, StorageWeakRef] = {}  # the device's storages
         self._lock = threading.RLock()
-        self.moving = False
+        self._thread = threading.local()
 
     # --- as runtime.execute.device.Device ---
 
@@ -198,11 +199,17 @@ class LateDevice:
     @contextmanager
     def _plainly(self) -> Iterator[None]:
         """Operations inside are done at once."""
-        before, self.moving = self.moving, True
+        before = self.moving
+        self._thread.moving = True
         try:
             yield
         finally:
-            self.moving = before
+            self._thread.moving = before
+
+    @property
+    def moving(self) -> bool:
+        """Whether this thread does what was noted, or is the device's own in another way."""
+        return getattr(self._thread, "moving", False)
 
 
 class _Noting(TorchDispatchMode):

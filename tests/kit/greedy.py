@@ -11,14 +11,17 @@ from transformers import AutoModelForCausalLM
 
 import tiny_checkpoints
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 NUM_NEW = 24
 GREEDY = {"temperature": 0, "max_new_tokens": NUM_NEW, "ignore_eos": True}
 
 
 @cache
 def model_path(family: str) -> str:
-    return tiny_checkpoints.cached(family, max_position_embeddings=512, tie_word_embeddings=family == "qwen3")
+    """With heads that the kernels in C++ take."""
+    return tiny_checkpoints.cached(
+        family, max_position_embeddings=512, tie_word_embeddings=family == "qwen3", head_dim=16
+    )
 
 
 @cache

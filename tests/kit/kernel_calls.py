@@ -41,6 +41,12 @@ def _norm(width: int, dtype: torch.dtype = BF16) -> None:
     _backend("norm").add_rms_norm(x, residual, x[0], 1e-5, unit_offset=True)
 
 
+def _layer_norm(width: int, dtype: torch.dtype = BF16) -> None:
+    x, residual = torch.empty(2, 48, width, dtype=dtype)
+    _backend("norm").layer_norm(x, x[0], None, 1e-5)
+    _backend("norm").add_layer_norm(x, residual, x[0], x[1], 1e-5)
+
+
 def _head_norm() -> None:
     heads = _tokens(48, HEADS)
     _backend("norm").rms_norm(heads, heads[0, 0], 1e-6)
@@ -54,6 +60,23 @@ def _rotate(interleaved: bool = False) -> None:
 
 def _gate(activation: str, dtype: torch.dtype = BF16) -> None:
     _backend("activation").gate(torch.empty(48, 2 * 14336, dtype=dtype), activation)
+
+
+def _embed(first_id: int | None = None, dtype: torch.dtype = BF16) -> None:
+    ids, weight = torch.zeros(48, dtype=torch.int64), torch.empty(1024, WIDTH, dtype=dtype)
+    _backend("embedding").embed(ids, weight, first_id)
+
+
+def _logits(dtype: torch.dtype = BF16, **options: float) -> None:
+    _backend("embedding").as_logits(torch.empty(4, 151_936, dtype=dtype), **options)
+
+
+def _mix(num_tokens: int, dtype: torch.dtype = BF16, scoring: str = "softmax") -> None:
+    """Experts of the shape of Qwen3-30B-A3B."""
+    x, logits = torch.empty(num_tokens, 2048, dtype=dtype), torch.empty(num_tokens, 128, dtype=dtype)
+    gate_up, down = torch.empty(128, 2 * 768, 2048, dtype=dtype), torch.empty(128, 2048, 768, dtype=dtype)
+    weights, experts = _backend("moe").route(logits, 8, renormalise=True, scoring=scoring)
+    _backend("moe").mix(x, gate_up, down, weights, experts, "silu")
 
 
 def _store(pool_dtype: torch.dtype) -> None:
@@ -93,6 +116,11 @@ def _penalize() -> None:
     _backend("sampling").penalize(logits, rows, rows, counts, counts > 0, penalty, penalty, penalty)
 
 
+def _mask() -> None:
+    rows, bitmask = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 4748, dtype=torch.int32)
+    _backend("sampling").apply_bitmask(torch.empty(4, 151_936), rows, bitmask)
+
+
 def _score() -> None:
     ids = torch.zeros(4, dtype=torch.int64)
     _backend("sampling").score(torch.zeros(4, 32_000), torch.ones(4), ids, 5, ids[:, None])
@@ -104,13 +132,19 @@ ONE_EACH, CHUNK, BOTH = [1, 1, 1], [100, 30], [1, 100]
 CALLS: Mapping[str, Callable[[], None]] = {
     "norm of a 4096 row": lambda: _norm(WIDTH),
     "norm of heads": _head_norm,
+    "layer norm of a 4096 row": lambda: _layer_norm(WIDTH),
     "rotate halves": _rotate,
     "gate silu": lambda: _gate("silu"),
+    "embed": _embed,
+    "logits": _logits,
+    "experts of few tokens": lambda: _mix(4),
+    "experts of many tokens": lambda: _mix(4096),
     "store bf16": lambda: _store(BF16),
     "store fp8 e4m3": lambda: _store(torch.float8_e4m3fn),
     "copy pages": _copy,
     "choose": _choose,
     "penalize": _penalize,
+    "bitmask": _mask,
     "score": _score,
     "decode": lambda: _attend(ONE_EACH),
     "prefill": lambda: _attend(CHUNK),
@@ -123,11 +157,16 @@ CALLS: Mapping[str, Callable[[], None]] = {
 # Further types and shapes, for the slow pass.
 MORE_CALLS: Mapping[str, Callable[[], None]] = {
     "norm of an fp16 row of 3584": lambda: _norm(3584, torch.float16),
+    "layer norm of an fp16 row of 8192": lambda: _layer_norm(8192, torch.float16),
     "norm of an fp32 row of 16384": lambda: _norm(16384, torch.float32),
     "rotate interleaved": lambda: _rotate(interleaved=True),
     "gate gelu": lambda: _gate("gelu"),
     "gate gelu_tanh": lambda: _gate("gelu_tanh", torch.float16),
     "gate relu": lambda: _gate("relu", torch.float32),
+    "embed a later part in fp32": lambda: _embed(4096, torch.float32),
+    "logits with a scale and a soft cap": lambda: _logits(torch.float32, scale=0.5, soft_cap=30.0),
+    "experts of some tokens in fp16": lambda: _mix(1024, torch.float16, "sigmoid"),
+    "experts in fp32": lambda: _mix(64, torch.float32),
     "store fp8 e5m2": lambda: _store(torch.float8_e5m2),
     "attend fp8 e5m2": lambda: _attend(BOTH, pool_dtype=torch.float8_e5m2),
     "attend fp16 with head dim 64": lambda: _attend(BOTH, dim=64, dtype=torch.float16),
@@ -135,6 +174,7 @@ MORE_CALLS: Mapping[str, Callable[[], None]] = {
     "attend fp32 with head dim 256": lambda: _attend(BOTH, dim=256, dtype=torch.float32),
     "attend with head dim 80": lambda: _attend(BOTH, dim=80),
     "attend with head dim 96, pages of 1": lambda: _attend(BOTH, dim=96, page=1),
+    "attend with head dim 192": lambda: _attend(BOTH, dim=192),
     "attend with pages of 64": lambda: _attend(BOTH, page=64),
     "attend without sharing": lambda: _attend(BOTH, heads=KV_HEADS),
     "decode with a split tile": lambda: _attend(ONE_EACH, split_tile_tokens=256),

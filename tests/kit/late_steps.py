@@ -73,9 +73,8 @@ def kernels() -> Kernels:
     return replace(select(), attend=attend)
 
 
-@cache
-def model() -> Decoder:
-    plan = ModelPlan(
+def model_plan() -> ModelPlan:
+    return ModelPlan(
         path=facts().path,
         load_format="auto",
         dtype="float32",
@@ -83,7 +82,11 @@ def model() -> Decoder:
         context_length=CONTEXT,
         random_seed=0,
     )
-    return load_model(facts(), plan, kernels())
+
+
+@cache
+def model() -> Decoder:
+    return load_model(facts(), model_plan(), kernels())
 
 
 class Steps:

@@ -125,7 +125,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         jit_args=None,
         jit_kwargs=None,
     ) -> None:
-        self.kv_layout = kv_layout
+        self.kv_layout, self.backend = kv_layout, backend
 
     def plan(
         self,
@@ -165,6 +165,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         disable_split_kv=False,
     ) -> None:
         assert causal
+        assert self.backend == "auto" or kv_data_type == q_data_type  # as FlashAttention 3 wants it
         self.planned = dict(locals()) | {
             "indptr": paged_kv_indptr,
             "indices": paged_kv_indices,

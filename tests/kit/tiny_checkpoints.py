@@ -18,8 +18,15 @@ from transformers.models.llama import LlamaConfig
 from transformers.models.mistral import MistralConfig
 from transformers.models.qwen2 import Qwen2Config
 from transformers.models.qwen3 import Qwen3Config
+from transformers.models.qwen3_moe import Qwen3MoeConfig
 
-CONFIGS = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+CONFIGS = {
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "qwen3_moe": Qwen3MoeConfig,
+}
 SHAPE = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -33,6 +40,7 @@ SHAPE = {
     "eos_token_id": 2,
     "sliding_window": None,
 }
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "norm_topk_prob": True}
 
 
 def write(
@@ -46,7 +54,8 @@ def write(
     **config_overrides: Any,
 ) -> str:
     """Write a checkpoint without a tokenizer and return its path. Overrides are configuration fields."""
-    config = CONFIGS[family](vocab_size=vocab_size, **{**SHAPE, **config_overrides})
+    shape = SHAPE | EXPERTS if family.endswith("_moe") else SHAPE
+    config = CONFIGS[family](vocab_size=vocab_size, **{**shape, **config_overrides})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     redraw(model, seed)
     model.to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size=max_shard_size)

@@ -7,22 +7,33 @@ import torch
 
 import paged_forward
 import tiny_checkpoints
+from ops.backends import GPU_OPERATIONS, SMALL_OPERATIONS
 from ops.select import select
 
 pytestmark = pytest.mark.interpreter
 
-CHOICES: dict[str, str] = dict.fromkeys(("activation", "attention", "kv", "norm", "rope"), "with_triton")
+CHOICES: dict[str, str] = dict.fromkeys(("attention", *SMALL_OPERATIONS, *GPU_OPERATIONS), "with_triton")
 IDS = [[5, 9, 2, 30, 7, 7, 1, 12, 3, 40, 8, 11, 6, 19, 33, 2, 5, 9], [4, 4, 17, 23, 3, 1, 2]]
 
 
 def test_the_choices_are_those_of_triton() -> None:
     chosen = select(CHOICES)
-    for operation in ("store", "rms_norm", "add_rms_norm", "rotate", "gate"):
+    for operation in (
+        "store",
+        "rms_norm",
+        "add_rms_norm",
+        "rotate",
+        "gate",
+        "embed",
+        "as_logits",
+        "route",
+        "mix",
+    ):
         assert getattr(chosen, operation).__module__.endswith("with_triton")
     assert chosen.attend is not select().attend
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"])
 def test_every_logit_equals_that_of_native_kernels(family: str) -> None:
     arguments = {"sliding_window": 6} if family == "mistral" else {}
     path = tiny_checkpoints.cached(family, **arguments)

@@ -10,7 +10,7 @@ import pytest
 
 from ops.backends import ATTENTION, SAMPLING
 from ops.machine import KNOWN_GPUS, Machine
-from runtime.args import Args
+from runtime.args import Args, options
 from runtime.plan import KernelPlan
 from runtime.resolve import ANY_MODEL, decide
 
@@ -39,7 +39,9 @@ def test_a_cpu_runs_plain_torch_and_says_why() -> None:
 def test_a_gpu_runs_triton(name: str) -> None:
     kernels, _, _ = decided(Machine.named(name))
     assert kernels.attention_backend == kernels.decode_attention_backend == "triton"
-    assert {kernels.choices[operation] for operation in ("attention", "norm", "kv")} == {"with_triton"}
+    assert {kernels.choices[operation] for operation in ("attention", "norm", "kv", "embedding", "moe")} == {
+        "with_triton"
+    }
     assert kernels.sampling_backend == "pytorch"
 
 
@@ -66,10 +68,46 @@ def test_a_gpu_that_is_not_used_does_not_count() -> None:
     assert "this model runs on the CPU" in refusals["attention_backend"]
 
 
-@pytest.mark.parametrize("name", ["fa3", "trtllm_mha", "flashmla", "aiter"])
+@pytest.mark.parametrize("name", ["flashmla", "cutlass_mla", "trtllm_mla", "aiter"])
 def test_what_is_not_built_is_refused_with_what_it_needs(name: str) -> None:
     _, _, refusals = decided(H200, attention_backend=name)
     assert "not built yet (and needs" in refusals["attention_backend"]
+    assert name == "aiter" or "latent attention, which none of" in refusals["attention_backend"]
+
+
+def test_flashinfer_does_not_sample_and_the_reason_is_said() -> None:
+    _, _, refusals = decided(H200, sampling_backend="flashinfer")
+    assert "a seed gives the same tokens with every implementation" in refusals["sampling_backend"]
+
+
+@pytest.mark.parametrize(
+    ("name", "machines"),
+    [("fa3", {"h100", "h200"}), ("trtllm_mha", {"b200"}), ("flashinfer", {*KNOWN_GPUS} - {"t4"})],
+)
+def test_each_generation_has_its_kernels(name: str, machines: set[str]) -> None:
+    for machine in MACHINES:
+        kernels, _, refusals = decided(Machine.named(machine), attention_backend=name)
+        assert ("attention_backend" not in refusals) == (machine in machines)
+        if machine in machines:
+            assert kernels.choices["attention"] == ATTENTION[name].file
+
+
+@pytest.mark.parametrize(
+    ("name", "keywords", "told"),
+    [
+        ("trtllm_mha", {"page_size": 1}, "reads pages of 16, 32, 64 tokens, and --page-size is 1;"),
+        ("trtllm_mha", {"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype is fp8_e4m3"),
+        ("trtllm_mha", {"page_size": 64}, None),
+    ],
+)
+def test_a_cache_that_the_kernels_cannot_read_is_refused(
+    name: str, keywords: dict[str, Any], told: str | None
+) -> None:
+    _, _, refusals = decided(
+        Machine.named("b200"), attention_backend="triton", decode_attention_backend=name, **keywords
+    )
+    assert (told is None) == ("decode_attention_backend" not in refusals)
+    assert told is None or told in refusals["decode_attention_backend"]
 
 
 @pytest.mark.parametrize(
@@ -106,11 +144,18 @@ def test_splitting_reaches_the_plan_and_is_refused_where_nobody_reads_it() -> No
     assert set(refusals) == set(asked)
 
 
+def backends_of(option: str) -> list[str]:
+    """Every name that the option takes, those that are built first."""
+    named = next(each for each in options() if each.name == option).knob.choices
+    built = ATTENTION if option == "attention_backend" else SAMPLING
+    return [*built, *(name for name in named if name not in built)]
+
+
 def table() -> str:
     """Backend by machine: chosen, possible or what is missing."""
     lines = ["| option | backend | " + " | ".join(MACHINES) + " |", "|---" * (2 + len(MACHINES)) + "|"]
-    for option, backends in (("attention_backend", ATTENTION), ("sampling_backend", SAMPLING)):
-        for backend in backends:
+    for option in ("attention_backend", "sampling_backend"):
+        for backend in backends_of(option):
             cells = [_cell(option, backend, Machine.named(name)) for name in MACHINES]
             lines.append(f"| `--{option.replace('_', '-')}` | {backend} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"

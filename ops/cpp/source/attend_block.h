@@ -147,33 +147,43 @@ struct Factors {
     int64_t steps;
 };
 
+// Sums are held in parts: of wider vectors the compiler keeps some in memory.
+constexpr int TILE_HEIGHT = sizeof(Part) >= 32 ? 6 : 3;
+
+template <class T>
+inline Part dot_part(Part total, uint32_t a, const uint32_t* b) {
+    Part x;
+    std::memcpy(&x, b, sizeof(x));
+    if constexpr (PER_WORD<T> == 2)
+        return cast<Part>(dot_pairs(cast<Floats>(total), Words{} + a, load_words(b)));
+    else
+        return total + cast<float>(a) * x;
+}
+
 template <class T, int ROWS, int VECTORS>
 void dot_tile(const Factors& of, float* c, int64_t c_row) {
-    Floats sums[ROWS][VECTORS] = {};
+    constexpr int WIDTH = LANES / PARTS, COUNT = VECTORS * PARTS;
+    Part sums[ROWS][COUNT] = {};
     const uint32_t *a = of.a, *b = of.b;
     const int64_t a_row = of.a_row, b_vector = of.b_vector;
-    for (int64_t step = 0; step < of.steps; step++, a++, b += of.b_step) {
-        Words right[VECTORS];
+    for (int64_t step = 0; step < of.steps; step++, a++, b += of.b_step)
 #pragma GCC unroll 8
-        for (int v = 0; v < VECTORS; v++) right[v] = load_words(b + v * b_vector);
+        for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 8
-        for (int r = 0; r < ROWS; r++) {
-            const Words left = Words{} + a[r * a_row];
-#pragma GCC unroll 8
-            for (int v = 0; v < VECTORS; v++) sums[r][v] = dot_words<T>(sums[r][v], left, right[v]);
-        }
-    }
+            for (int p = 0; p < COUNT; p++)
+                sums[r][p] = dot_part<T>(sums[r][p], a[r * a_row], b + p / PARTS * b_vector + p % PARTS * WIDTH);
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 8
-        for (int v = 0; v < VECTORS; v++) store(c + r * c_row + v * LANES, sums[r][v]);
+        for (int p = 0; p < COUNT; p++)
+            std::memcpy(c + r * c_row + p * WIDTH, &sums[r][p], sizeof(Part));
 }
 
 template <class T, int VECTORS>
 void dot_rows(Factors of, int64_t rows, float* c, int64_t c_row) {
-#if defined(__AVX512F__)
-    for (; rows >= 6; rows -= 6, of.a += 6 * of.a_row, c += 6 * c_row) dot_tile<T, 6, VECTORS>(of, c, c_row);
-#endif
+    constexpr int HEIGHT = TILE_HEIGHT;
+    for (; rows >= HEIGHT; rows -= HEIGHT, of.a += HEIGHT * of.a_row, c += HEIGHT * c_row)
+        dot_tile<T, HEIGHT, VECTORS>(of, c, c_row);
     for (; rows >= 3; rows -= 3, of.a += 3 * of.a_row, c += 3 * c_row) dot_tile<T, 3, VECTORS>(of, c, c_row);
     if (rows == 2) dot_tile<T, 2, VECTORS>(of, c, c_row);
     if (rows == 1) dot_tile<T, 1, VECTORS>(of, c, c_row);
@@ -193,7 +203,7 @@ void dot_all(Factors of, int64_t rows, int64_t vectors, float* c, int64_t c_row)
 // 2 to the x for x <= 0, relative error 1e-7, exact at 0; 0 below -126, as for minus infinity. A NaN stays one.
 inline Floats power_of_two(Floats x) {
     const Floats low = fill(-126.0f);
-    const Floats held = x < low ? low : x;
+    const Floats held = where_less(x, low, low, x);
     const Floats shifted = held + 12582912.0f;  // 1.5 * 2^23: the integer part is in the lowest bits
     const Floats r = held - (shifted - 12582912.0f);
     Floats p = fill(1.326472731e-03f);
@@ -203,7 +213,7 @@ inline Floats power_of_two(Floats x) {
     p = p * r + 6.931470037e-01f;
     p = p * r + 1.0f;
     const Floats result = cast<Floats>(cast<Ints>(p) + (cast<Ints>(shifted) << 23));
-    return x < low ? Floats{} : result;
+    return where_less(x, low, Floats{}, result);
 }
 
 inline float power_of_two(float x) { return power_of_two(fill(x))[0]; }

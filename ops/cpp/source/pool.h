@@ -27,6 +27,7 @@ public:
 
     // Runs the nodes one after the other on all threads, this one among them; returns when all is done.
     void run(const Node* nodes, int64_t count, const Step* step) {
+        if (count == 0) return;  // without a barrier, threads would still look at it when the next call comes
         nodes_ = nodes;
         count_ = count;
         step_ = step;

@@ -74,7 +74,27 @@ inline float widen(BFloat16 x) { return cast<float>(uint32_t(x.bits) << 16); }
 inline void narrow(float* to, float x) { *to = x; }
 inline void narrow(BFloat16* to, float x) { to->bits = round_to_bfloat16(fill(x))[0]; }
 
-inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+// What the processor itself holds in a register.
+#if defined(__AVX512F__)
+typedef Floats Part;
+#elif defined(__AVX__)
+typedef float Part __attribute__((vector_size(32)));
+#else
+typedef float Part __attribute__((vector_size(16)));
+#endif
+constexpr int PARTS = sizeof(Floats) / sizeof(Part);
+
+// x < y ? a : b in each lane, part by part: GCC 12 compares wider vectors number by number.
+inline Floats where_less(Floats x, Floats y, Floats a, Floats b) {
+    Part parts[4][PARTS];
+    const Floats whole[] = {x, y, a, b};
+    std::memcpy(parts, whole, sizeof(parts));
+    for (int i = 0; i < PARTS; i++) parts[0][i] = parts[0][i] < parts[1][i] ? parts[2][i] : parts[3][i];
+    std::memcpy(&x, parts[0], sizeof(x));
+    return x;
+}
+
+inline Floats larger(Floats a, Floats b) { return where_less(b, a, a, b); }
 
 inline float sum(Floats x) {
 #if defined(__AVX512F__)

@@ -184,7 +184,7 @@ inline Floats activate(Floats x, Activation kind) {
             return result;
         }
         case RELU:
-            return larger(x, Floats{});
+            return x < 0.0f ? Floats{} : x;  // a NaN stays one
     }
     return x;
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from runtime.layers.attention import Attention
 from runtime.layers.block import PreNormBlock
 from runtime.layers.mlp import GatedMLP
@@ -26,8 +28,9 @@ def block(
     mlp_bias: bool = False,
     qk_norm: bool = False,
     window: int | None = None,
+    mlp: nn.Module | None = None,
 ) -> PreNormBlock:
-    """The layer of this family and its relatives, with their differences as switches."""
+    """The layer of this family and its relatives, with their differences as switches; `mlp` in place of its own."""
     name, size, eps, kernels = f"model.layers.{index}", config.hidden_size, config.norm_eps, build.kernels
     attention = Attention(
         f"{name}.self_attn",
@@ -42,7 +45,9 @@ def block(
         qk_norm_eps=eps if qk_norm else None,
         window=window,
     )
-    mlp = GatedMLP(f"{name}.mlp", size, config.intermediate_size, config.activation, kernels, bias=mlp_bias)
+    if mlp is None:
+        width, activation = config.intermediate_size, config.activation
+        mlp = GatedMLP(f"{name}.mlp", size, width, activation, kernels, bias=mlp_bias)
     return PreNormBlock(
         RMSNorm(f"{name}.input_layernorm", size, eps, kernels),
         attention,

@@ -58,6 +58,17 @@ CASES = {
     "head dim 96, half precision": Case(head_dim=96, dtype=FP16),
     "head dim 128": Case(head_dim=128),
     "head dim 256": Case(head_dim=256, rows=((20, 1), (5, 12))),
+    "head dim 192": Case(head_dim=192, rows=((20, 1), (5, 12))),
+    "fp8 e4m3 with all else": Case(
+        page_size=64,
+        dtype=FP16,
+        pool_dtype=torch.float8_e4m3fn,
+        window=20,
+        soft_cap=3.0,
+        sinks=True,
+        k_scale=0.5,
+        v_scale=3.0,
+    ),
     "fp8 e4m3 with scales": Case(dtype=FP16, pool_dtype=torch.float8_e4m3fn, k_scale=0.5, v_scale=3.0),
     "fp8 e5m2 with scales": Case(dtype=FP16, pool_dtype=torch.float8_e5m2, k_scale=2.0, v_scale=0.3),
 }

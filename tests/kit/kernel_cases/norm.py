@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import ModuleType
 from typing import NamedTuple
 
@@ -14,6 +15,8 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.float32
     unit_offset: bool = False
     sliced: bool = False  # heads cut out of wider tokens, as queries are
+    centred: bool = False  # layer normalisation
+    bias: bool = False
 
 
 CASES = {
@@ -25,35 +28,47 @@ CASES = {
     "bfloat16 with unit offset": Case((3, 96), torch.bfloat16, unit_offset=True),
     "heads of a wider token": Case((4, 3, 16), sliced=True),
     "a row longer than a tile": Case((2, 1100)),
+    "centred": Case((3, 72), centred=True),
+    "centred, with a bias": Case((3, 72), centred=True, bias=True),
+    "centred heads of a wider token": Case((4, 3, 16), sliced=True, centred=True),
+    "centred half precision with a bias": Case((4, 64), torch.float16, centred=True, bias=True),
+    "centred bfloat16": Case((3, 96), torch.bfloat16, centred=True),
 }
 EPS = 1e-3
 
 
-def inputs(case: Case) -> tuple[Tensor, Tensor, Tensor]:
-    """x, residual and weight."""
+def inputs(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, residual, weight and bias. The values are well off a mean of 0."""
     generator = torch.Generator().manual_seed(7)
     wide = (*case.shape[:-2], 2 * case.shape[-2], case.shape[-1]) if case.sliced else case.shape
-    x = torch.randn(wide, generator=generator)[..., : case.shape[-2], :].to(case.dtype)
+    x = torch.randn(wide, generator=generator).add(0.5)[..., : case.shape[-2], :].to(case.dtype)
     residual = (3 * torch.randn(case.shape, generator=generator)).to(case.dtype)
-    return x, residual, torch.randn(case.shape[-1], generator=generator).to(case.dtype)
+    weight, bias = torch.randn(2, case.shape[-1], generator=generator).to(case.dtype)
+    return x, residual, weight, bias
 
 
 def outputs(backend: ModuleType, case: Case) -> list[Tensor]:
     """The norm, then the norm of the sum and the sum."""
-    x, residual, weight = inputs(case)
-    results = [backend.rms_norm(x, weight, EPS, unit_offset=case.unit_offset)]
-    if x.dim() == 2:
-        results += backend.add_rms_norm(x.clone(), residual, weight, EPS, unit_offset=case.unit_offset)
-    return results
+    x, residual, weight, bias = inputs(case)
+    if case.centred:
+        norm = partial(backend.layer_norm, weight=weight, bias=bias if case.bias else None, eps=EPS)
+        add_norm = partial(backend.add_layer_norm, weight=weight, bias=bias if case.bias else None, eps=EPS)
+    else:
+        norm = partial(backend.rms_norm, weight=weight, eps=EPS, unit_offset=case.unit_offset)
+        add_norm = partial(backend.add_rms_norm, weight=weight, eps=EPS, unit_offset=case.unit_offset)
+    return [norm(x), *(add_norm(x.clone(), residual) if x.dim() == 2 else ())]
 
 
 def expected(case: Case) -> list[Tensor]:
     """The formula, in float64."""
-    x, residual, weight = (t.double() for t in inputs(case))
+    x, residual, weight, bias = (t.double() for t in inputs(case))
     factor = weight + 1 if case.unit_offset else weight
 
     def norm(values: Tensor) -> Tensor:
-        return values / torch.sqrt((values**2).mean(-1, keepdim=True) + EPS) * factor
+        if case.centred:
+            values = values - values.mean(-1, keepdim=True)
+        normed = values / torch.sqrt((values**2).mean(-1, keepdim=True) + EPS) * factor
+        return normed + bias if case.bias else normed
 
     if x.dim() != 2:
         return [norm(x)]

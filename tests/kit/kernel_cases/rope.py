@@ -42,7 +42,12 @@ def inputs(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if not case.fused:
         q, k = q.contiguous(), k.contiguous()
     angles = torch.rand(20, case.rotated // 2, generator=generator) * 6
-    return q, k, torch.cat((angles.cos(), angles.sin()), dim=-1), torch.tensor(case.positions)
+    return (
+        q,
+        k,
+        torch.cat((angles.cos(), angles.sin()), dim=-1),
+        torch.tensor(case.positions, dtype=torch.int64),
+    )
 
 
 def outputs(backend: ModuleType, case: Case) -> list[Tensor]:

@@ -87,6 +87,16 @@ def penalized(backend: ModuleType, vocab_size: int = 100) -> Tensor:
     return x
 
 
+def masked(backend: ModuleType, vocab_size: int = 100, spare_words: int = 0) -> Tensor:
+    """Logits of which rows 2 and 0 are masked, by bits of every kind."""
+    generator = torch.Generator().manual_seed(6)
+    x, words = torch.randn(ROWS, vocab_size, generator=generator), -(-vocab_size // 32) + spare_words
+    bitmask = torch.randint(-(2**31), 2**31, (2, words), generator=generator).to(torch.int32)
+    bitmask[0, :2] = torch.tensor([-1, 0])
+    backend.apply_bitmask(x, torch.tensor([2, 0]), bitmask)
+    return x
+
+
 def scored(backend: ModuleType, vocab_size: int = 100, num_top: int = 3) -> list[Tensor]:
     x = logits(Case(vocab_size=vocab_size, levels=20, forbidden=0.1))
     picked = torch.tensor([[1, 2], [7, 7], [0, 99], [50, 3]])

@@ -6,13 +6,14 @@ import inspect
 import sys
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
 
 import recorded_flashinfer
 from kernel_cases.attention import Case, options, step
-from ops.attention import native, with_flashinfer
+from ops.attention import native, with_fa3, with_flashinfer
 from ops.attention.with_flashinfer import FlashInfer
 from recorded_flashinfer import METHODS, WRAPPERS
 
@@ -38,6 +39,27 @@ def test_what_is_planned_gives_the_result_of_native(name: str) -> None:
     case = CASES[name]
     wanted = native.attend(*step(case), **options(case))
     torch.testing.assert_close(FlashInfer().attend(*step(case), **options(case)), wanted)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("fp8")])
+def test_fa3_takes_rows_of_all_lengths_in_one_launch(name: str) -> None:
+    case, backend, given = CASES[name], FlashInfer("fa3"), step(CASES[name])
+    wanted = native.attend(*given, **options(case))
+    torch.testing.assert_close(backend.attend(*given, **options(case)), wanted)
+    ((wrapper,),) = backend._wrappers.values()
+    assert type(wrapper).__name__ == "BatchPrefillWithPagedKVCacheWrapper"
+    assert wrapper.backend == "fa3"
+
+
+def test_fa3_refuses_a_cache_of_another_dtype() -> None:
+    case = CASES["fp8 with scales"]
+    with pytest.raises(ValueError, match="use triton"):
+        FlashInfer("fa3").attend(*step(case), **options(case))
+
+
+def test_the_file_of_fa3_names_its_kernels() -> None:
+    attend: Any = with_fa3.make_attend()
+    assert attend.__self__._kernels == "fa3"
 
 
 def test_a_step_is_planned_once_for_all_layers_of_a_kind() -> None:

@@ -16,6 +16,7 @@ from ops.attention import AttentionInputs, native
 
 pytestmark = pytest.mark.interpreter
 
+SINGLE = ((70, 1), (127, 1), (3, 1))
 SHORT_SPLIT = 16  # so that short rows are cut as well
 
 
@@ -33,8 +34,24 @@ def test_the_kernels_equal_native(name: str, with_triton: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("cuts", [{"num_kv_splits": 1}, {"num_kv_splits": 3}, {"split_tile_tokens": 48}])
-def test_any_cut_of_the_keys_gives_the_same(cuts: dict[str, int], with_triton: ModuleType) -> None:
-    case = Case(((70, 1), (127, 1), (3, 1)), window=100, sinks=True)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(SINGLE, window=100, sinks=True),
+        Case(
+            SINGLE,
+            32,
+            dtype=torch.float16,
+            pool_dtype=torch.float8_e5m2,
+            soft_cap=3.0,
+            k_scale=0.5,
+            v_scale=2.0,
+        ),
+    ],
+)
+def test_any_cut_of_the_keys_gives_the_same(
+    case: Case, cuts: dict[str, int], with_triton: ModuleType
+) -> None:
     agree(outputs(with_triton, case, **cuts), outputs(native, case))
 
 

@@ -30,6 +30,8 @@ def test_the_kernel_equals_native(name: str) -> None:
         ("factor += 1.0", "factor += 0.0"),
         ("values += tl.load(residual", "values -= tl.load(residual"),
         ("num_heads * token_stride", "num_heads * num_heads * WIDTH"),
+        ("tl.where(inside, values - mean, 0.0)", "values - mean"),
+        ("normed += tl.load(bias", "normed -= tl.load(bias"),
     ],
 )
 def test_a_broken_kernel_is_noticed(old: str, new: str, tmp_path: Path) -> None:

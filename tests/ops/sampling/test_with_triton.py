@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from kernel_cases.sampling import CASES, Case, outputs, penalized, scored
+from kernel_cases.sampling import CASES, Case, masked, outputs, penalized, scored
 from kernel_comparison import agree, differ
 from kernel_mutants import mutant
 from ops.sampling import native
@@ -49,6 +49,25 @@ def test_the_kernel_penalizes_like_native(vocab_size: int) -> None:
     from ops.sampling import with_triton
 
     agree([penalized(with_triton, vocab_size)], [penalized(native, vocab_size)])
+
+
+@pytest.mark.parametrize(("vocab_size", "spare_words"), [(100, 0), (64, 3), (5000, 1)])
+def test_the_kernel_masks_like_native(vocab_size: int, spare_words: int) -> None:
+    from ops.sampling import with_triton
+
+    found, wanted = (masked(backend, vocab_size, spare_words) for backend in (with_triton, native))
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("ids % 32", "31 - ids % 32"),
+        ("tl.load(rows + entry) * stride + ids, float", "entry * stride + ids, float"),
+    ],
+)
+def test_a_broken_mask_is_noticed(old: str, new: str, tmp_path: Path) -> None:
+    assert not torch.equal(masked(mutant("sampling", old, new, tmp_path)), masked(native))
 
 
 @pytest.mark.parametrize(("vocab_size", "num_top"), [(100, 0), (100, 3), (5000, 20)])

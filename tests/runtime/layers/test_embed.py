@@ -9,7 +9,7 @@ from runtime.layers.embed import Embedding, Head
 
 
 def embedding() -> Embedding:
-    layer = Embedding("embed", 7, 4)
+    layer = Embedding("embed", 7, 4, select())
     layer.weight.copy_(torch.randn(7, 4))
     return layer
 

@@ -86,7 +86,7 @@ def test_vocabulary_in_parts(vocab_size: int):
     looked_up, logits = torch.zeros(vocab_size, 4), []
     for rank in range(3):
         team = FakeTeam(rank, 3)
-        embedding = Embedding("e", vocab_size, 4)
+        embedding = Embedding("e", vocab_size, 4, select())
         head = Head("h", embedding, select(), tied=False)
         for layer in (embedding, head):
             layer.split(team)
@@ -103,7 +103,7 @@ def test_vocabulary_in_parts(vocab_size: int):
 def test_a_tied_head_packs_no_more_than_its_part_of_the_vocabulary():
     tensors, hidden, logits = {"e.weight": torch.randn(7, 4)}, torch.randn(3, 4), []
     for rank in range(3):
-        embedding = Embedding("e", 7, 4)
+        embedding = Embedding("e", 7, 4, select())
         head = Head("h", embedding, select({"matmul": "with_onednn"}), tied=True)
         for layer in (embedding, head):
             layer.split(FakeTeam(rank, 3))

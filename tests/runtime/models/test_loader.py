@@ -15,7 +15,9 @@ import tiny_checkpoints
 from ops.select import select
 from runtime.errors import CheckpointError
 from runtime.layers.linear import Linear, Part
-from runtime.models.loader import collect_pieces
+from runtime.layers.split import Span
+from runtime.layers.weight import Piece
+from runtime.models.loader import collect_pieces, fill_dummy
 
 IDS = list(range(10, 40))
 
@@ -146,6 +148,15 @@ def test_dummy_weights_need_no_files_and_are_always_the_same(tmp_path) -> None:
     for name in ("embedding.weight", "layers.0.mlp.down.weight", "layers.2.mlp_norm.weight"):
         assert 5e-4 < weights[name].abs().max() <= 1e-3
     assert not torch.equal(weights["layers.0.mlp.down.weight"], weights["layers.1.mlp.down.weight"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rank_draws_its_cut_of_the_whole_dummy_tensor(dtype: torch.dtype) -> None:
+    whole = torch.nn.Parameter(torch.empty(12, 7, dtype=dtype), requires_grad=False)
+    share = torch.nn.Parameter(torch.empty(4, 7, dtype=dtype), requires_grad=False)
+    fill_dummy(Piece("w", whole, 0, 12, (None, None)))
+    fill_dummy(Piece("w", share, 0, 4, (None, None), (Span(8, 4, 12), Span(0, 7, 7))))
+    assert torch.equal(share, whole[8:])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

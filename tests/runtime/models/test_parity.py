@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+import cpp_kernels
 import paged_forward
 import tiny_checkpoints
 from ops.matmul import with_onednn
+from ops.matmul.with_cpp import Panels
 from ops.select import select
 from runtime.models.config import read_facts
 from runtime.models.decoder import Decoder
@@ -172,6 +174,24 @@ VARIANTS = {
         "qwen3", {"attention_bias": True}, {"qkv bias": no_qkv_bias, "out bias": no_out_bias}
     ),
     "qwen3-windows": Variant("qwen3", {**WINDOWS, "max_window_layers": 2}, {"window": no_window}),
+    "qwen3-moe": Variant(
+        "qwen3_moe",
+        mutations={
+            "qk norm": no_qk_norm,
+            "renormalisation": put("mlp", renormalise=False),
+            "second expert": put("mlp", top_k=1),
+            "down": each("mlp", lambda mlp: mlp.down.view(6, -1).copy_(mlp.down.view(6, -1).flip(0))),
+        },
+        overrides={"experts of a token": {"num_experts_per_tok": 3}},
+    ),
+    "qwen3-moe-scores-as-they-are": Variant(
+        "qwen3_moe", {"norm_topk_prob": False}, {"renormalisation": put("mlp", renormalise=True)}
+    ),
+    "qwen3-moe-some-plain-layers": Variant(
+        "qwen3_moe", {"mlp_only_layers": [1], "attention_bias": True}, {"qkv bias": no_qkv_bias}
+    ),
+    "qwen3-moe-every-second-layer": Variant("qwen3_moe", {"decoder_sparse_step": 2, "num_hidden_layers": 4}),
+    "qwen3-moe-windows": Variant("qwen3_moe", WINDOWS, {"window": no_window}),
 }
 
 
@@ -215,6 +235,31 @@ def test_every_logit_equals_transformers_with_packed_weights(name: str) -> None:
     assert model.head.weight is not None
     assert model.head.weight.is_mkldnn
     assert largest_error(name, model, 16) < THRESHOLD
+
+
+CPP: dict[str, str] = dict.fromkeys(("activation", "attention", "kv", "matmul", "norm", "rope"), "with_cpp")
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_logit_equals_transformers_with_kernels_in_cpp(name: str) -> None:
+    cpp_kernels.library()
+    model = load(name, choices=CPP)
+    assert model.head is not None
+    assert isinstance(model.head.prepared, Panels)
+    assert largest_error(name, model, 16) < THRESHOLD
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("family", tiny_checkpoints.CONFIGS)
+def test_every_logit_equals_transformers_with_attention_in_cpp(family: str, page_size: int) -> None:
+    cpp_kernels.library()
+    path = tiny_checkpoints.cached(family, head_dim=16)
+    model = paged_forward.load(path, kernels=select(CPP))
+    generator = torch.Generator().manual_seed(3)
+    sequences = [torch.randint(3, 128, (length,), generator=generator).tolist() for length in LENGTHS]
+    found = paged_forward.all_logits(model, sequences, page_size)
+    for ids, logits in zip(sequences, found, strict=True):
+        assert (logits - tiny_checkpoints.reference(path, ids)).abs().max() < THRESHOLD
 
 
 MUTATIONS = [(name, feature) for name, variant in VARIANTS.items() for feature in variant.mutations]

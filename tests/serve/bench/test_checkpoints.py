@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from serve.bench.checkpoints import SHAPES, Shape, model_config, parameter_sizes, write_checkpoint
+from runtime.models.config import read_facts
+from serve.bench.checkpoints import SHAPES, Shape, main, model_config, parameter_sizes, write_checkpoint
 from serve.bench.vocabulary import Vocabulary
 
 TINY = Shape(hidden=16, layers=2, heads=4, kv_heads=2, head_dim=4, mlp=24, vocab=400, tied=False, context=64)
@@ -56,7 +57,9 @@ def test_a_seed_decides_the_weights(tmp_path: Path) -> None:
     assert weights("c", 2) != weights("a", 1)
 
 
-@pytest.mark.parametrize(("name", "millions"), [("T", 24), ("S", 135), ("Q", 596)])
+@pytest.mark.parametrize(
+    ("name", "millions"), [("T", 24), ("S", 135), ("Q", 596), ("Q8", 8191), ("L8", 8030)]
+)
 def test_named_shapes_have_the_size_of_their_models(name: str, millions: int) -> None:
     num = 0
     for _, size in parameter_sizes(SHAPES[name]):
@@ -70,3 +73,11 @@ def test_named_shapes_have_the_size_of_their_models(name: str, millions: int) ->
 def test_the_config_names_the_architecture() -> None:
     assert model_config(TINY, "bfloat16")["architectures"] == ["LlamaForCausalLM"]
     assert model_config(TINY_QWEN, "bfloat16")["architectures"] == ["Qwen3ForCausalLM"]
+
+
+@pytest.mark.parametrize(("name", "context"), [("Q8", 40_960), ("L8", 131_072)])
+def test_a_shape_without_weights_is_read_as_a_model(tmp_path: Path, name: str, context: int) -> None:
+    assert main(["--shape", name, "--output", str(tmp_path), "--no-weights"]) == 0
+    facts = read_facts(str(tmp_path))
+    assert (facts.context_length, facts.weight_bytes, facts.dtype) == (context, 0, "bfloat16")
+    assert Vocabulary.of_tokenizer(str(tmp_path)).count("a text") > 0

@@ -1,0 +1,116 @@
+"""Paged attention by TensorRT-LLM's kernels, as FlashInfer contains them: no plan, the page table is read as it is.
+
+Written against flashinfer-python 0.6.13. The kernels are machine code that FlashInfer fetches at first use, or that
+its package flashinfer-cubin holds. What they read lies on the device but for the longest lengths.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ops.attention import AttentionInputs
+from ops.attention.divided import Attend, divide
+from ops.attention.with_flashinfer import check_heads
+from ops.backends import TRTLLM_PAGE_SIZES
+
+WORKSPACE_BYTES = 256 * 2**20
+
+
+class Lengths(NamedTuple):
+    """Of a step's rows: what the kernels want beside `AttentionInputs`."""
+
+    of_rows: Tensor  # int32 [B]
+    starts: Tensor  # int32 [B + 1], prefix sums
+    longest: int
+    most_queries: int
+
+
+class TensorRT:
+    """The kernels' workspace of one engine. `attend` follows the contract of `ops.attention`."""
+
+    def __init__(self) -> None:
+        self.attend = divide(self._decode, self._prefill)
+        self._workspace: Tensor | None = None
+
+    def _decode(
+        self, q: Tensor, k_pool: Tensor, v_pool: Tensor, inputs: AttentionInputs, **options: Any
+    ) -> Tensor:
+        """Rows of one token."""
+        run = import_module("flashinfer.decode").trtllm_batch_decode_with_kv_cache
+        shared = self._shared(q, k_pool, v_pool, inputs, **options)
+        return run(max_seq_len=_lengths(inputs).longest, backend="trtllm-gen", **shared)
+
+    def _prefill(
+        self, q: Tensor, k_pool: Tensor, v_pool: Tensor, inputs: AttentionInputs, **options: Any
+    ) -> Tensor:
+        """Longer rows."""
+        run = import_module("flashinfer.prefill").trtllm_batch_context_with_kv_cache
+        shared, lengths = self._shared(q, k_pool, v_pool, inputs, **options), _lengths(inputs)
+        return run(
+            max_q_len=lengths.most_queries,
+            max_kv_len=lengths.longest,
+            batch_size=len(inputs.counts_host),
+            cum_seq_lens_q=inputs.query_starts,
+            cum_seq_lens_kv=lengths.starts,
+            **shared,
+        )
+
+    def _shared(
+        self,
+        q: Tensor,
+        k_pool: Tensor,
+        v_pool: Tensor,
+        inputs: AttentionInputs,
+        *,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Tensor | None = None,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
+    ) -> dict[str, Any]:
+        """The arguments that both launches take. Raises ValueError for what the kernels lack."""
+        if soft_cap is not None:
+            raise ValueError("trtllm_mha has no soft cap; use triton")
+        if inputs.page_size not in TRTLLM_PAGE_SIZES:
+            raise ValueError(
+                f"trtllm_mha reads pages of {TRTLLM_PAGE_SIZES}, not of {inputs.page_size}; use triton"
+            )
+        check_heads(q)
+        if k_pool.dtype != q.dtype:
+            raise ValueError(
+                f"trtllm_mha reads a cache of the query's {q.dtype}, not of {k_pool.dtype}; use triton"
+            )
+        if self._workspace is None:  # the kernels count in it, from 0
+            self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
+        return {
+            "query": q.contiguous(),
+            "kv_cache": (k_pool, v_pool),
+            "workspace_buffer": self._workspace,
+            "block_tables": inputs.page_table,
+            "seq_lens": _lengths(inputs).of_rows,
+            "bmm1_scale": scale * k_scale,
+            "bmm2_scale": v_scale,
+            "window_left": -1 if window is None else window - 1,
+            "sinks": sinks,
+            "kv_layout": "HND",
+        }
+
+
+def make_attend() -> Attend:
+    """An `attend` for one engine."""
+    return TensorRT().attend
+
+
+def _lengths(inputs: AttentionInputs) -> Lengths:
+    if __name__ not in inputs.memo:
+        of_rows = inputs.starts + inputs.counts
+        starts = torch.zeros_like(inputs.query_starts)
+        torch.cumsum(of_rows, 0, dtype=torch.int32, out=starts[1:])
+        longest = max(start + count for start, count in zip(inputs.starts_host, inputs.counts_host))
+        inputs.memo[__name__] = Lengths(of_rows, starts, longest, max(inputs.counts_host))
+    return inputs.memo[__name__]

@@ -1,0 +1,23 @@
+"""Embedding and logits in plain torch."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def embed(token_ids: Tensor, weight: Tensor, first_id: int | None = None) -> Tensor:
+    """The vectors of a rank's own ids (see `ops.embedding`)."""
+    if first_id is None:
+        return F.embedding(token_ids, weight)
+    places = token_ids - first_id
+    elsewhere = (places < 0) | (places >= len(weight))
+    return F.embedding(places.masked_fill(elsewhere, 0), weight).masked_fill_(elsewhere.unsqueeze(1), 0)
+
+
+def as_logits(products: Tensor, *, scale: float | None = None, soft_cap: float | None = None) -> Tensor:
+    """Scaled and bounded in float32 (see `ops.embedding`)."""
+    logits = products.float()
+    if soft_cap is not None:
+        return logits.mul_((scale or 1.0) / soft_cap).tanh_().mul_(soft_cap)
+    return logits if scale is None else logits.mul_(scale)

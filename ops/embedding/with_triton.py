@@ -1,0 +1,87 @@
+"""Embedding and logits in Triton: one pass over what is written, no mask in memory."""
+
+# The types of a launch are not those of its kernel.
+# pyright: reportArgumentType=false, reportCallIssue=false
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 1024
+
+
+def embed(token_ids: Tensor, weight: Tensor, first_id: int | None = None) -> Tensor:
+    """The vectors of a rank's own ids (see `ops.embedding`)."""
+    num_ids, width = weight.shape
+    out = torch.empty((len(token_ids), width), dtype=weight.dtype, device=weight.device)
+    _embed_kernel[(len(token_ids), triton.cdiv(width, BLOCK))](
+        token_ids,
+        weight,
+        out,
+        first_id or 0,
+        num_ids,
+        width,
+        weight.stride(0),
+        BLOCK=min(BLOCK, triton.next_power_of_2(width)),
+    )
+    return out
+
+
+def as_logits(products: Tensor, *, scale: float | None = None, soft_cap: float | None = None) -> Tensor:
+    """Scaled and bounded in float32 (see `ops.embedding`)."""
+    if products.dtype == torch.float32 and scale is None and soft_cap is None:
+        return products
+    products = products if products.stride(-1) == 1 else products.contiguous()
+    num_rows, width = products.shape
+    out = torch.empty((num_rows, width), dtype=torch.float32, device=products.device)
+    _logits_kernel[(num_rows, triton.cdiv(width, BLOCK))](
+        products,
+        out,
+        width,
+        products.stride(0),
+        1.0 if scale is None else scale,
+        SOFT_CAP=soft_cap,
+        BLOCK=min(BLOCK, triton.next_power_of_2(width)),
+    )
+    return out
+
+
+@triton.jit
+def _embed_kernel(
+    token_ids,  # [T]
+    weight,  # [num_ids, width]
+    out,  # [T, width]
+    first_id,
+    num_ids,
+    width,
+    stride,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.load(token_ids + token) - first_id
+    is_own = (place >= 0) & (place < num_ids)
+    read = tl.where(is_own, width, 0)
+    vector = tl.load(weight + place * stride + columns, mask=columns < read, other=0.0)
+    tl.store(out + token * width + columns, vector, mask=columns < width)
+
+
+@triton.jit
+def _logits_kernel(
+    products,  # [R, width]
+    out,  # [R, width]
+    width,
+    stride,
+    scale,
+    SOFT_CAP: tl.constexpr,  # or None
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    logits = tl.load(products + row * stride + columns, mask=inside, other=0.0).to(tl.float32) * scale
+    if SOFT_CAP is not None:
+        logits = SOFT_CAP * (2.0 * tl.sigmoid(logits * (2.0 / SOFT_CAP)) - 1.0)  # tanh
+    tl.store(out + row * width + columns, logits, mask=inside)

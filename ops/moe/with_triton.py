@@ -1,0 +1,249 @@
+"""Mixtures of experts in Triton: routing, a sort of the (token, expert) pairs by expert, two grouped products.
+
+A tile of a grouped product holds pairs of one expert. Tiles are numbered expert after expert, and a program finds
+its own from the experts' first pairs, so nothing is padded in memory and no size is read back by the host: grids
+depend on shapes alone.
+"""
+
+# The types of a launch are not those of its kernel.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ops.activation.with_triton import gate
+
+SORT_BLOCK = 1024  # pairs that a program of the sort looks at together
+COMBINE_BLOCK = 1024
+
+
+class Sorted(NamedTuple):
+    """The pairs of T tokens and their k experts, by expert and then by number."""
+
+    order: Tensor  # int32 [T * k], pair t * k + j in each place
+    starts: Tensor  # int32 [X + 1], each expert's first place
+
+
+def route(
+    logits: Tensor, top_k: int, *, renormalise: bool, scoring: str = "softmax"
+) -> tuple[Tensor, Tensor]:
+    """The best experts of each token and their weights (see `ops.moe`)."""
+    logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+    num_tokens, num_experts = logits.shape
+    weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=logits.device)
+    experts = torch.empty((num_tokens, top_k), dtype=torch.int32, device=logits.device)
+    _route_kernel[(num_tokens,)](
+        logits,
+        weights,
+        experts,
+        logits.stride(0),
+        EXPERTS=num_experts,
+        EXPERTS_BLOCK=triton.next_power_of_2(num_experts),
+        TOP_K=top_k,
+        TOP_K_BLOCK=triton.next_power_of_2(top_k),
+        SCORING=scoring,
+        RENORMALISE=renormalise,
+        num_warps=1,
+    )
+    return weights, experts
+
+
+def mix(
+    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor, activation: str
+) -> Tensor:
+    """The weighted sum of each token's experts (see `ops.moe`)."""
+    x, (num_tokens, top_k), (num_experts, size, _) = x.contiguous(), experts.shape, down.shape
+    by_expert = sort_pairs(experts, num_experts)
+    inner = gate(
+        _grouped(x, gate_up, by_expert, top_k, from_tokens=True), activation
+    )  # [T * k, F], by expert
+    results = _grouped(inner, down, by_expert, top_k, from_tokens=False)  # [T * k, E], by token
+    out = torch.empty((num_tokens, size), dtype=x.dtype, device=x.device)
+    block = min(COMBINE_BLOCK, triton.next_power_of_2(size))
+    _combine_kernel[(num_tokens, triton.cdiv(size, block))](
+        results, weights, out, size, TOP_K=top_k, BLOCK=block
+    )
+    return out
+
+
+def sort_pairs(experts: Tensor, num_experts: int) -> Sorted:
+    """Sort the pairs of `experts` (int32 [T, k], contiguous), one program for each expert."""
+    order = torch.empty(experts.numel(), dtype=torch.int32, device=experts.device)
+    starts = torch.empty(num_experts + 1, dtype=torch.int32, device=experts.device)
+    _sort_kernel[(num_experts + 1,)](experts, order, starts, experts.numel(), BLOCK=SORT_BLOCK)
+    return Sorted(order, starts)
+
+
+def _grouped(x: Tensor, weight: Tensor, pairs: Sorted, top_k: int, *, from_tokens: bool) -> Tensor:
+    """Each pair's row times its expert's weight [X, O, I] -> [T * k, O].
+
+    Rows come from the tokens [T, I] and go to sorted places, or come from sorted places and go to the pairs'.
+    """
+    num_pairs, (num_experts, out_size, in_size) = len(pairs.order), weight.shape
+    out = torch.empty((num_pairs, out_size), dtype=x.dtype, device=x.device)
+    tile = _tile(num_pairs, num_experts, x.dtype)
+    # So many tiles at most hold a pair: each expert's last may be filled in part.
+    num_tiles = min(num_pairs, num_experts) + num_pairs // tile["PAIRS_BLOCK"]
+    _grouped_kernel[(num_tiles, triton.cdiv(out_size, tile["OUT_BLOCK"]))](
+        x,
+        weight,
+        out,
+        *pairs,
+        EXPERTS=num_experts,
+        EXPERTS_BLOCK=triton.next_power_of_2(num_experts),
+        TOP_K=top_k,
+        FROM_TOKENS=from_tokens,
+        OUT=out_size,
+        IN=in_size,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        **tile,
+    )
+    return out
+
+
+def _tile(num_pairs: int, num_experts: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Tile sizes: as many pairs as an expert has on average, within what registers hold."""
+    if dtype.itemsize == 4:
+        return {"PAIRS_BLOCK": 16, "OUT_BLOCK": 64, "IN_BLOCK": 32, "num_warps": 4, "num_stages": 2}
+    pairs = min(128, max(16, triton.next_power_of_2(triton.cdiv(num_pairs, num_experts))))
+    few = pairs <= 32  # weights are read once for few pairs: wide loads count
+    return {
+        "PAIRS_BLOCK": pairs,
+        "OUT_BLOCK": 64 if few else 128,
+        "IN_BLOCK": 128 if few else 64,
+        "num_warps": 8 if pairs == 128 else 4,
+        "num_stages": 3,
+    }
+
+
+@triton.jit
+def _route_kernel(
+    logits,  # [T, EXPERTS]
+    weights,  # [T, TOP_K]
+    experts,  # [T, TOP_K]
+    stride,
+    EXPERTS: tl.constexpr,
+    EXPERTS_BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TOP_K_BLOCK: tl.constexpr,
+    SCORING: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    ids, places = tl.arange(0, EXPERTS_BLOCK), tl.arange(0, TOP_K_BLOCK)
+    x = tl.load(logits + token * stride + ids, mask=ids < EXPERTS, other=float("-inf")).to(tl.float32)
+    peak = tl.max(x, axis=0)
+    found = tl.full([TOP_K_BLOCK], float("-inf"), tl.float32)
+    chosen = tl.zeros([TOP_K_BLOCK], tl.int32)
+    left = x
+    for place in tl.static_range(TOP_K):
+        top = tl.max(left, axis=0)
+        # Where a logit is no number nothing may be equal, and the last expert is as good as any.
+        best = tl.min(tl.where(left == top, ids, EXPERTS - 1), axis=0)
+        found, chosen = tl.where(places == place, top, found), tl.where(places == place, best, chosen)
+        left = tl.where(ids == best, float("-inf"), left)
+    if SCORING == "softmax":
+        scores = tl.exp(found - peak) / tl.sum(tl.exp(x - peak), axis=0)
+    else:
+        tl.static_assert(SCORING == "sigmoid")
+        scores = tl.sigmoid(found)
+    if RENORMALISE:
+        scores = scores / tl.sum(scores, axis=0)
+    inside = places < TOP_K
+    tl.store(weights + token * TOP_K + places, scores, mask=inside)
+    tl.store(experts + token * TOP_K + places, chosen, mask=inside)
+
+
+@triton.jit
+def _sort_kernel(
+    experts,  # [num_pairs]
+    order,  # [num_pairs]
+    starts,  # [X + 1]
+    num_pairs,
+    BLOCK: tl.constexpr,
+):
+    expert, lanes = tl.program_id(0), tl.arange(0, BLOCK)
+    before = tl.zeros([BLOCK], tl.int32)
+    for base in range(0, num_pairs, BLOCK):
+        inside = base + lanes < num_pairs
+        before += ((tl.load(experts + base + lanes, mask=inside, other=0) < expert) & inside).to(tl.int32)
+    place = tl.sum(before, axis=0)
+    tl.store(starts + expert, place)
+    for base in range(0, num_pairs, BLOCK):
+        inside = base + lanes < num_pairs
+        is_own = (tl.load(experts + base + lanes, mask=inside, other=-1) == expert).to(tl.int32)
+        rank = tl.cumsum(is_own, axis=0) - 1
+        tl.store(order + place + rank, base + lanes, mask=is_own == 1)
+        place += tl.sum(is_own, axis=0)
+
+
+@triton.jit
+def _grouped_kernel(
+    x,  # [T, IN] or [T * TOP_K, IN]
+    weight,  # [EXPERTS, OUT, IN]
+    out,  # [T * TOP_K, OUT]
+    order,  # [T * TOP_K]
+    starts,  # [EXPERTS + 1]
+    EXPERTS: tl.constexpr,
+    EXPERTS_BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr,
+    FROM_TOKENS: tl.constexpr,
+    OUT: tl.constexpr,
+    IN: tl.constexpr,
+    PAIRS_BLOCK: tl.constexpr,
+    OUT_BLOCK: tl.constexpr,
+    IN_BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    tile, ids = tl.program_id(0), tl.arange(0, EXPERTS_BLOCK)
+    firsts = tl.load(starts + ids, mask=ids < EXPERTS, other=0)
+    ends = tl.load(starts + ids + 1, mask=ids < EXPERTS, other=0)
+    num_tiles = (ends - firsts + PAIRS_BLOCK - 1) // PAIRS_BLOCK  # of each expert
+    up_to = tl.cumsum(num_tiles, axis=0)
+    expert = tl.sum(((up_to <= tile) & (ids < EXPERTS)).to(tl.int32), axis=0)
+    if expert >= EXPERTS:
+        return
+    first_tile = tl.sum(tl.where(ids == expert, up_to - num_tiles, 0), axis=0)
+    places = tl.load(starts + expert) + (tile - first_tile) * PAIRS_BLOCK + tl.arange(0, PAIRS_BLOCK)
+    is_pair = places < tl.load(starts + expert + 1)
+    pairs = tl.load(order + places, mask=is_pair, other=0)
+    if FROM_TOKENS:
+        sources, targets = pairs // TOP_K, places
+    else:
+        sources, targets = places, pairs
+
+    columns, inner = tl.program_id(1) * OUT_BLOCK + tl.arange(0, OUT_BLOCK), tl.arange(0, IN_BLOCK)
+    rows = x + sources.to(tl.int64)[:, None] * IN + inner[None, :]  # [PAIRS, IN]
+    lines = weight + (expert.to(tl.int64) * OUT + columns)[:, None] * IN + inner[None, :]  # [OUT, IN]
+    total = tl.zeros([PAIRS_BLOCK, OUT_BLOCK], tl.float32)
+    for base in range(0, IN, IN_BLOCK):
+        is_in = (base + inner < IN)[None, :]
+        a = tl.load(rows + base, mask=is_pair[:, None] & is_in, other=0.0)
+        b = tl.load(lines + base, mask=(columns < OUT)[:, None] & is_in, other=0.0)
+        total = tl.dot(a, tl.trans(b), total, input_precision=PRECISION)
+    place = targets.to(tl.int64)[:, None] * OUT + columns[None, :]
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=is_pair[:, None] & (columns < OUT)[None, :])
+
+
+@triton.jit
+def _combine_kernel(
+    results,  # [T * TOP_K, size]
+    weights,  # [T, TOP_K]
+    out,  # [T, size]
+    size,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for place in tl.static_range(TOP_K):
+        pair = token * TOP_K + place
+        result = tl.load(results + pair * size + columns, mask=columns < size, other=0.0).to(tl.float32)
+        total += tl.load(weights + pair) * result
+    tl.store(out + token * size + columns, total.to(out.dtype.element_ty), mask=columns < size)

@@ -1,0 +1,61 @@
+"""Tests that need a CUDA device, skipped with the reason where there is none.
+
+Their bodies stand in `tests/kit/on_device`, where a test of the ordinary suite runs them on the CPU. Here
+nothing imports torch before a device is known to be there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from ops.machine import Machine
+
+HERE = Path(__file__).parent
+TIMEOUT_S = 600  # kernels are compiled at their first launch
+
+
+@cache
+def lacking() -> str:
+    """What this machine lacks to run these tests; empty if nothing."""
+    machine = Machine.probe()
+    if not machine.gpus:
+        return "this machine has no NVIDIA GPU"
+    if machine.torch_cuda is None:
+        return "the installed torch is built without CUDA"
+    return ""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(HERE):
+            item.add_marker(pytest.mark.gpu)
+            item.add_marker(pytest.mark.timeout(TIMEOUT_S))
+            if lacking():
+                item.add_marker(pytest.mark.skip(reason=lacking()))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Cases are listed where they can run; elsewhere one stands for all."""
+    if "check" in metafunc.fixturenames:
+        if lacking():
+            metafunc.parametrize("check", ["every case"])
+        else:
+            from on_device.operations import checks
+
+            metafunc.parametrize("check", list(checks(large=True)), ids=str)
+
+
+@pytest.fixture
+def device() -> Iterator[str]:
+    """The first GPU; what a test leaves in the allocator is given back."""
+    import gc
+
+    import torch
+
+    yield "cuda"
+    gc.collect()
+    torch.cuda.empty_cache()

@@ -1,0 +1,30 @@
+"""Every kernel on the device against native on the host: the interpreter's cases, more dtypes, larger shapes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from on_device.operations import Check
+
+
+def test_the_kernel_equals_native(check: Check, device: str) -> None:
+    import torch
+
+    from on_device.operations import E4M3_CAPABILITY, compare, needs_e4m3
+
+    if needs_e4m3(check) and torch.cuda.get_device_capability() < E4M3_CAPABILITY:
+        pytest.skip("this GPU has no float8 e4m3")
+    try:
+        compare(check, device)
+    except ValueError as refusal:
+        assert check.file != "native"
+        pytest.skip(str(refusal))
+
+
+def test_single_tokens_have_the_same_bits_alone_and_in_a_batch(device: str) -> None:
+    from on_device.batching import bits_differ
+
+    assert not bits_differ(device, "with_triton")

@@ -1,0 +1,66 @@
+"""A served engine on the device: nobody waits for it, nothing stays behind, no memory costs one request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+KEPT_BYTES = 50 * 2**20
+
+
+@pytest.mark.parametrize("options", [{}, {"sampling_backend": "triton"}, {"disable_cuda_graph": True}])
+async def test_nothing_waits_for_the_device_in_a_whole_session(options: dict[str, Any], device: str) -> None:
+    import tiny_models
+    from on_device import session
+    from on_device.graphs import prepared
+    from serve import Engine
+
+    async with Engine(tiny_models.cached(), device=device, **session.OPTIONS, **options) as engine:
+        await session.run(engine)  # kernels are compiled and graphs captured, which may wait
+        await prepared(engine)
+        with session.no_waiting(device):
+            await session.run(engine)
+
+
+async def test_a_step_that_waits_is_noticed(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import tiny_models
+    from on_device import session
+    from runtime.errors import StepFailed
+    from runtime.execute.sampler import Sampler
+    from serve import Engine
+
+    sample = Sampler.sample
+
+    def waiting(self: Sampler, logits: Any, sampling: Any) -> Any:
+        logits.sum().item()
+        return sample(self, logits, sampling)
+
+    async with Engine(tiny_models.cached(), device=device, **session.OPTIONS) as engine:
+        monkeypatch.setattr(Sampler, "sample", waiting)
+        await engine.generate(input_ids=[5, 6, 7], sampling_params={"max_new_tokens": 4})
+        with session.no_waiting(device), pytest.raises(StepFailed):
+            await engine.generate(input_ids=[5, 6, 7], sampling_params={"max_new_tokens": 4})
+
+
+async def test_twenty_engines_leave_the_memory_as_they_found_it(device: str) -> None:
+    import tiny_models
+    from on_device.memory import after_cycles
+
+    first, *_, last = await after_cycles(21, tiny_models.cached(), device, max_total_tokens=65_536)
+    assert last - first < KEPT_BYTES
+
+
+async def test_a_step_without_memory_costs_the_newest_request_alone(device: str) -> None:
+    from on_device.memory import check_starving
+
+    await check_starving(device)
+
+
+async def test_the_device_tells_how_long_it_is_busy(device: str) -> None:
+    from on_device.busy import shares_of_a_session
+
+    shares = await shares_of_a_session(device)
+    assert len(shares) > 100
+    assert all(0 < share <= 1 for share in shares)
+    assert sum(shares) / len(shares) > 0.05

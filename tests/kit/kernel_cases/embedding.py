@@ -1,0 +1,60 @@
+"""The cases of embedding and logits, for every implementation."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Case(NamedTuple):
+    vocab_size: int = 9  # of a rank's part
+    width: int = 24
+    first_id: int | None = None
+    dtype: torch.dtype = torch.float32
+    scale: float | None = None
+    soft_cap: float | None = None
+
+
+CASES = {
+    "the whole vocabulary": Case(),
+    "the first part": Case(first_id=0),
+    "a later part": Case(first_id=7),
+    "a part without any of the ids": Case(first_id=100),
+    "vectors wider than a program, a vocabulary as well": Case(1100, 1100, first_id=3),
+    "half precision": Case(dtype=torch.float16, first_id=5),
+    "bfloat16": Case(dtype=torch.bfloat16),
+    "scaled": Case(scale=0.25),
+    "soft cap": Case(soft_cap=2.0),
+    "scaled, then capped, in half precision": Case(dtype=torch.float16, scale=3.0, soft_cap=1.5),
+}
+
+
+def inputs(case: Case) -> tuple[Tensor, Tensor, Tensor]:
+    """Token ids, the weight and products of three rows."""
+    generator = torch.Generator().manual_seed(9)
+    weight = torch.randn(case.vocab_size, case.width, generator=generator).to(case.dtype)
+    products = (3 * torch.randn(3, case.vocab_size, generator=generator)).to(case.dtype)
+    high = case.vocab_size if case.first_id is None else 2 * case.vocab_size
+    return torch.randint(0, high, (6,), generator=generator), weight, products
+
+
+def outputs(backend: ModuleType, case: Case) -> list[Tensor]:
+    """The vectors and the logits."""
+    token_ids, weight, products = inputs(case)
+    logits = backend.as_logits(products, scale=case.scale, soft_cap=case.soft_cap)
+    return [backend.embed(token_ids, weight, case.first_id), logits]
+
+
+def expected(case: Case) -> list[Tensor]:
+    """One id after the other; the formula in float64."""
+    token_ids, weight, products = inputs(case)
+    rows = [token_id - (case.first_id or 0) for token_id in token_ids.tolist()]
+    nothing = torch.zeros(case.width, dtype=case.dtype)
+    vectors = [weight[row] if 0 <= row < case.vocab_size else nothing for row in rows]
+    logits = products.double() * (1.0 if case.scale is None else case.scale)
+    if case.soft_cap is not None:
+        logits = case.soft_cap * torch.tanh(logits / case.soft_cap)
+    return [torch.stack(vectors), logits]

@@ -1,0 +1,31 @@
+"""Whether a row's attention depends on the rows beside it."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import torch
+
+from kernel_cases.attention import SCALE, Case, step
+from ops.attention import AttentionInputs
+
+ROWS = ((70, 1), (5, 1), (900, 1), (0, 40))
+
+
+def bits_differ(device: str, file: str) -> list[int]:
+    """Of the first three rows, those whose results alone are not, bit for bit, those in the whole batch."""
+    attend = import_module(f"ops.attention.{file}").make_attend()
+    case = Case(ROWS, num_heads=8, head_dim=128, dtype=torch.bfloat16)
+    q, k_pool, v_pool, together = step(case)
+    q, k_pool, v_pool = (x.to(device) for x in (q, k_pool, v_pool))
+    table, size = together.page_table.numpy(), together.page_size
+    starts, counts = zip(*ROWS)
+    there = AttentionInputs.build(starts, counts, table, size, device)
+    whole = attend(q, k_pool, v_pool, there, scale=SCALE)
+    differing = []
+    for row in range(3):
+        alone = AttentionInputs.build([starts[row]], [1], table[row : row + 1], size, device)
+        result = attend(q[row : row + 1], k_pool, v_pool, alone, scale=SCALE)
+        if not torch.equal(result[0], whole[row]):
+            differing.append(row)
+    return differing

@@ -1,0 +1,21 @@
+"""How busy a device is while an engine answers."""
+
+from __future__ import annotations
+
+import tiny_models
+from runtime.execute.runner import ModelRunner
+from serve import Engine
+
+
+async def shares_of_a_session(device: str) -> list[float]:
+    """The device's busy part of each step of 128 tokens of four requests."""
+    options = {"device": device, "random_seed": 1, "max_total_tokens": 8192}
+    async with Engine(tiny_models.cached(), **options) as engine:
+        sampling = {"max_new_tokens": 128, "ignore_eos": True}
+        prompts = [[5 + row, 6, 7] for row in range(4)]
+        await engine.generate(input_ids=prompts, sampling_params=sampling)
+        [runner] = engine.core.runners
+        assert isinstance(runner, ModelRunner)
+        measured = runner.measure()
+        await engine.generate(input_ids=prompts, sampling_params=sampling)
+        return measured.shares()

@@ -1,0 +1,55 @@
+"""Answers by replayed CUDA graphs, and proof that they were replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import anyio
+import pytest
+import torch
+
+from on_device.greedy_tokens import answers, both_times, engine_options, ids_of
+from runtime.execute.runner import ModelRunner
+from serve import Engine
+
+Tokens = list[list[int]]
+
+
+async def eager_and_replayed(path: str, device: str, **options: Any) -> tuple[Tokens, Tokens]:
+    """The greedy answers of an engine without graphs and of one whose graphs are all captured.
+
+    AssertionError if the second did not replay them on a GPU, or captured none.
+    """
+    eager = await answers(path, device, disable_cuda_graph=True, **options)
+    async with Engine(path, **engine_options(device), **options) as engine:
+        await ids_of(engine)
+        await prepared(engine)
+        with counted_replays() as replays:
+            replayed = await both_times(engine)
+    assert bool(replays) == device.startswith("cuda")
+    return eager, replayed
+
+
+async def prepared(engine: Engine) -> None:
+    """Wait until nothing is left that makes later steps faster."""
+    [runner] = engine.core.runners
+    assert isinstance(runner, ModelRunner)
+    while runner.improving:
+        await anyio.sleep(0.02)
+
+
+@contextmanager
+def counted_replays() -> Iterator[list[object]]:
+    """One entry for each replay of any graph."""
+    replays: list[object] = []
+    replay = torch.cuda.CUDAGraph.replay
+
+    def counted(self: torch.cuda.CUDAGraph) -> None:
+        replays.append(self)
+        replay(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda.CUDAGraph, "replay", counted)
+        yield replays

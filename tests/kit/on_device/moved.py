@@ -1,0 +1,84 @@
+"""A backend on a device, called with tensors of the host: the case tables need not know where it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ops.attention import AttentionInputs
+from ops.sampling import Choice
+
+
+class Moved:
+    """Has the functions of `backend`. Their arguments are copied to the device, their results back.
+
+    Strides, offsets and shared memory are the same there, and what a function writes into its arguments
+    is found in them afterwards.
+    """
+
+    def __init__(self, backend: Any, device: str) -> None:
+        self._backend = backend
+        self._device = device
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        function = getattr(self._backend, name)
+
+        def call(*args: Any, **keywords: Any) -> Any:
+            there = _Copies(self._device)
+            results = function(*there.of(args), **there.of(keywords))
+            found = to_host(results)
+            there.bring_back()
+            return found
+
+        return call
+
+
+def to_host(value: Any) -> Any:
+    """The same with all its tensors on the host. Waits for the device."""
+    if isinstance(value, Tensor):
+        return value.cpu()
+    if isinstance(value, tuple):
+        return type(value)(*map(to_host, value)) if hasattr(value, "_fields") else tuple(map(to_host, value))
+    return value
+
+
+class _Copies:
+    """Of the memory that the arguments of one call lie in, each once."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # by address: all bytes here, and there
+
+    def of(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if isinstance(value, Choice):  # planned on the host, by contract
+            return value
+        if isinstance(value, AttentionInputs):
+            moved = {field.name: self.of(getattr(value, field.name)) for field in fields(value)}
+            return replace(value, **moved)
+        if isinstance(value, Mapping):
+            return {key: self.of(item) for key, item in value.items()}
+        if isinstance(value, tuple):
+            items = [self.of(item) for item in value]
+            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+        return value
+
+    def bring_back(self) -> None:
+        for here, there in self._copies.values():
+            here.copy_(there.cpu())
+
+    def _tensor(self, x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if not storage.nbytes():
+            return x.to(self._device)
+        if storage.data_ptr() not in self._copies:
+            here = torch.empty(0, dtype=torch.uint8).set_(storage)
+            self._copies[storage.data_ptr()] = here, here.to(self._device, copy=True)
+        _, there = self._copies[storage.data_ptr()]
+        empty = torch.empty(0, dtype=x.dtype, device=self._device)
+        return empty.set_(there.untyped_storage(), x.storage_offset(), x.size(), x.stride())

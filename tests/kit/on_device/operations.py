@@ -1,0 +1,148 @@
+"""Every operation on a device against native on the host, over the case tables and in the dtypes of models."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+
+from kernel_cases import activation, attention, norm, rope, sampling
+from kernel_comparison import agree
+from on_device.moved import Moved
+from ops.backends import ATTENTION, SAMPLING
+from ops.machine import Machine
+from ops.select import OPERATIONS
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+E4M3_CAPABILITY = (8, 9)
+HOST_ONLY = ("with_onednn",)
+BY_FLASHINFER = ("with_flashinfer", "with_fa3", "with_trtllm")
+NO_TABLE = ("matmul",)  # torch's own on a GPU
+EXACT = ("kv", "sampling")  # these copy, round or choose: nothing may differ
+EXTRAS = ("penalized", "masked", "scored")  # functions of a table beside `outputs`
+SLACK = 2.0  # the device's exponentials and sums are not the host's
+
+LONG = tuple((97 * row % 3000, 1) for row in range(32))
+GQA: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": BF16}
+# As large as those of real models, which interpreters cannot do in time.
+LARGE: dict[str, dict[str, Any]] = {
+    "activation": {"large": activation.Case("silu", (64, 2 * 14_336), BF16)},
+    "attention": {
+        "large, single tokens": attention.Case(LONG, **GQA),
+        "large, pages of one": attention.Case(LONG, page_size=1, **GQA),
+        "large, long rows": attention.Case(((0, 1500), (700, 300)), **GQA),
+        "large, mixed": attention.Case((*LONG[:9], (0, 700), (2000, 1), (512, 200)), **GQA),
+    },
+    "norm": {"large": norm.Case((256, 4096), BF16)},
+    "rope": {"large": rope.Case(32, 8, 128, 128, dtype=BF16, positions=tuple(range(20)) * 16)},
+    "sampling": {
+        "large, greedy": sampling.Case({"greedy": True}, vocab_size=151_936),
+        "large, all limits": sampling.Case({"top_k": 50, "top_p": 0.9, "temperature": 0.8}, 151_936),
+    },
+}
+
+
+class Check(NamedTuple):
+    """One case of one backend file."""
+
+    operation: str
+    file: str
+    case: str
+
+    def __str__(self) -> str:
+        return "-".join(self)
+
+
+def checks(*, large: bool) -> Iterator[Check]:
+    """All that this machine can be asked for, of the backends that run on its GPU, or on the host without one."""
+    files = runnable_files()
+    for operation, (_, there) in OPERATIONS.items():
+        if operation not in NO_TABLE:
+            for file in there:
+                if file in files:
+                    yield from (Check(operation, file, name) for name in cases(operation, large=large))
+                    yield from (Check(operation, file, name) for name in extras(operation))
+
+
+def runnable_files() -> set[str]:
+    machine = Machine.probe()
+    gpu = machine.gpus[0] if machine.gpus else None
+    backends = (*ATTENTION.values(), *SAMPLING.values())
+    files = {backend.file for backend in backends if not backend.unmet(machine, gpu)} - set(HOST_ONLY)
+    return files if compiles_flashinfer() else files - set(BY_FLASHINFER)
+
+
+def compiles_flashinfer() -> bool:
+    """Whether FlashInfer can get its kernels: by CUDA's compiler, or from a package that has them."""
+    has_compiler = shutil.which("nvcc") is not None or "CUDA_HOME" in os.environ
+    return has_compiler or find_spec("flashinfer_jit_cache") is not None
+
+
+def cases(operation: str, *, large: bool = True) -> dict[str, Any]:
+    """The table, then each of its float32 cases in the dtypes that GPUs compute in, and over a float8 cache."""
+    found = dict(table(operation).CASES)
+    for name, case in table(operation).CASES.items():
+        if getattr(case, "dtype", None) == FP32:
+            found |= {f"{name}, {str(dtype)[6:]}": _in(case, dtype) for dtype in (BF16, FP16)}
+            if operation == "attention":
+                found |= {
+                    f"{name}, cached as {str(pool)[6:]}": case._replace(
+                        dtype=BF16, pool_dtype=pool, k_scale=0.5, v_scale=2.0
+                    )
+                    for pool in (E4M3, E5M2)
+                }
+    return found | (LARGE.get(operation, {}) if large else {})
+
+
+def _in(case: Any, dtype: torch.dtype) -> Any:
+    pool = getattr(case, "pool_dtype", None)
+    return case._replace(dtype=dtype, **({"pool_dtype": dtype} if pool == FP32 else {}))
+
+
+def extras(operation: str) -> list[str]:
+    return [name for name in EXTRAS if hasattr(table(operation), name)]
+
+
+def table(operation: str) -> Any:
+    return import_module(f"kernel_cases.{operation}")
+
+
+def compare(check: Check, device: str) -> None:
+    """AssertionError where the device's results are not native's; ValueError where the backend refuses it."""
+    operation, file, name = check
+    found, wanted = (
+        outputs(operation, name, backend)
+        for backend in (Moved(_backend(operation, file), device), _backend(operation, "native"))
+    )
+    assert len(found) == len(wanted)
+    for one, other in zip(found, wanted):
+        if operation in EXACT and not (name == "scored" and one.is_floating_point()) and name != "penalized":
+            assert torch.equal(one, other), check
+        else:
+            agree([one], [other], SLACK)
+
+
+def needs_e4m3(check: Check) -> bool:
+    case = cases(check.operation).get(check.case)
+    return getattr(case, "pool_dtype", None) == E4M3
+
+
+def outputs(operation: str, name: str, backend: Any) -> list[torch.Tensor]:
+    module = table(operation)
+    if name not in EXTRAS:
+        return module.outputs(backend, cases(operation)[name])
+    result = getattr(module, name)(backend)
+    return result if isinstance(result, list) else [result]
+
+
+def _backend(operation: str, file: str) -> Any:
+    module = import_module(f"ops.{operation}.{file}")
+    # Attention as an engine gets it: some backends keep what they planned.
+    return SimpleNamespace(attend=module.make_attend()) if operation == "attention" else module

@@ -1,0 +1,19 @@
+"""The facts of a small model that nobody has, for tests of what is decided about it."""
+
+from __future__ import annotations
+
+from runtime.facts import ModelFacts
+
+FACTS = ModelFacts(
+    architecture="LlamaForCausalLM",
+    path="/models/small",
+    num_layers=4,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=64,
+    hidden_size=512,
+    vocab_size=1000,
+    context_length=2048,
+    dtype="bfloat16",
+)
+TOKEN_BYTES = 2 * 4 * 2 * 64 * 2  # keys and values, layers, kv heads, head dim, bytes

@@ -1,0 +1,156 @@
+"""The bodies of `tests/gpu`, on the CPU with its kernels: what is wrong in them is found without a GPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import greedy
+import tiny_models
+from on_device import graphs, memory, operations, session
+from on_device.batching import bits_differ
+from on_device.busy import shares_of_a_session
+from on_device.greedy_tokens import MARGINS, MEAN_MARGIN, answers, shortfalls, wide_path
+from on_device.moved import Moved
+from on_device.operations import Check
+from ops.attention import AttentionInputs
+from serve import Engine
+
+CPU = "cpu"
+KEPT_BYTES = 2**20
+
+
+def one_of_each() -> list[Check]:
+    """The first case of every operation and dtype, and what stands beside the tables."""
+    found: dict[Any, Check] = {}
+    for check in operations.checks(large=False):
+        case = operations.cases(check.operation).get(check.case, check.case)
+        kind = (getattr(case, "dtype", case), getattr(case, "pool_dtype", None))
+        found.setdefault((check.operation, check.file, *map(str, kind)), check)
+    return list(found.values())
+
+
+@pytest.mark.parametrize("check", one_of_each(), ids=str)
+def test_an_operation_is_compared(check: Check) -> None:
+    operations.compare(check, CPU)
+    operations.needs_e4m3(check)
+
+
+@pytest.mark.parametrize("operation", operations.LARGE)
+def test_large_cases_are_cases(operation: str) -> None:
+    for name, case in operations.LARGE[operation].items():
+        if operation == "attention":  # which takes a CPU seconds
+            assert operations.table(operation).step(case).q.shape[1:] == (32, 128)
+        else:
+            operations.compare(Check(operation, "native", name), CPU)
+
+
+def test_every_operation_with_kernels_for_gpus_has_a_table() -> None:
+    for operation, (_, files) in operations.OPERATIONS.items():
+        if operation not in operations.NO_TABLE:
+            assert operations.cases(operation)
+        else:
+            assert {"with_triton"}.isdisjoint(files)
+
+
+@pytest.mark.parametrize(
+    ("operation", "file", "function"), [("activation", "native", "gate"), ("norm", "native", "rms_norm")]
+)
+def test_a_wrong_kernel_is_noticed(
+    operation: str, file: str, function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = operations._backend(operation, file)
+    wrong = SimpleNamespace(**vars(right))
+    setattr(wrong, function, lambda *args, **more: 1.02 * getattr(right, function)(*args, **more))
+    monkeypatch.setattr(operations, "_backend", lambda _, file: right if file == "native" else wrong)
+    case = next(iter(operations.cases(operation)))
+    with pytest.raises(AssertionError):
+        operations.compare(Check(operation, "with_triton", case), CPU)
+
+
+def test_moved_arguments_keep_their_places_and_are_written_back() -> None:
+    memory_of_all = torch.arange(24.0).view(4, 6)
+    left, right = memory_of_all[:, :2], memory_of_all[:, 3:]
+    seen: dict[str, Any] = {}
+
+    def function(x: torch.Tensor, *, y: torch.Tensor, places: AttentionInputs) -> tuple[torch.Tensor, ...]:
+        seen.update(strides=(x.stride(), y.stride()), offset=y.storage_offset(), size=places.page_size)
+        seen["together"] = x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
+        seen["elsewhere"] = x.untyped_storage().data_ptr() != memory_of_all.untyped_storage().data_ptr()
+        x.add_(100)
+        return x * 2, y.clone()
+
+    places = AttentionInputs.build([0], [1], torch.zeros(1, 1, dtype=torch.int32).numpy(), 16)
+    moved = Moved(SimpleNamespace(function=function), CPU)
+    doubled, copied = moved.function(left, y=right, places=places)
+    assert seen == {
+        "strides": ((6, 1), (6, 1)), "offset": 3, "size": 16, "together": True, "elsewhere": True,
+    }  # fmt: skip
+    assert memory_of_all[:, :2].tolist() == [[100, 101], [106, 107], [112, 113], [118, 119]]
+    assert doubled[0].tolist() == [200, 202]
+    assert copied.tolist() == right.tolist()
+
+
+def test_rows_are_compared_alone_and_in_a_batch() -> None:
+    assert bits_differ(CPU, "native") == []
+
+
+async def test_greedy_tokens_are_compared_with_transformers() -> None:
+    path = greedy.model_path("llama")
+    found = await answers(path, CPU, disable_cuda_graph=True, disable_overlap_schedule=True)
+    assert found == greedy.reference("llama")
+
+
+@pytest.mark.parametrize("dtype", MARGINS)
+async def test_tokens_in_any_dtype_are_nearly_the_best_and_others_are_not(dtype: str) -> None:
+    path = wide_path("qwen3")
+    found = await answers(path, CPU, dtype=dtype)
+    assert max(shortfalls(path, CPU, dtype, found)) < MARGINS[dtype]
+    found[3][5] = (found[3][5] + 1) % 128
+    assert max(shortfalls(path, CPU, dtype, found)) > MARGINS[dtype]
+
+
+@pytest.mark.parametrize("cache", ["fp8_e4m3", "fp8_e5m2"])
+async def test_tokens_over_a_cache_of_8_bits_are_good_on_the_whole(cache: str) -> None:
+    path = wide_path("llama")
+    found = await answers(path, CPU, dtype="bfloat16", kv_cache_dtype=cache)
+    below = shortfalls(path, CPU, "bfloat16", found)
+    assert sum(below) / len(below) < MEAN_MARGIN
+    below = shortfalls(path, CPU, "bfloat16", [[(token + 1) % 128 for token in row] for row in found])
+    assert sum(below) / len(below) > 5 * MEAN_MARGIN
+
+
+async def test_eager_and_replayed_answers_are_compared() -> None:
+    eager, replayed = await graphs.eager_and_replayed(greedy.model_path("llama"), CPU)
+    assert eager == replayed == greedy.reference("llama")
+
+
+async def test_a_whole_session_is_answered() -> None:
+    async with Engine(tiny_models.cached(), device=CPU, **session.OPTIONS) as engine:
+        with session.no_waiting(CPU):
+            await session.run(engine)
+        assert engine.status().num_retracted > 0
+
+
+async def test_engines_leave_the_memory_as_they_found_it() -> None:
+    first, *_, last = await memory.after_cycles(4, tiny_models.cached(), CPU, max_total_tokens=4096)
+    assert abs(last - first) < KEPT_BYTES
+
+
+async def test_an_engine_that_stays_is_noticed() -> None:
+    before = memory.allocated_bytes(CPU)
+    async with Engine(tiny_models.cached(), device=CPU, max_total_tokens=16_384):
+        assert memory.allocated_bytes(CPU) - before > KEPT_BYTES
+
+
+async def test_a_step_without_memory_costs_the_newest_request_alone() -> None:
+    await memory.check_starving(CPU)
+
+
+async def test_the_device_tells_how_long_it_is_busy() -> None:
+    shares = await shares_of_a_session(CPU)
+    assert len(shares) > 100
+    assert sum(shares) / len(shares) > 0.05

@@ -1,0 +1,169 @@
+"""Kernels one by one, on a tape, and their threads."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from cpp_kernels import drawn, executor, library
+from ops.cpp.executor import Arena, Executor, NotRecordable
+from ops.cpp.library import Step
+from ops.norm import with_cpp as norm
+
+WEIGHT = torch.ones(32)
+
+
+def num_os_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def recorded(run: Executor, layers: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor):
+    """The tape of layers over x, and where its result will be."""
+    results = []
+    tape = run.record(len(x), lambda: results.append(layers(x)))
+    return tape, results[0]
+
+
+def norms(run: Executor, count: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    rms_norm = norm.make(run)["rms_norm"]
+
+    def layers(x: torch.Tensor) -> torch.Tensor:
+        for eps in range(count):
+            x = rms_norm(x, WEIGHT, 0.1 * eps)
+        return x
+
+    return layers
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+@pytest.mark.parametrize("num_tokens", [0, 1, 6, 7])
+def test_a_tape_computes_what_the_kernels_do_one_by_one(num_threads: int, num_tokens: int) -> None:
+    run, x = executor(num_threads), drawn(7, 32)
+    layers = norms(run, 5)
+    tape, result = recorded(run, layers, x)
+    result.fill_(-1)
+    for _ in range(3):
+        tape.run(Step(num_tokens=num_tokens))
+        assert torch.equal(result[:num_tokens], layers(x[:num_tokens]))
+        assert result[num_tokens:].eq(-1).all()
+
+
+def test_many_layers_need_the_memory_of_one() -> None:
+    run, x = executor(1), drawn(64, 32)
+    sizes = [recorded(run, norms(run, count), x)[0].nbytes for count in (2, 3, 50)]
+    assert sizes[0] == sizes[1] == sizes[2] == 2 * x.nbytes  # what goes in and what comes out
+
+
+def test_memory_is_used_again_only_when_nobody_holds_a_view_of_it() -> None:
+    arena = Arena()
+    first = arena.empty((4, 8), torch.float32)
+    view = first[2:, 3]
+    del first
+    assert arena.empty((4, 8), torch.float32).data_ptr() != view.data_ptr() - 19 * 4
+    address = view.data_ptr() - 19 * 4
+    del view
+    assert arena.empty((4, 8), torch.float32).data_ptr() == address
+    assert arena.nbytes == 2 * 4 * 8 * 4
+    assert arena.empty((100, 8), torch.bfloat16).data_ptr() % 64 == 0
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda x: x + 1,
+        lambda x: x.mul_(2),
+        lambda x: torch.empty(3),
+        lambda x: x.t().contiguous(),
+        lambda x: x.sum().item(),
+        lambda x: x[0, 0].item(),
+        lambda x: torch.equal(x, x),
+        lambda x: bool(x[0, 0]),
+    ],
+    ids=["sum", "in place", "new", "copy", "number of a sum", "number", "equal", "truth"],
+)
+def test_what_torch_computes_cannot_be_recorded(compute) -> None:
+    run, x = executor(1), drawn(4, 4)
+    with pytest.raises(NotRecordable, match="computed by torch"):
+        run.record(4, lambda: compute(x))
+    assert run.empty((2,), torch.float32).shape == (2,)  # it is no longer recording
+    assert torch.equal(norm.make(run)["rms_norm"](x, WEIGHT[:4], 1.0), norms_of(x))
+
+
+def norms_of(x: torch.Tensor) -> torch.Tensor:
+    return norm.make(executor(2))["rms_norm"](x, WEIGHT[:4], 1.0)
+
+
+def test_views_can_be_recorded() -> None:
+    run, x = executor(1), drawn(4, 8)
+    run.record(4, lambda: x.view(4, 2, 4).transpose(0, 1).split(2)[0][:, 1:].detach())
+
+
+def test_something_else_than_the_tokens_of_the_step_cannot_be_recorded() -> None:
+    run, x = executor(1), drawn(4, 32)
+    with pytest.raises(NotRecordable, match="something else"):
+        run.record(4, lambda: norm.make(run)["rms_norm"](x[:2], WEIGHT, 1e-5))
+
+
+def test_a_tape_takes_no_more_tokens_than_it_has_room_for() -> None:
+    run = executor(1)
+    tape, _ = recorded(run, norms(run, 1), drawn(4, 32))
+    with pytest.raises(ValueError, match="takes 4 tokens, not 5"):
+        tape.run(Step(num_tokens=5))
+
+
+def test_tapes_run_one_after_the_other_in_one_call() -> None:
+    run, x = executor(2), drawn(4, 32)
+    first, half = recorded(run, norms(run, 1), x)
+    second, result = recorded(run, norms(run, 2), half)
+    both = first.followed_by(second)
+    assert both.nbytes == first.nbytes + second.nbytes
+    del first, second
+    both.run(Step(num_tokens=4))
+    assert torch.equal(result, norms(run, 2)(norms(run, 1)(x)))
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_a_tape_of_nothing_runs(num_threads: int) -> None:
+    run, x = executor(num_threads), drawn(5, 32)
+    empty = run.record(4, lambda: None)
+    wanted = norms(run, 1)(x)
+    for _ in range(200):
+        empty.run(Step(num_tokens=1))
+        assert torch.equal(norms(run, 1)(x), wanted)
+
+
+def test_closing_ends_the_threads_at_once_and_twice_is_once() -> None:
+    before = num_os_threads()
+    run = Executor(library(), 4)
+    assert num_os_threads() == before + 3
+    run.close()
+    run.close()
+    assert num_os_threads() == before
+
+
+def test_threads_end_with_their_executor() -> None:
+    before = num_os_threads()
+    run = Executor(library(), 3)
+    norms(run, 1)(drawn(2, 32))
+    del run
+    gc.collect()
+    assert num_os_threads() == before
+
+
+def test_after_closing_nothing_runs() -> None:
+    run, x = executor(2), drawn(4, 32)
+    tape, _ = recorded(run, norms(run, 1), x)
+    run.close()
+    with pytest.raises(RuntimeError, match="have ended"):
+        norms(run, 1)(x)
+    with pytest.raises(RuntimeError, match="have ended"):
+        tape.run(Step(num_tokens=1))
+
+
+def test_an_unknown_dtype_is_an_error_not_a_wrong_result() -> None:
+    with pytest.raises(KeyError):
+        norm.make(executor(1))["rms_norm"](drawn(2, 32).half(), WEIGHT.half(), 1e-5)

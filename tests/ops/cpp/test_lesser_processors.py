@@ -1,0 +1,39 @@
+"""The kernels compiled for processors that know less than this one: the same results but for roundings."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from cpp_kernels import DTYPES, LESSER, backend, drawn
+from kernel_cases import activation, kv, norm, rope
+from kernel_comparison import agree
+
+pytestmark = [pytest.mark.slow, pytest.mark.parametrize("processor", LESSER)]
+OPERATIONS = {"activation": activation, "kv": kv, "norm": norm, "rope": rope}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_small_operations_follow_their_formulas(processor: str, operation: str) -> None:
+    cases = OPERATIONS[operation]
+    lesser = backend(operation, 2, *LESSER[processor])
+    for case in cases.CASES.values():
+        if torch.float16 not in case:
+            agree(cases.outputs(lesser, case), cases.expected(case))
+
+
+@pytest.mark.parametrize("weight_bits", [None, 8])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_are_right_and_independent_of_the_batch(
+    processor: str, dtype, weight_bits: int | None
+) -> None:
+    cpp = backend("matmul", 2, *LESSER[processor], weight_bits=weight_bits)
+    for out_size, in_size in ((7, 8), (70, 68), (96, 512)):
+        plain, x = drawn(out_size, in_size, dtype=dtype), drawn(23, in_size, dtype=dtype)
+        weight = cpp.prepare(plain)
+        truth = F.linear(x.double(), plain.double())
+        found = cpp.logits(x, weight)
+        assert (found.double() - truth).norm() < (0.015 if weight_bits else 1e-5) * truth.norm()
+        for row in range(23):
+            assert torch.equal(cpp.logits(x[row : row + 1], weight)[0], found[row])

@@ -1,0 +1,59 @@
+"""Cache writes in C++: nothing is computed, so every bit is as it was."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from cpp_kernels import DTYPES, THREADS, backend, drawn
+from kernel_cases.kv import CASES, Case, expected, outputs
+from ops.attention import AttentionInputs
+
+ODD = {
+    f"{case}": case
+    for dtype in DTYPES
+    for case in (
+        Case(3, 1, 1, dtype, dtype),
+        Case(1, 5, 17, dtype, dtype, fused=True),
+        Case(16, 2, 33, dtype, dtype),
+    )
+}
+
+
+@pytest.mark.parametrize("num_threads", THREADS)
+@pytest.mark.parametrize("case", [*CASES.values(), *ODD.values()], ids=[*CASES, *ODD])
+def test_store_equals_one_token_after_the_other(case: Case, num_threads: int) -> None:
+    for found, wanted in zip(outputs(backend("kv", num_threads), case), expected(case), strict=True):
+        assert torch.equal(found, wanted)
+
+
+def places(count: int, page_size: int, num_pages: int) -> AttentionInputs:
+    return AttentionInputs.build([0], [count], np.arange(num_pages, dtype=np.int32)[None, ::-1], page_size)
+
+
+@pytest.mark.parametrize("num_threads", THREADS)
+def test_many_tokens_land_at_their_slots_and_nothing_else_changes(num_threads: int) -> None:
+    k_pool, v_pool = torch.full((2, 30, 3, 4, 5), -9.0)
+    k, v = drawn(2, 101, 3, 5)
+    inputs = places(101, 4, 30)
+    backend("kv", num_threads).store(k, v, k_pool, v_pool, inputs)
+    for pool, new in ((k_pool, k), (v_pool, v)):
+        stored = pool.transpose(1, 2).flatten(0, 1)  # [slots, K, D]
+        assert torch.equal(stored[inputs.slots], new)
+        assert (stored == -9).all(-1).all(-1).sum() == 30 * 4 - 101
+
+
+def test_strides_that_no_kernel_reads_are_copied() -> None:
+    k_pool, v_pool = torch.zeros(2, 3, 2, 4, 8)
+    k, v = drawn(2, 8, 2, 7).transpose(1, 3)
+    inputs = places(7, 4, 3)
+    backend("kv").store(k, v, k_pool, v_pool, inputs)
+    for pool, new in ((k_pool, k), (v_pool, v)):
+        assert torch.equal(pool.transpose(1, 2).flatten(0, 1)[inputs.slots], new)
+
+
+def test_no_tokens_are_stored_without_harm() -> None:
+    pools = torch.ones(2, 3, 2, 4, 8)
+    backend("kv").store(*torch.empty(2, 0, 2, 8), *pools, places(0, 4, 3))
+    assert pools.eq(1).all()

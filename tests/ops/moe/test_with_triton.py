@@ -1,0 +1,68 @@
+"""Kernels of mixtures of experts in the interpreter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernel_cases.moe import CASES, outputs
+from kernel_comparison import agree, differ
+from kernel_mutants import mutant
+from ops.moe import native
+
+pytestmark = pytest.mark.interpreter
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernels_equal_native(name: str) -> None:
+    from ops.moe import with_triton
+
+    found, wanted = (outputs(backend, CASES[name]) for backend in (with_triton, native))
+    assert torch.equal(found[1], wanted[1])
+    agree(found, wanted)
+    assert [x.dtype for x in found] == [x.dtype for x in wanted]
+
+
+@pytest.mark.parametrize(("num_tokens", "top_k", "num_experts"), [(1, 1, 1), (700, 2, 5), (5, 3, 40)])
+def test_pairs_are_sorted_by_expert_and_number(num_tokens: int, top_k: int, num_experts: int) -> None:
+    from ops.moe.with_triton import sort_pairs
+
+    experts = torch.randint(0, num_experts, (num_tokens, top_k), dtype=torch.int32)
+    order, starts = sort_pairs(experts, num_experts)
+    assert torch.equal(order.long(), experts.flatten().argsort(stable=True))
+    counts = experts.flatten().bincount(minlength=num_experts)
+    assert starts.tolist() == [0, *counts.cumsum(0).tolist()]
+
+
+def test_logits_that_are_no_numbers_choose_experts_that_exist() -> None:
+    from ops.moe.with_triton import route
+
+    logits = torch.randn(3, 6)
+    logits[1] = torch.nan
+    _, experts = route(logits, 2, renormalise=True)
+    assert experts.min() >= 0
+    assert experts.max() < 6
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        (
+            "equal logits",
+            "tl.where(left == top, ids, EXPERTS - 1)",
+            "tl.where(left >= top - 1, ids, EXPERTS - 1)",
+        ),
+        ("a few tokens", "scores = scores / tl.sum(scores, axis=0)", "scores = scores * 1.0"),
+        ("scores as they are", "tl.sum(tl.exp(x - peak), axis=0)", "tl.sum(tl.exp(found - peak), axis=0)"),
+        ("a few tokens", "order + place + rank, base + lanes", "order + place + rank, place + rank"),
+        ("a few tokens", "expert.to(tl.int64) * OUT + columns", "0 * expert.to(tl.int64) + columns"),
+        ("a few tokens", "pairs // TOP_K, places", "places // TOP_K, places"),
+        ("products longer and wider than a tile", "tl.load(lines + base", "tl.load(lines"),
+        ("a few tokens", "total += tl.load(weights + pair) * result", "total += result"),
+    ],
+)
+def test_a_broken_kernel_is_noticed(name: str, old: str, new: str, tmp_path: Path) -> None:
+    broken = mutant("moe", old, new, tmp_path)
+    assert differ(outputs(broken, CASES[name]), outputs(native, CASES[name]))

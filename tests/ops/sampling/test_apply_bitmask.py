@@ -1,0 +1,44 @@
+"""Forbidding tokens by bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernel_cases.sampling import masked
+from ops.sampling import native
+
+
+def bits(allowed: set[int], num_words: int) -> Tensor:
+    """One row of words in which the bits of these ids are 1."""
+    words = [sum(1 << i % 32 for i in allowed if i // 32 == word) for word in range(num_words)]
+    return torch.tensor([words]).to(torch.int32)  # wraps around
+
+
+@pytest.mark.parametrize("allowed", [{0}, {31}, {32}, {31, 32, 69}, set(range(70)), set()])
+def test_exactly_the_allowed_tokens_keep_their_logits(allowed: set[int]) -> None:
+    logits = torch.randn(3, 70)
+    before = logits.clone()
+    native.apply_bitmask(logits, torch.tensor([1]), bits(allowed, 3))
+    kept = torch.tensor([i in allowed for i in range(70)])
+    assert torch.equal(logits[1], before[1].where(kept, torch.tensor(-torch.inf)))
+    assert torch.equal(logits[[0, 2]], before[[0, 2]])
+
+
+def test_a_row_without_any_token_is_not_sound() -> None:
+    from ops.sampling import Choice
+
+    logits, one = torch.randn(1, 40), torch.ones(1)
+    native.apply_bitmask(logits, torch.tensor([0]), bits(set(), 2))
+    _, sound = native.choose(logits, Choice(one > 0, one, one.int(), one, one, one - 1))
+    assert not sound.any()
+
+
+@pytest.mark.parametrize("vocab_size", [64, 100])
+def test_shifts_on_a_device_and_bytes_on_the_host_agree(
+    vocab_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = masked(native, vocab_size)
+    monkeypatch.setattr(native, "_is_host", lambda _logits: False)
+    assert torch.equal(masked(native, vocab_size), wanted)

@@ -1,0 +1,123 @@
+"""What the attention layer hands to its kernels beyond queries, keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import paged_forward
+import tiny_checkpoints
+from ops.attention import AttentionInputs, token_positions
+from ops.select import select
+from runtime.errors import CheckpointError
+from runtime.layers.attention import Attention
+from runtime.layers.rope import Rope
+from runtime.layers.rope_parameters import RopeParameters
+from runtime.layers.split import Team
+from runtime.models.loader import collect_pieces, split
+
+SIZE, HEADS, KV_HEADS, DIM = 12, 4, 2, 6
+TENSORS = {
+    **{
+        f"a.{part}_proj.weight": torch.randn(heads * DIM, SIZE)
+        for part, heads in (("q", 4), ("k", 2), ("v", 2))
+    },
+    "a.o_proj.weight": torch.randn(SIZE, HEADS * DIM),
+    "a.sinks": torch.linspace(-2, 2, HEADS),
+}
+
+
+class Together:
+    """A rank whose sums are taken by the test."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def gather(self, x: Tensor) -> list[Tensor] | None:
+        raise NotImplementedError
+
+
+def layer(
+    sinks: bool, team: Team | None = None, kernels: Any = None, tensors: Mapping[str, Tensor] = TENSORS
+) -> Attention:
+    rope = Rope(RopeParameters(theta=100.0, dim=DIM, max_position=32), 32, select(), torch.device("cpu"))
+    made = Attention("a", SIZE, HEADS, KV_HEADS, DIM, kernels or select(), rope=rope, sinks=sinks)
+    if team is not None:
+        split(made, team)
+    for name, piece in collect_pieces(made).items():
+        if name in tensors:
+            piece.target.copy_(tensors[name][piece.cut])
+    for part in (made, made.kv_scales):
+        part.prepare()
+    return made
+
+
+def run(made: Attention, pool_dtype: torch.dtype = torch.float32) -> Tensor:
+    torch.manual_seed(5)
+    starts, counts, x = [0, 0], [7, 1], torch.randn(8, SIZE)
+    pools = torch.zeros(2, 4, made.num_kv_heads, 4, DIM).to(pool_dtype)
+    inputs = AttentionInputs.build(starts, counts, np.array([[0, 1], [2, 3]], np.int32), 4)
+    return made(x, torch.from_numpy(token_positions(starts, counts)), inputs, *pools)
+
+
+def test_sinks_take_part_in_the_softmax() -> None:
+    wanted = replace(
+        select(), attend=lambda *args, **o: select().attend(*args, **{**o, "sinks": TENSORS["a.sinks"]})
+    )
+    with_sinks, without = run(layer(sinks=True)), run(layer(sinks=False))
+    torch.testing.assert_close(with_sinks, run(layer(sinks=False, kernels=wanted)))
+    assert (with_sinks - without).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_sinks_are_cut_with_their_heads(size: int) -> None:
+    parts = [run(layer(sinks=True, team=Together(rank, size))) for rank in range(size)]
+    torch.testing.assert_close(torch.stack(parts).sum(0), run(layer(sinks=True)), atol=1e-5, rtol=1e-5)
+
+
+def test_scales_of_an_fp8_cache_reach_store_and_attend() -> None:
+    seen: list[dict[str, Any]] = []
+    plain = select()
+
+    def store(*args: Any, **options: Any) -> None:
+        seen.append(options)
+        plain.store(*args, **options)
+
+    def attend(*args: Any, **options: Any) -> Tensor:
+        seen.append({name: options.get(name) for name in ("k_scale", "v_scale") if name in options})
+        return plain.attend(*args, **options)
+
+    scales = {"a.k_scale": torch.tensor([0.5]), "a.v_scale": torch.tensor([2.0])}
+    made = layer(sinks=False, kernels=replace(plain, store=store, attend=attend), tensors=TENSORS | scales)
+    exact, rounded = run(made), run(made, torch.float8_e4m3fn)
+    assert seen == [{}, {}, {"k_scale": 0.5, "v_scale": 2.0}, {"k_scale": 0.5, "v_scale": 2.0}]
+    assert 0 < (exact - rounded).abs().max() < 0.2 * exact.abs().max()
+
+
+def test_scales_come_from_the_checkpoint_or_are_one(tmp_path: Path) -> None:
+    path = tiny_checkpoints.write(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.1.self_attn.k_scale"] = torch.tensor(0.25)
+    tensors["model.layers.1.self_attn.v_scale"] = torch.tensor([4.0])
+    save_file(tensors, tmp_path / "model.safetensors")
+    fp8 = torch.zeros(1, dtype=torch.float8_e5m2)
+    layers: Any = paged_forward.load(path).layers
+    assert layers[0].attention.kv_scales.of(fp8) == {"k_scale": 1.0, "v_scale": 1.0}
+    assert layers[1].attention.kv_scales.of(fp8) == {"k_scale": 0.25, "v_scale": 4.0}
+    dummy: Any = paged_forward.load(path, load_format="dummy").layers
+    assert dummy[1].attention.kv_scales.of(fp8) == {"k_scale": 1.0, "v_scale": 1.0}
+    tensors["model.layers.1.self_attn.k_scale"] = torch.tensor(0.0)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"layers\.1\.self_attn\.k_scale must be a positive number"):
+        paged_forward.load(path)

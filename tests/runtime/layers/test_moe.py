@@ -1,0 +1,82 @@
+"""A mixture of experts as a layer: whole, and in parts over ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from ops.select import select
+from runtime.errors import CheckpointError
+from runtime.layers.moe import MoE
+from runtime.layers.split import Team
+from runtime.models.config import Config
+from runtime.models.families.qwen3_moe import has_experts
+from runtime.models.loader import collect_pieces, split
+
+SIZE, INNER, EXPERTS = 6, 8, 5
+TENSORS = {
+    "m.gate.weight": torch.randn(EXPERTS, SIZE),
+    **{
+        f"m.experts.{x}.{part}.weight": torch.randn(INNER, SIZE)
+        for x in range(5)
+        for part in ("gate_proj", "up_proj")
+    },
+    **{f"m.experts.{x}.down_proj.weight": torch.randn(SIZE, INNER) for x in range(5)},
+}
+
+
+class Together:
+    """A rank whose sums are taken by the test."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def gather(self, x: Tensor) -> list[Tensor] | None:
+        raise NotImplementedError
+
+
+def layer(team: Team | None = None) -> MoE:
+    made = MoE("m", SIZE, INNER, EXPERTS, 2, "silu", select(), renormalise=True)
+    if team is not None:
+        split(made, team)
+    pieces = collect_pieces(made)
+    assert pieces.keys() == TENSORS.keys()
+    for name, piece in pieces.items():
+        piece.target.copy_(TENSORS[name][piece.cut])
+    return made
+
+
+def test_a_token_is_computed_by_its_experts_alone() -> None:
+    x, made = torch.randn(1, SIZE), layer()
+    wanted, chosen = made(x), made.router(x).topk(2).indices[0].tolist()
+    for expert in range(EXPERTS):
+        other = layer()
+        other.down.view(EXPERTS, -1)[expert] = 0
+        assert torch.equal(other(x), wanted) == (expert not in chosen)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_experts_are_cut_along_their_inner_dimension(size: int) -> None:
+    x = torch.randn(9, SIZE)
+    parts = [layer(Together(rank, size))(x) for rank in range(size)]
+    torch.testing.assert_close(torch.stack(parts).sum(0), layer()(x), atol=1e-5, rtol=1e-5)
+    assert sum(len(layer(Together(rank, size)).gate_up) for rank in range(size)) == EXPERTS * 2 * INNER
+
+
+def config(**values: object) -> Config:
+    return Config({"architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 6, **values})
+
+
+def test_the_configuration_says_which_layers_have_experts() -> None:
+    assert [has_experts(config(), index) for index in range(3)] == [True] * 3
+    assert [has_experts(config(decoder_sparse_step=2), index) for index in range(4)] == [False, True] * 2
+    assert [has_experts(config(mlp_only_layers=[0, 2]), index) for index in range(4)] == [False, True] * 2
+
+
+def test_layers_that_are_no_numbers_are_refused() -> None:
+    with pytest.raises(CheckpointError, match="mlp_only_layers must be a list of layer numbers"):
+        has_experts(config(mlp_only_layers="all"), 0)
