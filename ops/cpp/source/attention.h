@@ -70,7 +70,7 @@ private:
 };
 
 // Where what rows gave is put: sums [rows, D] and masses [rows].
-struct Part {
+struct Partial {
     float* sums;
     Mass* masses;
 };
@@ -97,7 +97,7 @@ public:
 
     void attend_part(int64_t block) {
         gather_queries();
-        const Part part = part_of(block);
+        const Partial part = part_of(block);
         attend_block(block, &part);
     }
 
@@ -110,7 +110,7 @@ public:
     // Of a tile of a shared prefix, what its part number `index` holds.
     void attend_shared(int64_t index) {
         gather_queries();
-        const Part part = shared_part(*tile_.prefix, index, tile_.first_token);
+        const Partial part = shared_part(*tile_.prefix, index, tile_.first_token);
         if (tile_.prefix->divided()) return attend_block(index, &part);
         all_ = part;
         clear();
@@ -127,10 +127,10 @@ private:
     const int64_t group_, rows_, head_dim_, words_;
     const int64_t position_;  // of the first token; behind all keys in a tile of a shared prefix
     const int64_t token_;     // the first one's place in the batch
-    Part all_;                // of the blocks so far
+    Partial all_;                // of the blocks so far
     const Scoring scoring_;
 
-    Part part_of(int64_t block) const {
+    Partial part_of(int64_t block) const {
         const int64_t blocks = tile_.end_block - tile_.first_block;
         const int64_t index = kv_head_ * blocks + block - tile_.first_block;
         float* const sums = given_.parts + tile_.parts + index * tiles_.size_of_part(tile_);
@@ -138,7 +138,7 @@ private:
     }
 
     // From a token on.
-    Part shared_part(const SharedPrefix& prefix, int64_t index, int64_t token) const {
+    Partial shared_part(const SharedPrefix& prefix, int64_t index, int64_t token) const {
         const int64_t rows = prefix.num_tokens * group_;
         const int64_t before = (kv_head_ * prefix.num_parts + index) * part_size(rows, head_dim_);
         float* const sums = given_.parts + prefix.parts + before;
@@ -176,13 +176,13 @@ private:
             for (int64_t i = 0; i < prefix->num_parts; i++) merge_rows(0, rows_, shared_part(*prefix, i, token));
             return;
         }
-        const Part part = shared_part(*prefix, 0, token);
+        const Partial part = shared_part(*prefix, 0, token);
         std::copy(part.sums, part.sums + rows_ * head_dim_, all_.sums);
         std::copy(part.masses, part.masses + rows_, all_.masses);
     }
 
     // What a later block gave to some of the rows.
-    void merge_rows(int64_t row, int64_t rows, const Part& later) {
+    void merge_rows(int64_t row, int64_t rows, const Partial& later) {
         for (int64_t r = 0; r < rows; r++)
             merge(all_.sums + (row + r) * head_dim_, all_.masses[row + r], later.sums + r * head_dim_, later.masses[r],
                   head_dim_);
@@ -225,7 +225,7 @@ private:
 
     // Merges into what there is, or writes a part. Kept in one piece: a compiler that spreads it over its callers makes
     // decode rows a tenth slower.
-    [[gnu::noinline]] void attend_block(int64_t block, const Part* part) {
+    [[gnu::noinline]] void attend_block(int64_t block, const Partial* part) {
         const int64_t base = block * KEY_BLOCK;
         const int64_t low = std::max<int64_t>(0, tiles_.first_key(position_) - base);
         const int64_t high = std::min(KEY_BLOCK, position_ + tile_.num_tokens - base);
@@ -234,13 +234,14 @@ private:
         for (int64_t row = 0; row < rows_; row += CHUNK) {
             const int64_t rows = std::min(CHUNK, rows_ - row);
             Mass masses[CHUNK];
-            const Part here = part ? Part{part->sums + row * head_dim_, part->masses + row} : Part{place_.part, masses};
+            Partial here{place_.part, masses};
+            if (part) here = {part->sums + row * head_dim_, part->masses + row};
             attend_rows(base, row, rows, here);
             if (!part) merge_rows(row, rows, here);
         }
     }
 
-    void attend_rows(int64_t base, int64_t row, int64_t rows, const Part& part) {
+    void attend_rows(int64_t base, int64_t row, int64_t rows, const Partial& part) {
         const int64_t first_position = position_ + row / group_, last_position = position_ + (row + rows - 1) / group_;
         const int64_t low = std::clamp<int64_t>(tiles_.first_key(first_position) - base, 0, KEY_BLOCK);
         const int64_t high = std::clamp<int64_t>(last_position + 1 - base, 0, KEY_BLOCK);
