@@ -14,7 +14,7 @@ from ops.attention import AttentionInputs, native
 from ops.cpp.executor import Executor, step_in
 from ops.cpp.library import TYPES, Attend, address
 
-NUM_PARTS = 2**20  # floats through which threads give each other parts of a long row
+NUM_PARTS = 2**22  # floats through which tasks give each other parts of a long row or of what rows share
 HEAD_DIM_MULTIPLE = 16
 
 

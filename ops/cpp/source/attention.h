@@ -3,6 +3,8 @@
 // Work is cut into tiles: some consecutive tokens of a row with all query heads of one kv head, so that a decode row
 // is a tile of one token. Where there are too few, the keys of a tile are divided too, block by block, and what each
 // block gave is merged afterwards, in the order in which one thread would have done it.
+//
+// Blocks of keys that rows share are computed first, for all of them at once (attend_shared.h).
 #pragma once
 
 #include <algorithm>
@@ -11,38 +13,15 @@
 #include <utility>
 
 #include "attend_block.h"
+#include "attend_operands.h"
+#include "attend_shared.h"
+#include "attend_tiles.h"
 #include "step.h"
 
 namespace penstock {
 
-struct AttendOperands {
-    const void* q;          // [T, H, D], tokens q_stride elements apart, heads D apart
-    int64_t q_stride;
-    const void* k_pool;     // [P, K, page, D], contiguous, of q's type
-    const void* v_pool;
-    void* out;              // [T, H, D], contiguous
-    int64_t num_heads;      // H
-    int64_t num_kv_heads;   // K
-    int64_t head_dim;       // D, a multiple of 16
-    int64_t window;         // 0: none
-    float scale;
-    float soft_cap;         // 0: none
-    const float* sinks;     // [H] or null
-    float* parts;           // for what threads give each other; with more room, more keys are divided
-    int64_t num_parts;      // floats there
-};
-
-constexpr int64_t AHEAD = 16;       // keys: how early they are asked for
-constexpr int64_t CHUNK = 24;       // rows whose scores of a block are held at once
-constexpr int64_t TILE_ROWS = 256;  // that share packed keys, at most
-
-// A row is one query head of one token: row r of a tile is head r % group of token r / group.
-struct Tile {
-    int64_t row;                      // of the step
-    int64_t first_token, num_tokens;  // within that row
-    int64_t first_block, end_block;   // of keys
-    int64_t parts;                    // where its parts begin if its keys are divided, or -1
-};
+constexpr int64_t AHEAD = 16;  // keys: how early they are asked for
+constexpr int64_t CHUNK = 24;  // rows whose scores of a block are held at once
 
 // What one thread works with.
 struct Workplace {
@@ -90,64 +69,10 @@ private:
     }
 };
 
-// The tiles of a step, the same for every thread.
-class Tiles {
-public:
-    Tiles(const AttendOperands& given, const Step& step, int64_t num_threads)
-        : given_(given), step_(step), group_(given.num_heads / given.num_kv_heads) {
-        const int64_t fair = step.num_tokens * given.num_kv_heads / (6 * num_threads);
-        tokens_ = std::clamp(fair, (32 + group_ - 1) / group_, std::max<int64_t>(1, TILE_ROWS / group_));
-        int64_t cost = 0;
-        each_undivided([&](const Tile& tile) { cost += cost_of(tile); });
-        limit_ = cost * given.num_kv_heads / (8 * num_threads);
-    }
-
-    int64_t group() const { return group_; }
-    int64_t max_rows() const { return tokens_ * group_; }
-    int64_t part_size(const Tile& tile) const { return tile.num_tokens * group_ * (given_.head_dim + 2); }
-
-    // Every tile, those of a row from its end, where they are largest.
-    template <class Visit>
-    void each(Visit visit) const {
-        int64_t used = 0;
-        each_undivided([&](Tile tile) {
-            const int64_t blocks = tile.end_block - tile.first_block;
-            const int64_t needed = given_.num_kv_heads * blocks * part_size(tile);
-            if (blocks > 1 && cost_of(tile) > limit_ && used + needed <= given_.num_parts) {
-                tile.parts = used;
-                used += needed;
-            }
-            visit(tile);
-        });
-    }
-
-    int64_t first_key(int64_t position) const {
-        return given_.window ? std::max<int64_t>(0, position - given_.window + 1) : 0;
-    }
-
-private:
-    const AttendOperands& given_;
-    const Step& step_;
-    const int64_t group_;
-    int64_t tokens_;  // of a tile, at most
-    int64_t limit_;   // the cost beyond which keys are divided
-
-    // In blocks of keys times rows; keys have to be fetched and packed whoever reads them.
-    int64_t cost_of(const Tile& tile) const {
-        return (tile.end_block - tile.first_block) * (32 + tile.num_tokens * group_);
-    }
-
-    template <class Visit>
-    void each_undivided(Visit visit) const {
-        for (int64_t row = 0; row < step_.num_rows; row++) {
-            const int64_t start = step_.starts[row], count = step_.counts[row];
-            for (int64_t first = (count - 1) / tokens_ * tokens_; first >= 0 && count > 0; first -= tokens_) {
-                const int64_t tokens = std::min(tokens_, count - first);
-                const int64_t begin = first_key(start + first), end = start + first + tokens;
-                visit(Tile{row, first, tokens, begin / KEY_BLOCK, (end + KEY_BLOCK - 1) / KEY_BLOCK, -1});
-            }
-        }
-    }
+// Where what rows gave is put: sums [rows, D] and masses [rows].
+struct Partial {
+    float* sums;
+    Mass* masses;
 };
 
 // The attention of one kv head's tile.
@@ -158,31 +83,38 @@ public:
                Workplace& place)
         : given_(given), step_(step), tiles_(tiles), tile_(tile), kv_head_(kv_head), place_(place),
           group_(tiles.group()), rows_(tile.num_tokens * group_), head_dim_(given.head_dim),
-          words_(head_dim_ / PER_WORD<T>), position_(step.starts[tile.row] + tile.first_token),
-          token_(step.query_starts[tile.row] + tile.first_token),
+          words_(head_dim_ / PER_WORD<T>),
+          position_(tile.prefix ? tile.end_block * KEY_BLOCK : step.starts[tile.row] + tile.first_token),
+          token_(step.query_starts[tile.row] + tile.first_token), all_{place.out, place.masses},
           scoring_{given.scale * LOG2_E, given.soft_cap ? given.scale / given.soft_cap : 0, given.soft_cap * LOG2_E} {}
 
     void attend() {
         gather_queries();
-        clear();
+        begin();
         for (int64_t block = tile_.first_block; block < tile_.end_block; block++) attend_block(block, nullptr);
         finish();
     }
 
     void attend_part(int64_t block) {
         gather_queries();
-        attend_block(block, part_of(block));
+        const Partial part = part_of(block);
+        attend_block(block, &part);
     }
 
     void merge_parts() {
-        clear();
-        for (int64_t block = tile_.first_block; block < tile_.end_block; block++) {
-            const float* part = part_of(block);
-            const Mass* masses = reinterpret_cast<const Mass*>(part + rows_ * head_dim_);
-            for (int64_t r = 0; r < rows_; r++)
-                merge(place_.out + r * head_dim_, place_.masses[r], part + r * head_dim_, masses[r], head_dim_);
-        }
+        begin();
+        for (int64_t block = tile_.first_block; block < tile_.end_block; block++) merge_rows(0, rows_, part_of(block));
         finish();
+    }
+
+    // Of a tile of a shared prefix, what its part number `index` holds.
+    void attend_shared(int64_t index) {
+        gather_queries();
+        const Partial part = shared_part(*tile_.prefix, index, tile_.first_token);
+        if (tile_.prefix->divided()) return attend_block(index, &part);
+        all_ = part;
+        clear();
+        for (int64_t block = 0; block < tile_.end_block; block++) attend_block(block, nullptr);
     }
 
 private:
@@ -193,19 +125,34 @@ private:
     const int64_t kv_head_;
     Workplace& place_;
     const int64_t group_, rows_, head_dim_, words_;
-    const int64_t position_;  // of the first token
+    const int64_t position_;  // of the first token; behind all keys in a tile of a shared prefix
     const int64_t token_;     // the first one's place in the batch
+    Partial all_;                // of the blocks so far
     const Scoring scoring_;
 
-    float* part_of(int64_t block) const {
+    Partial part_of(int64_t block) const {
         const int64_t blocks = tile_.end_block - tile_.first_block;
-        return given_.parts + tile_.parts + (kv_head_ * blocks + block - tile_.first_block) * tiles_.part_size(tile_);
+        const int64_t index = kv_head_ * blocks + block - tile_.first_block;
+        float* const sums = given_.parts + tile_.parts + index * tiles_.size_of_part(tile_);
+        return {sums, reinterpret_cast<Mass*>(sums + rows_ * head_dim_)};
+    }
+
+    // From a token on.
+    Partial shared_part(const SharedPrefix& prefix, int64_t index, int64_t token) const {
+        const int64_t rows = prefix.num_tokens * group_;
+        const int64_t before = (kv_head_ * prefix.num_parts + index) * part_size(rows, head_dim_);
+        float* const sums = given_.parts + prefix.parts + before;
+        return {sums + token * group_ * head_dim_, reinterpret_cast<Mass*>(sums + rows * head_dim_) + token * group_};
+    }
+
+    int64_t token_of(int64_t r) const {
+        return tile_.prefix ? tile_.prefix->tokens[tile_.first_token + r / group_] : token_ + r / group_;
     }
 
     void gather_queries() {
         for (int64_t r = 0; r < rows_; r++) {
             const int64_t head = kv_head_ * group_ + r % group_;
-            const T* const token = static_cast<const T*>(given_.q) + (token_ + r / group_) * given_.q_stride;
+            const T* const token = static_cast<const T*>(given_.q) + token_of(r) * given_.q_stride;
             const T* const query = token + head * head_dim_;
             for (int64_t w = 0; w < words_; w += 8) {
                 const Eight x = words_of(query + w * PER_WORD<T>);
@@ -215,8 +162,30 @@ private:
     }
 
     void clear() {
-        std::fill(place_.out, place_.out + rows_ * head_dim_, 0.0f);
-        std::fill(place_.masses, place_.masses + rows_, Mass{NO_SCORE, 0});
+        std::fill(all_.sums, all_.sums + rows_ * head_dim_, 0.0f);
+        std::fill(all_.masses, all_.masses + rows_, Mass{NO_SCORE, 0});
+    }
+
+    // From nothing, or from what this row's shared prefix gave.
+    void begin() {
+        const SharedPrefix* const prefix = tiles_.shared().of(tile_.row);
+        if (!prefix) return clear();
+        const int64_t token = tiles_.shared().first_token(tile_.row) + tile_.first_token;
+        if (prefix->divided()) {
+            clear();
+            for (int64_t i = 0; i < prefix->num_parts; i++) merge_rows(0, rows_, shared_part(*prefix, i, token));
+            return;
+        }
+        const Partial part = shared_part(*prefix, 0, token);
+        std::copy(part.sums, part.sums + rows_ * head_dim_, all_.sums);
+        std::copy(part.masses, part.masses + rows_, all_.masses);
+    }
+
+    // What a later block gave to some of the rows.
+    void merge_rows(int64_t row, int64_t rows, const Partial& later) {
+        for (int64_t r = 0; r < rows; r++)
+            merge(all_.sums + (row + r) * head_dim_, all_.masses[row + r], later.sums + r * head_dim_, later.masses[r],
+                  head_dim_);
     }
 
     // Where the key at this position is, from the first element of its pool.
@@ -254,34 +223,32 @@ private:
         }
     }
 
-    // Merges into what there is, or writes a part.
-    void attend_block(int64_t block, float* parts) {
+    // Merges into what there is, or writes a part. Kept in one piece: a compiler that spreads it over its callers makes
+    // decode rows a tenth slower.
+    [[gnu::noinline]] void attend_block(int64_t block, const Partial* part) {
         const int64_t base = block * KEY_BLOCK;
         const int64_t low = std::max<int64_t>(0, tiles_.first_key(position_) - base);
         const int64_t high = std::min(KEY_BLOCK, position_ + tile_.num_tokens - base);
-        pack(block, low, high, parts ? base + high : position_ + tile_.num_tokens);
+        const int64_t end = std::min(position_ + tile_.num_tokens, tile_.end_block * KEY_BLOCK);
+        pack(block, low, high, part ? base + high : end);
         for (int64_t row = 0; row < rows_; row += CHUNK) {
             const int64_t rows = std::min(CHUNK, rows_ - row);
             Mass masses[CHUNK];
-            float* const part = parts ? parts + row * head_dim_ : place_.part;
-            attend_rows(base, row, rows, masses, part);
-            if (parts)
-                std::copy(masses, masses + rows, reinterpret_cast<Mass*>(parts + rows_ * head_dim_) + row);
-            else
-                for (int64_t r = 0; r < rows; r++)
-                    merge(place_.out + (row + r) * head_dim_, place_.masses[row + r], part + r * head_dim_, masses[r],
-                          head_dim_);
+            Partial here{place_.part, masses};
+            if (part) here = {part->sums + row * head_dim_, part->masses + row};
+            attend_rows(base, row, rows, here);
+            if (!part) merge_rows(row, rows, here);
         }
     }
 
-    void attend_rows(int64_t base, int64_t row, int64_t rows, Mass* masses, float* part) {
+    void attend_rows(int64_t base, int64_t row, int64_t rows, const Partial& part) {
         const int64_t first_position = position_ + row / group_, last_position = position_ + (row + rows - 1) / group_;
         const int64_t low = std::clamp<int64_t>(tiles_.first_key(first_position) - base, 0, KEY_BLOCK);
         const int64_t high = std::clamp<int64_t>(last_position + 1 - base, 0, KEY_BLOCK);
         const int64_t first = low / LANES * LANES, last = (high + LANES - 1) / LANES * LANES;
         if (first >= last) {
-            std::fill(masses, masses + rows, Mass{NO_SCORE, 0});
-            std::fill(part, part + rows * head_dim_, 0.0f);
+            std::fill(part.masses, part.masses + rows, Mass{NO_SCORE, 0});
+            std::fill(part.sums, part.sums + rows * head_dim_, 0.0f);
             return;
         }
         const Factors scores{place_.queries + row * words_, words_, place_.keys + first * words_, LANES,
@@ -293,28 +260,28 @@ private:
             const int64_t position = position_ + (row + r) / group_;
             const int64_t low = std::clamp<int64_t>(tiles_.first_key(position) - base, 0, KEY_BLOCK);
             const int64_t high = std::clamp<int64_t>(position + 1 - base, 0, KEY_BLOCK);
-            masses[r] = weigh(place_.scores + r * KEY_BLOCK, scoring_, low, high, first, last,
-                              reinterpret_cast<Weight*>(place_.weights + r * weight_words));
+            part.masses[r] = weigh(place_.scores + r * KEY_BLOCK, scoring_, low, high, first, last,
+                                   reinterpret_cast<Weight*>(place_.weights + r * weight_words));
         }
         const Factors values{place_.weights + first / PER_WORD<T>, weight_words,
                              place_.values + first / PER_WORD<T> * head_dim_, head_dim_, LANES,
                              (last - first) / PER_WORD<T>};
-        dot_all<T>(values, rows, head_dim_ / LANES, part, head_dim_);
+        dot_all<T>(values, rows, head_dim_ / LANES, part.sums, head_dim_);
     }
 
     void finish() {
         for (int64_t r = 0; r < rows_; r++) {
             const int64_t head = kv_head_ * group_ + r % group_;
-            const Mass mass = place_.masses[r];
+            const Mass mass = all_.masses[r];
             float share = 1 / mass.total;
             if (given_.sinks) {
                 const float sink = given_.sinks[head] * LOG2_E, top = std::max(mass.largest, sink);
                 const float kept = power_of_two(mass.largest - top);
                 share = kept / (mass.total * kept + power_of_two(sink - top));
             }
-            T* out = static_cast<T*>(given_.out) + ((token_ + r / group_) * given_.num_heads + head) * head_dim_;
+            T* out = static_cast<T*>(given_.out) + (token_of(r) * given_.num_heads + head) * head_dim_;
             for (int64_t d = 0; d < head_dim_; d += LANES)
-                store(out + d, load(place_.out + r * head_dim_ + d) * share);
+                store(out + d, load(all_.sums + r * head_dim_ + d) * share);
         }
     }
 };
@@ -323,10 +290,23 @@ template <class T>
 void attend(const void* operands, const Step& step, Team& team) {
     const auto& given = *static_cast<const AttendOperands*>(operands);
     const int64_t num_heads = given.num_kv_heads;
-    const Tiles tiles(given, step, team.size);
+    thread_local SharedPrefixes shared;
+    shared.find(given, step, team.size);
+    const Tiles tiles(given, step, shared, team.size);
     Workplace place(tiles.max_rows(), given.head_dim);
-    bool any_parts = false;
     int64_t mine = team.take(), begin = 0;
+    tiles.each_shared([&](const Tile& tile) {
+        const int64_t parts = tile.prefix->num_parts;
+        for (; mine < begin + num_heads * parts; mine = team.take())
+            TileOfHead<T>(given, step, tiles, tile, (mine - begin) / parts, place)
+                .attend_shared((mine - begin) % parts);
+        begin += num_heads * parts;
+    });
+    if (!shared.all().empty()) {
+        team.barrier();
+        mine = team.take(), begin = 0;
+    }
+    bool any_parts = false;
     tiles.each([&](const Tile& tile) {
         const bool divided = tile.parts >= 0;
         const int64_t blocks = tile.end_block - tile.first_block, shares = divided ? blocks : 1;
