@@ -12,6 +12,9 @@ from transformers import AutoModelForCausalLM
 import tiny_checkpoints
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+RECORDABLE = tuple(
+    family for family in FAMILIES if family != "qwen3_moe"
+)  # whose steps are kernels in C++ alone
 NUM_NEW = 24
 GREEDY = {"temperature": 0, "max_new_tokens": NUM_NEW, "ignore_eos": True}
 

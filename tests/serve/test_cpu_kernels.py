@@ -13,7 +13,7 @@ import pytest
 
 import tiny_checkpoints
 from cpp_kernels import library
-from greedy import FAMILIES, GREEDY, model_path, prompts, reference
+from greedy import FAMILIES, GREEDY, RECORDABLE, model_path, prompts, reference
 from serve import Engine
 
 PLAIN: dict[str, Any] = {"skip_tokenizer_init": True, "random_seed": 1}
@@ -52,13 +52,20 @@ def broken_compiler(no_compiler: None, monkeypatch: pytest.MonkeyPatch, tmp_path
     compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", RECORDABLE)
 async def test_with_a_compiler_whole_steps_run_in_cpp(family: str, caplog: pytest.LogCaptureFixture) -> None:
     library()
     async with Engine(model_path(family), **PLAIN) as engine:
         assert has_tape(engine)
         assert await outputs(engine) == reference(family)
     assert WARNING not in caplog.text
+
+
+async def test_a_model_of_which_torch_computes_a_part_has_no_tape() -> None:
+    library()
+    async with Engine(model_path("qwen3_moe"), **PLAIN) as engine:
+        assert not has_tape(engine)
+        assert await outputs(engine) == reference("qwen3_moe")
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import paged_forward
 import tiny_checkpoints
 from cpp_kernels import library
-from greedy import FAMILIES
+from greedy import RECORDABLE
 from ops.attention import AttentionInputs, token_positions
 from ops.cpp.executor import NotRecordable
 from ops.select import Kernels, select
@@ -22,8 +22,6 @@ from runtime.batch import UNKNOWN, Batch, LogprobParams, PromptLogprobs, Samplin
 from runtime.cache.pool import KVPool
 from runtime.execute.tape import StepTape, chooses_greedily
 from runtime.models.decoder import Decoder
-
-RECORDABLE = [family for family in FAMILIES if family != "qwen3_moe"]  # of which torch computes no part
 
 CPP: dict[str, str] = dict.fromkeys(("activation", "attention", "kv", "matmul", "norm", "rope"), "with_cpp")
 MAX_ROWS, CAPACITY, NUM_PAGES = 4, 40, 64
