@@ -15,7 +15,7 @@ from ops.norm import native
 TYPED = {
     f"{name}, {dtype}": case._replace(dtype=dtype)
     for name, case in CASES.items()
-    if case.dtype != torch.float16
+    if case.dtype != torch.float16 and not case.centred  # no layer asks for those so far
     for dtype in DTYPES
 }
 ODD = {
