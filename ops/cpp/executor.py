@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -129,6 +130,15 @@ class Tape:
         if step.num_tokens > self.capacity:
             raise ValueError(f"The tape takes {self.capacity} tokens, not {step.num_tokens}.")
         self._executor.run(ctypes.addressof(self._array), len(self._array), step)
+
+    def time(self, step: Step) -> list[tuple[str, float]]:
+        """Compute a step kernel by kernel -> the name of each and the seconds that it took, its call included."""
+        times = []
+        for node in self.nodes:
+            began = perf_counter()
+            self._executor.run(ctypes.addressof(node), 1, step)
+            times.append((self._executor.library.name_of(node.kernel), perf_counter() - began))
+        return times
 
     @property
     def nbytes(self) -> int:

@@ -229,6 +229,10 @@ class Library:
             self._addresses[key] = ctypes.cast(function, c_void_p).value or 0
         return self._addresses[key]
 
+    def name_of(self, kernel: int) -> str:
+        """The name of a kernel that was asked for, by its address."""
+        return next(name for (name, _), known in self._addresses.items() if known == kernel)
+
 
 def address(tensor: Tensor | None) -> int | None:
     """Of a tensor's first element, null for none."""

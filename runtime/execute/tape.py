@@ -106,18 +106,27 @@ class StepTape:
     def _choice(self, weight: Tensor) -> None:
         self._ids, self._sound = whole.likeliest(self._executor, self._hidden, weight)
 
+    def time(self, batch: Batch, last_tokens: Tensor) -> list[tuple[str, float]]:
+        """Compute a step kernel by kernel -> the name of each and the seconds that it took."""
+        _kept = self._hand_over(batch, last_tokens)
+        return (self._to_tokens or self._to_hidden).time(self._step)
+
     def _run(self, tape: Tape, batch: Batch, last_tokens: Tensor) -> int:
         """Run a tape for the batch -> how many rows sample."""
+        _kept = self._hand_over(batch, last_tokens)
+        tape.run(self._step)
+        return self._step.num_samples
+
+    def _hand_over(self, batch: Batch, last_tokens: Tensor) -> list[np.ndarray]:
+        """Put the batch's addresses into the step -> the arrays that must live as long as it is computed."""
         step, sampling = self._step, batch.sampling
         rows = sampling.rows if sampling is not None else NOBODY
-        arrays = [batch.token_ids, batch.starts, batch.counts, batch.slots, rows]
-        arrays = [np.ascontiguousarray(array, np.int32) for array in arrays]
-        table = np.ascontiguousarray(batch.page_table, np.int32)
+        given = (batch.token_ids, batch.starts, batch.counts, batch.slots, rows, batch.page_table)
+        arrays = [np.ascontiguousarray(array, np.int32) for array in given]
         step.num_tokens, step.num_rows, step.num_samples = (len(arrays[place]) for place in (0, 1, 4))
-        step.given_ids, step.starts, step.counts, step.row_slots, step.sample_rows = (
+        step.table_width = arrays[-1].shape[1]
+        step.given_ids, step.starts, step.counts, step.row_slots, step.sample_rows, step.page_table = (
             array.ctypes.data for array in arrays
         )
-        step.page_table, step.table_width = table.ctypes.data, table.shape[1]
         step.last_tokens = last_tokens.data_ptr()
-        tape.run(step)
-        return len(rows)
+        return arrays

@@ -16,6 +16,7 @@ COMMANDS = {
     "overhead": ("serve.bench.overhead", "scheduling and streaming without a model"),
     "parallel": ("serve.bench.parallel", "a step of two processes against one, in its parts"),
     "step": ("serve.bench.step", "single steps in this process: chosen kernels against plain torch"),
+    "kernels": ("serve.bench.kernels", "where the time of a step goes on a CPU, kernel by kernel"),
     "accuracy": ("serve.bench.accuracy", "bfloat16 and 8 bits against transformers in float32"),
     "gpu": ("serve.bench.gpu.command", "a GPU with random weights of real shapes, beside its limits"),
     "cpu": ("serve.bench.cpu.command", "ours and its peers on this machine's CPU, in turns"),

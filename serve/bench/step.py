@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
     sizes = [*options.batch_size, options.new_len, options.repetitions, options.context_len + 1]
     if min(sizes) < 1:
         raise ConfigurationError("Every size must be at least 1, --context-len at least 0.")
-    facts, plan = _plan(args)
+    facts, plan = one_process_plan(args)
     pairs = anyio.run(_measure, options, facts, plan)
     report.say(_render(options, plan, pairs))
     if options.output_file:
@@ -73,7 +73,8 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _plan(args: Args) -> tuple[ModelFacts, Plan]:
+def one_process_plan(args: Args) -> tuple[ModelFacts, Plan]:
+    """What the engine's options come to, without other processes."""
     from runtime.models.checkpoint import locate
     from runtime.models.config import read_facts
     from runtime.resolve import check, resolve
@@ -120,10 +121,12 @@ def _runner(
     """A runner with these kernels and room for `num_rows` rows of `length` tokens."""
     import torch
 
+    from ops.cpp.executor import NotRecordable
     from ops.select import select
     from runtime.cache.pool import KVPool
     from runtime.execute.runner import ModelRunner
     from runtime.execute.sampler import Sampler
+    from runtime.execute.tape import StepTape
     from runtime.models.loader import load_model
 
     device, page_size = plan.model.device, plan.cache.page_size
@@ -146,7 +149,13 @@ def _runner(
         penalize=kernels.penalize,
         score=kernels.score,
     )
-    return ModelRunner(model, pool, sampler, num_slots=num_rows, device=device)
+    tape = None
+    if kernels.executor is not None:
+        try:
+            tape = StepTape(model, pool, kernels, num_rows * length, num_rows)
+        except NotRecordable as reason:
+            report.say(f"Steps are computed operation by operation: {reason}.")
+    return ModelRunner(model, pool, sampler, num_slots=num_rows, device=device, tape=tape)
 
 
 def make_batch(num_rows: int, context_len: int, new_len: int, page_size: int) -> Batch:
