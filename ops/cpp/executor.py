@@ -195,6 +195,10 @@ def _aligned(nbytes: int) -> np.ndarray:
 class _ViewsOnly(TorchDispatchMode):
     """Lets torch look at tensors, not compute."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # skipping would import torch's compiler, which takes most of a second
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
