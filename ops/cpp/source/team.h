@@ -6,7 +6,9 @@
 
 namespace penstock {
 
-constexpr int SPINS = 4000;  // before a waiting thread sleeps, some 40 us: the one it waits for may need its core
+// Before a waiting thread sleeps: some 300 us. Whoever takes a thread's core for a moment (the event loop, a client on the
+// same machine) gives it back sooner than a sleeper is woken, and between two kernels that would happen many times a step.
+constexpr int SPINS = 40000;
 
 inline void pause() {
 #if defined(__x86_64__)
