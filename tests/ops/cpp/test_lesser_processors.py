@@ -19,7 +19,7 @@ def test_small_operations_follow_their_formulas(processor: str, operation: str) 
     cases = OPERATIONS[operation]
     lesser = backend(operation, 2, *LESSER[processor])
     for case in cases.CASES.values():
-        if torch.float16 not in case:
+        if torch.float16 not in case and not getattr(case, "centred", False):  # no layer norm in C++
             agree(cases.outputs(lesser, case), cases.expected(case))
 
 
