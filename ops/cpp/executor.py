@@ -209,28 +209,19 @@ class _ViewsOnly(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def step_of(
-    inputs: AttentionInputs, token_ids: Tensor | None = None, positions: Tensor | None = None
-) -> Step:
-    """The step that kernels read. Its tensors must outlive it: it holds addresses."""
-    return Step(
-        num_tokens=len(inputs.slots),
-        num_rows=len(inputs.counts_host),
-        token_ids=address(token_ids),
-        positions=address(positions),
-        slots=address(inputs.slots),
-        page_table=address(inputs.page_table),
-        table_width=inputs.page_table.stride(0),
-        starts=address(inputs.starts),
-        counts=address(inputs.counts),
-        query_starts=address(inputs.query_starts),
-        page_size=inputs.page_size,
-    )
-
-
 def step_in(inputs: AttentionInputs) -> Step:
-    """The same, made once for all layers."""
+    """What kernels of a step's rows read, made once for all layers. It holds addresses: the inputs must outlive it."""
     key = (__name__, "step")
     if key not in inputs.memo:
-        inputs.memo[key] = step_of(inputs)
+        inputs.memo[key] = Step(
+            num_tokens=len(inputs.slots),
+            num_rows=len(inputs.counts_host),
+            slots=address(inputs.slots),
+            page_table=address(inputs.page_table),
+            table_width=inputs.page_table.stride(0),
+            starts=address(inputs.starts),
+            counts=address(inputs.counts),
+            query_starts=address(inputs.query_starts),
+            page_size=inputs.page_size,
+        )
     return inputs.memo[key]

@@ -16,20 +16,8 @@ from runtime.errors import ConfigurationError
 from runtime.facts import ModelFacts
 from runtime.plan import Plan
 from runtime.resolve import check, decide, max_running, num_pages, resolve, size_pool
+from small_facts import FACTS, TOKEN_BYTES
 
-FACTS = ModelFacts(
-    architecture="LlamaForCausalLM",
-    path="/models/small",
-    num_layers=4,
-    num_heads=8,
-    num_kv_heads=2,
-    head_dim=64,
-    hidden_size=512,
-    vocab_size=1000,
-    context_length=2048,
-    dtype="bfloat16",
-)
-TOKEN_BYTES = 2 * 4 * 2 * 64 * 2  # keys and values, layers, kv heads, head dim, bytes
 CPU = Machine.named("cpu")
 H200 = Machine.named("h200")
 
