@@ -111,7 +111,6 @@ def _executor(num_threads: int | None = None, compiler: str | None = None) -> Ex
         library = Library(path)
     except OSError as error:  # from a disk of which nothing may be run, say
         raise BuildError(f"What {compiler} made cannot be loaded: {error}.") from error
-    library.use_torch_product("amx_bf16" in machine.cpu_flags)  # without matrix units ours is faster
     return Executor(library, num_threads or torch.get_num_threads())
 
 

@@ -11,12 +11,6 @@ from torch import Tensor
 
 TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}  # what the kernels compute in
 
-# at::native::cpublas::brgemm for bfloat16 and brgemm_release, as the compiler spells them.
-TORCH_PRODUCT = (
-    "_ZN2at6native7cpublas6brgemmEllllllbPKN3c108BFloat16ES5_Pfb",
-    "_ZN2at6native7cpublas14brgemm_releaseEb",
-)
-
 
 class Step(Structure):
     """Where each row of a step stands (`step.h`)."""
@@ -208,18 +202,6 @@ class Library:
         self.panel_width = int(self._library.panel_width())
         self.group_size = int(self._library.group_size())
         self._addresses: dict[tuple[str, torch.dtype], int] = {}
-
-    def use_torch_product(self, use: bool) -> bool:
-        """Whether products of many bfloat16 rows go to torch's block product from now on: not where it has none."""
-        addresses = [None, None]
-        if use:
-            torch_library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"))
-            try:
-                addresses = [ctypes.cast(getattr(torch_library, name), c_void_p) for name in TORCH_PRODUCT]
-            except AttributeError:
-                return False
-        self._library.use_torch_product(*addresses)
-        return use
 
     def kernel(self, name: str, dtype: torch.dtype) -> int:
         """The address of a kernel for tensors of `dtype`. KeyError for a dtype that it does not compute in."""

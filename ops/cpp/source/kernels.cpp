@@ -65,11 +65,6 @@ const int64_t STRUCTURE_SIZES[] = {
 int64_t panel_width() { return PANEL; }
 int64_t group_size() { return GROUP; }
 
-void use_torch_product(TorchProduct product, TorchRelease release) {
-    torch_product = product;
-    torch_release = release;
-}
-
 Pool* open_pool(int64_t num_threads) { return new Pool(int(num_threads)); }
 
 void close_pool(Pool* pool) { delete pool; }

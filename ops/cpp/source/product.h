@@ -8,6 +8,7 @@
 
 #include <algorithm>
 
+#include "matrix_unit.h"
 #include "simd.h"
 #include "step.h"
 
@@ -21,7 +22,9 @@ constexpr int MAX_TILE_ROWS = 2;
 #else
 constexpr int MAX_TILE_ROWS = 1;
 #endif
-constexpr int64_t BLOCK_ROWS = 20 * MAX_TILE_ROWS;  // of x, which stay in the cache while all panels pass
+constexpr int64_t BLOCK_ROWS = 256;  // of x, which stay in the cache while all panels pass
+constexpr int64_t UNIT_DEPTH = UNIT_BYTES / sizeof(BFloat16);  // inputs in a step of a matrix unit
+static_assert(PANEL == UNIT_COLUMNS);
 
 struct ProductOperands {
     const void* x;       // [rows, I], rows x_stride elements apart
@@ -120,35 +123,37 @@ inline void share_panels(Team& team, int64_t rows, int64_t out_size, const Work&
 
 inline int64_t rows_of(const ProductOperands& o, const Step& step) { return o.rows ? o.rows : step.num_tokens; }
 
-// Torch's product of small matrices with oneDNN, which knows the matrix units of processors that have some: C [M, 32] =
-// A [M, K] times a panel. Null: not there, or not faster than ours.
-using TorchProduct = void (*)(int64_t m, int64_t n, int64_t k, int64_t a_stride, int64_t b_stride, int64_t c_stride,
-                              bool add, const BFloat16* a, const BFloat16* b, float* c, bool in_pairs);
-using TorchRelease = void (*)(bool in_pairs);  // gives the matrix units back
-inline TorchProduct torch_product = nullptr;
-inline TorchRelease torch_release = nullptr;
-constexpr int64_t MIN_TORCH_ROWS = 32;
-
+// With a matrix unit; a panel is as wide as it is.
 template <class Put>
-inline void multiply_by_torch(const ProductOperands& o, Team& team, int64_t rows, const Put& put) {
-    float sums[BLOCK_ROWS][2 * LANES];
+inline void multiply_in_unit(const ProductOperands& o, Team& team, int64_t rows, const Put& put) {
+    alignas(64) float sums[UNIT_ROWS][PANEL];
+    MatrixUnit unit;
     share_panels(team, rows, o.out_size, [&](int64_t first, int64_t end, int64_t panel) {
-        torch_product(end - first, PANEL, o.in_size, o.x_stride, PANEL, PANEL, false,
-                      static_cast<const BFloat16*>(o.x) + first * o.x_stride,
-                      static_cast<const BFloat16*>(o.weight) + panel * PANEL * o.in_size, sums[0], true);
-        for (int64_t row = first; row < end; row++) {
-            const float* found = sums[row - first];
-            put(row, panel, {load(found), load(found + LANES)});
+        for (int64_t row = first; row < end; row += UNIT_ROWS) {
+            const int64_t height = std::min(UNIT_ROWS, end - row), bytes = PANEL * sizeof(BFloat16);
+            const UnitFactors factors{
+                .a = static_cast<const BFloat16*>(o.x) + row * o.x_stride,
+                .a_stride = o.x_stride * int64_t(sizeof(BFloat16)),
+                .b = static_cast<const BFloat16*>(o.weight) + panel * PANEL * o.in_size,
+                .b_stride = 2 * bytes,
+                .b_step = UNIT_LINES * 2 * bytes,
+                .b_next = bytes,
+                .steps = o.in_size / UNIT_DEPTH,
+                .ahead = o.in_size * bytes,
+                .part = (row - first) / UNIT_ROWS,
+                .parts = (end - first + UNIT_ROWS - 1) / UNIT_ROWS,
+            };
+            unit.multiply<Numbers::BRAIN_FLOATS>(factors, height, true, sums[0], PANEL);
+            for (int64_t r = 0; r < height; r++) put(row + r, panel, {load(sums[r]), load(sums[r] + LANES)});
         }
     });
-    torch_release(true);
 }
 
 // Calls put(row, panel, sums) for all rows and panels.
 template <class T, class Put>
 inline void multiply(const ProductOperands& o, Team& team, int64_t rows, const Put& put) {
     if constexpr (sizeof(T) == sizeof(BFloat16))
-        if (torch_product && rows >= MIN_TORCH_ROWS) return multiply_by_torch(o, team, rows, put);
+        if (has_matrix_unit() && o.in_size % UNIT_DEPTH == 0) return multiply_in_unit(o, team, rows, put);
     share_panels(team, rows, o.out_size, [&](int64_t first, int64_t end, int64_t panel) {
         in_tiles<MAX_TILE_ROWS>(first, end, [&](int64_t row, int64_t height) {
             multiply_rows<T>(o, row, height, row > first && row + height == end, panel,
