@@ -5,38 +5,13 @@
 // are computed together and by whichever thread.
 #pragma once
 
-#include <type_traits>
-
-#include "simd.h"
+#include "attend_dots.h"
 
 namespace penstock {
 
 constexpr int64_t KEY_BLOCK = 256;  // part of the arithmetic: where the sums of a row are cut
 constexpr float NO_SCORE = -1e30f;  // the largest of no scores; finite, so that differences are numbers
 constexpr float LOG2_E = 1.44269504088896341f;
-
-// Products are taken of words of four bytes: pairs of bfloat16 where the processor multiplies those, else float32.
-template <class T>
-constexpr int64_t PER_WORD =
-#if defined(__AVX512BF16__)
-    std::is_same_v<T, BFloat16> ? 2 : 1;
-#else
-    1;
-#endif
-
-template <class T>
-inline Floats dot_words(Floats total, Words a, Words b) {
-    if constexpr (PER_WORD<T> == 2) return dot_pairs(total, a, b);
-    return total + cast<Floats>(a) * cast<Floats>(b);
-}
-
-inline Words load_words(const uint32_t* from) {
-    Words x;
-    std::memcpy(&x, from, sizeof(x));
-    return x;
-}
-
-inline void store_words(uint32_t* to, Words x) { std::memcpy(to, &x, sizeof(x)); }
 
 typedef uint32_t Four __attribute__((vector_size(16)));
 typedef uint32_t Eight __attribute__((vector_size(32)));
@@ -137,83 +112,31 @@ inline void pack_values(const T* values, int64_t head_dim, uint32_t* packed, con
     }
 }
 
-// Where the factors of a product stand: a[row * a_row + step] times b[step * b_step + vector * b_vector + lane].
-struct Factors {
-    const uint32_t* a;
-    int64_t a_row;
-    const uint32_t* b;
-    int64_t b_step;
-    int64_t b_vector;
-    int64_t steps;
-};
-
-// Sums are held in parts: of wider vectors the compiler keeps some in memory.
-constexpr int TILE_HEIGHT = sizeof(Part) >= 32 ? 6 : 3;
-
-template <class T>
-inline Part dot_part(Part total, uint32_t a, const uint32_t* b) {
-    Part x;
-    std::memcpy(&x, b, sizeof(x));
-    if constexpr (PER_WORD<T> == 2)
-        return cast<Part>(dot_pairs(cast<Floats>(total), Words{} + a, load_words(b)));
-    else
-        return total + cast<float>(a) * x;
-}
-
-template <class T, int ROWS, int VECTORS>
-void dot_tile(const Factors& of, float* c, int64_t c_row) {
-    constexpr int WIDTH = LANES / PARTS, COUNT = VECTORS * PARTS;
-    Part sums[ROWS][COUNT] = {};
-    const uint32_t *a = of.a, *b = of.b;
-    const int64_t a_row = of.a_row, b_vector = of.b_vector;
-    for (int64_t step = 0; step < of.steps; step++, a++, b += of.b_step)
-#pragma GCC unroll 8
-        for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 8
-            for (int p = 0; p < COUNT; p++)
-                sums[r][p] = dot_part<T>(sums[r][p], a[r * a_row], b + p / PARTS * b_vector + p % PARTS * WIDTH);
-#pragma GCC unroll 8
-    for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 8
-        for (int p = 0; p < COUNT; p++)
-            std::memcpy(c + r * c_row + p * WIDTH, &sums[r][p], sizeof(Part));
-}
-
-template <class T, int VECTORS>
-void dot_rows(Factors of, int64_t rows, float* c, int64_t c_row) {
-    constexpr int HEIGHT = TILE_HEIGHT;
-    for (; rows >= HEIGHT; rows -= HEIGHT, of.a += HEIGHT * of.a_row, c += HEIGHT * c_row)
-        dot_tile<T, HEIGHT, VECTORS>(of, c, c_row);
-    for (; rows >= 3; rows -= 3, of.a += 3 * of.a_row, c += 3 * c_row) dot_tile<T, 3, VECTORS>(of, c, c_row);
-    if (rows == 2) dot_tile<T, 2, VECTORS>(of, c, c_row);
-    if (rows == 1) dot_tile<T, 1, VECTORS>(of, c, c_row);
-}
-
-// c[row * c_row + vector * 16 + lane], in float32, for all rows and vectors.
-template <class T>
-void dot_all(Factors of, int64_t rows, int64_t vectors, float* c, int64_t c_row) {
-#if defined(__AVX512F__)
-    for (; vectors >= 4; vectors -= 4, of.b += 4 * of.b_vector, c += 4 * LANES) dot_rows<T, 4>(of, rows, c, c_row);
-    if (vectors == 3) return dot_rows<T, 3>(of, rows, c, c_row);
-    if (vectors == 2) return dot_rows<T, 2>(of, rows, c, c_row);
-#endif
-    for (; vectors > 0; vectors--, of.b += of.b_vector, c += LANES) dot_rows<T, 1>(of, rows, c, c_row);
-}
-
-// 2 to the x for x <= 0, relative error 1e-7, exact at 0; 0 below -126, as for minus infinity. A NaN stays one.
-inline Floats power_of_two(Floats x) {
-    const Floats low = fill(-126.0f);
-    const Floats held = where_less(x, low, low, x);
-    const Floats shifted = held + 12582912.0f;  // 1.5 * 2^23: the integer part is in the lowest bits
-    const Floats r = held - (shifted - 12582912.0f);
+// 2 to the r for r from -0.5 to 0.5.
+inline Floats near_power(Floats r) {
     Floats p = fill(1.326472731e-03f);
     p = p * r + 9.671512991e-03f;
     p = p * r + 5.550733581e-02f;
     p = p * r + 2.402224243e-01f;
     p = p * r + 6.931470037e-01f;
-    p = p * r + 1.0f;
-    const Floats result = cast<Floats>(cast<Ints>(p) + (cast<Ints>(shifted) << 23));
+    return p * r + 1.0f;
+}
+
+// 2 to the x for x <= 0, relative error 1e-7, exact at 0; 0 below -126, as for minus infinity. A NaN stays one.
+inline Floats power_of_two(Floats x) {
+#if defined(__AVX512F__)
+    const __m512 given = cast<__m512>(x);
+    const __mmask16 seen = _mm512_cmp_ps_mask(given, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
+    const __m512 n = _mm512_roundscale_ps(given, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    return cast<Floats>(_mm512_maskz_scalef_ps(seen, cast<__m512>(near_power(x - cast<Floats>(n))), n));
+#else
+    const Floats low = fill(-126.0f);
+    const Floats held = where_less(x, low, low, x);
+    const Floats shifted = held + 12582912.0f;  // 1.5 * 2^23: the integer part is in the lowest bits
+    const Floats r = held - (shifted - 12582912.0f);
+    const Floats result = cast<Floats>(cast<Ints>(near_power(r)) + (cast<Ints>(shifted) << 23));
     return where_less(x, low, Floats{}, result);
+#endif
 }
 
 inline float power_of_two(float x) { return power_of_two(fill(x))[0]; }
@@ -253,23 +176,24 @@ struct Mass {
     float total;
 };
 
-template <class Weight>
+template <bool CAPPED, class Weight>
 Mass weigh(float* scores, const Scoring& scoring, int64_t low, int64_t high, int64_t first, int64_t last,
            Weight* weights) {
     const int64_t begin = low < high ? low / LANES * LANES : last, end = low < high ? high : last;
-    Floats largest_of = fill(NO_SCORE);
+    Floats largest_of = fill(CAPPED ? NO_SCORE : NO_SCORE / scoring.factor);
     for (int64_t i = begin; i < end; i += LANES) {
-        Floats x = scoring(load(scores + i));
+        Floats x = load(scores + i);
+        if (CAPPED) x = scoring(x);
         if (i < low || i + LANES > high) x = hide_outside(x, i, low, high);
-        store(scores + i, x);
+        if (CAPPED || i < low || i + LANES > high) store(scores + i, x);
         largest_of = larger(x, largest_of);
     }
-    const float top = largest(largest_of);
+    const float factor = CAPPED ? 1.0f : scoring.factor, top = largest(largest_of) * factor;
     Floats total{};
     for (int64_t i = first; i < begin; i += LANES) store(weights + i, Floats{});
     int64_t i = begin;
     for (; i < end; i += LANES) {
-        const Floats weight = power_of_two(load(scores + i) - top);
+        const Floats weight = power_of_two(load(scores + i) * factor - top);
         total += weight;
         store(weights + i, weight);
     }

@@ -21,12 +21,16 @@
 namespace penstock {
 
 constexpr int64_t AHEAD = 16;  // keys: how early they are asked for
-constexpr int64_t CHUNK = 24;  // rows whose scores of a block are held at once
+#if defined(PENSTOCK_MATRIX_UNIT)
+constexpr int64_t CHUNK = UNIT_ROWS;  // rows whose scores of a block are held at once
+#else
+constexpr int64_t CHUNK = 24;
+#endif
 
 // What one thread works with.
 struct Workplace {
-    uint32_t* queries;  // [rows, D words]
-    uint32_t* keys;     // [KEY_BLOCK / 16, D words, 16]
+    uint32_t* queries;  // [rows, words]
+    uint32_t* keys;     // [KEY_BLOCK / 16, words, 16]
     uint32_t* values;   // [KEY_BLOCK words, D]
     uint32_t* weights;  // [CHUNK, KEY_BLOCK words]
     float* scores;      // [CHUNK, KEY_BLOCK]
@@ -34,14 +38,16 @@ struct Workplace {
     float* out;         // [rows, D]
     Mass* masses;       // [rows]
     uint32_t* few;      // [2, 16, D]: keys and values that are not one after the other
+    MatrixUnit unit;
 
-    Workplace(int64_t rows, int64_t head_dim) {
+    // Queries and keys have so many words.
+    Workplace(int64_t rows, int64_t head_dim, int64_t words) {
         const int64_t padded = (rows + 7) / 8 * 8;  // masses end at a cache line
-        uint32_t* next = space(2 * padded + 2 * rows * head_dim + 2 * KEY_BLOCK * head_dim +
+        uint32_t* next = space(2 * padded + rows * (words + head_dim) + KEY_BLOCK * (words + head_dim) +
                                CHUNK * (2 * KEY_BLOCK + head_dim) + 2 * LANES * head_dim);
         const auto take = [&next](int64_t size) { return std::exchange(next, next + size); };
-        queries = take(rows * head_dim);
-        keys = take(KEY_BLOCK * head_dim);
+        queries = take(rows * words);
+        keys = take(KEY_BLOCK * words);
         values = take(KEY_BLOCK * head_dim);
         weights = take(CHUNK * KEY_BLOCK);
         scores = reinterpret_cast<float*>(take(CHUNK * KEY_BLOCK));
@@ -75,6 +81,13 @@ struct Partial {
     Mass* masses;
 };
 
+// Of a query or a key as products take it.
+template <class T>
+inline int64_t words_with_padding(int64_t head_dim) {
+    const int64_t grain = step_grain<T>();
+    return (head_dim / PER_WORD<T> + grain - 1) / grain * grain;
+}
+
 // The attention of one kv head's tile.
 template <class T>
 class TileOfHead {
@@ -83,7 +96,7 @@ public:
                Workplace& place)
         : given_(given), step_(step), tiles_(tiles), tile_(tile), kv_head_(kv_head), place_(place),
           group_(tiles.group()), rows_(tile.num_tokens * group_), head_dim_(given.head_dim),
-          words_(head_dim_ / PER_WORD<T>),
+          filled_(head_dim_ / PER_WORD<T>), words_(words_with_padding<T>(head_dim_)),
           position_(tile.prefix ? tile.end_block * KEY_BLOCK : step.starts[tile.row] + tile.first_token),
           token_(step.query_starts[tile.row] + tile.first_token), all_{place.out, place.masses},
           scoring_{given.scale * LOG2_E, given.soft_cap ? given.scale / given.soft_cap : 0, given.soft_cap * LOG2_E} {}
@@ -124,7 +137,8 @@ private:
     const Tile& tile_;
     const int64_t kv_head_;
     Workplace& place_;
-    const int64_t group_, rows_, head_dim_, words_;
+    const int64_t group_, rows_, head_dim_;
+    const int64_t filled_, words_;  // of a query or key, without and with the zeros behind it
     const int64_t position_;  // of the first token; behind all keys in a tile of a shared prefix
     const int64_t token_;     // the first one's place in the batch
     Partial all_;                // of the blocks so far
@@ -145,6 +159,9 @@ private:
         return {sums + token * group_ * head_dim_, reinterpret_cast<Mass*>(sums + rows * head_dim_) + token * group_};
     }
 
+    // Keys whose weights make a step of a product with values, at least a vector of them.
+    static int64_t grain() { return std::max<int64_t>(LANES, PER_WORD<T> * step_grain<T>()); }
+
     int64_t token_of(int64_t r) const {
         return tile_.prefix ? tile_.prefix->tokens[tile_.first_token + r / group_] : token_ + r / group_;
     }
@@ -154,10 +171,12 @@ private:
             const int64_t head = kv_head_ * group_ + r % group_;
             const T* const token = static_cast<const T*>(given_.q) + token_of(r) * given_.q_stride;
             const T* const query = token + head * head_dim_;
-            for (int64_t w = 0; w < words_; w += 8) {
+            uint32_t* const words = place_.queries + r * words_;
+            for (int64_t w = 0; w < filled_; w += 8) {
                 const Eight x = words_of(query + w * PER_WORD<T>);
-                std::memcpy(place_.queries + r * words_ + w, &x, sizeof(x));
+                std::memcpy(words + w, &x, sizeof(x));
             }
+            std::fill(words + filled_, words + words_, 0u);
         }
     }
 
@@ -194,7 +213,7 @@ private:
         return ((page * given_.num_kv_heads + kv_head_) * step_.page_size + position % step_.page_size) * head_dim_;
     }
 
-    // The keys and values low .. high - 1 of a block, and zeros to the end of the last 16. Those before `end` that are
+    // The keys and values low .. high - 1 of a block, and zeros around them to whole grains. Those before `end` that are
     // a little further on are asked for.
     void pack(int64_t block, int64_t low, int64_t high, int64_t end) {
         const T* const k_pool = static_cast<const T*>(given_.k_pool);
@@ -202,6 +221,7 @@ private:
         const int64_t page_size = step_.page_size, head_dim = head_dim_;
         uint32_t* packed_keys = place_.keys + low / LANES * LANES * words_;
         uint32_t* packed_values = place_.values + low / LANES * LANES / PER_WORD<T> * head_dim;
+        std::fill(place_.values + low / grain() * grain() / PER_WORD<T> * head_dim, packed_values, 0u);
         for (int64_t i = low / LANES * LANES; i < high; i += LANES) {
             const int64_t position = block * KEY_BLOCK + i, later = position + AHEAD;
             const int64_t at = place_of(position), ahead = later < end && page_size >= LANES ? place_of(later) : at;
@@ -217,10 +237,13 @@ private:
                 keys = few_keys, values = few_values;
             }
             pack_keys(keys, head_dim, packed_keys, k_pool + ahead);
+            std::fill(packed_keys + LANES * filled_, packed_keys + LANES * words_, 0u);
             pack_values(values, head_dim, packed_values, v_pool + ahead);
             packed_keys += LANES * words_;
             packed_values += LANES / PER_WORD<T> * head_dim;
         }
+        const int64_t whole = (high + grain() - 1) / grain() * grain();
+        std::fill(packed_values, place_.values + whole / PER_WORD<T> * head_dim, 0u);
     }
 
     // Merges into what there is, or writes a part. Kept in one piece: a compiler that spreads it over its callers makes
@@ -245,7 +268,7 @@ private:
         const int64_t first_position = position_ + row / group_, last_position = position_ + (row + rows - 1) / group_;
         const int64_t low = std::clamp<int64_t>(tiles_.first_key(first_position) - base, 0, KEY_BLOCK);
         const int64_t high = std::clamp<int64_t>(last_position + 1 - base, 0, KEY_BLOCK);
-        const int64_t first = low / LANES * LANES, last = (high + LANES - 1) / LANES * LANES;
+        const int64_t first = low / grain() * grain(), last = (high + grain() - 1) / grain() * grain();
         if (first >= last) {
             std::fill(part.masses, part.masses + rows, Mass{NO_SCORE, 0});
             std::fill(part.sums, part.sums + rows * head_dim_, 0.0f);
@@ -253,20 +276,22 @@ private:
         }
         const Factors scores{place_.queries + row * words_, words_, place_.keys + first * words_, LANES,
                              words_ * LANES, words_};
-        dot_all<T>(scores, rows, (last - first) / LANES, place_.scores + first, KEY_BLOCK);
+        dot_all<T>(place_.unit, scores, rows, (last - first) / LANES, place_.scores + first, KEY_BLOCK);
         constexpr int64_t weight_words = KEY_BLOCK / PER_WORD<T>;
         using Weight = std::conditional_t<PER_WORD<T> == 2, BFloat16, float>;
         for (int64_t r = 0; r < rows; r++) {
             const int64_t position = position_ + (row + r) / group_;
             const int64_t low = std::clamp<int64_t>(tiles_.first_key(position) - base, 0, KEY_BLOCK);
             const int64_t high = std::clamp<int64_t>(position + 1 - base, 0, KEY_BLOCK);
-            part.masses[r] = weigh(place_.scores + r * KEY_BLOCK, scoring_, low, high, first, last,
-                                   reinterpret_cast<Weight*>(place_.weights + r * weight_words));
+            Weight* const weights = reinterpret_cast<Weight*>(place_.weights + r * weight_words);
+            float* const products = place_.scores + r * KEY_BLOCK;
+            part.masses[r] = given_.soft_cap ? weigh<true>(products, scoring_, low, high, first, last, weights)
+                                             : weigh<false>(products, scoring_, low, high, first, last, weights);
         }
         const Factors values{place_.weights + first / PER_WORD<T>, weight_words,
                              place_.values + first / PER_WORD<T> * head_dim_, head_dim_, LANES,
                              (last - first) / PER_WORD<T>};
-        dot_all<T>(values, rows, head_dim_ / LANES, part.sums, head_dim_);
+        dot_all<T>(place_.unit, values, rows, head_dim_ / LANES, part.sums, head_dim_);
     }
 
     void finish() {
@@ -293,7 +318,7 @@ void attend(const void* operands, const Step& step, Team& team) {
     thread_local SharedPrefixes shared;
     shared.find(given, step, team.size);
     const Tiles tiles(given, step, shared, team.size);
-    Workplace place(tiles.max_rows(), given.head_dim);
+    Workplace place(tiles.max_rows(), given.head_dim, words_with_padding<T>(given.head_dim));
     int64_t mine = team.take(), begin = 0;
     tiles.each_shared([&](const Tile& tile) {
         const int64_t parts = tile.prefix->num_parts;

@@ -94,7 +94,14 @@ inline Floats where_less(Floats x, Floats y, Floats a, Floats b) {
     return x;
 }
 
-inline Floats larger(Floats a, Floats b) { return where_less(b, a, a, b); }
+// Of a NaN and another number it gives b.
+inline Floats larger(Floats a, Floats b) {
+#if defined(__AVX512F__)
+    return cast<Floats>(_mm512_max_ps(cast<__m512>(a), cast<__m512>(b)));
+#else
+    return where_less(b, a, a, b);
+#endif
+}
 
 inline float sum(Floats x) {
 #if defined(__AVX512F__)
