@@ -125,6 +125,12 @@ inline void dot_in_unit(MatrixUnit& unit, const Factors& of, int64_t rows, int64
         }
 }
 
+// sums [16, 4] turned over: scores[row * stride + key] of the first rows.
+inline void turn_over(const float* sums, int64_t rows, float* scores, int64_t stride) {
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t key = 0; key < LANES; key++) scores[row * stride + key] = sums[key * UNIT_FEW + row];
+}
+
 // c[row * c_row + vector * 16 + lane], in float32, for all rows and vectors.
 template <class T>
 inline void dot_all(MatrixUnit& unit, const Factors& of, int64_t rows, int64_t vectors, float* c, int64_t c_row) {

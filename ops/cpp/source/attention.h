@@ -38,13 +38,14 @@ struct Workplace {
     float* out;         // [rows, D]
     Mass* masses;       // [rows]
     uint32_t* few;      // [2, 16, D]: keys and values that are not one after the other
+    uint32_t* few_queries;  // [words, 4]
     MatrixUnit unit;
 
     // Queries and keys have so many words.
     Workplace(int64_t rows, int64_t head_dim, int64_t words) {
         const int64_t padded = (rows + 7) / 8 * 8;  // masses end at a cache line
         uint32_t* next = space(2 * padded + rows * (words + head_dim) + KEY_BLOCK * (words + head_dim) +
-                               CHUNK * (2 * KEY_BLOCK + head_dim) + 2 * LANES * head_dim);
+                               CHUNK * (2 * KEY_BLOCK + head_dim) + 2 * LANES * head_dim + UNIT_FEW * words);
         const auto take = [&next](int64_t size) { return std::exchange(next, next + size); };
         queries = take(rows * words);
         keys = take(KEY_BLOCK * words);
@@ -55,6 +56,7 @@ struct Workplace {
         out = reinterpret_cast<float*>(take(rows * head_dim));
         masses = reinterpret_cast<Mass*>(take(2 * padded));
         few = take(2 * LANES * head_dim);
+        few_queries = take(UNIT_FEW * words);
     }
 
 private:
@@ -97,6 +99,7 @@ public:
         : given_(given), step_(step), tiles_(tiles), tile_(tile), kv_head_(kv_head), place_(place),
           group_(tiles.group()), rows_(tile.num_tokens * group_), head_dim_(given.head_dim),
           filled_(head_dim_ / PER_WORD<T>), words_(words_with_padding<T>(head_dim_)),
+          few_(in_unit<T>() && rows_ <= UNIT_FEW),
           position_(tile.prefix ? tile.end_block * KEY_BLOCK : step.starts[tile.row] + tile.first_token),
           token_(step.query_starts[tile.row] + tile.first_token), all_{place.out, place.masses},
           scoring_{given.scale * LOG2_E, given.soft_cap ? given.scale / given.soft_cap : 0, given.soft_cap * LOG2_E} {}
@@ -139,6 +142,7 @@ private:
     Workplace& place_;
     const int64_t group_, rows_, head_dim_;
     const int64_t filled_, words_;  // of a query or key, without and with the zeros behind it
+    const bool few_;  // so few queries that the matrix unit takes keys as they are instead of them
     const int64_t position_;  // of the first token; behind all keys in a tile of a shared prefix
     const int64_t token_;     // the first one's place in the batch
     Partial all_;                // of the blocks so far
@@ -178,6 +182,11 @@ private:
             }
             std::fill(words + filled_, words + words_, 0u);
         }
+        if (!few_) return;
+        std::fill(place_.few_queries, place_.few_queries + filled_ * UNIT_FEW, 0u);
+        for (int64_t r = 0; r < rows_; r++)
+            for (int64_t w = 0; w < filled_; w++)
+                place_.few_queries[w * UNIT_FEW + r] = place_.queries[r * words_ + w];
     }
 
     void clear() {
@@ -236,14 +245,26 @@ private:
                 }
                 keys = few_keys, values = few_values;
             }
-            pack_keys(keys, head_dim, packed_keys, k_pool + ahead);
-            std::fill(packed_keys + LANES * filled_, packed_keys + LANES * words_, 0u);
+            if (few_) {
+                score(keys, place_.scores + i, k_pool + ahead);
+            } else {
+                pack_keys(keys, head_dim, packed_keys, k_pool + ahead);
+                std::fill(packed_keys + LANES * filled_, packed_keys + LANES * words_, 0u);
+            }
             pack_values(values, head_dim, packed_values, v_pool + ahead);
             packed_keys += LANES * words_;
             packed_values += LANES / PER_WORD<T> * head_dim;
         }
         const int64_t whole = (high + grain() - 1) / grain() * grain();
         std::fill(packed_values, place_.values + whole / PER_WORD<T> * head_dim, 0u);
+    }
+
+    // Of few queries: what `attend_rows` would compute from packed keys.
+    void score(const T* keys, float* scores, const T* ahead) {
+        alignas(64) float sums[LANES * UNIT_FEW];
+        fetch(reinterpret_cast<const char*>(ahead), LANES * head_dim_ * sizeof(T));
+        place_.unit.multiply_few(keys, head_dim_ * sizeof(T), place_.few_queries, filled_, sums);
+        turn_over(sums, rows_, scores, KEY_BLOCK);
     }
 
     // Merges into what there is, or writes a part. Kept in one piece: a compiler that spreads it over its callers makes
@@ -276,7 +297,7 @@ private:
         }
         const Factors scores{place_.queries + row * words_, words_, place_.keys + first * words_, LANES,
                              words_ * LANES, words_};
-        dot_all<T>(place_.unit, scores, rows, (last - first) / LANES, place_.scores + first, KEY_BLOCK);
+        if (!few_) dot_all<T>(place_.unit, scores, rows, (last - first) / LANES, place_.scores + first, KEY_BLOCK);
         constexpr int64_t weight_words = KEY_BLOCK / PER_WORD<T>;
         using Weight = std::conditional_t<PER_WORD<T> == 2, BFloat16, float>;
         for (int64_t r = 0; r < rows; r++) {

@@ -19,6 +19,7 @@ constexpr int64_t UNIT_LINES = 16;   // of a tile
 constexpr int64_t UNIT_BYTES = 64;   // of a line: the depth of one step
 constexpr int64_t UNIT_ROWS = 2 * UNIT_LINES;
 constexpr int64_t UNIT_COLUMNS = 32;
+constexpr int64_t UNIT_FEW = 4;  // columns
 
 // a [rows, steps of 64 bytes] times b. In b's memory a line holds four bytes of depth of 16 columns.
 struct UnitFactors {
@@ -68,22 +69,67 @@ public:
                  : multiply_tiles<NUMBERS, false, false>(of, sums, stride);
     }
 
+    // sums [16, 4] of 16 rows of bfloat16, a [16, words] of four bytes, with four columns, b [words, 4]: the same
+    // sums as the rows of b's transpose have with columns made of a.
+    void multiply_few(const void* a, int64_t a_stride, const uint32_t* b, int64_t words, float* sums) {
+        constexpr int64_t WORD = sizeof(uint32_t), LINE = UNIT_FEW * WORD;
+        const int64_t whole = words / UNIT_LINES, rest = words % UNIT_LINES;
+        set_rest(rest);
+        asm volatile("" ::: "memory");
+        const char* const from = static_cast<const char*>(a);
+        _tile_zero(0);
+        for (int64_t step = 0; step < whole; step++, b += UNIT_LINES * UNIT_FEW) {
+            _tile_loadd(4, from + step * UNIT_BYTES, a_stride);
+            _tile_loadd(6, b, LINE);
+            _tile_dpbf16ps(0, 4, 6);
+        }
+        if (rest) {
+            _tile_loadd(5, from + whole * UNIT_BYTES, a_stride);
+            _tile_loadd(7, b, LINE);
+            _tile_dpbf16ps(0, 5, 7);
+        }
+        _tile_stored(0, sums, LINE);
+    }
+
 private:
-    int64_t upper_ = 0, lower_ = 0;  // rows of a in its two tiles
+    // The shape of the tiles: rows of a in its two tiles, or -1 and the words in the last step of `multiply_few`.
+    int64_t upper_ = 0, lower_ = 0;
 
     void set_heights(int64_t upper, int64_t lower) {
         if (upper == upper_ && lower == lower_) return;
         upper_ = upper, lower_ = lower;
-        struct alignas(64) {
-            uint8_t palette = 1, start = 0, reserved[14] = {};
-            uint16_t bytes[16] = {};
-            uint8_t lines[16] = {};
-        } shape;
         const int64_t lines[] = {upper, upper, lower, lower, upper, lower, UNIT_LINES, UNIT_LINES};
-        for (int tile = 0; tile < 8; tile++) {
-            shape.lines[tile] = lines[tile];
-            shape.bytes[tile] = lines[tile] ? UNIT_BYTES : 0;
+        Shape shape;
+        for (int tile = 0; tile < 8; tile++) shape.set(tile, lines[tile], UNIT_BYTES);
+        configure(shape);
+    }
+
+    void set_rest(int64_t words) {
+        if (upper_ == -1 && lower_ == words) return;
+        upper_ = -1, lower_ = words;
+        constexpr int64_t WORD = sizeof(uint32_t), LINE = UNIT_FEW * WORD;
+        Shape shape;
+        shape.set(0, UNIT_LINES, LINE);
+        shape.set(4, UNIT_LINES, UNIT_BYTES);
+        shape.set(6, UNIT_LINES, LINE);
+        shape.set(5, words ? UNIT_LINES : 0, words * WORD);
+        shape.set(7, words, LINE);
+        configure(shape);
+    }
+
+    // What `ldtilecfg` reads.
+    struct alignas(64) Shape {
+        uint8_t palette = 1, start = 0, reserved[14] = {};
+        uint16_t bytes[16] = {};
+        uint8_t lines[16] = {};
+
+        void set(int tile, int64_t num_lines, int64_t num_bytes) {
+            lines[tile] = num_lines;
+            bytes[tile] = num_lines ? num_bytes : 0;
         }
+    };
+
+    static void configure(const Shape& shape) {
         asm volatile("ldtilecfg %0" ::"m"(shape));  // GCC 12's intrinsic reads eight of these bytes
     }
 
@@ -136,6 +182,7 @@ class MatrixUnit {
 public:
     template <Numbers NUMBERS, class Sum>
     void multiply(const UnitFactors&, int64_t, bool, Sum*, int64_t) {}
+    void multiply_few(const void*, int64_t, const uint32_t*, int64_t, float*) {}
 };
 
 #endif
