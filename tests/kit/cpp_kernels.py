@@ -18,7 +18,8 @@ from ops.cpp.library import Library
 
 NATIVE = "-march=native"
 LESSER = {  # what a processor may lack
-    "no bfloat16 products": (NATIVE, "-mno-avx512bf16"),
+    "no matrix unit": (NATIVE, "-mno-amx-tile"),
+    "no bfloat16 products": (NATIVE, "-mno-amx-tile", "-mno-avx512bf16"),
     "AVX2": ("-march=x86-64-v3",),
     "SSE2": ("-march=x86-64",),
 }
