@@ -39,14 +39,18 @@ inline Floats load(const float* from) {
     return x;
 }
 
-inline Floats load(const BFloat16* from) {
-    Shorts halves;
-    std::memcpy(&halves, from, sizeof(halves));
+inline Floats widen(Shorts halves) {
 #if defined(__AVX512F__)  // GCC 12 widens in two halves
     return cast<Floats>(_mm512_slli_epi32(_mm512_cvtepu16_epi32(cast<__m256i>(halves)), 16));
 #else
     return cast<Floats>(__builtin_convertvector(halves, Words) << 16);
 #endif
+}
+
+inline Floats load(const BFloat16* from) {
+    Shorts halves;
+    std::memcpy(&halves, from, sizeof(halves));
+    return widen(halves);
 }
 
 inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof(x)); }
@@ -66,6 +70,18 @@ inline Shorts round_to_bfloat16(Floats x) {
 inline void store(BFloat16* to, Floats x) {
     const Shorts halves = round_to_bfloat16(x);
     std::memcpy(to, &halves, sizeof(halves));
+}
+
+// Stores x; gives it as rounded.
+inline Floats store_rounded(float* to, Floats x) {
+    store(to, x);
+    return x;
+}
+
+inline Floats store_rounded(BFloat16* to, Floats x) {
+    const Shorts halves = round_to_bfloat16(x);
+    std::memcpy(to, &halves, sizeof(halves));
+    return widen(halves);
 }
 
 inline float widen(float x) { return x; }
@@ -94,12 +110,20 @@ inline Floats where_less(Floats x, Floats y, Floats a, Floats b) {
     return x;
 }
 
-// Of a NaN and another number it gives b.
+// Of a NaN and another number both give b.
 inline Floats larger(Floats a, Floats b) {
 #if defined(__AVX512F__)
     return cast<Floats>(_mm512_max_ps(cast<__m512>(a), cast<__m512>(b)));
 #else
     return where_less(b, a, a, b);
+#endif
+}
+
+inline Floats smaller(Floats a, Floats b) {
+#if defined(__AVX512F__)
+    return cast<Floats>(_mm512_min_ps(cast<__m512>(a), cast<__m512>(b)));
+#else
+    return where_less(a, b, a, b);
 #endif
 }
 
@@ -123,22 +147,29 @@ inline float largest(Floats x) {
     return found;
 }
 
-// e to the x, relative error below 2e-7 (Cephes' polynomial); 0 below -87, as for minus infinity. A NaN stays one.
+// e to the x, relative error below 2e-7, for x from -87 to 87; beyond as there. A NaN stays one.
 inline Floats exponential(Floats x) {
-    const Floats low = fill(-87.0f), high = fill(88.0f);
-    const Floats held = x < low ? low : (x > high ? high : x);
-    const Floats scaled = held * 1.44269504088896341f;
-    const Ints whole = __builtin_convertvector(scaled + (scaled < 0.0f ? fill(-0.5f) : fill(0.5f)), Ints);
-    const Floats n = __builtin_convertvector(whole, Floats);
+    const Floats held = smaller(fill(87.0f), larger(fill(-87.0f), x));
+    const Floats shifted = held * 1.44269504088896341f + 12582912.0f;  // 1.5 * 2^23: the lowest bits are the integer
+    const Floats n = shifted - 12582912.0f;
     const Floats r = held - n * 0.693359375f + n * 2.12194440e-4f;
-    Floats p = fill(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    const Floats result = (p * r * r + r + 1.0f) * cast<Floats>((whole + 127) << 23);
-    return x < low ? Floats{} : result;
+    Floats p = fill(8.2900587862e-3f);
+    p = p * r + 4.1899312925e-2f;
+    p = p * r + 1.6667647833e-1f;
+    p = p * r + 4.9999139356e-1f;
+    p = p * r + 9.9999970190e-1f;
+    p = p * r + 1.0f;
+    return cast<Floats>(cast<Ints>(p) + (cast<Ints>(shifted) << 23));
+}
+
+// 1 / x, relative error below 2e-7, for x from 1 to 2e38. A NaN stays one.
+inline Floats reciprocal(Floats x) {
+#if defined(__AVX512F__)  // which estimates to 14 bits
+    const Floats y = cast<Floats>(_mm512_rcp14_ps(cast<__m512>(x)));
+    return y + y * (1.0f - x * y);
+#else
+    return 1.0f / x;
+#endif
 }
 
 // Two neighbouring bfloat16 in each lane.

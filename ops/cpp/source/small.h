@@ -10,16 +10,6 @@
 
 namespace penstock {
 
-constexpr int64_t PORTION = 4;  // tokens taken at once
-
-// Calls `work` for every one of `count` pieces of work, each on the thread that takes it.
-template <class Work>
-inline void share(Team& team, int64_t count, const Work& work) {
-    const int64_t portion = std::max<int64_t>(1, std::min(PORTION, count / (2 * team.size)));
-    for (int64_t first; (first = team.take(portion)) < count;)
-        for (int64_t i = first; i < std::min(first + portion, count); i++) work(i);
-}
-
 struct NormOperands {
     const void* x;         // lines of `size`, `lines` to a token, tokens `stride` elements apart
     void* residual;        // the sum x + residual is left here; contiguous; null: there is none
@@ -42,17 +32,25 @@ inline float add_to(T* residual, T x) {
 
 template <class T>
 void norm_line(const T* x, T* residual, const T* weight, T* out, int64_t size, float eps, float offset) {
+    const auto value_at = [=](int64_t k) {
+        const Floats value = load(x + k);
+        return residual ? store_rounded(residual + k, value + load(residual + k)) : value;
+    };
+    constexpr int SUMS = 4;  // one would wait for itself; which element goes to which depends on its place alone
     const int64_t whole = size / LANES * LANES;
-    Floats squares{};
-    for (int64_t k = 0; k < whole; k += LANES) {
-        Floats value = load(x + k);
-        if (residual) {
-            store(residual + k, value + load(residual + k));
-            value = load(residual + k);  // as rounded
+    Floats squares[SUMS]{};
+    int64_t k = 0;
+    for (; k + SUMS * LANES <= whole; k += SUMS * LANES)
+#pragma GCC unroll 4
+        for (int i = 0; i < SUMS; i++) {
+            const Floats value = value_at(k + i * LANES);
+            squares[i] += value * value;
         }
-        squares += value * value;
+    for (; k < whole; k += LANES) {
+        const Floats value = value_at(k);
+        squares[0] += value * value;
     }
-    float total = sum(squares);
+    float total = sum((squares[0] + squares[1]) + (squares[2] + squares[3]));
     for (int64_t k = whole; k < size; k++) {
         const float value = residual ? add_to(residual + k, x[k]) : widen(x[k]);
         total += value * value;
@@ -67,7 +65,7 @@ template <class T>
 void norm(const void* operands, const Step& step, Team& team) {
     const auto& o = *static_cast<const NormOperands*>(operands);
     const int64_t tokens = o.tokens ? o.tokens : step.num_tokens;
-    share(team, tokens, [&](int64_t token) {
+    team.share(tokens, [&](int64_t token) {
         for (int64_t line = 0; line < o.lines; line++) {
             const int64_t place = (token * o.lines + line) * o.size;
             const T* x = static_cast<const T*>(o.x) + token * o.stride + line * o.size;
@@ -114,7 +112,7 @@ template <class T>
 void rotate(const void* operands, const Step& step, Team& team) {
     const auto& o = *static_cast<const RotateOperands*>(operands);
     const int64_t half = o.size / 2;
-    share(team, step.num_tokens, [&](int64_t token) {
+    team.share(step.num_tokens, [&](int64_t token) {
         const float* cosines = o.table + step.positions[token] * o.size;
         T* q = static_cast<T*>(o.q) + token * o.q_stride;
         T* k = static_cast<T*>(o.k) + token * o.k_stride;
@@ -137,7 +135,7 @@ struct StoreOperands {
 template <class T>
 void store_kv(const void* operands, const Step& step, Team& team) {
     const auto& o = *static_cast<const StoreOperands*>(operands);
-    share(team, step.num_tokens, [&](int64_t token) {
+    team.share(step.num_tokens, [&](int64_t token) {
         const int64_t page = step.slots[token] / step.page_size, offset = step.slots[token] % step.page_size;
         const T* k = static_cast<const T*>(o.k) + token * o.k_stride;
         const T* v = static_cast<const T*>(o.v) + token * o.v_stride;
@@ -158,7 +156,7 @@ struct EmbedOperands {
 template <class T>
 void embed(const void* operands, const Step& step, Team& team) {
     const auto& o = *static_cast<const EmbedOperands*>(operands);
-    share(team, step.num_tokens, [&](int64_t token) {
+    team.share(step.num_tokens, [&](int64_t token) {
         std::memcpy(static_cast<T*>(o.out) + token * o.size,
                     static_cast<const T*>(o.weight) + step.token_ids[token] * o.size, o.size * sizeof(T));
     });
@@ -166,17 +164,16 @@ void embed(const void* operands, const Step& step, Team& team) {
 
 enum Activation : int64_t { SILU, GELU, GELU_TANH, RELU };
 
-inline Floats hyperbolic_tangent(Floats x) {
-    const Floats power = exponential(x * 2.0f);
-    return 1.0f - 2.0f / (power + 1.0f);
-}
+// x / (1 + e^-z)
+inline Floats through_sigmoid(Floats x, Floats z) { return x * reciprocal(1.0f + exponential(-z)); }
 
-inline Floats activate(Floats x, Activation kind) {
-    switch (kind) {
+template <Activation KIND>
+inline Floats activate(Floats x) {
+    switch (KIND) {
         case SILU:
-            return x / (1.0f + exponential(-x));
-        case GELU_TANH:
-            return 0.5f * x * (1.0f + hyperbolic_tangent(0.7978845608028654f * (x + 0.044715f * x * x * x)));
+            return through_sigmoid(x, x);
+        case GELU_TANH:  // half of 1 + tanh(y) is the sigmoid of 2 y
+            return through_sigmoid(x, 2 * 0.7978845608028654f * (x + 0.044715f * x * x * x));
         case GELU: {
             Floats result;
             for (int lane = 0; lane < LANES; lane++)
@@ -184,9 +181,8 @@ inline Floats activate(Floats x, Activation kind) {
             return result;
         }
         case RELU:
-            return x < 0.0f ? Floats{} : x;  // a NaN stays one
+            return larger(Floats{}, x);  // a NaN stays one
     }
-    return x;
 }
 
 struct GateOperands {
@@ -197,18 +193,34 @@ struct GateOperands {
     Activation kind;
 };
 
+template <class T, Activation KIND>
+void gate_line(const T* x, const T* gated, T* out, int64_t size) {
+    int64_t k = 0;
+    for (; k + LANES <= size; k += LANES) store(out + k, activate<KIND>(load(x + k)) * load(gated + k));
+    for (; k < size; k++) narrow(out + k, activate<KIND>(fill(widen(x[k])))[0] * widen(gated[k]));
+}
+
+template <class T>
+constexpr auto gate_line_of(Activation kind) {
+    switch (kind) {
+        case SILU: return gate_line<T, SILU>;
+        case GELU: return gate_line<T, GELU>;
+        case GELU_TANH: return gate_line<T, GELU_TANH>;
+        case RELU: return gate_line<T, RELU>;
+    }
+    __builtin_unreachable();
+}
+
 template <class T>
 void gate(const void* operands, const Step& step, Team& team) {
     const auto& o = *static_cast<const GateOperands*>(operands);
     const int64_t tokens = o.tokens ? o.tokens : step.num_tokens;
     const int64_t parts = (o.size + 511) / 512;  // a token alone is shared too
-    share(team, tokens * parts, [&](int64_t task) {
-        const int64_t token = task / parts, first = task % parts * 512, end = std::min(first + 512, o.size);
-        const T* x = static_cast<const T*>(o.x) + token * 2 * o.size;
-        T* out = static_cast<T*>(o.out) + token * o.size;
-        int64_t k = first;
-        for (; k + LANES <= end; k += LANES) store(out + k, activate(load(x + k), o.kind) * load(x + o.size + k));
-        for (; k < end; k++) narrow(out + k, activate(fill(widen(x[k])), o.kind)[0] * widen(x[o.size + k]));
+    const auto line = gate_line_of<T>(o.kind);
+    team.share(tokens * parts, [&](int64_t task) {
+        const int64_t token = task / parts, first = task % parts * 512, size = std::min<int64_t>(512, o.size - first);
+        const T* x = static_cast<const T*>(o.x) + token * 2 * o.size + first;
+        line(x, x + o.size, static_cast<T*>(o.out) + token * o.size + first, size);
     });
 }
 
