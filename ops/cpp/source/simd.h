@@ -31,6 +31,17 @@ inline To cast(const From& from) {
     return to;
 }
 
+// Asks for memory that is read soon.
+template <class T>
+inline void fetch(const T* from, int64_t size) {
+    for (int64_t i = 0; i < size; i += 64 / sizeof(T)) __builtin_prefetch(from + i);
+}
+
+template <class T>
+inline void fetch_to_write(T* to, int64_t size) {
+    for (int64_t i = 0; i < size; i += 64 / sizeof(T)) __builtin_prefetch(to + i, 1);
+}
+
 inline Floats fill(float value) { return Floats{} + value; }
 
 inline Floats load(const float* from) {
@@ -53,7 +64,44 @@ inline Floats load(const BFloat16* from) {
     return widen(halves);
 }
 
+// The first `count` lanes; the others are 0. Half of all are loaded as such: masked, a load waits for whatever is stored
+// beside what it wants.
+inline Floats load(const float* from, int64_t count) {
+    if (count == LANES) return load(from);
+#if defined(__AVX512F__)
+    if (count == LANES / 2) return cast<Floats>(_mm512_zextps256_ps512(_mm256_loadu_ps(from)));
+    return cast<Floats>(_mm512_maskz_loadu_ps((1u << count) - 1, from));
+#else
+    Floats x{};
+    std::memcpy(&x, from, count * sizeof(float));
+    return x;
+#endif
+}
+
+inline Floats load(const BFloat16* from, int64_t count) {
+    if (count == LANES) return load(from);
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+    if (count == LANES / 2)
+        return widen(cast<Shorts>(_mm256_zextsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)))));
+    return widen(cast<Shorts>(_mm256_maskz_loadu_epi16((1u << count) - 1, from)));
+#else
+    Shorts halves{};
+    std::memcpy(&halves, from, count * sizeof(BFloat16));
+    return widen(halves);
+#endif
+}
+
 inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof(x)); }
+
+inline void store(float* to, Floats x, int64_t count) {
+    if (count == LANES) return store(to, x);
+#if defined(__AVX512F__)
+    if (count == LANES / 2) return _mm256_storeu_ps(to, _mm512_castps512_ps256(cast<__m512>(x)));
+    _mm512_mask_storeu_ps(to, (1u << count) - 1, cast<__m512>(x));
+#else
+    std::memcpy(to, &x, count * sizeof(float));
+#endif
+}
 
 // Rounds to the nearest, ties to even; a NaN stays one.
 inline Shorts round_to_bfloat16(Floats x) {
@@ -72,16 +120,37 @@ inline void store(BFloat16* to, Floats x) {
     std::memcpy(to, &halves, sizeof(halves));
 }
 
-// Stores x; gives it as rounded.
-inline Floats store_rounded(float* to, Floats x) {
-    store(to, x);
+inline void store(BFloat16* to, Shorts halves, int64_t count) {
+    if (count == LANES) return void(std::memcpy(to, &halves, sizeof(halves)));
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+    const __m256i x = cast<__m256i>(halves);
+    if (count == LANES / 2) return _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_castsi256_si128(x));
+    _mm256_mask_storeu_epi16(to, (1u << count) - 1, x);
+#else
+    std::memcpy(to, &halves, count * sizeof(BFloat16));
+#endif
+}
+
+inline void store(BFloat16* to, Floats x, int64_t count) { store(to, round_to_bfloat16(x), count); }
+
+// Stores the first `count` lanes; gives all as rounded.
+inline Floats store_rounded(float* to, Floats x, int64_t count) {
+    store(to, x, count);
     return x;
 }
 
-inline Floats store_rounded(BFloat16* to, Floats x) {
+inline Floats store_rounded(BFloat16* to, Floats x, int64_t count) {
     const Shorts halves = round_to_bfloat16(x);
-    std::memcpy(to, &halves, sizeof(halves));
+    store(to, halves, count);
     return widen(halves);
+}
+
+// Calls work(k, count) for the lanes k .. k + count - 1 of `size`, 16 at a time but for the last.
+template <class Work>
+inline void in_vectors(int64_t size, const Work& work) {
+    int64_t k = 0;
+    for (; k + LANES <= size; k += LANES) work(k, LANES);
+    if (k < size) work(k, size - k);
 }
 
 inline float widen(float x) { return x; }

@@ -10,6 +10,10 @@
 
 namespace penstock {
 
+// What other cores hold is asked for early: the processor's own look ahead is too short for that.
+constexpr int64_t TOKENS_AHEAD = 2;
+constexpr int64_t GATE_AHEAD = 1024;  // elements
+
 struct NormOperands {
     const void* x;         // lines of `size`, `lines` to a token, tokens `stride` elements apart
     void* residual;        // the sum x + residual is left here; contiguous; null: there is none
@@ -23,42 +27,21 @@ struct NormOperands {
     float offset;          // added to the weight
 };
 
-// Adds x to the residual, and gives the sum as rounded.
-template <class T>
-inline float add_to(T* residual, T x) {
-    narrow(residual, widen(x) + widen(*residual));
-    return widen(*residual);
-}
-
 template <class T>
 void norm_line(const T* x, T* residual, const T* weight, T* out, int64_t size, float eps, float offset) {
-    const auto value_at = [=](int64_t k) {
-        const Floats value = load(x + k);
-        return residual ? store_rounded(residual + k, value + load(residual + k)) : value;
-    };
-    constexpr int SUMS = 4;  // one would wait for itself; which element goes to which depends on its place alone
-    const int64_t whole = size / LANES * LANES;
-    Floats squares[SUMS]{};
-    int64_t k = 0;
-    for (; k + SUMS * LANES <= whole; k += SUMS * LANES)
-#pragma GCC unroll 4
-        for (int i = 0; i < SUMS; i++) {
-            const Floats value = value_at(k + i * LANES);
-            squares[i] += value * value;
-        }
-    for (; k < whole; k += LANES) {
-        const Floats value = value_at(k);
-        squares[0] += value * value;
-    }
-    float total = sum((squares[0] + squares[1]) + (squares[2] + squares[3]));
-    for (int64_t k = whole; k < size; k++) {
-        const float value = residual ? add_to(residual + k, x[k]) : widen(x[k]);
-        total += value * value;
-    }
-    const float factor = 1.0f / std::sqrt(total / float(size) + eps);
+    Floats squares{};
+    in_vectors(size, [&](int64_t k, int64_t count) {
+        fetch(x + k + size, 1), fetch_to_write(out + k, 1);  // the next line and, before it is written, this one's
+        if (residual) fetch_to_write(residual + k + size, 1);
+        Floats value = load(x + k, count);
+        if (residual) value = store_rounded(residual + k, value + load(residual + k, count), count);
+        squares += value * value;
+    });
+    const float factor = 1.0f / std::sqrt(sum(squares) / float(size) + eps);
     const T* from = residual ? residual : x;
-    for (int64_t k = 0; k < whole; k += LANES) store(out + k, load(from + k) * factor * (load(weight + k) + offset));
-    for (int64_t k = whole; k < size; k++) narrow(out + k, widen(from[k]) * factor * (widen(weight[k]) + offset));
+    in_vectors(size, [&](int64_t k, int64_t count) {
+        store(out + k, load(from + k, count) * factor * (load(weight + k, count) + offset), count);
+    });
 }
 
 template <class T>
@@ -87,40 +70,47 @@ struct RotateOperands {
 };
 
 template <class T>
-inline void rotate_pair(T* first, T* second, float cosine, float sine) {
-    const float a = widen(*first), b = widen(*second);
-    narrow(first, a * cosine - b * sine);
-    narrow(second, b * cosine + a * sine);
+inline void rotate_halves(T* head, const float* cosines, const float* sines, int64_t half) {
+    in_vectors(half, [&](int64_t i, int64_t count) {
+        const Floats a = load(head + i, count), b = load(head + half + i, count);
+        const Floats cosine = load(cosines + i, count), sine = load(sines + i, count);
+        store(head + i, a * cosine - b * sine, count);
+        store(head + half + i, b * cosine + a * sine, count);
+    });
 }
 
 template <class T>
-inline void rotate_head(T* head, const float* cosines, const float* sines, int64_t half, bool interleaved) {
-    if (interleaved) {
-        for (int64_t i = 0; i < half; i++) rotate_pair(head + 2 * i, head + 2 * i + 1, cosines[i], sines[i]);
-        return;
-    }
-    int64_t i = 0;
-    for (; i + LANES <= half; i += LANES) {
-        const Floats a = load(head + i), b = load(head + half + i), cosine = load(cosines + i), sine = load(sines + i);
-        store(head + i, a * cosine - b * sine);
-        store(head + half + i, b * cosine + a * sine);
-    }
-    for (; i < half; i++) rotate_pair(head + i, head + half + i, cosines[i], sines[i]);
+inline void rotate_neighbours(T* head, const float* cosines, const float* sines, int64_t half) {
+    const Ints twice = {0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7};
+    const Ints other = {1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14};
+    const Floats signs = {-1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1};
+    in_vectors(2 * half, [&](int64_t i, int64_t count) {
+        const Floats x = load(head + i, count);
+        const Floats cosine = __builtin_shuffle(load(cosines + i / 2, count / 2), twice);
+        const Floats sine = __builtin_shuffle(load(sines + i / 2, count / 2), twice);
+        store(head + i, x * cosine + __builtin_shuffle(x, other) * (sine * signs), count);
+    });
+}
+
+template <class T>
+inline void rotate_heads(T* heads, const float* angles, const RotateOperands& o, int64_t num_heads) {
+    const int64_t half = o.size / 2;
+    for (T* head = heads; head < heads + num_heads * o.head_dim; head += o.head_dim)
+        o.interleaved ? rotate_neighbours(head, angles, angles + half, half)
+                      : rotate_halves(head, angles, angles + half, half);
+}
+
+template <class T>
+inline void rotate_token(const RotateOperands& o, const Step& step, int64_t token) {
+    const float* angles = o.table + step.positions[token] * o.size;
+    rotate_heads(static_cast<T*>(o.q) + token * o.q_stride, angles, o, o.num_heads);
+    rotate_heads(static_cast<T*>(o.k) + token * o.k_stride, angles, o, o.num_kv_heads);
 }
 
 template <class T>
 void rotate(const void* operands, const Step& step, Team& team) {
     const auto& o = *static_cast<const RotateOperands*>(operands);
-    const int64_t half = o.size / 2;
-    team.share(step.num_tokens, [&](int64_t token) {
-        const float* cosines = o.table + step.positions[token] * o.size;
-        T* q = static_cast<T*>(o.q) + token * o.q_stride;
-        T* k = static_cast<T*>(o.k) + token * o.k_stride;
-        for (int64_t h = 0; h < o.num_heads; h++)
-            rotate_head(q + h * o.head_dim, cosines, cosines + half, half, o.interleaved);
-        for (int64_t h = 0; h < o.num_kv_heads; h++)
-            rotate_head(k + h * o.head_dim, cosines, cosines + half, half, o.interleaved);
-    });
+    team.share(step.num_tokens, [&](int64_t token) { rotate_token<T>(o, step, token); });
 }
 
 struct StoreOperands {
@@ -132,18 +122,53 @@ struct StoreOperands {
     int64_t num_kv_heads, head_dim;
 };
 
+// Calls work(to, from) for the keys and the values of each head of a token.
+template <class T, class Work>
+inline void each_stored(const StoreOperands& o, const Step& step, int64_t token, const Work& work) {
+    const int64_t page = step.slots[token] / step.page_size, offset = step.slots[token] % step.page_size;
+    const T* k = static_cast<const T*>(o.k) + token * o.k_stride;
+    const T* v = static_cast<const T*>(o.v) + token * o.v_stride;
+    for (int64_t h = 0; h < o.num_kv_heads; h++) {
+        const int64_t place = ((page * o.num_kv_heads + h) * step.page_size + offset) * o.head_dim;
+        work(static_cast<T*>(o.k_pool) + place, k + h * o.head_dim);
+        work(static_cast<T*>(o.v_pool) + place, v + h * o.head_dim);
+    }
+}
+
+template <class T>
+inline void store_token(const StoreOperands& o, const Step& step, int64_t token) {
+    each_stored<T>(o, step, token, [&](T* to, const T* from) { std::memcpy(to, from, o.head_dim * sizeof(T)); });
+}
+
 template <class T>
 void store_kv(const void* operands, const Step& step, Team& team) {
     const auto& o = *static_cast<const StoreOperands*>(operands);
+    team.share(step.num_tokens, [&](int64_t token) { store_token<T>(o, step, token); });
+}
+
+// Both for each token, whose keys are in the cache then.
+struct RotateStoreOperands {
+    RotateOperands rotate;
+    StoreOperands store;
+};
+
+template <class T>
+inline void fetch_token(const RotateStoreOperands& o, const Step& step, int64_t token) {
+    const int64_t head_dim = o.store.head_dim;
+    fetch(static_cast<const T*>(o.rotate.q) + token * o.rotate.q_stride, o.rotate.num_heads * head_dim);
+    each_stored<T>(o.store, step, token, [&](T* to, const T* from) {
+        fetch(from, head_dim);
+        fetch_to_write(to, head_dim);
+    });
+}
+
+template <class T>
+void rotate_store(const void* operands, const Step& step, Team& team) {
+    const auto& o = *static_cast<const RotateStoreOperands*>(operands);
     team.share(step.num_tokens, [&](int64_t token) {
-        const int64_t page = step.slots[token] / step.page_size, offset = step.slots[token] % step.page_size;
-        const T* k = static_cast<const T*>(o.k) + token * o.k_stride;
-        const T* v = static_cast<const T*>(o.v) + token * o.v_stride;
-        for (int64_t h = 0; h < o.num_kv_heads; h++) {
-            const int64_t place = ((page * o.num_kv_heads + h) * step.page_size + offset) * o.head_dim;
-            std::memcpy(static_cast<T*>(o.k_pool) + place, k + h * o.head_dim, o.head_dim * sizeof(T));
-            std::memcpy(static_cast<T*>(o.v_pool) + place, v + h * o.head_dim, o.head_dim * sizeof(T));
-        }
+        if (token + TOKENS_AHEAD < step.num_tokens) fetch_token<T>(o, step, token + TOKENS_AHEAD);
+        rotate_token<T>(o.rotate, step, token);
+        store_token<T>(o.store, step, token);
     });
 }
 
@@ -195,9 +220,10 @@ struct GateOperands {
 
 template <class T, Activation KIND>
 void gate_line(const T* x, const T* gated, T* out, int64_t size) {
-    int64_t k = 0;
-    for (; k + LANES <= size; k += LANES) store(out + k, activate<KIND>(load(x + k)) * load(gated + k));
-    for (; k < size; k++) narrow(out + k, activate<KIND>(fill(widen(x[k])))[0] * widen(gated[k]));
+    in_vectors(size, [&](int64_t k, int64_t count) {
+        fetch(x + k + GATE_AHEAD, 1), fetch(gated + k + GATE_AHEAD, 1);
+        store(out + k, activate<KIND>(load(x + k, count)) * load(gated + k, count), count);
+    });
 }
 
 template <class T>
