@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ops.attention import AttentionInputs
-from ops.cpp.library import TYPES, Library, Node, Step, address
+from ops.cpp.library import TYPES, Library, Node, Rotate, RotateStore, Step, Store, address
 
 CACHE_LINE = 64
 
@@ -67,6 +67,8 @@ class Executor:
         self, kernel: str, dtype: torch.dtype, operands: ctypes.Structure, step: Step | None = None
     ) -> None:
         """Run a kernel now, for the rows in `step` if it reads any; or note it."""
+        if self._tape is not None:
+            kernel, operands = self._tape.joined_with_last(kernel, operands)
         node = Node(self.library.kernel(kernel, dtype), ctypes.addressof(operands))
         if self._tape is not None:
             self._tape.nodes.append(node)
@@ -110,6 +112,17 @@ class Tape:
         self._parts: tuple[Tape, ...] = ()  # whose memory this one uses
         self._executor = executor
         self._array: ctypes.Array[Node] | None = None
+
+    def joined_with_last(self, kernel: str, operands: ctypes.Structure) -> tuple[str, ctypes.Structure]:
+        """A kernel that is to be noted, or the one that does what it and the last one do, which is dropped then.
+
+        Keys are stored while they are in the cache of the core that rotated them.
+        """
+        last = self.operands[-1] if self.operands else None
+        if isinstance(operands, Store) and isinstance(last, Rotate) and operands.k == last.k:
+            del self.nodes[-1], self.operands[-1]
+            return "rotate_store", RotateStore(last, operands)
+        return kernel, operands
 
     def close(self) -> None:
         """No kernels come any more."""

@@ -88,6 +88,10 @@ class Store(Structure):
     )
 
 
+class RotateStore(Structure):
+    _fields_ = (("rotate", Rotate), ("store", Store))
+
+
 class Gate(Structure):
     _fields_ = (
         ("x", c_void_p),
@@ -180,6 +184,7 @@ class Choose(Structure):
 # In the order of STRUCTURE_SIZES in `kernels.cpp`.
 STRUCTURES = (
     Step, Node, Embed, Norm, Rotate, Store, Gate, Attend, Pack, Product, Pack8, Product8, Begin, Last, Choose,
+    RotateStore,
 )  # fmt: skip
 
 

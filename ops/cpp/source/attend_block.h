@@ -30,17 +30,13 @@ inline Eight words_of(const T* from) {
     return x;
 }
 
-inline void fetch(const char* from, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
-}
-
 // 16 keys [16, D] side by side: word w of key i goes to packed[w * 16 + i]. Meanwhile as many are fetched from `ahead`,
 // line by line, as the processor can only wait for some at a time.
 template <class T>
 inline void pack_keys(const T* keys, int64_t head_dim, uint32_t* packed, const T* ahead) {
     constexpr int64_t STEP = 8 * PER_WORD<T>;
     for (int64_t d = 0; d < head_dim; d += STEP, packed += 8 * LANES) {
-        fetch(reinterpret_cast<const char*>(ahead + d * LANES), STEP * LANES * sizeof(T));
+        fetch(ahead + d * LANES, STEP * LANES);
 #if defined(__AVX512F__)
         __m512i a[8], b[8];
         for (int i = 0; i < 8; i++) {  // key 0 and 4, 1 and 5, .. 8 and 12, ..
@@ -91,7 +87,7 @@ template <class T>
 inline void pack_values(const T* values, int64_t head_dim, uint32_t* packed, const T* ahead) {
     for (int key = 0; key < LANES; key += PER_WORD<T>, packed += head_dim) {
         const T *const first = values + key * head_dim, *const second = first + head_dim;
-        fetch(reinterpret_cast<const char*>(ahead + key * head_dim), PER_WORD<T> * head_dim * sizeof(T));
+        fetch(ahead + key * head_dim, PER_WORD<T> * head_dim);
         int64_t d = 0;
 #if defined(__AVX512BF16__)
         if constexpr (PER_WORD<T> == 2) {

@@ -44,6 +44,7 @@ KERNELS(embed, embed)
 KERNELS(norm, norm)
 KERNELS(rotate, rotate)
 KERNELS(store, store_kv)
+KERNELS(rotate_store, rotate_store)
 KERNELS(gate, gate)
 KERNELS(attend, attend)
 KERNELS(pack, pack)
@@ -60,6 +61,7 @@ const int64_t STRUCTURE_SIZES[] = {
     sizeof(RotateOperands), sizeof(StoreOperands), sizeof(GateOperands),   sizeof(AttendOperands),
     sizeof(PackOperands),  sizeof(ProductOperands), sizeof(Pack8Operands), sizeof(Product8Operands),
     sizeof(BeginOperands), sizeof(LastOperands),   sizeof(ChooseOperands),
+    sizeof(RotateStoreOperands),
 };
 
 int64_t panel_width() { return PANEL; }

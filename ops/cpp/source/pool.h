@@ -15,7 +15,7 @@ constexpr int IDLE_SPINS = 2000;  // before a thread without work sleeps, some 2
 
 class Pool {
 public:
-    explicit Pool(int size) : size_(size) {
+    explicit Pool(int size) : size_(size), meeting_(size) {
         for (int rank = 1; rank < size; rank++) threads_.emplace_back([this, rank] { work(rank); });
     }
 

@@ -113,12 +113,10 @@ template <class Work>
 inline void share_panels(Team& team, int64_t rows, int64_t out_size, const Work& work) {
     const int64_t panels = (out_size + PANEL - 1) / PANEL;
     const int64_t tasks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS * panels;
-    const int64_t portion = std::max<int64_t>(1, std::min<int64_t>(4, panels / (4 * team.size)));
-    for (int64_t taken; (taken = team.take(portion)) < tasks;)
-        for (int64_t task = taken; task < std::min(taken + portion, tasks); task++) {
-            const int64_t first = task / panels * BLOCK_ROWS;
-            work(first, std::min(first + BLOCK_ROWS, rows), task % panels);
-        }
+    team.share(tasks, [&](int64_t task) {
+        const int64_t first = task / panels * BLOCK_ROWS;
+        work(first, std::min(first + BLOCK_ROWS, rows), task % panels);
+    });
 }
 
 inline int64_t rows_of(const ProductOperands& o, const Step& step) { return o.rows ? o.rows : step.num_tokens; }

@@ -31,6 +31,17 @@ inline To cast(const From& from) {
     return to;
 }
 
+// Asks for memory that is read soon.
+template <class T>
+inline void fetch(const T* from, int64_t size) {
+    for (int64_t i = 0; i < size; i += 64 / sizeof(T)) __builtin_prefetch(from + i);
+}
+
+template <class T>
+inline void fetch_to_write(T* to, int64_t size) {
+    for (int64_t i = 0; i < size; i += 64 / sizeof(T)) __builtin_prefetch(to + i, 1);
+}
+
 inline Floats fill(float value) { return Floats{} + value; }
 
 inline Floats load(const float* from) {
@@ -39,9 +50,7 @@ inline Floats load(const float* from) {
     return x;
 }
 
-inline Floats load(const BFloat16* from) {
-    Shorts halves;
-    std::memcpy(&halves, from, sizeof(halves));
+inline Floats widen(Shorts halves) {
 #if defined(__AVX512F__)  // GCC 12 widens in two halves
     return cast<Floats>(_mm512_slli_epi32(_mm512_cvtepu16_epi32(cast<__m256i>(halves)), 16));
 #else
@@ -49,7 +58,50 @@ inline Floats load(const BFloat16* from) {
 #endif
 }
 
+inline Floats load(const BFloat16* from) {
+    Shorts halves;
+    std::memcpy(&halves, from, sizeof(halves));
+    return widen(halves);
+}
+
+// The first `count` lanes; the others are 0. Half of all are loaded as such: masked, a load waits for whatever is stored
+// beside what it wants.
+inline Floats load(const float* from, int64_t count) {
+    if (count == LANES) return load(from);
+#if defined(__AVX512F__)
+    if (count == LANES / 2) return cast<Floats>(_mm512_zextps256_ps512(_mm256_loadu_ps(from)));
+    return cast<Floats>(_mm512_maskz_loadu_ps((1u << count) - 1, from));
+#else
+    Floats x{};
+    std::memcpy(&x, from, count * sizeof(float));
+    return x;
+#endif
+}
+
+inline Floats load(const BFloat16* from, int64_t count) {
+    if (count == LANES) return load(from);
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+    if (count == LANES / 2)
+        return widen(cast<Shorts>(_mm256_zextsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)))));
+    return widen(cast<Shorts>(_mm256_maskz_loadu_epi16((1u << count) - 1, from)));
+#else
+    Shorts halves{};
+    std::memcpy(&halves, from, count * sizeof(BFloat16));
+    return widen(halves);
+#endif
+}
+
 inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof(x)); }
+
+inline void store(float* to, Floats x, int64_t count) {
+    if (count == LANES) return store(to, x);
+#if defined(__AVX512F__)
+    if (count == LANES / 2) return _mm256_storeu_ps(to, _mm512_castps512_ps256(cast<__m512>(x)));
+    _mm512_mask_storeu_ps(to, (1u << count) - 1, cast<__m512>(x));
+#else
+    std::memcpy(to, &x, count * sizeof(float));
+#endif
+}
 
 // Rounds to the nearest, ties to even; a NaN stays one.
 inline Shorts round_to_bfloat16(Floats x) {
@@ -66,6 +118,39 @@ inline Shorts round_to_bfloat16(Floats x) {
 inline void store(BFloat16* to, Floats x) {
     const Shorts halves = round_to_bfloat16(x);
     std::memcpy(to, &halves, sizeof(halves));
+}
+
+inline void store(BFloat16* to, Shorts halves, int64_t count) {
+    if (count == LANES) return void(std::memcpy(to, &halves, sizeof(halves)));
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+    const __m256i x = cast<__m256i>(halves);
+    if (count == LANES / 2) return _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_castsi256_si128(x));
+    _mm256_mask_storeu_epi16(to, (1u << count) - 1, x);
+#else
+    std::memcpy(to, &halves, count * sizeof(BFloat16));
+#endif
+}
+
+inline void store(BFloat16* to, Floats x, int64_t count) { store(to, round_to_bfloat16(x), count); }
+
+// Stores the first `count` lanes; gives all as rounded.
+inline Floats store_rounded(float* to, Floats x, int64_t count) {
+    store(to, x, count);
+    return x;
+}
+
+inline Floats store_rounded(BFloat16* to, Floats x, int64_t count) {
+    const Shorts halves = round_to_bfloat16(x);
+    store(to, halves, count);
+    return widen(halves);
+}
+
+// Calls work(k, count) for the lanes k .. k + count - 1 of `size`, 16 at a time but for the last.
+template <class Work>
+inline void in_vectors(int64_t size, const Work& work) {
+    int64_t k = 0;
+    for (; k + LANES <= size; k += LANES) work(k, LANES);
+    if (k < size) work(k, size - k);
 }
 
 inline float widen(float x) { return x; }
@@ -94,12 +179,20 @@ inline Floats where_less(Floats x, Floats y, Floats a, Floats b) {
     return x;
 }
 
-// Of a NaN and another number it gives b.
+// Of a NaN and another number both give b.
 inline Floats larger(Floats a, Floats b) {
 #if defined(__AVX512F__)
     return cast<Floats>(_mm512_max_ps(cast<__m512>(a), cast<__m512>(b)));
 #else
     return where_less(b, a, a, b);
+#endif
+}
+
+inline Floats smaller(Floats a, Floats b) {
+#if defined(__AVX512F__)
+    return cast<Floats>(_mm512_min_ps(cast<__m512>(a), cast<__m512>(b)));
+#else
+    return where_less(a, b, a, b);
 #endif
 }
 
@@ -123,22 +216,29 @@ inline float largest(Floats x) {
     return found;
 }
 
-// e to the x, relative error below 2e-7 (Cephes' polynomial); 0 below -87, as for minus infinity. A NaN stays one.
+// e to the x, relative error below 2e-7, for x from -87 to 87; beyond as there. A NaN stays one.
 inline Floats exponential(Floats x) {
-    const Floats low = fill(-87.0f), high = fill(88.0f);
-    const Floats held = x < low ? low : (x > high ? high : x);
-    const Floats scaled = held * 1.44269504088896341f;
-    const Ints whole = __builtin_convertvector(scaled + (scaled < 0.0f ? fill(-0.5f) : fill(0.5f)), Ints);
-    const Floats n = __builtin_convertvector(whole, Floats);
+    const Floats held = smaller(fill(87.0f), larger(fill(-87.0f), x));
+    const Floats shifted = held * 1.44269504088896341f + 12582912.0f;  // 1.5 * 2^23: the lowest bits are the integer
+    const Floats n = shifted - 12582912.0f;
     const Floats r = held - n * 0.693359375f + n * 2.12194440e-4f;
-    Floats p = fill(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    const Floats result = (p * r * r + r + 1.0f) * cast<Floats>((whole + 127) << 23);
-    return x < low ? Floats{} : result;
+    Floats p = fill(8.2900587862e-3f);
+    p = p * r + 4.1899312925e-2f;
+    p = p * r + 1.6667647833e-1f;
+    p = p * r + 4.9999139356e-1f;
+    p = p * r + 9.9999970190e-1f;
+    p = p * r + 1.0f;
+    return cast<Floats>(cast<Ints>(p) + (cast<Ints>(shifted) << 23));
+}
+
+// 1 / x, relative error below 2e-7, for x from 1 to 2e38. A NaN stays one.
+inline Floats reciprocal(Floats x) {
+#if defined(__AVX512F__)  // which estimates to 14 bits
+    const Floats y = cast<Floats>(_mm512_rcp14_ps(cast<__m512>(x)));
+    return y + y * (1.0f - x * y);
+#else
+    return 1.0f / x;
+#endif
 }
 
 // Two neighbouring bfloat16 in each lane.

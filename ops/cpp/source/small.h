@@ -10,15 +10,9 @@
 
 namespace penstock {
 
-constexpr int64_t PORTION = 4;  // tokens taken at once
-
-// Calls `work` for every one of `count` pieces of work, each on the thread that takes it.
-template <class Work>
-inline void share(Team& team, int64_t count, const Work& work) {
-    const int64_t portion = std::max<int64_t>(1, std::min(PORTION, count / (2 * team.size)));
-    for (int64_t first; (first = team.take(portion)) < count;)
-        for (int64_t i = first; i < std::min(first + portion, count); i++) work(i);
-}
+// What other cores hold is asked for early: the processor's own look ahead is too short for that.
+constexpr int64_t TOKENS_AHEAD = 2;
+constexpr int64_t GATE_AHEAD = 1024;  // elements
 
 struct NormOperands {
     const void* x;         // lines of `size`, `lines` to a token, tokens `stride` elements apart
@@ -33,41 +27,28 @@ struct NormOperands {
     float offset;          // added to the weight
 };
 
-// Adds x to the residual, and gives the sum as rounded.
-template <class T>
-inline float add_to(T* residual, T x) {
-    narrow(residual, widen(x) + widen(*residual));
-    return widen(*residual);
-}
-
 template <class T>
 void norm_line(const T* x, T* residual, const T* weight, T* out, int64_t size, float eps, float offset) {
-    const int64_t whole = size / LANES * LANES;
     Floats squares{};
-    for (int64_t k = 0; k < whole; k += LANES) {
-        Floats value = load(x + k);
-        if (residual) {
-            store(residual + k, value + load(residual + k));
-            value = load(residual + k);  // as rounded
-        }
+    in_vectors(size, [&](int64_t k, int64_t count) {
+        fetch(x + k + size, 1), fetch_to_write(out + k, 1);  // the next line and, before it is written, this one's
+        if (residual) fetch_to_write(residual + k + size, 1);
+        Floats value = load(x + k, count);
+        if (residual) value = store_rounded(residual + k, value + load(residual + k, count), count);
         squares += value * value;
-    }
-    float total = sum(squares);
-    for (int64_t k = whole; k < size; k++) {
-        const float value = residual ? add_to(residual + k, x[k]) : widen(x[k]);
-        total += value * value;
-    }
-    const float factor = 1.0f / std::sqrt(total / float(size) + eps);
+    });
+    const float factor = 1.0f / std::sqrt(sum(squares) / float(size) + eps);
     const T* from = residual ? residual : x;
-    for (int64_t k = 0; k < whole; k += LANES) store(out + k, load(from + k) * factor * (load(weight + k) + offset));
-    for (int64_t k = whole; k < size; k++) narrow(out + k, widen(from[k]) * factor * (widen(weight[k]) + offset));
+    in_vectors(size, [&](int64_t k, int64_t count) {
+        store(out + k, load(from + k, count) * factor * (load(weight + k, count) + offset), count);
+    });
 }
 
 template <class T>
 void norm(const void* operands, const Step& step, Team& team) {
     const auto& o = *static_cast<const NormOperands*>(operands);
     const int64_t tokens = o.tokens ? o.tokens : step.num_tokens;
-    share(team, tokens, [&](int64_t token) {
+    team.share(tokens, [&](int64_t token) {
         for (int64_t line = 0; line < o.lines; line++) {
             const int64_t place = (token * o.lines + line) * o.size;
             const T* x = static_cast<const T*>(o.x) + token * o.stride + line * o.size;
@@ -89,40 +70,47 @@ struct RotateOperands {
 };
 
 template <class T>
-inline void rotate_pair(T* first, T* second, float cosine, float sine) {
-    const float a = widen(*first), b = widen(*second);
-    narrow(first, a * cosine - b * sine);
-    narrow(second, b * cosine + a * sine);
+inline void rotate_halves(T* head, const float* cosines, const float* sines, int64_t half) {
+    in_vectors(half, [&](int64_t i, int64_t count) {
+        const Floats a = load(head + i, count), b = load(head + half + i, count);
+        const Floats cosine = load(cosines + i, count), sine = load(sines + i, count);
+        store(head + i, a * cosine - b * sine, count);
+        store(head + half + i, b * cosine + a * sine, count);
+    });
 }
 
 template <class T>
-inline void rotate_head(T* head, const float* cosines, const float* sines, int64_t half, bool interleaved) {
-    if (interleaved) {
-        for (int64_t i = 0; i < half; i++) rotate_pair(head + 2 * i, head + 2 * i + 1, cosines[i], sines[i]);
-        return;
-    }
-    int64_t i = 0;
-    for (; i + LANES <= half; i += LANES) {
-        const Floats a = load(head + i), b = load(head + half + i), cosine = load(cosines + i), sine = load(sines + i);
-        store(head + i, a * cosine - b * sine);
-        store(head + half + i, b * cosine + a * sine);
-    }
-    for (; i < half; i++) rotate_pair(head + i, head + half + i, cosines[i], sines[i]);
+inline void rotate_neighbours(T* head, const float* cosines, const float* sines, int64_t half) {
+    const Ints twice = {0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7};
+    const Ints other = {1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14};
+    const Floats signs = {-1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1};
+    in_vectors(2 * half, [&](int64_t i, int64_t count) {
+        const Floats x = load(head + i, count);
+        const Floats cosine = __builtin_shuffle(load(cosines + i / 2, count / 2), twice);
+        const Floats sine = __builtin_shuffle(load(sines + i / 2, count / 2), twice);
+        store(head + i, x * cosine + __builtin_shuffle(x, other) * (sine * signs), count);
+    });
+}
+
+template <class T>
+inline void rotate_heads(T* heads, const float* angles, const RotateOperands& o, int64_t num_heads) {
+    const int64_t half = o.size / 2;
+    for (T* head = heads; head < heads + num_heads * o.head_dim; head += o.head_dim)
+        o.interleaved ? rotate_neighbours(head, angles, angles + half, half)
+                      : rotate_halves(head, angles, angles + half, half);
+}
+
+template <class T>
+inline void rotate_token(const RotateOperands& o, const Step& step, int64_t token) {
+    const float* angles = o.table + step.positions[token] * o.size;
+    rotate_heads(static_cast<T*>(o.q) + token * o.q_stride, angles, o, o.num_heads);
+    rotate_heads(static_cast<T*>(o.k) + token * o.k_stride, angles, o, o.num_kv_heads);
 }
 
 template <class T>
 void rotate(const void* operands, const Step& step, Team& team) {
     const auto& o = *static_cast<const RotateOperands*>(operands);
-    const int64_t half = o.size / 2;
-    share(team, step.num_tokens, [&](int64_t token) {
-        const float* cosines = o.table + step.positions[token] * o.size;
-        T* q = static_cast<T*>(o.q) + token * o.q_stride;
-        T* k = static_cast<T*>(o.k) + token * o.k_stride;
-        for (int64_t h = 0; h < o.num_heads; h++)
-            rotate_head(q + h * o.head_dim, cosines, cosines + half, half, o.interleaved);
-        for (int64_t h = 0; h < o.num_kv_heads; h++)
-            rotate_head(k + h * o.head_dim, cosines, cosines + half, half, o.interleaved);
-    });
+    team.share(step.num_tokens, [&](int64_t token) { rotate_token<T>(o, step, token); });
 }
 
 struct StoreOperands {
@@ -134,18 +122,53 @@ struct StoreOperands {
     int64_t num_kv_heads, head_dim;
 };
 
+// Calls work(to, from) for the keys and the values of each head of a token.
+template <class T, class Work>
+inline void each_stored(const StoreOperands& o, const Step& step, int64_t token, const Work& work) {
+    const int64_t page = step.slots[token] / step.page_size, offset = step.slots[token] % step.page_size;
+    const T* k = static_cast<const T*>(o.k) + token * o.k_stride;
+    const T* v = static_cast<const T*>(o.v) + token * o.v_stride;
+    for (int64_t h = 0; h < o.num_kv_heads; h++) {
+        const int64_t place = ((page * o.num_kv_heads + h) * step.page_size + offset) * o.head_dim;
+        work(static_cast<T*>(o.k_pool) + place, k + h * o.head_dim);
+        work(static_cast<T*>(o.v_pool) + place, v + h * o.head_dim);
+    }
+}
+
+template <class T>
+inline void store_token(const StoreOperands& o, const Step& step, int64_t token) {
+    each_stored<T>(o, step, token, [&](T* to, const T* from) { std::memcpy(to, from, o.head_dim * sizeof(T)); });
+}
+
 template <class T>
 void store_kv(const void* operands, const Step& step, Team& team) {
     const auto& o = *static_cast<const StoreOperands*>(operands);
-    share(team, step.num_tokens, [&](int64_t token) {
-        const int64_t page = step.slots[token] / step.page_size, offset = step.slots[token] % step.page_size;
-        const T* k = static_cast<const T*>(o.k) + token * o.k_stride;
-        const T* v = static_cast<const T*>(o.v) + token * o.v_stride;
-        for (int64_t h = 0; h < o.num_kv_heads; h++) {
-            const int64_t place = ((page * o.num_kv_heads + h) * step.page_size + offset) * o.head_dim;
-            std::memcpy(static_cast<T*>(o.k_pool) + place, k + h * o.head_dim, o.head_dim * sizeof(T));
-            std::memcpy(static_cast<T*>(o.v_pool) + place, v + h * o.head_dim, o.head_dim * sizeof(T));
-        }
+    team.share(step.num_tokens, [&](int64_t token) { store_token<T>(o, step, token); });
+}
+
+// Both for each token, whose keys are in the cache then.
+struct RotateStoreOperands {
+    RotateOperands rotate;
+    StoreOperands store;
+};
+
+template <class T>
+inline void fetch_token(const RotateStoreOperands& o, const Step& step, int64_t token) {
+    const int64_t head_dim = o.store.head_dim;
+    fetch(static_cast<const T*>(o.rotate.q) + token * o.rotate.q_stride, o.rotate.num_heads * head_dim);
+    each_stored<T>(o.store, step, token, [&](T* to, const T* from) {
+        fetch(from, head_dim);
+        fetch_to_write(to, head_dim);
+    });
+}
+
+template <class T>
+void rotate_store(const void* operands, const Step& step, Team& team) {
+    const auto& o = *static_cast<const RotateStoreOperands*>(operands);
+    team.share(step.num_tokens, [&](int64_t token) {
+        if (token + TOKENS_AHEAD < step.num_tokens) fetch_token<T>(o, step, token + TOKENS_AHEAD);
+        rotate_token<T>(o.rotate, step, token);
+        store_token<T>(o.store, step, token);
     });
 }
 
@@ -158,7 +181,7 @@ struct EmbedOperands {
 template <class T>
 void embed(const void* operands, const Step& step, Team& team) {
     const auto& o = *static_cast<const EmbedOperands*>(operands);
-    share(team, step.num_tokens, [&](int64_t token) {
+    team.share(step.num_tokens, [&](int64_t token) {
         std::memcpy(static_cast<T*>(o.out) + token * o.size,
                     static_cast<const T*>(o.weight) + step.token_ids[token] * o.size, o.size * sizeof(T));
     });
@@ -166,17 +189,16 @@ void embed(const void* operands, const Step& step, Team& team) {
 
 enum Activation : int64_t { SILU, GELU, GELU_TANH, RELU };
 
-inline Floats hyperbolic_tangent(Floats x) {
-    const Floats power = exponential(x * 2.0f);
-    return 1.0f - 2.0f / (power + 1.0f);
-}
+// x / (1 + e^-z)
+inline Floats through_sigmoid(Floats x, Floats z) { return x * reciprocal(1.0f + exponential(-z)); }
 
-inline Floats activate(Floats x, Activation kind) {
-    switch (kind) {
+template <Activation KIND>
+inline Floats activate(Floats x) {
+    switch (KIND) {
         case SILU:
-            return x / (1.0f + exponential(-x));
-        case GELU_TANH:
-            return 0.5f * x * (1.0f + hyperbolic_tangent(0.7978845608028654f * (x + 0.044715f * x * x * x)));
+            return through_sigmoid(x, x);
+        case GELU_TANH:  // half of 1 + tanh(y) is the sigmoid of 2 y
+            return through_sigmoid(x, 2 * 0.7978845608028654f * (x + 0.044715f * x * x * x));
         case GELU: {
             Floats result;
             for (int lane = 0; lane < LANES; lane++)
@@ -184,9 +206,8 @@ inline Floats activate(Floats x, Activation kind) {
             return result;
         }
         case RELU:
-            return x < 0.0f ? Floats{} : x;  // a NaN stays one
+            return larger(Floats{}, x);  // a NaN stays one
     }
-    return x;
 }
 
 struct GateOperands {
@@ -197,18 +218,35 @@ struct GateOperands {
     Activation kind;
 };
 
+template <class T, Activation KIND>
+void gate_line(const T* x, const T* gated, T* out, int64_t size) {
+    in_vectors(size, [&](int64_t k, int64_t count) {
+        fetch(x + k + GATE_AHEAD, 1), fetch(gated + k + GATE_AHEAD, 1);
+        store(out + k, activate<KIND>(load(x + k, count)) * load(gated + k, count), count);
+    });
+}
+
+template <class T>
+constexpr auto gate_line_of(Activation kind) {
+    switch (kind) {
+        case SILU: return gate_line<T, SILU>;
+        case GELU: return gate_line<T, GELU>;
+        case GELU_TANH: return gate_line<T, GELU_TANH>;
+        case RELU: return gate_line<T, RELU>;
+    }
+    __builtin_unreachable();
+}
+
 template <class T>
 void gate(const void* operands, const Step& step, Team& team) {
     const auto& o = *static_cast<const GateOperands*>(operands);
     const int64_t tokens = o.tokens ? o.tokens : step.num_tokens;
     const int64_t parts = (o.size + 511) / 512;  // a token alone is shared too
-    share(team, tokens * parts, [&](int64_t task) {
-        const int64_t token = task / parts, first = task % parts * 512, end = std::min(first + 512, o.size);
-        const T* x = static_cast<const T*>(o.x) + token * 2 * o.size;
-        T* out = static_cast<T*>(o.out) + token * o.size;
-        int64_t k = first;
-        for (; k + LANES <= end; k += LANES) store(out + k, activate(load(x + k), o.kind) * load(x + o.size + k));
-        for (; k < end; k++) narrow(out + k, activate(fill(widen(x[k])), o.kind)[0] * widen(x[o.size + k]));
+    const auto line = gate_line_of<T>(o.kind);
+    team.share(tokens * parts, [&](int64_t task) {
+        const int64_t token = task / parts, first = task % parts * 512, size = std::min<int64_t>(512, o.size - first);
+        const T* x = static_cast<const T*>(o.x) + token * 2 * o.size + first;
+        line(x, x + o.size, static_cast<T*>(o.out) + token * o.size + first, size);
     });
 }
 

@@ -1,8 +1,10 @@
 // The threads that compute one step together.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <vector>
 
 namespace penstock {
 
@@ -16,17 +18,26 @@ inline void pause() {
 #endif
 }
 
+// How much of one thread's share of some work is taken. Two, used by turns: one is made ready while the other is in use.
+struct Taken {
+    alignas(64) std::atomic<int64_t> count[2]{0, 0};
+};
+
 // What the threads of a team share.
 struct Meeting {
+    explicit Meeting(int size) : taken(size) {}
+
+    std::vector<Taken> taken;
     alignas(64) std::atomic<int64_t> next{0};
     alignas(64) std::atomic<int32_t> arrived{0};
-    alignas(64) std::atomic<int32_t> round{0};
+    alignas(64) std::atomic<uint32_t> round{0};
 };
 
 // One thread's view of its team. Work is taken, not dealt: a thread whose core is busy elsewhere takes less of it.
 class Team {
 public:
-    Team(int rank, int size, Meeting& meeting) : rank(rank), size(size), meeting_(meeting) {}
+    Team(int rank, int size, Meeting& meeting)
+        : rank(rank), size(size), meeting_(meeting), round_(meeting.round.load(std::memory_order_acquire)) {}
 
     const int rank;
     const int size;
@@ -34,29 +45,50 @@ public:
     // The first of `count` tasks that nobody has taken since the last barrier; beyond the last one, stop.
     int64_t take(int64_t count = 1) { return meeting_.next.fetch_add(count, std::memory_order_relaxed); }
 
+    // Calls work(i) for every i below `count`, each on one thread: what this thread gets first is always the same part
+    // of them, so that it finds in its cache what it wrote there; then it takes from others. Once between two barriers.
+    template <class Work>
+    void share(int64_t count, const Work& work) {
+        const int64_t portion = std::clamp<int64_t>(count / (8 * size), 1, PORTION);
+        for (int turn = 0; turn < size; turn++) {
+            const int owner = (rank + turn) % size;
+            const int64_t begin = (count * owner + size - 1) / size, end = (count * (owner + 1) + size - 1) / size;
+            std::atomic<int64_t>& taken = meeting_.taken[owner].count[round_ & 1];
+            while (true) {
+                const int64_t first = begin + taken.fetch_add(portion, std::memory_order_relaxed);
+                if (first >= end) break;
+                for (int64_t i = first; i < std::min(first + portion, end); i++) work(i);
+            }
+        }
+    }
+
     // Wait for all threads; afterwards tasks are counted from 0 again, and all see what all have written.
     void barrier() {
+        meeting_.taken[rank].count[++round_ & 1].store(0, std::memory_order_relaxed);  // not in use since the last one
         if (size == 1) {
             meeting_.next.store(0, std::memory_order_relaxed);
+            meeting_.round.store(round_, std::memory_order_relaxed);
             return;
         }
-        const int32_t round = meeting_.round.load(std::memory_order_acquire);
         if (meeting_.arrived.fetch_add(1, std::memory_order_acq_rel) == size - 1) {
             meeting_.next.store(0, std::memory_order_relaxed);
             meeting_.arrived.store(0, std::memory_order_relaxed);
-            meeting_.round.store(round + 1, std::memory_order_release);
+            meeting_.round.store(round_, std::memory_order_release);
             meeting_.round.notify_all();
             return;
         }
         for (int spins = 0; spins < SPINS; spins++) {
-            if (meeting_.round.load(std::memory_order_acquire) != round) return;
+            if (meeting_.round.load(std::memory_order_acquire) == round_) return;
             pause();
         }
-        meeting_.round.wait(round, std::memory_order_acquire);
+        meeting_.round.wait(round_ - 1, std::memory_order_acquire);
     }
 
 private:
+    static constexpr int64_t PORTION = 4;  // taken at once, at most
+
     Meeting& meeting_;
+    uint32_t round_;  // how many barriers this thread has passed
 };
 
 }  // namespace penstock

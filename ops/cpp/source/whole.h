@@ -26,7 +26,7 @@ inline void begin(const void* operands, const Step& step, Team& team) {
             o.query_starts[row + 1] = o.query_starts[row] + step.counts[row];
     }
     team.barrier();
-    share(team, step.num_rows, [&](int64_t row) {
+    team.share(step.num_rows, [&](int64_t row) {
         const int32_t* pages = step.page_table + row * step.table_width;
         for (int64_t i = 0, token = o.query_starts[row]; i < step.counts[row]; i++, token++) {
             const int64_t position = step.starts[row] + i, given = step.given_ids[token];
@@ -46,7 +46,7 @@ struct LastOperands {
 template <class T>
 void last(const void* operands, const Step& step, Team& team) {
     const auto& o = *static_cast<const LastOperands*>(operands);
-    share(team, step.num_samples, [&](int64_t sample) {
+    team.share(step.num_samples, [&](int64_t sample) {
         const int64_t token = step.query_starts[step.sample_rows[sample] + 1] - 1;
         std::memcpy(static_cast<T*>(o.out) + sample * o.size, static_cast<const T*>(o.hidden) + token * o.size,
                     o.size * sizeof(T));
@@ -119,7 +119,7 @@ void choose(const void* operands, const Step& step, Team& team) {
     else
         multiply<T>(o.product.plain, team, step.num_samples, put);
     team.barrier();
-    share(team, step.num_samples, [&](int64_t sample) { choose_best(o, step, team, sample); });
+    team.share(step.num_samples, [&](int64_t sample) { choose_best(o, step, team, sample); });
 }
 
 }  // namespace penstock

@@ -28,6 +28,9 @@ CASES = {
     "numbers of heads and angles that are no powers of two": Case(3, 1, 12, 12),
     "half precision": Case(dtype=torch.float16),
     "bfloat16": Case(dtype=torch.bfloat16, interleaved=True),
+    "a vector and a half": Case(head_dim=48, rotated=48, dtype=torch.bfloat16, fused=True),
+    "a vector and a quarter": Case(head_dim=40, rotated=40),
+    "interleaved vectors": Case(head_dim=48, rotated=40, interleaved=True),
     "slices of one tensor": Case(fused=True, rotated=4),
     "one token": Case(positions=(3,)),
 }

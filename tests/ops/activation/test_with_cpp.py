@@ -40,6 +40,19 @@ def test_large_and_tiny_numbers_stay_right(activation: str) -> None:
     agree([backend("activation").gate(x, activation)], [native.gate(x.clone(), activation)])
 
 
+def test_silu_is_right_to_a_millionth_of_itself() -> None:
+    gates = torch.linspace(-80, 80, 100001).unsqueeze(0)
+    found = backend("activation").gate(torch.cat((gates, torch.ones_like(gates)), 1), "silu")
+    wanted = torch.nn.functional.silu(gates.double())
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_infinity_opens_a_gate(activation: str) -> None:
+    x = torch.tensor([[torch.inf, 2.0, 3.0, -1.0]])
+    assert backend("activation").gate(x, activation)[0, 0] == torch.inf
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_what_is_no_number_stays_none(activation: str) -> None:
     x = torch.ones(2, 40)

@@ -6,13 +6,17 @@ import gc
 import os
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
-from cpp_kernels import drawn, executor, library
-from ops.cpp.executor import Arena, Executor, NotRecordable
+from cpp_kernels import DTYPES, drawn, executor, library
+from ops.attention import AttentionInputs
+from ops.cpp.executor import Arena, Executor, NotRecordable, step_in
 from ops.cpp.library import Step
+from ops.kv import with_cpp as kv
 from ops.norm import with_cpp as norm
+from ops.rope import with_cpp as rope
 
 WEIGHT = torch.ones(32)
 
@@ -40,9 +44,9 @@ def norms(run: Executor, count: int) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
-@pytest.mark.parametrize("num_tokens", [0, 1, 6, 7])
+@pytest.mark.parametrize("num_tokens", [0, 1, 6, 7, 200])
 def test_a_tape_computes_what_the_kernels_do_one_by_one(num_threads: int, num_tokens: int) -> None:
-    run, x = executor(num_threads), drawn(7, 32)
+    run, x = executor(num_threads), drawn(max(7, num_tokens), 32)
     layers = norms(run, 5)
     tape, result = recorded(run, layers, x)
     result.fill_(-1)
@@ -50,6 +54,50 @@ def test_a_tape_computes_what_the_kernels_do_one_by_one(num_threads: int, num_to
         tape.run(Step(num_tokens=num_tokens))
         assert torch.equal(result[:num_tokens], layers(x[:num_tokens]))
         assert result[num_tokens:].eq(-1).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_keys_are_rotated_and_stored_at_once_on_a_tape(num_threads: int, dtype: torch.dtype) -> None:
+    run, table, positions = executor(num_threads), drawn(40, 32), torch.arange(37)
+    inputs = AttentionInputs.build([0], [37], np.arange(3, dtype=np.int32)[None, ::-1], 16)
+    step_in(inputs).positions = positions.data_ptr()
+    rotate, store = rope.make(run)["rotate"], kv.make(run)["store"]
+
+    def outputs(compute: Callable[[Callable[[], None]], object]) -> list[torch.Tensor]:
+        q, k, v = drawn(37, 12, 48, dtype=dtype).split((6, 3, 3), dim=1)
+        pools = torch.zeros(2, 3, 3, 16, 48, dtype=dtype)
+
+        def layer() -> None:
+            turned = rotate(q, k, table, positions)[1]
+            store(turned, v, *pools, inputs)
+
+        compute(layer)
+        return [q, k, v, pools]
+
+    def on_tape(layer: Callable[[], None]) -> None:
+        tape = run.record(37, layer)
+        assert [run.library.name_of(node.kernel) for node in tape.nodes] == ["rotate_store"]
+        tape.run(step_in(inputs))
+
+    for found, wanted in zip(outputs(on_tape), outputs(lambda layer: layer()), strict=True):
+        assert torch.equal(found, wanted)
+        assert found.any()
+
+
+def test_keys_that_were_not_just_rotated_are_stored_by_themselves() -> None:
+    run, table, positions = executor(1), drawn(40, 32), torch.arange(4)
+    inputs = AttentionInputs.build([0], [4], np.zeros((1, 1), np.int32), 16)
+    rotate, store = rope.make(run)["rotate"], kv.make(run)["store"]
+    q, k, other = drawn(4, 6, 48).split(2, dim=1)
+    pools = torch.zeros(2, 1, 2, 16, 48)
+
+    def layer() -> None:
+        rotate(q, k, table, positions)
+        store(other, other, *pools, inputs)
+
+    tape = run.record(4, layer)
+    assert [run.library.name_of(node.kernel) for node in tape.nodes] == ["rotate", "store"]
 
 
 def test_many_layers_need_the_memory_of_one() -> None:
