@@ -121,7 +121,7 @@ inline void dot_in_unit(MatrixUnit& unit, const Factors& of, int64_t rows, int64
                 .steps = of.steps / UNIT_WORDS,
             };
             unit.multiply<Numbers::BRAIN_FLOATS>(factors, std::min(UNIT_ROWS, rows - row), vector + 1 < vectors,
-                                                 c + row * c_row + vector * LANES, c_row);
+                                                 c + row * c_row + vector * LANES, c_row, [] {});
         }
 }
 

@@ -56,17 +56,17 @@ public:
     }
 
     // sums[row * stride + column] for rows (at most 32) and 16 columns, or 32 with `wide`. A sum is added up in
-    // order of depth, whatever else is computed.
-    template <Numbers NUMBERS, class Sum>
-    void multiply(const UnitFactors& of, int64_t rows, bool wide, Sum* sums, int64_t stride) {
+    // order of depth, whatever else is computed. `meanwhile()` is called once a step: the rest of the processor waits.
+    template <Numbers NUMBERS, class Sum, class Meanwhile>
+    void multiply(const UnitFactors& of, int64_t rows, bool wide, Sum* sums, int64_t stride, Meanwhile&& meanwhile) {
         set_heights(std::min(rows, UNIT_LINES), std::max<int64_t>(rows - UNIT_LINES, 0));
         asm volatile("" ::: "memory");  // the instructions below do not say that they read memory
         if (lower_)
-            wide ? multiply_tiles<NUMBERS, true, true>(of, sums, stride)
-                 : multiply_tiles<NUMBERS, true, false>(of, sums, stride);
+            wide ? multiply_tiles<NUMBERS, true, true>(of, sums, stride, meanwhile)
+                 : multiply_tiles<NUMBERS, true, false>(of, sums, stride, meanwhile);
         else
-            wide ? multiply_tiles<NUMBERS, false, true>(of, sums, stride)
-                 : multiply_tiles<NUMBERS, false, false>(of, sums, stride);
+            wide ? multiply_tiles<NUMBERS, false, true>(of, sums, stride, meanwhile)
+                 : multiply_tiles<NUMBERS, false, false>(of, sums, stride, meanwhile);
     }
 
     // sums [16, 4] of 16 rows of bfloat16, a [16, words] of four bytes, with four columns, b [words, 4]: the same
@@ -134,8 +134,8 @@ private:
     }
 
     // Tiles 0 and 1 are the upper sums, 2 and 3 the lower ones; 4 and 5 rows of a; 6 and 7 columns of b.
-    template <Numbers NUMBERS, bool LOWER, bool WIDE, class Sum>
-    static void multiply_tiles(const UnitFactors& of, Sum* sums, int64_t stride) {
+    template <Numbers NUMBERS, bool LOWER, bool WIDE, class Sum, class Meanwhile>
+    static void multiply_tiles(const UnitFactors& of, Sum* sums, int64_t stride, Meanwhile&& meanwhile) {
         static_assert(sizeof(Sum) == 4);
         const char *a = static_cast<const char*>(of.a), *b = static_cast<const char*>(of.b);
         const char* const lower_a = a + UNIT_LINES * of.a_stride;
@@ -151,8 +151,8 @@ private:
                 for (int64_t line = 0; line < 2 * UNIT_LINES; line++)
                     __builtin_prefetch(b + of.b_step + line * UNIT_BYTES);
             _tile_loadd(6, b, of.b_stride);
-            _tile_loadd(4, a + step * UNIT_BYTES, of.a_stride);
-            if constexpr (LOWER) _tile_loadd(5, lower_a + step * UNIT_BYTES, of.a_stride);
+            _tile_stream_loadd(4, a + step * UNIT_BYTES, of.a_stride);  // leaves b in the nearest cache
+            if constexpr (LOWER) _tile_stream_loadd(5, lower_a + step * UNIT_BYTES, of.a_stride);
             if constexpr (WIDE) _tile_loadd(7, b + of.b_next, of.b_stride);
             if constexpr (NUMBERS == Numbers::BRAIN_FLOATS) {
                 _tile_dpbf16ps(0, 4, 6);
@@ -165,6 +165,7 @@ private:
                 if constexpr (LOWER) _tile_dpbsud(2, 5, 6);
                 if constexpr (LOWER && WIDE) _tile_dpbsud(3, 5, 7);
             }
+            meanwhile();
         }
         const int64_t bytes = stride * sizeof(Sum);
         _tile_stored(0, sums, bytes);
@@ -180,8 +181,8 @@ inline bool has_matrix_unit() { return false; }
 
 class MatrixUnit {
 public:
-    template <Numbers NUMBERS, class Sum>
-    void multiply(const UnitFactors&, int64_t, bool, Sum*, int64_t) {}
+    template <Numbers NUMBERS, class Sum, class Meanwhile>
+    void multiply(const UnitFactors&, int64_t, bool, Sum*, int64_t, Meanwhile&&) {}
     void multiply_few(const void*, int64_t, const uint32_t*, int64_t, float*) {}
 };
 

@@ -121,14 +121,49 @@ inline void share_panels(Team& team, int64_t rows, int64_t out_size, const Work&
 
 inline int64_t rows_of(const ProductOperands& o, const Step& step) { return o.rows ? o.rows : step.num_tokens; }
 
+// Sums that a matrix unit has left: they are put away bit by bit while it computes the next ones.
+template <class Sum, class Put>
+class Finished {
+public:
+    explicit Finished(const Put& put) : put_(put) {}
+    ~Finished() { put_away(height_); }
+
+    // Where the next sums go.
+    Sum* room() { return sums_[side_ ^ 1][0]; }
+
+    // As `room` was filled meanwhile: its rows and panel. They will be put away within so many calls.
+    void take(int64_t row, int64_t height, int64_t panel, int64_t calls) {
+        put_away(height_);
+        side_ ^= 1;
+        row_ = row, height_ = height, panel_ = panel, done_ = 0;
+        portion_ = (height + calls - 1) / calls;
+    }
+
+    void operator()() { put_away(std::min(height_, done_ + portion_)); }
+
+private:
+    const Put& put_;
+    alignas(64) Sum sums_[2][UNIT_ROWS][PANEL];
+    int side_ = 0;
+    int64_t row_ = 0, height_ = 0, panel_ = 0, done_ = 0, portion_ = 0;
+
+    void put_away(int64_t end) {
+        for (; done_ < end; done_++) put_(row_ + done_, panel_, sums_[side_][done_]);
+    }
+};
+
 // With a matrix unit; a panel is as wide as it is.
 template <class Put>
 inline void multiply_in_unit(const ProductOperands& o, Team& team, int64_t rows, const Put& put) {
-    alignas(64) float sums[UNIT_ROWS][PANEL];
+    const int64_t steps = o.in_size / UNIT_DEPTH, bytes = PANEL * sizeof(BFloat16);
+    const auto put_sums = [&](int64_t row, int64_t panel, const float* sums) {
+        put(row, panel, {load(sums), load(sums + LANES)});
+    };
+    Finished<float, decltype(put_sums)> finished(put_sums);
     MatrixUnit unit;
     share_panels(team, rows, o.out_size, [&](int64_t first, int64_t end, int64_t panel) {
         for (int64_t row = first; row < end; row += UNIT_ROWS) {
-            const int64_t height = std::min(UNIT_ROWS, end - row), bytes = PANEL * sizeof(BFloat16);
+            const int64_t height = std::min(UNIT_ROWS, end - row);
             const UnitFactors factors{
                 .a = static_cast<const BFloat16*>(o.x) + row * o.x_stride,
                 .a_stride = o.x_stride * int64_t(sizeof(BFloat16)),
@@ -136,13 +171,13 @@ inline void multiply_in_unit(const ProductOperands& o, Team& team, int64_t rows,
                 .b_stride = 2 * bytes,
                 .b_step = UNIT_LINES * 2 * bytes,
                 .b_next = bytes,
-                .steps = o.in_size / UNIT_DEPTH,
+                .steps = steps,
                 .ahead = o.in_size * bytes,
                 .part = (row - first) / UNIT_ROWS,
                 .parts = (end - first + UNIT_ROWS - 1) / UNIT_ROWS,
             };
-            unit.multiply<Numbers::BRAIN_FLOATS>(factors, height, true, sums[0], PANEL);
-            for (int64_t r = 0; r < height; r++) put(row + r, panel, {load(sums[r]), load(sums[r] + LANES)});
+            unit.multiply<Numbers::BRAIN_FLOATS>(factors, height, true, finished.room(), PANEL, finished);
+            finished.take(row, height, panel, steps);
         }
     });
 }
