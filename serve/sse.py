@@ -62,23 +62,29 @@ class EventStream:
         self._ping_s = ping_s
         self._starting = anyio.Lock()
         self._started = False
+        self._failure: Exception | None = None
         self._num_writing = 0
         self._last_write_s = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        failure: Exception | None = None
         self._send_body: Send = scope.get(DIRECT_SEND, send)
         try:
             async with anyio.create_task_group() as group:
-                group.start_soon(self._accompany, receive, send, group.cancel_scope)
-                failure = await self._relay(send)
-                if failure is not None and self._started and not isinstance(failure, OSError):
-                    await self._write(send, self._dialect.event(failure) + DONE, more=False)
-                group.cancel_scope.cancel()
+                # A task of its own: every wake of a coroutine goes through all that await it, and here these
+                # are the router's and the middleware's, two dozen for each token.
+                group.start_soon(self._relay_all, send, group.cancel_scope)
+                await self._accompany(receive, send, group.cancel_scope)
         finally:
             close_all(self._replies)
-        if failure is not None and not self._started:
-            await self._dialect.response(failure)(scope, receive, send)
+        if self._failure is not None and not self._started:
+            await self._dialect.response(self._failure)(scope, receive, send)
+
+    async def _relay_all(self, send: Send, scope: anyio.CancelScope) -> None:
+        """Relay to the end, also where that is an error, and then end the stream's other task."""
+        self._failure = failure = await self._relay(send)
+        if failure is not None and self._started and not isinstance(failure, OSError):
+            await self._write(send, self._dialect.event(failure) + DONE, more=False)
+        scope.cancel()
 
     async def _relay(self, send: Send) -> Exception | None:
         """Pass everything on. Returns the error that ended it early; an OSError when the client is gone."""

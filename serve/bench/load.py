@@ -5,30 +5,31 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from time import perf_counter
+from typing import TypeVar
 
 import anyio
 
-from serve.bench.metrics import Outcome
 from serve.bench.progress import Progress
 from serve.bench.workload import Prompt
 
-Send = Callable[[Prompt, float], Awaitable[Outcome]]
+Result = TypeVar("Result")
+Send = Callable[[Prompt, float], Awaitable[Result]]
 
 
 async def drive(
     prompts: Sequence[Prompt],
     arrivals_s: Sequence[float],
-    send: Send,
+    send: Send[Result],
     *,
     max_concurrency: int | None = None,
     progress: Progress | None = None,
-) -> tuple[list[Outcome], float]:
-    """Outcomes in the order of the prompts, and the seconds from the start to the last one.
+) -> tuple[list[Result], float]:
+    """What `send` returned in the order of the prompts, and the seconds from the start to the last one.
 
     `send(prompt, start_s)` must not raise for what a server does. With `max_concurrency` a prompt whose time
     has come waits for a free place; its clock starts when it is sent.
     """
-    outcomes: list[Outcome | None] = [None] * len(prompts)
+    outcomes: list[Result | None] = [None] * len(prompts)
     places = anyio.Semaphore(max_concurrency) if max_concurrency else None
     start_s = perf_counter()
 

@@ -4,13 +4,19 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <thread>
 #include <vector>
 
 namespace penstock {
 
-// Before a waiting thread sleeps: some 300 us. Whoever takes a thread's core for a moment (the event loop, a client on the
-// same machine) gives it back sooner than a sleeper is woken, and between two kernels that would happen many times a step.
+// Before a waiting thread sleeps: 300 to 800 us. Whoever takes a thread's core for a moment (the event loop, a client on
+// the same machine) gives it back sooner than a sleeper is woken, and between two kernels that would happen many times
+// a step.
 constexpr int SPINS = 40000;
+
+// Between offers of the core to others, some 5 us. Without them a thread would look, for as long as the system lets it,
+// for what another cannot do that waits for this very core: the rest of the team, or the loop.
+constexpr int SPINS_PER_YIELD = 256;
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -79,7 +85,10 @@ public:
         }
         for (int spins = 0; spins < SPINS; spins++) {
             if (meeting_.round.load(std::memory_order_acquire) == round_) return;
-            pause();
+            if (spins % SPINS_PER_YIELD == SPINS_PER_YIELD - 1)
+                std::this_thread::yield();
+            else
+                pause();
         }
         meeting_.round.wait(round_ - 1, std::memory_order_acquire);
     }

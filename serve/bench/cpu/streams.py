@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from time import perf_counter
+from typing import NamedTuple
 
 import anyio
 import orjson
 
-from serve.bench.client import Client, ExchangeError
+from serve.bench.client import Client, ExchangeError, Response
 from serve.bench.cpu.work import OUTPUT, STREAM_FIGURES, Ids, WorkError
 from serve.bench.load import drive
 from serve.bench.metrics import Outcome, measure
@@ -58,13 +59,31 @@ async def _stream(url: str, prompts: Sequence[Prompt], vocabulary: Vocabulary) -
         asking = Asking(model=listed["data"][0]["id"])
         bodies = {id(prompt): orjson.dumps(BACKEND.ask(prompt, asking)) for prompt in prompts}
 
-        async def send(prompt: Prompt, start_s: float) -> Outcome:
+        async def send(prompt: Prompt, start_s: float) -> _Answer:
             sent_s = perf_counter()
             try:
                 response = await client.post(BACKEND.path, bodies[id(prompt)])
             except ExchangeError as error:
-                return failed(prompt, str(error), sent_s=sent_s, ended_s=perf_counter(), start_s=start_s)
-            count = vocabulary.count
-            return observe(prompt, response, BACKEND, sent_s=sent_s, start_s=start_s, count=count)
+                return _Answer(prompt, sent_s, start_s, perf_counter(), str(error))
+            return _Answer(prompt, sent_s, start_s, response.ended_s, response)
 
-        return await drive(prompts, [0.0] * len(prompts), send)
+        answers, duration_s = await drive(prompts, [0.0] * len(prompts), send)
+    # Only now: looking into the events takes as long as some steps of a small model.
+    return [_outcome(answer, vocabulary) for answer in answers], duration_s
+
+
+class _Answer(NamedTuple):
+    """What came of one prompt, not looked into yet."""
+
+    prompt: Prompt
+    sent_s: float
+    start_s: float
+    ended_s: float
+    what: Response | str  # the latter: why there is none
+
+
+def _outcome(answer: _Answer, vocabulary: Vocabulary) -> Outcome:
+    prompt, sent_s, start_s, ended_s, what = answer
+    if isinstance(what, str):
+        return failed(prompt, what, sent_s=sent_s, ended_s=ended_s, start_s=start_s)
+    return observe(prompt, what, BACKEND, sent_s=sent_s, start_s=start_s, count=vocabulary.count)
