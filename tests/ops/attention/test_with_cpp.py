@@ -54,7 +54,7 @@ def ragged(draw: st.DrawFn) -> Case:
         page_size=draw(st.sampled_from([1, 16, 24, 64, 512])),
         num_heads=kv_heads * draw(st.integers(1, 8)),
         num_kv_heads=kv_heads,
-        head_dim=draw(st.sampled_from([16, 48, 80])),
+        head_dim=draw(st.sampled_from([16, 48, 64, 80])),
         window=draw(st.none() | st.integers(1, 600)),
         soft_cap=draw(st.none() | st.just(2.0)),
         sinks=draw(st.booleans()),
@@ -95,9 +95,9 @@ def rows_of(given: Step, rows: Sequence[tuple[int, int, int]]) -> Step:
 
 
 @pytest.mark.parametrize("window", [None, 300])
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_a_token_has_the_same_bits_alone_batched_and_chunked(dtype, window) -> None:
-    whole = attention.step(Case(((0, 800), (0, 530)), dtype=dtype, num_heads=6))
+@pytest.mark.parametrize(("dtype", "head_dim"), [(FP32, 16), (BF16, 16), (BF16, 48), (BF16, 64)])
+def test_a_token_has_the_same_bits_alone_batched_and_chunked(dtype, head_dim, window) -> None:
+    whole = attention.step(Case(((0, 800), (0, 530)), dtype=dtype, num_heads=6, head_dim=head_dim))
     attend = backend(2).attend
     expected = attend(*whole, scale=SCALE, window=window)
     chunks = [(0, 0, 33), (0, 33, 512), (0, 545, 255), (1, 0, 1), (1, 1, 529)]
