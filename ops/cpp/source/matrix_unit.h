@@ -1,0 +1,143 @@
+// The matrix units of processors that have some (AMX). One has eight tiles of 16 lines of 64 bytes; here four hold
+// sums, two by two, two hold lines of a and two hold columns of b.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__linux__)
+#define PENSTOCK_MATRIX_UNIT
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace penstock {
+
+constexpr int64_t UNIT_LINES = 16;   // of a tile
+constexpr int64_t UNIT_BYTES = 64;   // of a line: the depth of one step
+constexpr int64_t UNIT_ROWS = 2 * UNIT_LINES;
+constexpr int64_t UNIT_COLUMNS = 32;
+
+// a [rows, steps of 64 bytes] times b. In b's memory a line holds four bytes of depth of 16 columns.
+struct UnitFactors {
+    const void* a;
+    int64_t a_stride;  // bytes between rows
+    const void* b;
+    int64_t b_stride;  // bytes between the lines of a tile of b
+    int64_t b_step;    // bytes between its tiles of one step and the next
+    int64_t b_next;    // bytes between its first 16 columns and the second
+    int64_t steps;
+    int64_t ahead;     // bytes from b to what will be needed after it; of that memory this asks for the
+    int64_t part;      // `part`th of so many `parts`
+    int64_t parts;     // 0: for none
+};
+
+enum class Numbers { BRAIN_FLOATS, BYTES };  // bfloat16 with sums in float32; signed times unsigned 8 bits in int32
+
+#if defined(PENSTOCK_MATRIX_UNIT)
+
+// Whether the system lets this process use them. It has to be asked, once, before the first use.
+inline bool has_matrix_unit() {
+    constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // of Linux' arch_prctl
+    static const bool permitted = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+    return permitted;
+}
+
+// One thread's use of its unit; afterwards the unit is as it was before.
+class MatrixUnit {
+public:
+    MatrixUnit() = default;
+    MatrixUnit(const MatrixUnit&) = delete;
+    ~MatrixUnit() {
+        if (upper_) _tile_release();
+    }
+
+    // sums[row * stride + column] for rows (at most 32) and 16 columns, or 32 with `wide`. A sum is added up in
+    // order of depth, whatever else is computed.
+    template <Numbers NUMBERS, class Sum>
+    void multiply(const UnitFactors& of, int64_t rows, bool wide, Sum* sums, int64_t stride) {
+        set_heights(std::min(rows, UNIT_LINES), std::max<int64_t>(rows - UNIT_LINES, 0));
+        asm volatile("" ::: "memory");  // the instructions below do not say that they read memory
+        if (lower_)
+            wide ? multiply_tiles<NUMBERS, true, true>(of, sums, stride)
+                 : multiply_tiles<NUMBERS, true, false>(of, sums, stride);
+        else
+            wide ? multiply_tiles<NUMBERS, false, true>(of, sums, stride)
+                 : multiply_tiles<NUMBERS, false, false>(of, sums, stride);
+    }
+
+private:
+    int64_t upper_ = 0, lower_ = 0;  // rows of a in its two tiles
+
+    void set_heights(int64_t upper, int64_t lower) {
+        if (upper == upper_ && lower == lower_) return;
+        upper_ = upper, lower_ = lower;
+        struct alignas(64) {
+            uint8_t palette = 1, start = 0, reserved[14] = {};
+            uint16_t bytes[16] = {};
+            uint8_t lines[16] = {};
+        } shape;
+        const int64_t lines[] = {upper, upper, lower, lower, upper, lower, UNIT_LINES, UNIT_LINES};
+        for (int tile = 0; tile < 8; tile++) {
+            shape.lines[tile] = lines[tile];
+            shape.bytes[tile] = lines[tile] ? UNIT_BYTES : 0;
+        }
+        asm volatile("ldtilecfg %0" ::"m"(shape));  // GCC 12's intrinsic reads eight of these bytes
+    }
+
+    // Tiles 0 and 1 are the upper sums, 2 and 3 the lower ones; 4 and 5 rows of a; 6 and 7 columns of b.
+    template <Numbers NUMBERS, bool LOWER, bool WIDE, class Sum>
+    static void multiply_tiles(const UnitFactors& of, Sum* sums, int64_t stride) {
+        static_assert(sizeof(Sum) == 4);
+        const char *a = static_cast<const char*>(of.a), *b = static_cast<const char*>(of.b);
+        const char* const lower_a = a + UNIT_LINES * of.a_stride;
+        _tile_zero(0);
+        if constexpr (WIDE) _tile_zero(1);
+        if constexpr (LOWER) _tile_zero(2);
+        if constexpr (LOWER && WIDE) _tile_zero(3);
+        for (int64_t step = 0; step < of.steps; step++, b += of.b_step) {
+            if (of.parts && step % of.parts == of.part)
+                for (int64_t line = 0; line < 2 * UNIT_LINES; line++)
+                    __builtin_prefetch(b + of.ahead + line * UNIT_BYTES, 0, 2);
+            if (of.parts && of.part == 0)  // b comes from afar: the next step's
+                for (int64_t line = 0; line < 2 * UNIT_LINES; line++)
+                    __builtin_prefetch(b + of.b_step + line * UNIT_BYTES);
+            _tile_loadd(6, b, of.b_stride);
+            _tile_loadd(4, a + step * UNIT_BYTES, of.a_stride);
+            if constexpr (LOWER) _tile_loadd(5, lower_a + step * UNIT_BYTES, of.a_stride);
+            if constexpr (WIDE) _tile_loadd(7, b + of.b_next, of.b_stride);
+            if constexpr (NUMBERS == Numbers::BRAIN_FLOATS) {
+                _tile_dpbf16ps(0, 4, 6);
+                if constexpr (WIDE) _tile_dpbf16ps(1, 4, 7);
+                if constexpr (LOWER) _tile_dpbf16ps(2, 5, 6);
+                if constexpr (LOWER && WIDE) _tile_dpbf16ps(3, 5, 7);
+            } else {
+                _tile_dpbsud(0, 4, 6);
+                if constexpr (WIDE) _tile_dpbsud(1, 4, 7);
+                if constexpr (LOWER) _tile_dpbsud(2, 5, 6);
+                if constexpr (LOWER && WIDE) _tile_dpbsud(3, 5, 7);
+            }
+        }
+        const int64_t bytes = stride * sizeof(Sum);
+        _tile_stored(0, sums, bytes);
+        if constexpr (WIDE) _tile_stored(1, sums + UNIT_LINES, bytes);
+        if constexpr (LOWER) _tile_stored(2, sums + UNIT_LINES * stride, bytes);
+        if constexpr (LOWER && WIDE) _tile_stored(3, sums + UNIT_LINES * stride + UNIT_LINES, bytes);
+    }
+};
+
+#else
+
+inline bool has_matrix_unit() { return false; }
+
+class MatrixUnit {
+public:
+    template <Numbers NUMBERS, class Sum>
+    void multiply(const UnitFactors&, int64_t, bool, Sum*, int64_t) {}
+};
+
+#endif
+
+}  // namespace penstock
