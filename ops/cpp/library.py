@@ -153,8 +153,6 @@ class Product8(Structure):
         ("plain", Product),
         ("scales", c_void_p),
         ("rounded", c_void_p),
-        ("row_scales", c_void_p),
-        ("row_sums", c_void_p),
     )
 
 
@@ -205,7 +203,8 @@ class Library:
             if ctypes.sizeof(structure) != size:
                 raise RuntimeError(f"{structure.__name__} has {size} bytes in the compiled kernels.")
         self.panel_width = int(self._library.panel_width())
-        self.group_size = int(self._library.group_size())
+        self.byte_step = int(self._library.byte_step())  # to whole ones depths are filled up in 8 bits
+        self.max_byte_depth = int(self._library.max_byte_depth())
         self._addresses: dict[tuple[str, torch.dtype], int] = {}
 
     def kernel(self, name: str, dtype: torch.dtype) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ops.attention import AttentionInputs
 from ops.cpp.executor import Executor, NotRecordable
 from ops.cpp.library import Begin, Choose, Embed, Last, Product, Product8, Step, address
-from ops.matmul.with_cpp import Panels, Panels8
+from ops.matmul.with_cpp import Panels, Panels8, scratch8
 
 SAMPLES = -1  # as the number of a kernel's rows: those of the step that sample
 BEST_BYTES = 5 * 64  # of what a thread notes about a row
@@ -87,10 +87,8 @@ def likeliest(executor: Executor, hidden: Tensor, weight: Tensor) -> tuple[Tenso
     )
     product = Product8(plain=plain)
     if isinstance(weight, Panels8):
-        groups = -(-in_size // executor.library.group_size)
-        rounded = executor.empty((max_rows, in_size), torch.int8)
-        scales, sums = (executor.empty((max_rows, groups), dtype) for dtype in (torch.float32, torch.int32))
-        product = Product8(plain, weight.scales_address, address(rounded), address(scales), address(sums))
+        rounded = scratch8(executor, max_rows, in_size)
+        product = Product8(plain, weight.scales_address, address(rounded))
     operands = Choose(address(best), address(ids), address(sound), max_rows, product)
     executor.launch("choose8" if isinstance(weight, Panels8) else "choose", hidden.dtype, operands)
     return ids, sound

@@ -16,7 +16,6 @@ from torch import Tensor
 from ops.cpp.executor import Executor
 from ops.cpp.library import TYPES, Pack, Pack8, Product, Product8, address
 
-QUAD = 4  # inputs that share a lane with 8 bits each
 SCALE_BYTES = 4
 
 
@@ -25,18 +24,22 @@ class Panels(Tensor):
 
 
 class Panels8(Tensor):
-    """A weight [O, I] in panels of 8 bits; behind them in the same memory stand the outputs' scales, float32."""
+    """A weight [O, I] in panels of 8 bits; before them in the same memory stand the outputs' scales, float32."""
 
     @property
     def scales_address(self) -> int:
-        return self.data_ptr() + self.untyped_storage().nbytes() * self.shape[1] // (
-            self.shape[1] + SCALE_BYTES
-        )
+        return self.untyped_storage().data_ptr()
+
+
+def scratch8(executor: Executor, rows: int, in_size: int) -> Tensor:
+    """Memory for so many rows in 8 bits: each has its depth in whole steps, and one more for its scale and sum."""
+    step = executor.library.byte_step
+    return executor.empty((rows, (-(-in_size // step) + 1) * step), torch.uint8)
 
 
 def make(executor: Executor, weight_bits: int | None = None) -> Mapping[str, Callable[..., Any]]:
     """`prepare`, `linear` and `logits` (see `ops.matmul`), with 8 bits where `weight_bits` says so."""
-    width = executor.library.panel_width
+    width, step = executor.library.panel_width, executor.library.byte_step
 
     def prepare(weight: Tensor) -> Tensor:
         """The weight in panels; as it is where the kernels do not take it."""
@@ -45,13 +48,12 @@ def make(executor: Executor, weight_bits: int | None = None) -> Mapping[str, Cal
             return weight
         padded = -(-out_size // width) * width
         plain = weight.detach().contiguous()
-        if weight_bits == 8 and in_size % QUAD == 0:
-            memory = torch.empty(padded * (in_size + SCALE_BYTES), dtype=torch.uint8)
-            operands = Pack8(
-                address(plain), address(memory), memory.data_ptr() + padded * in_size, in_size, out_size
-            )
-            executor.launch("pack8", dtype, operands)
-            return memory.as_strided((out_size, in_size), (in_size, 1)).as_subclass(Panels8)
+        if weight_bits == 8 and in_size <= executor.library.max_byte_depth:
+            scales, depth = padded * SCALE_BYTES, -(-in_size // step) * step
+            memory = torch.empty(scales + padded * depth, dtype=torch.uint8)
+            first = memory.data_ptr()
+            executor.launch("pack8", dtype, Pack8(address(plain), first + scales, first, in_size, out_size))
+            return memory.as_strided((out_size, in_size), (in_size, 1), scales).as_subclass(Panels8)
         if in_size * dtype.itemsize % 4:
             return weight
         memory = torch.empty(padded * in_size, dtype=dtype)
@@ -94,11 +96,8 @@ def make(executor: Executor, weight_bits: int | None = None) -> Mapping[str, Cal
                 raise ValueError(f"A weight in {weight.dtype} cannot be multiplied with rows in {x.dtype}.")
             executor.launch(f"product{wide}", x.dtype, plain)
             return out.view(shape)
-        groups = -(-in_size // executor.library.group_size)
-        rounded = executor.empty((len(x), in_size), torch.int8)
-        scales, sums = (executor.empty((len(x), groups), dtype) for dtype in (torch.float32, torch.int32))
-        operands = Product8(plain, weight.scales_address, address(rounded), address(scales), address(sums))
-        executor.launch(f"product8{wide}", x.dtype, operands)
+        rounded = scratch8(executor, len(x), in_size)
+        executor.launch(f"product8{wide}", x.dtype, Product8(plain, weight.scales_address, address(rounded)))
         return out.view(shape)
 
     return {"prepare": prepare, "linear": linear, "logits": logits}

@@ -17,9 +17,10 @@ from ops.cpp.executor import Executor
 from ops.cpp.library import Library
 
 NATIVE = "-march=native"
+NO_MATRIX_UNIT = (NATIVE, "-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")
 LESSER = {  # what a processor may lack
-    "no matrix unit": (NATIVE, "-mno-amx-tile"),
-    "no bfloat16 products": (NATIVE, "-mno-amx-tile", "-mno-avx512bf16"),
+    "no matrix unit": NO_MATRIX_UNIT,
+    "no bfloat16 products": (*NO_MATRIX_UNIT, "-mno-avx512bf16"),
     "AVX2": ("-march=x86-64-v3",),
     "SSE2": ("-march=x86-64",),
 }

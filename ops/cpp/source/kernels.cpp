@@ -65,7 +65,8 @@ const int64_t STRUCTURE_SIZES[] = {
 };
 
 int64_t panel_width() { return PANEL; }
-int64_t group_size() { return GROUP; }
+int64_t byte_step() { return UNIT_BYTES; }
+int64_t max_byte_depth() { return MAX_DEPTH8; }
 
 Pool* open_pool(int64_t num_threads) { return new Pool(int(num_threads)); }
 

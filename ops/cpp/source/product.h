@@ -72,15 +72,15 @@ inline void multiply_tile(const T* x, int64_t stride, const T* panel, int64_t de
 
 template <class T, class Out>
 inline void store_sums(const Floats (&sums)[2], const T* bias, Out* out, int64_t column, int64_t out_size) {
-    for (int half = 0; half < 2; half++, column += LANES) {
-        const int64_t width = std::min<int64_t>(LANES, out_size - column);
-        if (width <= 0) return;
-        if (width == LANES) {
-            store(out + column, bias ? sums[half] + load(bias + column) : sums[half]);
-            continue;
-        }
-        for (int64_t lane = 0; lane < width; lane++)
-            narrow(out + column + lane, sums[half][lane] + (bias ? widen(bias[column + lane]) : 0.0f));
+    if (column + PANEL <= out_size) {
+        // By halves: storing whole cache lines at once is slower where many rows are written.
+        store(out + column, bias ? sums[0] + load(bias + column) : sums[0]);
+        store(out + column + LANES, bias ? sums[1] + load(bias + column + LANES) : sums[1]);
+        return;
+    }
+    for (int64_t lane = 0; column + lane < out_size; lane++) {
+        const float sum = sums[lane / LANES][lane % LANES];
+        narrow(out + column + lane, sum + (bias ? widen(bias[column + lane]) : 0.0f));
     }
 }
 
@@ -152,30 +152,39 @@ private:
     }
 };
 
+// Lines of a, from `row` of first .. end - 1 on, times a panel as deep as so many steps of a matrix unit.
+inline UnitFactors factors_of(const void* a, int64_t a_stride, const void* panel, int64_t steps, int64_t first,
+                              int64_t row, int64_t end) {
+    constexpr int64_t LANE = sizeof(float);
+    return {
+        .a = a,
+        .a_stride = a_stride,
+        .b = panel,
+        .b_stride = PANEL * LANE,
+        .b_step = UNIT_LINES * PANEL * LANE,
+        .b_next = LANES * LANE,
+        .steps = steps,
+        .ahead = steps * UNIT_LINES * PANEL * LANE,
+        .part = (row - first) / UNIT_ROWS,
+        .parts = (end - first + UNIT_ROWS - 1) / UNIT_ROWS,
+    };
+}
+
 // With a matrix unit; a panel is as wide as it is.
 template <class Put>
 inline void multiply_in_unit(const ProductOperands& o, Team& team, int64_t rows, const Put& put) {
-    const int64_t steps = o.in_size / UNIT_DEPTH, bytes = PANEL * sizeof(BFloat16);
+    const int64_t steps = o.in_size / UNIT_DEPTH;
     const auto put_sums = [&](int64_t row, int64_t panel, const float* sums) {
         put(row, panel, {load(sums), load(sums + LANES)});
     };
     Finished<float, decltype(put_sums)> finished(put_sums);
     MatrixUnit unit;
     share_panels(team, rows, o.out_size, [&](int64_t first, int64_t end, int64_t panel) {
+        const BFloat16* weight = static_cast<const BFloat16*>(o.weight) + panel * PANEL * o.in_size;
         for (int64_t row = first; row < end; row += UNIT_ROWS) {
             const int64_t height = std::min(UNIT_ROWS, end - row);
-            const UnitFactors factors{
-                .a = static_cast<const BFloat16*>(o.x) + row * o.x_stride,
-                .a_stride = o.x_stride * int64_t(sizeof(BFloat16)),
-                .b = static_cast<const BFloat16*>(o.weight) + panel * PANEL * o.in_size,
-                .b_stride = 2 * bytes,
-                .b_step = UNIT_LINES * 2 * bytes,
-                .b_next = bytes,
-                .steps = steps,
-                .ahead = o.in_size * bytes,
-                .part = (row - first) / UNIT_ROWS,
-                .parts = (end - first + UNIT_ROWS - 1) / UNIT_ROWS,
-            };
+            const BFloat16* x = static_cast<const BFloat16*>(o.x) + row * o.x_stride;
+            const UnitFactors factors = factors_of(x, o.x_stride * int64_t(sizeof(*x)), weight, steps, first, row, end);
             unit.multiply<Numbers::BRAIN_FLOATS>(factors, height, true, finished.room(), PANEL, finished);
             finished.take(row, height, panel, steps);
         }

@@ -1,8 +1,9 @@
 // Products in which weights and activations have 8 bits.
 //
-// A weight [O, I] is w = scale[o] * q, q in -127 .. 127, kept as q + 128 in panels [O / 32][I / 4][32][4]. Each row of
-// x is rounded to 8 bits in groups of 64 with a scale of their own, so that one large number costs only its
-// neighbours their precision. Products are exact in int32 within a group, and groups are added in float32.
+// A weight [O, I] is w = scale[o] * q, q in -127 .. 127, kept as q + 128 in panels [O / 32][I / 4][32][4]. Each row
+// of x is rounded to 8 bits with a scale of its own. Their products are exact in int32 over the whole depth and become
+// a float once, so it is the same number whichever unit of the processor computes it. Panels and rounded rows are
+// filled up with zeros to whole steps of a matrix unit, so any depth will do.
 #pragma once
 
 #include <algorithm>
@@ -10,22 +11,71 @@
 #include <limits>
 
 #include "product.h"
+#include "small.h"
 
 namespace penstock {
 
-typedef int8_t Bytes __attribute__((vector_size(16)));
+constexpr int64_t QUAD = 4;             // bytes in a lane
+constexpr int64_t MAX_DEPTH8 = 1 << 16;  // of such products no sum exceeds int32
+static_assert(MAX_DEPTH8 * 127 * 255 < int64_t(1) << 31);
 
-constexpr int64_t GROUP = 64;
-constexpr int QUAD = 4;                             // bytes in a lane
-constexpr int MAX_TILE_ROWS8 = (MAX_TILE_ROWS + 1) / 2;  // two kinds of sums each
+constexpr int64_t MIN_UNIT_ROWS = 2;    // for fewer a matrix unit is slower where weights are in the cache
+constexpr int64_t PANEL_AHEAD = 4096;   // bytes asked for before they are needed
+
+inline int64_t padded_depth(int64_t in_size) { return (in_size + UNIT_BYTES - 1) / UNIT_BYTES * UNIT_BYTES; }
 
 struct Product8Operands {
     ProductOperands plain;  // its weight in panels of bytes
     const float* scales;    // [O padded to whole panels]
-    int8_t* rounded;        // scratch [rows, I]
-    float* row_scales;      // scratch [rows, groups]
-    int32_t* row_sums;      // scratch [rows, groups]: -128 times the sum of a group
+    int8_t* rounded;        // scratch: `rows` lines as described by Rounded
 };
+
+// What stands behind the bytes of a rounded row.
+struct RowFacts {
+    float scale;
+    int32_t offset;  // -128 times the sum of its bytes
+};
+
+// Rows of x in 8 bits: the padded depth, then a line of RowFacts, which also keeps rows of 4 KiB from displacing each
+// other in the cache.
+struct Rounded {
+    int8_t* bytes;
+    int64_t depth;  // padded
+
+    explicit Rounded(const Product8Operands& o) : bytes(o.rounded), depth(padded_depth(o.plain.in_size)) {}
+    int64_t stride() const { return depth + UNIT_BYTES; }
+    int8_t* row(int64_t row) const { return bytes + row * stride(); }
+    RowFacts& facts(int64_t row) const { return *reinterpret_cast<RowFacts*>(this->row(row) + depth); }
+};
+
+inline uint16_t magnitude(BFloat16 x) { return x.bits & 0x7fffu; }
+inline uint32_t magnitude(float x) { return cast<uint32_t>(x) & 0x7fffffffu; }
+inline float of_magnitude(uint16_t bits) { return widen(BFloat16{bits}); }
+inline float of_magnitude(uint32_t bits) { return cast<float>(bits); }
+
+// How many of its steps a number has of which `most` has 127; 0 where that is no finite number.
+inline float steps_to(float most) {
+    const float steps = 127.0f / most;
+    return std::isfinite(steps) ? steps : 0.0f;
+}
+
+// Loops that the compiler vectorises. What is no number exceeds all that are: it spoils the scale and with it the row.
+template <class T>
+inline RowFacts round_row(const T* __restrict x, int64_t size, int8_t* __restrict bytes) {
+    auto top = magnitude(T{});
+    for (int64_t k = 0; k < size; k++) top = std::max(top, magnitude(x[k]));
+    float most = of_magnitude(top);
+    const float steps = steps_to(most);
+    uint32_t total = 0;
+    for (int64_t k = 0; k < size; k++) {
+        // Ties to even: 1.5 * 2^23 leaves no bits behind the point, and the lowest ones are the whole number's.
+        const uint32_t bits = cast<uint32_t>(widen(x[k]) * steps + 12582912.0f);
+        total += bits;
+        bytes[k] = int8_t(bits);
+    }
+    most = std::isfinite(most) ? most : std::numeric_limits<float>::quiet_NaN();
+    return {most / 127.0f, -128 * int32_t(total - uint32_t(size) * 0x4b400000u)};
+}
 
 // total + the four products of unsigned a and signed b.
 inline Ints dot_quads(Ints total, Words a, Words b) {
@@ -41,104 +91,80 @@ inline Ints dot_quads(Ints total, Words a, Words b) {
 #endif
 }
 
-// To whole numbers, ties to even. Adding 1.5 * 2^23 leaves no bits behind the point.
-inline Ints rounded(Floats x) { return cast<Ints>(x + 12582912.0f) - 0x4b400000; }
-
-// One group of a row; its length is a multiple of the lanes unless it is the last one.
-template <class T>
-inline void round_group(const T* x, int64_t size, int8_t* bytes, float* scale, int32_t* offset) {
-    Floats values[GROUP / LANES] = {};
-    Floats top{};
-    Ints strange{};  // not 0 where there is no number
-    for (int64_t k = 0; k < size; k += LANES) {
-        Floats& value = values[k / LANES];
-        if (k + LANES <= size)
-            value = load(x + k);
-        else
-            for (int64_t lane = 0; lane < size - k; lane++) value[lane] = widen(x[k + lane]);
-        top = larger(top, larger(value, -value));
-        strange |= value != value;
-    }
-    float most = largest(top);
-    for (int lane = 0; lane < LANES; lane++)
-        if (strange[lane] || std::isinf(most)) most = std::numeric_limits<float>::quiet_NaN();  // so is every product
-    const float inverse = most > 0 ? 127.0f / most : 0.0f;
-    Ints total{};
-    for (int64_t k = 0; k < size; k += LANES) {
-        const Ints q = rounded(values[k / LANES] * inverse);
-        total += q;
-        const auto narrow = __builtin_convertvector(q, Bytes);
-        std::memcpy(bytes + k, &narrow, std::min<int64_t>(LANES, size - k));
-    }
-    int32_t count = 0;
-    for (int lane = 0; lane < LANES; lane++) count += total[lane];
-    *scale = most / 127.0f;
-    *offset = -128 * count;
-}
-
+// sums[row] = x[row] . panel, unsigned bytes as they are.
 template <int ROWS>
-inline void multiply_tile8(const Product8Operands& o, int64_t row, const uint8_t* panel, Floats (&sums)[ROWS][2]) {
-    const int64_t depth = o.plain.in_size, groups = (depth + GROUP - 1) / GROUP;
-    const int8_t* x = o.rounded + row * depth;
-    for (int r = 0; r < ROWS; r++) sums[r][0] = sums[r][1] = Floats{};
-    for (int64_t g = 0; g < groups; g++) {
-        Ints parts[ROWS][2];
-        for (int r = 0; r < ROWS; r++) parts[r][0] = parts[r][1] = Ints{} + o.row_sums[(row + r) * groups + g];
-        const int64_t end = std::min((g + 1) * GROUP, depth);
+inline void multiply_tile8(const int8_t* x, int64_t stride, const uint8_t* panel, int64_t depth,
+                           int32_t* sums) {
+    Ints parts[ROWS][2] = {};
 #pragma GCC unroll 2
-        for (int64_t k = g * GROUP; k < end; k += QUAD, panel += PANEL * QUAD) {
-            Words first, second;
-            std::memcpy(&first, panel, sizeof(first));
-            std::memcpy(&second, panel + LANES * QUAD, sizeof(second));
-#pragma GCC unroll 16
-            for (int r = 0; r < ROWS; r++) {
-                uint32_t four;
-                std::memcpy(&four, x + r * depth + k, sizeof(four));
-                const Words values = Words{} + four;
-                parts[r][0] = dot_quads(parts[r][0], first, values);
-                parts[r][1] = dot_quads(parts[r][1], second, values);
-            }
+    for (int64_t k = 0; k < depth; k += QUAD, panel += PANEL * QUAD) {
+        if constexpr (ROWS == 1) {  // it waits for memory
+            __builtin_prefetch(panel + PANEL_AHEAD);
+            __builtin_prefetch(panel + PANEL_AHEAD + LANES * QUAD);
         }
+        Words first, second;
+        std::memcpy(&first, panel, sizeof(first));
+        std::memcpy(&second, panel + LANES * QUAD, sizeof(second));
 #pragma GCC unroll 16
         for (int r = 0; r < ROWS; r++) {
-            const Floats scale = fill(o.row_scales[(row + r) * groups + g]);
-            sums[r][0] += __builtin_convertvector(parts[r][0], Floats) * scale;
-            sums[r][1] += __builtin_convertvector(parts[r][1], Floats) * scale;
+            uint32_t four;
+            std::memcpy(&four, x + r * stride + k, sizeof(four));
+            const Words values = Words{} + four;
+            parts[r][0] = dot_quads(parts[r][0], first, values);
+            parts[r][1] = dot_quads(parts[r][1], second, values);
         }
     }
+    std::memcpy(sums, parts, sizeof(parts));
 }
 
 // As in product.h.
-template <int ROWS = MAX_TILE_ROWS8, class Put>
-inline void multiply_rows8(const Product8Operands& o, int64_t row, int64_t height, int64_t panel, const Put& put) {
+template <int ROWS = MAX_TILE_ROWS>
+inline void multiply_rows8(const int8_t* x, int64_t stride, int64_t height, const uint8_t* panel, int64_t depth,
+                           int32_t* sums) {
     if constexpr (ROWS > 0) {
-        if (height != ROWS) return multiply_rows8<ROWS - 1>(o, row, height, panel, put);
-        Floats sums[ROWS][2];
-        const auto* weight = static_cast<const uint8_t*>(o.plain.weight) + panel * PANEL * o.plain.in_size;
-        multiply_tile8<ROWS>(o, row, weight, sums);
-        const Floats first = load(o.scales + panel * PANEL), second = load(o.scales + panel * PANEL + LANES);
-        for (int r = 0; r < ROWS; r++) {
-            sums[r][0] *= first;
-            sums[r][1] *= second;
-            put(row + r, sums[r]);
-        }
+        if (height != ROWS) return multiply_rows8<ROWS - 1>(x, stride, height, panel, depth, sums);
+        multiply_tile8<ROWS>(x, stride, panel, depth, sums);
     }
+}
+
+inline Floats scaled(const int32_t* sums, const RowFacts& facts, Floats scales) {
+    Ints total;
+    std::memcpy(&total, sums, sizeof(total));
+    return __builtin_convertvector(total + facts.offset, Floats) * (scales * facts.scale);
 }
 
 // Rounds the rows, then calls put(row, panel, sums) for all rows and panels.
 template <class T, class Put>
 inline void multiply8(const Product8Operands& o, Team& team, int64_t rows, const Put& put) {
-    const int64_t depth = o.plain.in_size, groups = (depth + GROUP - 1) / GROUP;
-    for (int64_t row; (row = team.take()) < rows;)
-        for (int64_t g = 0; g < groups; g++)
-            round_group(static_cast<const T*>(o.plain.x) + row * o.plain.x_stride + g * GROUP,
-                        std::min(GROUP, depth - g * GROUP), o.rounded + row * depth + g * GROUP,
-                        o.row_scales + row * groups + g, o.row_sums + row * groups + g);
+    const Rounded rounded(o);
+    const int64_t in_size = o.plain.in_size, steps = rounded.depth / UNIT_BYTES;
+    team.share(rows, [&](int64_t row) {
+        int8_t* bytes = rounded.row(row);
+        rounded.facts(row) = round_row(static_cast<const T*>(o.plain.x) + row * o.plain.x_stride, in_size, bytes);
+        std::memset(bytes + in_size, 0, rounded.depth - in_size);
+    });
     team.barrier();
+    const auto put_scaled = [&o, &put, rounded](int64_t row, int64_t panel, const int32_t* sums) {
+        const RowFacts facts = rounded.facts(row);
+        const float* scales = o.scales + panel * PANEL;
+        put(row, panel, {scaled(sums, facts, load(scales)), scaled(sums + LANES, facts, load(scales + LANES))});
+    };
+    Finished<int32_t, decltype(put_scaled)> finished(put_scaled);
+    MatrixUnit unit;
     share_panels(team, rows, o.plain.out_size, [&](int64_t first, int64_t end, int64_t panel) {
-        in_tiles<MAX_TILE_ROWS8>(first, end, [&](int64_t row, int64_t height) {
-            multiply_rows8(o, row, height, panel, [&](int64_t r, const Floats (&sums)[2]) { put(r, panel, sums); });
-        });
+        const uint8_t* weight = static_cast<const uint8_t*>(o.plain.weight) + panel * PANEL * rounded.depth;
+        for (int64_t row = first; row < end; row += UNIT_ROWS) {
+            const int64_t height = std::min(UNIT_ROWS, end - row);
+            if (height >= MIN_UNIT_ROWS && has_matrix_unit())
+                unit.multiply<Numbers::BYTES>(factors_of(rounded.row(row), rounded.stride(), weight, steps, first, row, end),
+                                              height, true, finished.room(), PANEL, finished);
+            else
+                in_tiles<MAX_TILE_ROWS>(row, row + height, [&](int64_t from, int64_t count) {
+                    multiply_rows8(rounded.row(from), rounded.stride(), count, weight, in_size,
+                                   finished.room() + (from - row) * PANEL);
+                });
+            finished.take(row, height, panel, steps);
+        }
     });
 }
 
@@ -146,9 +172,11 @@ template <class T, class Out>
 void product8(const void* operands, const Step& step, Team& team) {
     const auto& o = *static_cast<const Product8Operands*>(operands);
     const auto& p = o.plain;
-    multiply8<T>(o, team, rows_of(p, step), [&](int64_t row, int64_t panel, const Floats (&sums)[2]) {
-        store_sums<T, Out>(sums, static_cast<const T*>(p.bias), static_cast<Out*>(p.out) + row * p.out_size,
-                           panel * PANEL, p.out_size);
+    const T* bias = static_cast<const T*>(p.bias);
+    Out* out = static_cast<Out*>(p.out);
+    const int64_t out_size = p.out_size;
+    multiply8<T>(o, team, rows_of(p, step), [=](int64_t row, int64_t panel, const Floats (&sums)[2]) {
+        store_sums<T, Out>(sums, bias, out + row * out_size, panel * PANEL, out_size);
     });
 }
 
@@ -162,18 +190,19 @@ struct Pack8Operands {
 template <class T>
 void pack8(const void* operands, const Step&, Team& team) {
     const auto& o = *static_cast<const Pack8Operands*>(operands);
-    const int64_t panels = (o.out_size + PANEL - 1) / PANEL;
+    const int64_t panels = (o.out_size + PANEL - 1) / PANEL, depth = padded_depth(o.in_size);
     for (int64_t panel; (panel = team.take()) < panels;)
         for (int64_t column = 0; column < PANEL; column++) {
             const int64_t output = panel * PANEL + column;
-            uint8_t* to = o.panels + panel * PANEL * o.in_size + column * QUAD;
-            const T* weight = output < o.out_size ? static_cast<const T*>(o.weight) + output * o.in_size : nullptr;
+            uint8_t* to = o.panels + panel * PANEL * depth + column * QUAD;
+            const T* weight = static_cast<const T*>(o.weight) + output * o.in_size;
+            const int64_t filled = output < o.out_size ? o.in_size : 0;
             float top = 0;
-            for (int64_t k = 0; weight && k < o.in_size; k++) top = std::max(top, std::fabs(widen(weight[k])));
-            const float inverse = top > 0 ? 127.0f / top : 0.0f;
+            for (int64_t k = 0; k < filled; k++) top = std::max(top, std::fabs(widen(weight[k])));
+            const float steps = steps_to(top);
             o.scales[output] = top / 127.0f;
-            for (int64_t k = 0; k < o.in_size; k++) {
-                const float value = weight ? std::nearbyintf(widen(weight[k]) * inverse) : 0.0f;
+            for (int64_t k = 0; k < depth; k++) {
+                const float value = k < filled ? std::nearbyintf(widen(weight[k]) * steps) : 0.0f;
                 to[k / QUAD * PANEL * QUAD + k % QUAD] = uint8_t(int32_t(value) + 128);
             }
         }

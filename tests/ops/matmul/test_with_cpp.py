@@ -85,7 +85,10 @@ def test_columns_of_another_tensor_are_packed_right(dtype) -> None:
 @pytest.mark.parametrize("weight_bits", [None, 8])
 def test_weights_that_no_kernel_takes_stay_as_they_are(weight_bits) -> None:
     cpp = backend("matmul", weight_bits=weight_bits)
-    for weight in (drawn(4, 6, dtype=torch.float64), drawn(4, 3, dtype=torch.bfloat16)):
+    strange = [drawn(4, 6, dtype=torch.float64)]
+    if weight_bits is None:
+        strange.append(drawn(4, 3, dtype=torch.bfloat16))  # no whole lanes
+    for weight in strange:
         x = drawn(2, weight.shape[1]).to(weight.dtype)
         assert cpp.prepare(weight) is weight
         assert torch.equal(cpp.linear(x, weight), F.linear(x, weight))
@@ -129,21 +132,16 @@ def inverse(top: torch.Tensor) -> torch.Tensor:
 
 
 def emulated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x @ weight.T by the definition: one scale for each output, one for every group of a row; float64."""
-    size = library().group_size
-    x, weight = (F.pad(t.float(), (0, -t.shape[1] % size)) for t in (x, weight))
-    top = weight.abs().amax(1, keepdim=True)
-    rounded = (weight * inverse(top)).round().double()
-    total = torch.zeros(len(x), len(weight), dtype=torch.float64)
-    for group, part in zip(x.split(size, dim=1), rounded.split(size, dim=1), strict=True):
-        most = group.abs().amax(1, keepdim=True)
-        steps = group.double() * inverse(most).double()  # fused with what rounds it, so not rounded before
-        total += (steps.round() @ part.T) * (most / 127).double()
-    return total * (top / 127).double().T
+    """x @ weight.T by the definition: one scale for each output and one for each row; float64."""
+    x, weight = x.float(), weight.float()
+    top, most = (t.abs().amax(1, keepdim=True) for t in (weight, x))
+    steps = x.double() * inverse(most).double()  # fused with what rounds it, so not rounded before
+    total = steps.round() @ (weight * inverse(top)).round().double().T
+    return total * (most / 127).double() * (top / 127).double().T
 
 
 @pytest.mark.parametrize("num_threads", THREADS)
-@pytest.mark.parametrize("shape", [(1, 4), (7, 8), (33, 60), (64, 64), (70, 68), (130, 200), (40, 1024)])
+@pytest.mark.parametrize("shape", [(1, 1), (7, 8), (33, 60), (64, 64), (70, 67), (130, 288), (40, 1024)])
 @pytest.mark.skipif(not FUSED, reason="without fused multiplication, ties are rounded otherwise")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_8_bits_are_what_their_definition_says(dtype, shape, num_threads) -> None:
@@ -151,7 +149,7 @@ def test_8_bits_are_what_their_definition_says(dtype, shape, num_threads) -> Non
     packed, bias = cpp.prepare(weight), bias_of(shape[0], dtype)
     assert isinstance(packed, Panels8)
     assert packed.shape == shape
-    for rows in (1, 5, 6, 7, 23):
+    for rows in (1, 5, 12, 31, 33, 260):
         x = drawn(rows, shape[1], dtype=dtype)
         wanted = emulated(x, weight)
         agree([cpp.logits(x, packed)], [wanted])
@@ -167,6 +165,17 @@ def test_8_bits_of_zeros_and_of_one_large_number() -> None:
     assert found[:, 1].eq(0).all()
     assert found[2].eq(0).all()
     agree([cpp.logits(x[:2], cpp.prepare(weight))], [emulated(x[:2], weight)])
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_sums_of_8_bits_reach_their_bounds_and_deeper_weights_keep_theirs(rows: int) -> None:
+    cpp = backend("matmul", weight_bits=8)
+    deepest = library().max_byte_depth
+    ones = torch.ones(2, deepest + 1)
+    ones[1] = -1
+    found = cpp.logits(ones[:1, :-1].expand(rows, -1), cpp.prepare(ones[:, :-1]))
+    agree([found], [torch.tensor([[deepest, -deepest]] * rows).double()])
+    assert isinstance(cpp.prepare(ones), Panels)
 
 
 def test_8_bits_take_half_of_the_memory_and_bring_little_error() -> None:
