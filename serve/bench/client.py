@@ -161,6 +161,11 @@ class Client:
         while self._idle:
             self._idle.pop().close()
 
+    async def connect(self, count: int) -> None:
+        """Have so many idle connections, as a client has that asked before. Raises `ExchangeError`."""
+        while len(self._idle) < count:
+            self._idle.append(await self._connect())
+
     async def get(self, path: str) -> Response:
         return await self._exchange(self._head("GET", path, "") + b"\r\n")
 

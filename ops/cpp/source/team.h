@@ -14,11 +14,13 @@ namespace penstock {
 // a step.
 constexpr int SPINS = 40000;
 
-// Between offers of the core to others, some 5 us. Without them a thread would look, for as long as the system lets it,
-// for what another cannot do that waits for this very core: the rest of the team, or the loop.
-constexpr int SPINS_PER_YIELD = 256;
+// Between offers of the core to others, 1 to 2 us. Without them a thread would look, for as long as the system lets it,
+// for what another cannot do that waits for this very core: the rest of the team, the loop, or a client.
+constexpr int SPINS_PER_YIELD = 32;
 
-inline void pause() {
+// Between one look and the next of a thread that has looked so many times.
+inline void pause(int spins) {
+    if (spins % SPINS_PER_YIELD == SPINS_PER_YIELD - 1) return std::this_thread::yield();
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #endif
@@ -85,10 +87,7 @@ public:
         }
         for (int spins = 0; spins < SPINS; spins++) {
             if (meeting_.round.load(std::memory_order_acquire) == round_) return;
-            if (spins % SPINS_PER_YIELD == SPINS_PER_YIELD - 1)
-                std::this_thread::yield();
-            else
-                pause();
+            pause(spins);
         }
         meeting_.round.wait(round_ - 1, std::memory_order_acquire);
     }

@@ -57,6 +57,7 @@ async def _stream(url: str, prompts: Sequence[Prompt], vocabulary: Vocabulary) -
     async with Client(url) as client:
         listed = orjson.loads((await client.get("/v1/models")).body)
         asking = Asking(model=listed["data"][0]["id"])
+        await client.connect(len(prompts))
         bodies = {id(prompt): orjson.dumps(BACKEND.ask(prompt, asking)) for prompt in prompts}
 
         async def send(prompt: Prompt, start_s: float) -> _Answer:
