@@ -30,9 +30,9 @@ struct UnitFactors {
     int64_t b_step;    // bytes between its tiles of one step and the next
     int64_t b_next;    // bytes between its first 16 columns and the second
     int64_t steps;
-    int64_t ahead;     // bytes from b to what will be needed after it; of that memory this asks for the
-    int64_t part;      // `part`th of so many `parts`
-    int64_t parts;     // 0: for none
+    int64_t ahead = 0;  // bytes from b to what will be needed after it; of that memory this asks for the
+    int64_t part = 0;   // `part`th of so many `parts`
+    int64_t parts = 0;  // 0: for none
 };
 
 enum class Numbers { BRAIN_FLOATS, BYTES };  // bfloat16 with sums in float32; signed times unsigned 8 bits in int32
