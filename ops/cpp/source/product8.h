@@ -11,7 +11,6 @@
 #include <limits>
 
 #include "product.h"
-#include "small.h"
 
 namespace penstock {
 
