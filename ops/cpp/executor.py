@@ -68,12 +68,9 @@ class Executor:
     ) -> None:
         """Run a kernel now, for the rows in `step` if it reads any; or note it."""
         if self._tape is not None:
-            kernel, operands = self._tape.joined_with_last(kernel, operands)
-        node = Node(self.library.kernel(kernel, dtype), ctypes.addressof(operands))
-        if self._tape is not None:
-            self._tape.nodes.append(node)
-            self._tape.operands.append(operands)
+            self._tape.note(kernel, dtype, operands)
             return
+        node = Node(self.library.kernel(kernel, dtype), ctypes.addressof(operands))
         self.run(ctypes.addressof(node), 1, step or _NO_STEP)
 
     def run(self, nodes: int, count: int, step: Step) -> None:
@@ -113,16 +110,17 @@ class Tape:
         self._executor = executor
         self._array: ctypes.Array[Node] | None = None
 
-    def joined_with_last(self, kernel: str, operands: ctypes.Structure) -> tuple[str, ctypes.Structure]:
-        """A kernel that is to be noted, or the one that does what it and the last one do, which is dropped then.
+    def note(self, kernel: str, dtype: torch.dtype, operands: ctypes.Structure) -> None:
+        """Add a kernel; one that stores the keys which the last one rotated takes that one's place and does both.
 
-        Keys are stored while they are in the cache of the core that rotated them.
+        So keys are stored while they are in the cache of the core that rotated them.
         """
         last = self.operands[-1] if self.operands else None
         if isinstance(operands, Store) and isinstance(last, Rotate) and operands.k == last.k:
             del self.nodes[-1], self.operands[-1]
-            return "rotate_store", RotateStore(last, operands)
-        return kernel, operands
+            kernel, operands = "rotate_store", RotateStore(last, operands)
+        self.nodes.append(Node(self._executor.library.kernel(kernel, dtype), ctypes.addressof(operands)))
+        self.operands.append(operands)
 
     def close(self) -> None:
         """No kernels come any more."""

@@ -17,12 +17,6 @@ constexpr int64_t PER_WORD =
     1;
 #endif
 
-template <class T>
-inline Floats dot_words(Floats total, Words a, Words b) {
-    if constexpr (PER_WORD<T> == 2) return dot_pairs(total, a, b);
-    return total + cast<Floats>(a) * cast<Floats>(b);
-}
-
 inline Words load_words(const uint32_t* from) {
     Words x;
     std::memcpy(&x, from, sizeof(x));

@@ -86,8 +86,7 @@ struct Partial {
 // Of a query or a key as products take it.
 template <class T>
 inline int64_t words_with_padding(int64_t head_dim) {
-    const int64_t grain = step_grain<T>();
-    return (head_dim / PER_WORD<T> + grain - 1) / grain * grain;
+    return round_up(head_dim / PER_WORD<T>, step_grain<T>());
 }
 
 // The attention of one kv head's tile.
@@ -255,14 +254,13 @@ private:
             packed_keys += LANES * words_;
             packed_values += LANES / PER_WORD<T> * head_dim;
         }
-        const int64_t whole = (high + grain() - 1) / grain() * grain();
-        std::fill(packed_values, place_.values + whole / PER_WORD<T> * head_dim, 0u);
+        std::fill(packed_values, place_.values + round_up(high, grain()) / PER_WORD<T> * head_dim, 0u);
     }
 
     // Of few queries: what `attend_rows` would compute from packed keys.
     void score(const T* keys, float* scores, const T* ahead) {
         alignas(64) float sums[LANES * UNIT_FEW];
-        fetch(reinterpret_cast<const char*>(ahead), LANES * head_dim_ * sizeof(T));
+        fetch(ahead, LANES * head_dim_);
         place_.unit.multiply_few(keys, head_dim_ * sizeof(T), place_.few_queries, filled_, sums);
         turn_over(sums, rows_, scores, KEY_BLOCK);
     }
@@ -289,7 +287,7 @@ private:
         const int64_t first_position = position_ + row / group_, last_position = position_ + (row + rows - 1) / group_;
         const int64_t low = std::clamp<int64_t>(tiles_.first_key(first_position) - base, 0, KEY_BLOCK);
         const int64_t high = std::clamp<int64_t>(last_position + 1 - base, 0, KEY_BLOCK);
-        const int64_t first = low / grain() * grain(), last = (high + grain() - 1) / grain() * grain();
+        const int64_t first = low / grain() * grain(), last = round_up(high, grain());
         if (first >= last) {
             std::fill(part.masses, part.masses + rows, Mass{NO_SCORE, 0});
             std::fill(part.sums, part.sums + rows * head_dim_, 0.0f);

@@ -21,7 +21,7 @@ static_assert(MAX_DEPTH8 * 127 * 255 < int64_t(1) << 31);
 constexpr int64_t MIN_UNIT_ROWS = 2;    // for fewer a matrix unit is slower where weights are in the cache
 constexpr int64_t PANEL_AHEAD = 4096;   // bytes asked for before they are needed
 
-inline int64_t padded_depth(int64_t in_size) { return (in_size + UNIT_BYTES - 1) / UNIT_BYTES * UNIT_BYTES; }
+inline int64_t padded_depth(int64_t in_size) { return round_up(in_size, UNIT_BYTES); }
 
 struct Product8Operands {
     ProductOperands plain;  // its weight in panels of bytes

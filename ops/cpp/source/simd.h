@@ -31,6 +31,9 @@ inline To cast(const From& from) {
     return to;
 }
 
+// The least multiple of `grain` that is not below x.
+inline int64_t round_up(int64_t x, int64_t grain) { return (x + grain - 1) / grain * grain; }
+
 // Asks for memory that is read soon.
 template <class T>
 inline void fetch(const T* from, int64_t size) {

@@ -41,7 +41,8 @@ struct Meeting {
     alignas(64) std::atomic<uint32_t> round{0};
 };
 
-// One thread's view of its team. Work is taken, not dealt: a thread whose core is busy elsewhere takes less of it.
+// One thread's view of its team. Work is taken: a thread whose core is busy elsewhere does less of it, also of what is
+// its own at first.
 class Team {
 public:
     Team(int rank, int size, Meeting& meeting)
