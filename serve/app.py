@@ -11,7 +11,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from serve.admin import AdminDoor
 from serve.auth import ApiKey
@@ -23,7 +23,6 @@ from serve.native.tokens import TokensDoor
 from serve.openai import chat, completions
 from serve.openai.models import ModelsDoor
 from serve.page import page_routes
-from serve.sse import DIRECT_SEND
 
 NATIVE = Dialect(native_body)
 OPENAI = Dialect(openai_body)
@@ -37,10 +36,11 @@ def build_app(core: Core, *, lifespan: Any = None, max_body_bytes: int = MAX_BOD
         Middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"]),
         *([Middleware(ApiKey, api_key=api_key)] if api_key else []),
     ]
-    return _Application(
-        routes=[
+    return Starlette(
+        routes=[  # looked through from the first to the last: what is asked for most comes first
+            *_generating_routes(core, max_body_bytes),
             *_native_routes(core, max_body_bytes),
-            *_openai_routes(core, max_body_bytes),
+            *_openai_routes(core),
             *(page_routes() if core.plan.serve.chat_page else []),
         ],
         middleware=middleware,
@@ -49,19 +49,20 @@ def build_app(core: Core, *, lifespan: Any = None, max_body_bytes: int = MAX_BOD
     )
 
 
-class _Application(Starlette):
-    """Hands streams the server's own `send`: middleware has nothing to say about the body of a stream, and
-    each layer would cost every event a coroutine."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope[DIRECT_SEND] = send
-        await super().__call__(scope, receive, send)
+def _generating_routes(core: Core, max_body_bytes: int) -> list[Route]:
+    chatting = chat.ChatDoor(core, max_body_bytes=max_body_bytes)
+    completing = completions.CompletionsDoor(core, max_body_bytes=max_body_bytes)
+    generating = generate.GenerateDoor(core, max_body_bytes=max_body_bytes)
+    return [
+        _route("/v1/chat/completions", chatting.complete, ["POST"], chat.DIALECT),
+        _route("/v1/completions", completing.complete, ["POST"], completions.DIALECT),
+        _route("/generate", generating.generate, ["POST", "PUT"], generate.DIALECT),
+    ]
 
 
 def _native_routes(core: Core, max_body_bytes: int) -> list[Route]:
     admin = AdminDoor(core, max_body_bytes=max_body_bytes)
     tokens = TokensDoor(core, max_body_bytes=max_body_bytes)
-    generating = generate.GenerateDoor(core, max_body_bytes=max_body_bytes)
     return [
         _route("/health", admin.health, ["GET"]),
         _route("/health_generate", admin.health_generate, ["GET"]),
@@ -71,21 +72,16 @@ def _native_routes(core: Core, max_body_bytes: int) -> list[Route]:
         _route("/get_load", admin.load, ["GET"]),
         _route("/flush_cache", admin.flush_cache, ["GET", "POST"]),
         _route("/abort_request", admin.abort, ["POST"]),
-        _route("/generate", generating.generate, ["POST", "PUT"], generate.DIALECT),
         *_routes(("/tokenize", "/v1/tokenize"), tokens.tokenize, ["POST"]),
         *_routes(("/detokenize", "/v1/detokenize"), tokens.detokenize, ["POST"]),
     ]
 
 
-def _openai_routes(core: Core, max_body_bytes: int) -> list[Route]:
+def _openai_routes(core: Core) -> list[Route]:
     models = ModelsDoor(core)
-    chatting = chat.ChatDoor(core, max_body_bytes=max_body_bytes)
-    completing = completions.CompletionsDoor(core, max_body_bytes=max_body_bytes)
     return [
         _route("/v1/models", models.list, ["GET", "POST"], OPENAI),
         _route("/v1/models/{model:path}", models.one, ["GET"], OPENAI),
-        _route("/v1/chat/completions", chatting.complete, ["POST"], chat.DIALECT),
-        _route("/v1/completions", completing.complete, ["POST"], completions.DIALECT),
     ]
 
 

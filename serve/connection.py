@@ -9,12 +9,33 @@ from __future__ import annotations
 import asyncio
 from typing import cast
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 MAX_HEAD_BYTES = 64 * 1024
 ARRIVAL_S = 120.0  # in which a whole request must arrive, from its first byte or from the connection's start
+BODY_WRITER = "penstock.body_writer"  # in the scope of every request
 STALL_S = 120.0  # for which a client may leave an answer unread without taking any of it
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+
+
+class BodyWriter:
+    """Writes pieces of a streamed answer at once, where ASGI's `send` takes a coroutine for each."""
+
+    __slots__ = ("_cycle",)
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    @property
+    def ready(self) -> bool:
+        """Whether a piece may be written now: a body is being streamed to a client who keeps up with it."""
+        cycle = self._cycle
+        gone = cycle.disconnected or cycle.response_complete
+        return cycle.chunked_encoding is True and not gone and not cycle.flow.write_paused
+
+    def write(self, piece: bytes) -> None:
+        """Write some bytes, at least one. Only while `ready`."""
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
 
 
 class Connection(HttpToolsProtocol):
@@ -53,6 +74,8 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._num_unparsed = 0
         super().on_headers_complete()
+        if self.cycle is not None:
+            self.scope[BODY_WRITER] = BodyWriter(self.cycle)  # type: ignore[typeddict-unknown-key]
 
     def on_body(self, body: bytes) -> None:
         self._num_unparsed = 0

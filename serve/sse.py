@@ -1,15 +1,19 @@
-"""Server-sent events, written straight to the ASGI send.
+"""Server-sent events, written as finished bytes (see `Encoder`).
 
-Every wake of a reply becomes one send of finished bytes (see `Encoder`), which costs several microseconds a
-token less than sse-starlette's response; what is rare, pings and errors, is its `ServerSentEvent`. A stream
-begins with its first chunk, so an error before it is still answered with its status.
+While the client keeps up, a chunk is written on the detokenizer's own turn: no task is woken for it, no coroutine
+made, and the body of a stream is nothing that middleware has a say in. The first chunk of a stream, and what comes
+while something is still being sent, goes the usual way through a task and ASGI's `send`. sse-starlette's response
+cost several microseconds a token more; what is rare, pings and errors, is its `ServerSentEvent`. A stream begins with
+its first chunk, so an error before it is still answered with its status.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Protocol
 
 import anyio
@@ -20,14 +24,13 @@ from starlette.types import Receive, Scope, Send
 from runtime.actors.reply import Reply
 from runtime.errors import first_error
 from runtime.request import Chunk
+from serve.connection import BODY_WRITER, BodyWriter
 from serve.errors import Dialect
 from serve.replies import close_all, each, until_gone
 
 PING_S = 15.0
 PING = ServerSentEvent(comment="ping", sep="\n").encode()
 DONE = b"data: [DONE]\n\n"
-# In the scope: the server's own send, for bodies; headers go through the middleware.
-DIRECT_SEND = "penstock.send"
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -60,14 +63,15 @@ class EventStream:
         self._encoder = encoder
         self._dialect = dialect
         self._ping_s = ping_s
-        self._starting = anyio.Lock()
+        self._starting = asyncio.Lock()
         self._started = False
+        self._writer: BodyWriter | None = None
         self._failure: Exception | None = None
         self._num_writing = 0
         self._last_write_s = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._send_body: Send = scope.get(DIRECT_SEND, send)
+        self._writer = scope.get(BODY_WRITER)
         try:
             async with anyio.create_task_group() as group:
                 # A task of its own: every wake of a coroutine goes through all that await it, and here these
@@ -90,7 +94,7 @@ class EventStream:
         """Pass everything on. Returns the error that ended it early; an OSError when the client is gone."""
 
         async def read(place: int) -> None:
-            async with aclosing(self._replies[place].chunks()) as arrivals:
+            async with aclosing(self._replies[place].chunks(partial(self._push, place))) as arrivals:
                 async for chunks in arrivals:
                     if chunks[0].prompt_logprobs is None:
                         events = self._encoder.events(place, chunks)
@@ -108,6 +112,18 @@ class EventStream:
             return error
         return None
 
+    def _push(self, place: int, chunk: Chunk) -> bool:
+        """Write a chunk's events at once; False where that cannot be."""
+        writer = self._writer
+        if writer is None or not self._started or self._num_writing or not writer.ready:
+            return False
+        if chunk.prompt_logprobs is not None:
+            return False
+        if events := self._encoder.events(place, (chunk,)):
+            self._last_write_s = time.monotonic()
+            writer.write(events)
+        return True
+
     async def _write(self, send: Send, body: bytes, *, more: bool = True) -> None:
         """Send whole events, so that those of several replies and pings never mix."""
         if not self._started:
@@ -115,7 +131,7 @@ class EventStream:
         self._last_write_s = time.monotonic()
         self._num_writing += 1
         try:
-            await self._send_body({"type": "http.response.body", "body": body, "more_body": more})
+            await send({"type": "http.response.body", "body": body, "more_body": more})
         finally:
             self._num_writing -= 1
 

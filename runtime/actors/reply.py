@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Callable
 from runtime.errors import PenstockError
 from runtime.request import Chunk, Logprobs, Request
 
+Push = Callable[[Chunk], bool]
 MAX_UNREAD_CHARS = 4 * 1024 * 1024  # of a stream whose reader does not keep up; then the request is aborted
 
 
@@ -20,8 +21,10 @@ class Reply:
 
     __slots__ = (
         "_abort",
+        "_broken",
         "_error",
         "_num_open",
+        "_push",
         "_unread",
         "_unread_chars",
         "_waiter",
@@ -38,6 +41,8 @@ class Reply:
         self._unread: dict[int, _Coalesced] = {}
         self._unread_chars = 0
         self._error: PenstockError | None = None
+        self._push: Push | None = None
+        self._broken: Exception | None = None  # what a push raised
         self._waiter: asyncio.Future[None] | None = None
         self._whole = False
 
@@ -50,6 +55,11 @@ class Reply:
 
     def put(self, chunk: Chunk) -> None:
         """Add a chunk; merges with what the reader has not taken yet, and wakes it."""
+        if self._push is not None and self._waiter is not None and self._pushed(self._push, chunk):
+            if chunk.finish is not None:
+                self._num_open -= 1
+                self._wake()
+            return
         unread = self._unread.get(chunk.index)
         if unread is None:
             self._unread[chunk.index] = _Coalesced(chunk)
@@ -66,6 +76,14 @@ class Reply:
             self._abort(self.request.id)
         self._wake()
 
+    def _pushed(self, push: Push, chunk: Chunk) -> bool:
+        try:
+            return push(chunk)
+        except Exception as error:  # the reader's, on the writer's turn: it must not end the writer
+            self._broken = error
+            self._wake()
+            return True
+
     def fail(self, error: PenstockError) -> None:
         """End the reply with an error, which the reader gets instead of what it has not read."""
         if not self.finished:
@@ -81,22 +99,28 @@ class Reply:
 
     # --- the reading side: a door ---
 
-    async def chunks(self) -> AsyncGenerator[list[Chunk], None]:
+    async def chunks(self, push: Push | None = None) -> AsyncGenerator[list[Chunk], None]:
         """Everything that arrived since the last look, at most one chunk per choice, until the last one ends.
 
+        While this waits, `push` is offered each chunk as it comes, which saves waking the reader's task; what it
+        takes (True) does not come here, and what it raises is raised here. It must not wait.
         Raises the request's error (`RequestError`, `Overloaded`, `EngineFailure`).
         """
+        self._push = push
         try:
             while True:
                 if not self._unread and not self.finished:
                     await self._wait()
                 if self._error is not None:
                     raise self._error
+                if self._broken is not None:
+                    raise self._broken
                 if self._unread:
                     yield self._take()
                 if self._num_open == 0 and not self._unread:
                     return
         finally:
+            self._push = None
             self.close()
 
     async def whole(self) -> list[Chunk]:

@@ -38,7 +38,9 @@ def inputs(case: Case) -> tuple[Tensor, Tensor, Tensor]:
     The weight is followed in memory by that of the next rank: a kernel that read on would find no zeros there.
     """
     generator = torch.Generator().manual_seed(9)
-    weight = torch.randn(2 * case.vocab_size, case.width, generator=generator).to(case.dtype)[: case.vocab_size]
+    weight = torch.randn(2 * case.vocab_size, case.width, generator=generator).to(case.dtype)[
+        : case.vocab_size
+    ]
     products = (3 * torch.randn(3, case.vocab_size, generator=generator)).to(case.dtype)
     high = case.vocab_size if case.first_id is None else 2 * case.vocab_size
     return torch.randint(0, high, (6,), generator=generator), weight, products
