@@ -22,7 +22,7 @@ from __future__ import annotations
 import difflib
 import math
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -285,9 +285,8 @@ def _dict(item: Any) -> Decoder:
 def _object(cls: type) -> Decoder:
     hints = get_type_hints(cls, include_extras=True)
     declared = fields(cls)
-    names = [field.name for field in declared]
-    checks = {name: _decoder(hints[name]) for name in names}
-    nullable = {name for name in names if _lists_none(hints[name])}
+    checks = {field.name: _decoder(hints[field.name]) for field in declared}
+    nullable = {name for name in checks if _lists_none(hints[name])}
     required = [f.name for f in declared if f.default is MISSING and f.default_factory is MISSING]
     closed = getattr(cls, "closed", False)
 
@@ -295,24 +294,25 @@ def _object(cls: type) -> Decoder:
         if type(value) is not dict:
             raise _expected("an object", value)
         if closed:
-            _refuse_unknown(value, names)
+            _refuse_unknown(value, checks)
         found = {}
-        for name in names:
-            item = value.get(name)
-            if item is None and not (name in nullable and name in value):
-                if name in required:
-                    raise _MismatchError("is required").under(name)
+        for name, item in value.items():  # few of the many that there could be
+            check = checks.get(name)
+            if check is None or (item is None and name not in nullable):
                 continue
             try:
-                found[name] = checks[name](item)
+                found[name] = check(item)
             except _MismatchError as mismatch:
                 raise mismatch.under(name) from None
+        for name in required:
+            if name not in found:
+                raise _MismatchError("is required").under(name)
         return cls(**found)
 
     return decode_object
 
 
-def _refuse_unknown(value: Mapping[str, Any], names: list[str]) -> None:
+def _refuse_unknown(value: Mapping[str, Any], names: Collection[str]) -> None:
     for key in value:
         if key not in names:
             close = difflib.get_close_matches(key[:80], names, n=1)

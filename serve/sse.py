@@ -14,9 +14,8 @@ import time
 from collections.abc import Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
-import anyio
 import anyio.to_thread
 from sse_starlette.event import ServerSentEvent
 from starlette.types import Receive, Scope, Send
@@ -66,29 +65,49 @@ class EventStream:
         self._starting = asyncio.Lock()
         self._started = False
         self._writer: BodyWriter | None = None
-        self._failure: Exception | None = None
         self._num_writing = 0
         self._last_write_s = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._writer = scope.get(BODY_WRITER)
+        # Plain tasks: a stream's task group and its scopes would cost more than reading the request.
+        relay = asyncio.create_task(self._relay_all(send))
+        gone = asyncio.create_task(until_gone(receive))
         try:
-            async with anyio.create_task_group() as group:
-                # A task of its own: every wake of a coroutine goes through all that await it, and here these
-                # are the router's and the middleware's, two dozen for each token.
-                group.start_soon(self._relay_all, send, group.cancel_scope)
-                await self._accompany(receive, send, group.cancel_scope)
+            await self._accompany(send, (relay, gone))
         finally:
+            relay.cancel()
+            gone.cancel()
+            await asyncio.wait((relay, gone))
             close_all(self._replies)
-        if self._failure is not None and not self._started:
-            await self._dialect.response(self._failure)(scope, receive, send)
+        if not gone.cancelled():
+            gone.result()
+        failure = None if relay.cancelled() else relay.result()
+        if failure is not None and not self._started:
+            await self._dialect.response(failure)(scope, receive, send)
 
-    async def _relay_all(self, send: Send, scope: anyio.CancelScope) -> None:
-        """Relay to the end, also where that is an error, and then end the stream's other task."""
-        self._failure = failure = await self._relay(send)
+    async def _accompany(self, send: Send, tasks: tuple[asyncio.Task[Any], ...]) -> None:
+        """Until one of the tasks has ended, send a comment in every long silence, for proxies' sake."""
+        wait_s = self._ping_s
+        while True:
+            ended, _ = await asyncio.wait(tasks, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+            if ended:
+                return
+            silence_s = time.monotonic() - self._last_write_s
+            if silence_s < self._ping_s:
+                wait_s = self._ping_s - silence_s
+                continue
+            wait_s = self._ping_s
+            # Not before the stream began, nor while the client does not read.
+            if self._started and not self._num_writing:
+                await self._write(send, PING)
+
+    async def _relay_all(self, send: Send) -> Exception | None:
+        """Relay to the end, also where that is an error. Returns it."""
+        failure = await self._relay(send)
         if failure is not None and self._started and not isinstance(failure, OSError):
             await self._write(send, self._dialect.event(failure) + DONE, more=False)
-        scope.cancel()
+        return failure
 
     async def _relay(self, send: Send) -> Exception | None:
         """Pass everything on. Returns the error that ended it early; an OSError when the client is gone."""
@@ -140,19 +159,3 @@ class EventStream:
             if not self._started:
                 await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
                 self._started = True
-
-    async def _accompany(self, receive: Receive, send: Send, scope: anyio.CancelScope) -> None:
-        """End the stream when the client leaves; send a comment in every long silence, for proxies' sake."""
-        while True:
-            silence_s = min(time.monotonic() - self._last_write_s, self._ping_s)
-            with anyio.move_on_after(self._ping_s - silence_s or self._ping_s):
-                await until_gone(receive)
-                scope.cancel()
-                return
-            if self._is_silent():
-                await self._write(send, PING)
-
-    def _is_silent(self) -> bool:
-        """Whether a comment is due: not before the stream began, nor while the client does not read."""
-        long_ago = time.monotonic() - self._last_write_s >= self._ping_s
-        return long_ago and self._started and self._num_writing == 0

@@ -1,7 +1,7 @@
 """A small HTTP/1.1 client that costs a few microseconds per streamed event.
 
 A measuring client must not be what is measured. On the way of an event there is one clock reading and one
-`append`; everything that looks into the bytes happens after the response has ended. Framing (chunks, lengths,
+`append`; everything that looks into the bytes happens when the response seems to have ended. Framing (chunks, lengths,
 keep-alive) is httptools', the parser that the server side uses too.
 """
 
@@ -54,6 +54,8 @@ class Connection(asyncio.Protocol):
         self._done: asyncio.Future[Response] | None = None
         self._response = Response()
         self._parser: httptools.HttpResponseParser | None = None
+        self._reads: list[tuple[float, bytes]] = []  # not parsed yet
+        self._in_chunks = False
         self._now = 0.0
         self.reusable = True
         self.closed = False
@@ -67,6 +69,7 @@ class Connection(asyncio.Protocol):
             raise ExchangeError("the connection was closed")
         self._response = Response()
         self._parser = httptools.HttpResponseParser(self)
+        self._reads, self._in_chunks = [], False
         self._done = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         try:
@@ -95,14 +98,23 @@ class Connection(asyncio.Protocol):
         if self._parser is None or self._done is None or self._done.done():
             self.close()  # bytes that nobody asked for
             return
-        self._now = perf_counter()
+        self._reads.append((perf_counter(), data))
+        # A body in chunks ends with an empty line, of which a short read may be the rest.
+        if not self._in_chunks or data.endswith(b"\r\n\r\n") or len(data) < 4:
+            self._parse(self._parser)
+
+    def _parse(self, parser: httptools.HttpResponseParser) -> None:
+        reads, self._reads = self._reads, []
         try:
-            self._parser.feed_data(data)
+            for self._now, data in reads:
+                parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._fail(f"the server did not speak HTTP: {error}")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed = True
+        if self._parser is not None:
+            self._parse(self._parser)
         headers = self._response.headers
         open_ended = "content-length" not in headers and "transfer-encoding" not in headers
         if exc is None and self._response.status and open_ended:
@@ -120,6 +132,7 @@ class Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         self._response.status = self._parser.get_status_code() if self._parser else 0
+        self._in_chunks = "transfer-encoding" in self._response.headers
 
     def on_body(self, data: bytes) -> None:
         self._response.pieces.append(Piece(self._now, data))

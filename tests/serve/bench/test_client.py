@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
+import anyio
 import orjson
 import pytest
 
@@ -109,6 +110,22 @@ async def test_chunks_are_joined_across_reads() -> None:
 
     async with raw_server(answer) as url, Client(url) as client:
         assert (await client.get("/")).body == b"abcde"
+
+
+@pytest.mark.parametrize("num_last", range(1, 8))
+async def test_a_streamed_body_ends_however_its_end_is_cut(num_last: int) -> None:
+    head, body = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n", b"2\r\nde\r\n0\r\n\r\n"
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for part in (head, b"3\r\nabc\r\n", body[:-num_last], body[-num_last:]):
+            writer.write(part)
+            await writer.drain()
+            await asyncio.sleep(0.01)  # into a read of its own
+        await reader.read(-1)  # the connection stays open
+
+    async with raw_server(answer) as url, Client(url) as client:
+        with anyio.fail_after(5):
+            assert (await client.get("/")).body == b"abcde"
 
 
 async def test_a_kept_connection_that_went_away_is_replaced() -> None:
