@@ -1,6 +1,6 @@
-"""From parsed JSON to frozen dataclasses: the declaration is the schema.
+"""From parsed JSON to dataclasses: the declaration is the schema.
 
-    @dataclass(frozen=True, slots=True, kw_only=True)
+    @dataclass(slots=True, kw_only=True)          # frozen, half a hundred fields would cost 10 us more
     class Body:
         prompt: str | list[str]                       # required: no default
         n: Annotated[int, Range(1, 128)] = 1
@@ -327,20 +327,41 @@ def _lists_none(annotation: Any) -> bool:
 
 
 def _union(annotation: Any) -> Decoder:
-    checks = [_decoder(member) for member in get_args(annotation)]
+    members = [(_decoder(member), _kinds(member)) for member in get_args(annotation)]
     words = _words(annotation)
 
     def decode_union(value: Any) -> Any:
         troubles: list[_MismatchError] = []
-        for check in checks:
+        kind = type(value)
+        for check, kinds in members:
+            if kind not in kinds:
+                continue
             try:
                 return check(value)
             except _MismatchError as mismatch:
                 troubles.append(mismatch)
-        closest = max(troubles, key=lambda mismatch: mismatch.closeness)
-        raise closest if closest.trail or not closest.of_type else _expected(words, value)
+        closest = max(troubles, key=lambda mismatch: mismatch.closeness, default=None)
+        if closest is None or (closest.of_type and not closest.trail):
+            raise _expected(words, value)
+        raise closest
 
     return decode_union
+
+
+def _kinds(annotation: Any) -> frozenset[type]:
+    """What JSON value a member of a union may be at all."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _kinds(get_args(annotation)[0])
+    if annotation in (None, type(None)):
+        return frozenset({type(None)})
+    if annotation in (int, float):
+        return frozenset({int, float})
+    if annotation in (bool, str):
+        return frozenset({annotation})
+    if annotation is Any:
+        return frozenset({type(None), bool, int, float, str, list, dict})
+    return frozenset({list if origin is list else str if origin is Literal else dict})
 
 
 # --- words ---

@@ -19,7 +19,7 @@ from serve.errors import renamed
 FROM_GENERATION_CONFIG = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class SamplingBody:
     """The native `sampling_params` object. Values are checked by `SamplingParams`."""
 

@@ -19,7 +19,7 @@ MAX_CHOICES_IN_ALL = 4096  # prompts times n
 Label = Annotated[str, Length(1, 256)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class GenerateBody:
     """The body of `/generate`. A list as `text`, or lists in `input_ids`, make a batch."""
 

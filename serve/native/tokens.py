@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from runtime.text.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class TokenizeBody:
     prompt: str | Annotated[list[str], Length(1, MAX_PROMPTS)]
     add_special_tokens: bool = True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class TokenizeChatBody(ChatBody):
     add_special_tokens: bool = False  # the chat template writes its own
     add_generation_prompt: bool = True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class DetokenizeBody:
     tokens: list[int] | Annotated[list[list[int]], Length(1, MAX_PROMPTS)]
     skip_special_tokens: bool = True

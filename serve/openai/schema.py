@@ -18,13 +18,13 @@ from serve.native.schema import MAX_PROMPTS, Label
 MAX_MESSAGES = 4096
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class StreamOptions:
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class ResponseFormat:
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
 
@@ -36,7 +36,7 @@ class ResponseFormat:
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class OpenAIBody:
     """What both generating endpoints take. None: not said."""
 
@@ -83,7 +83,7 @@ class OpenAIBody:
     return_token_ids: NotBuilt = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class CompletionBody(OpenAIBody):
     """The body of /v1/completions."""
 
@@ -101,7 +101,7 @@ class CompletionBody(OpenAIBody):
     suffix: NotBuilt = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Part:
     """One part of a message's content."""
 
@@ -109,13 +109,13 @@ class Part:
     text: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class CalledFunction:
     name: str
     arguments: str | dict[str, Any] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class ToolCall:
     """A call that the assistant made in an earlier turn."""
 
@@ -124,7 +124,7 @@ class ToolCall:
     type: str = "function"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Message:
     role: str
     content: str | list[Part] | None = None
@@ -134,14 +134,14 @@ class Message:
     reasoning_content: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Reasoning:
     enabled: bool | None = None
     enable: bool | None = None
     effort: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class ChatBody(OpenAIBody):
     """The body of /v1/chat/completions."""
 
