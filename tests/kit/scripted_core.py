@@ -29,14 +29,18 @@ class ScriptedRunner:
         self.open.set()
         self.failures = 0
         self.failure: Exception = ValueError("the device has a bad day: secret detail")
-        self.num_launched = 0
+        self.sizes: list[int] = []  # rows of each step
         self.closed = False
         self.death: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
 
     def launch(self, batch: Batch) -> ScriptedStep:
-        self.num_launched += 1
+        self.sizes.append(len(batch.sequences))
         self.fake.launch(batch)
         return ScriptedStep(self)
+
+    @property
+    def num_launched(self) -> int:
+        return len(self.sizes)
 
     async def watch(self) -> None:
         raise await self.death

@@ -11,8 +11,9 @@ from urllib.parse import urlsplit
 import pytest
 
 import http_server
-from serve.connection import MAX_HEAD_BYTES, Connection
+from serve.connection import BODY_WRITER, MAX_HEAD_BYTES, BodyWriter, Connection
 
+NUM_PIECES, PIECE_BYTES = 400, 50_000
 HEAD = b"POST / HTTP/1.1\r\nhost: x\r\n"
 
 
@@ -25,6 +26,7 @@ class App:
 
     def __init__(self) -> None:
         self.left = asyncio.Event()  # the client of an answer is gone
+        self.num_waits = 0  # of a body writer that was not ready
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         size, more = 0, True
@@ -35,9 +37,18 @@ class App:
             size, more = size + len(message["body"]), message["more_body"]
         body = b"x" * 50_000_000 if scope["path"] == "/flood" else b"size %d" % size
         await send({"type": "http.response.start", "status": 200, "headers": [(b"connection", b"close")]})
+        if scope["path"] == "/pieces":
+            await self._write_pieces(scope[BODY_WRITER])
         await send({"type": "http.response.body", "body": body, "more_body": scope["path"] == "/flood"})
         await receive()
         self.left.set()
+
+    async def _write_pieces(self, writer: BodyWriter) -> None:
+        for number in range(NUM_PIECES):
+            while not writer.ready:
+                self.num_waits += 1
+                await asyncio.sleep(0.001)
+            writer.write(b"%d " % number + b"x" * PIECE_BYTES)
 
 
 @pytest.fixture
@@ -95,3 +106,28 @@ async def test_an_answer_that_nobody_reads_is_given_up(address: tuple[str, int],
         await loop.sock_connect(client, address)
         await loop.sock_sendall(client, b"GET /flood HTTP/1.1\r\nhost: x\r\n\r\n")
         await asyncio.wait_for(app.left.wait(), 10)
+
+
+@patient
+async def test_pieces_wait_for_a_client_that_does_not_read(address: tuple[str, int], app: App) -> None:
+    reader, writer = await asyncio.open_connection(*address)
+    writer.write(b"GET /pieces HTTP/1.1\r\nhost: x\r\n\r\n")
+    while not app.num_waits:
+        await asyncio.sleep(0.001)
+    await reader.readuntil(b"\r\n\r\n")
+    for number in range(NUM_PIECES):
+        piece = await reader.readexactly(int(await reader.readline(), 16) + 2)
+        assert piece == b"%d " % number + b"x" * PIECE_BYTES + b"\r\n"
+    writer.close()
+
+
+@patient
+async def test_no_piece_is_written_to_a_client_that_left(address: tuple[str, int], app: App) -> None:
+    _, writer = await asyncio.open_connection(*address)
+    writer.write(b"GET /pieces HTTP/1.1\r\nhost: x\r\n\r\n")
+    while not app.num_waits:
+        await asyncio.sleep(0.001)
+    writer.transport.abort()
+    num_waits = app.num_waits
+    while app.num_waits < num_waits + 20:  # it asks in vain, for ever
+        await asyncio.sleep(0.001)

@@ -7,6 +7,7 @@ import pytest
 
 import fake_runner
 import scripted_core
+from runtime.actors import scheduler
 from runtime.actors.core import Core
 from runtime.actors.reply import Reply
 from runtime.errors import EngineClosed, EngineFailure, InvalidRequest, OutOfMemory, Overloaded, StepFailed
@@ -34,6 +35,32 @@ async def test_requests_side_by_side_get_their_own_tokens():
         replies = [core.submit(request(*prompt)) for prompt in prompts]
         chunks = await asyncio.gather(*(reply.whole() for reply in replies))
         assert [chunk.ids for [chunk] in chunks] == [expected(prompt) for prompt in prompts]
+
+
+async def test_requests_of_one_moment_begin_together():
+    async with scripted_core.running() as (core, runner):
+
+        async def ask(num_turns: int) -> Reply:  # as doors do, each in a task of its own
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            return core.submit(request(3, 4, seed=num_turns))
+
+        asked = [asyncio.create_task(ask(number)) for number in range(4)]
+        for number, task in enumerate(asked):
+            [chunk] = await (await task).whole()
+            assert chunk.ids == expected((3, 4), seed=number)
+        assert runner.sizes[0] == 4
+
+
+async def test_a_stream_of_arrivals_does_not_hold_up_the_first_step(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(scheduler, "MAX_ARRIVAL_TURNS", 3)
+    async with scripted_core.running() as (core, runner):
+        replies = []
+        while not runner.num_launched:
+            replies.append(core.submit(request(3, 4, new=1)))
+            await asyncio.sleep(0)
+        assert len(replies) < 10
+        await asyncio.gather(*(reply.whole() for reply in replies))
 
 
 async def test_failed_step_loses_its_requests_and_nothing_else():

@@ -85,3 +85,61 @@ async def test_reader_that_does_not_keep_up_is_aborted(monkeypatch: pytest.Monke
     assert not aborted
     reply.put(chunk("a"))
     assert aborted == [reply.request.id]
+
+
+async def test_what_a_push_takes_wakes_nobody():
+    reply, aborted = make_reply()
+    taken: list[str] = []
+
+    def push(chunk: Chunk) -> bool:
+        taken.append(chunk.text)
+        return chunk.text != "c"
+
+    async def read() -> list[str]:
+        return [chunk.text async for chunks in reply.chunks(push) for chunk in chunks]
+
+    reply.put(chunk("a"))  # before anybody reads
+    reader = asyncio.create_task(read())
+    await asyncio.sleep(0)
+    for text in ("b", "c", "d", "e"):  # it takes b, not c, and is not asked while c is unread
+        reply.put(chunk(text))
+    await asyncio.sleep(0)
+    reply.put(chunk("f", END))
+    assert await asyncio.wait_for(reader, 1) == ["a", "cde"]
+    assert taken == ["b", "c", "f"]
+    assert reply.finished
+    assert not aborted
+
+
+async def test_a_choice_that_ends_by_a_push_ends_the_stream_with_the_last_one():
+    reply, aborted = make_reply(n=2)
+
+    async def read() -> list[list[Chunk]]:
+        return [chunks async for chunks in reply.chunks(lambda chunk: True)]
+
+    reader = asyncio.create_task(read())
+    await asyncio.sleep(0)
+    reply.put(chunk("a", END, index=1))
+    await asyncio.sleep(0)
+    assert not reader.done()
+    reply.put(chunk("b", END, index=0))
+    assert await asyncio.wait_for(reader, 1) == []
+    assert not aborted
+
+
+async def test_what_a_push_raises_is_the_readers():
+    reply, aborted = make_reply()
+
+    def push(chunk: Chunk) -> bool:
+        raise KeyError("mine")
+
+    async def read() -> None:
+        async for _ in reply.chunks(push):
+            pass
+
+    reader = asyncio.create_task(read())
+    await asyncio.sleep(0)
+    reply.put(chunk("a"))  # the writer goes on
+    with pytest.raises(KeyError, match="mine"):
+        await reader
+    assert aborted == [reply.request.id]

@@ -14,8 +14,9 @@ import pytest
 import fake_core
 from runtime.request import Chunk, Request
 from runtime.text.tokenizer import Tokenizer
+from serve.connection import BODY_WRITER
 from serve.errors import Dialect, native_body
-from serve.sse import PING, EventStream
+from serve.sse import DONE, PING, EventStream
 from served_core import Serve, Served
 
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 200}
@@ -148,12 +149,31 @@ class Plain:
         return b""
 
 
+class Direct:
+    """A body writer into the same place."""
+
+    def __init__(self, client: Sent) -> None:
+        self._client = client
+        self.ready = True
+        self.num_pieces = 0
+
+    def write(self, piece: bytes) -> None:
+        assert self.ready
+        self.num_pieces += 1
+        self._client.messages.append({"type": "http.response.body", "body": piece})
+
+
 def open_stream(
-    core: fake_core.FakeCore, client: Sent, num_requests: int = 1, **options: Any
+    core: fake_core.FakeCore,
+    client: Sent,
+    num_requests: int = 1,
+    writer: Direct | None = None,
+    **options: Any,
 ) -> asyncio.Task[None]:
     replies = [core.submit(Request(text="a")) for _ in range(num_requests)]
     stream = EventStream(replies, Plain(), Dialect(native_body), **options)
-    return asyncio.create_task(stream({"type": "http"}, client.receive, client.send))
+    scope: dict[str, Any] = {"type": "http", BODY_WRITER: writer}
+    return asyncio.create_task(stream(scope, client.receive, client.send))
 
 
 async def test_silence_is_broken_by_comments(tokenizer: Tokenizer) -> None:
@@ -182,6 +202,85 @@ async def test_slow_reader_gets_what_has_come_at_once(tokenizer: Tokenizer) -> N
     assert b"".join(client.bodies).decode() == fake_core.TEXT[: len(b"".join(client.bodies))]
     client.gone.set()
     await task
+
+
+async def test_chunks_are_written_at_once_while_the_client_keeps_up(tokenizer: Tokenizer) -> None:
+    core, client = fake_core.FakeCore(tokenizer, held=True), Sent()
+    writer = Direct(client)
+    task = open_stream(core, client, writer=writer)
+    await asyncio.sleep(0)
+    core.step()
+    await until(lambda: len(client.bodies) == 1)  # the first goes with the head, the usual way
+    assert writer.num_pieces == 0
+    await asyncio.sleep(0)
+    for number in range(2, 6):
+        core.step()  # and the loop gets no turn
+        assert len(client.bodies) == number
+    assert writer.num_pieces == 4
+    writer.ready = False
+    for _ in range(3):
+        core.step()
+    assert len(client.bodies) == 5
+    writer.ready = True
+    core.step()  # joins what waits
+    assert len(client.bodies) == 5
+    await until(lambda: len(client.bodies) == 6)
+    await asyncio.sleep(0)
+    core.step()
+    assert writer.num_pieces == 5
+    assert b"".join(client.bodies).decode() == fake_core.TEXT[: len(b"".join(client.bodies))]
+    while core.num_open:
+        core.step()
+        await asyncio.sleep(0)
+    await task
+    assert b"".join(client.bodies).decode() == fake_core.TEXT + DONE.decode()
+    assert core.aborted == []
+
+
+async def test_nothing_overtakes_what_is_being_sent(tokenizer: Tokenizer) -> None:
+    core, client = fake_core.FakeCore(tokenizer, held=True), Sent()
+    writer = Direct(client)
+    task = open_stream(core, client, writer=writer)
+    await asyncio.sleep(0)
+    client.gate.clear()
+    for _ in range(4):
+        core.step()
+        await asyncio.sleep(0)
+    assert client.messages == []
+    assert writer.num_pieces == 0
+    client.gate.set()
+    while core.num_open:
+        core.step()
+        await asyncio.sleep(0)
+    await task
+    assert b"".join(client.bodies).decode() == fake_core.TEXT + DONE.decode()
+
+
+async def test_error_of_an_encoder_in_the_middle_ends_its_stream_alone(tokenizer: Tokenizer) -> None:
+    class Broken(Plain):
+        num_events = 0
+
+        def events(self, place: int, chunks: Sequence[Chunk]) -> bytes:
+            self.num_events += 1
+            if self.num_events == 3:
+                raise KeyError("inside")
+            return super().events(place, chunks)
+
+    core, client, other = fake_core.FakeCore(tokenizer, held=True), Sent(), Sent()
+    stream = EventStream([core.submit(Request(text="a"))], Broken(), Dialect(native_body))
+    scope = {"type": "http", BODY_WRITER: Direct(client)}
+    broken = asyncio.create_task(stream(scope, client.receive, client.send))
+    sound = open_stream(core, other, writer=Direct(other))
+    while core.num_open:
+        core.step()
+        await asyncio.sleep(0)
+    await asyncio.gather(broken, sound)
+    text = b"".join(client.bodies)
+    assert text.endswith(DONE)
+    assert b"error" in text
+    assert b"inside" not in text
+    assert len(core.aborted) == 1
+    assert b"".join(other.bodies).decode() == fake_core.TEXT + DONE.decode()
 
 
 @pytest.mark.parametrize("num_requests", [1, 3])
