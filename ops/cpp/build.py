@@ -1,7 +1,8 @@
 """Compiling the C++ kernels for this processor, once.
 
-The library is plain C++ without torch's headers, so it takes seconds, and it is kept in the user's cache under a name
-made of its sources, the compiler and the processor: another machine on the same home directory makes its own.
+The library is plain C++ without torch's headers, and its units are compiled at the same time, so it takes seconds. It
+is kept in the user's cache under a name made of its sources, the compiler and the processor: another machine on the
+same home directory makes its own.
 """
 
 from __future__ import annotations
@@ -11,17 +12,26 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SOURCES = Path(__file__).with_name("source")
-MAIN = "kernels.cpp"
+_FLOAT32 = ("-DTYPE=float", "-DTYPE_NAME=float32")
+_BFLOAT16 = ("-DTYPE=BFloat16", "-DTYPE_NAME=bfloat16")
+# Each a source and its own flags; what takes longest comes first.
+UNITS = (
+    ("kernels.cpp", *_BFLOAT16),
+    ("kernels.cpp", *_FLOAT32),
+    ("attention.cpp", *_FLOAT32),
+    ("attention.cpp", *_BFLOAT16),
+    ("library.cpp",),
+)
 FLAGS = (
     "-O3",
     "-march=native",
     "-std=c++20",
     "-pthread",
     "-ffp-contract=fast",
-    "-shared",
     "-fPIC",
     "-Wno-psabi",
 )
@@ -65,31 +75,45 @@ def build(compiler: str, processor: Sequence[str] | frozenset[str], flags: Seque
         if path.is_file():
             return path
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = tempfile.mkdtemp(dir=path.parent)
+        scratch = tempfile.TemporaryDirectory(dir=path.parent)
     except (OSError, RuntimeError):  # the latter: the user has no home
-        scratch = tempfile.mkdtemp(prefix="penstock-")
-        path = Path(scratch) / _name(compiler, processor, flags)
-    made = Path(scratch) / "library.so"
-    try:
-        _compile(compiler, made, flags)
+        path = Path(tempfile.mkdtemp(prefix="penstock-")) / _name(compiler, processor, flags)
+        scratch = tempfile.TemporaryDirectory(dir=path.parent)
+    with scratch as folder:
+        made = Path(folder) / "library.so"
+        _make(compiler, made, flags)
         made.replace(path)
-    finally:
-        made.unlink(missing_ok=True)
-        if Path(scratch) != path.parent:
-            Path(scratch).rmdir()
     return path
 
 
-def _compile(compiler: str, output: Path, flags: Sequence[str]) -> None:
-    command = [compiler, *flags, str(SOURCES / MAIN), "-o", str(output)]
+def _make(compiler: str, output: Path, flags: Sequence[str]) -> None:
+    """Compile the units, as many at a time as there are processors, and link them."""
+    objects = [output.with_name(f"{number}.o") for number in range(len(UNITS))]
+
+    def compile_unit(number: int) -> None:
+        source, *own = UNITS[number]
+        _run(compiler, [*flags, *own, "-c", str(SOURCES / source), "-o", str(objects[number])])
+
+    with ThreadPoolExecutor(min(len(UNITS), os.cpu_count() or 1)) as pool:
+        for _ in pool.map(compile_unit, range(len(UNITS))):
+            pass  # raises what the first of them raised
+    _run(compiler, [*flags, "-shared", *map(str, objects), "-o", str(output)])
+    if not output.is_file():
+        raise BuildError(f"{compiler} wrote no library.")
+
+
+def _run(compiler: str, arguments: Sequence[str]) -> None:
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, check=False
+            [compiler, *arguments],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=TIMEOUT_S,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"{compiler} cannot be run: {error}.") from error
     if done.returncode != 0:
         lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
         raise BuildError(f"{compiler} fails: {(lines or ['no message'])[0].strip()}")
-    if not output.is_file():
-        raise BuildError(f"{compiler} wrote no library.")

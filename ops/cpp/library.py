@@ -179,7 +179,7 @@ class Choose(Structure):
     )
 
 
-# In the order of STRUCTURE_SIZES in `kernels.cpp`.
+# In the order of STRUCTURE_SIZES in `library.cpp`.
 STRUCTURES = (
     Step, Node, Embed, Norm, Rotate, Store, Gate, Attend, Pack, Product, Pack8, Product8, Begin, Last, Choose,
     RotateStore,

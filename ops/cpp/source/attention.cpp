@@ -1,0 +1,6 @@
+#include "attention.h"
+#include "export.h"
+
+using namespace penstock;
+
+KERNELS(attend, attend)

@@ -1,0 +1,37 @@
+// What Python sees beside the kernels: the threads that run them, and what it has to know of them.
+//
+// Nothing in the library knows of Python or torch, so it compiles in a few seconds; ops/cpp/library.py describes the
+// same operands with ctypes, which lets go of Python's lock for the whole of a call.
+
+#include "attention.h"
+#include "pool.h"
+#include "product.h"
+#include "product8.h"
+#include "small.h"
+#include "whole.h"
+
+using namespace penstock;
+
+extern "C" {
+
+// For Python to compare with its own picture of these structures, in the same order.
+extern const int64_t STRUCTURE_SIZES[];
+const int64_t STRUCTURE_SIZES[] = {
+    sizeof(Step),          sizeof(Node),           sizeof(EmbedOperands),  sizeof(NormOperands),
+    sizeof(RotateOperands), sizeof(StoreOperands), sizeof(GateOperands),   sizeof(AttendOperands),
+    sizeof(PackOperands),  sizeof(ProductOperands), sizeof(Pack8Operands), sizeof(Product8Operands),
+    sizeof(BeginOperands), sizeof(LastOperands),   sizeof(ChooseOperands),
+    sizeof(RotateStoreOperands),
+};
+
+int64_t panel_width() { return PANEL; }
+int64_t byte_step() { return UNIT_BYTES; }
+int64_t max_byte_depth() { return MAX_DEPTH8; }
+
+Pool* open_pool(int64_t num_threads) { return new Pool(int(num_threads)); }
+
+void close_pool(Pool* pool) { delete pool; }
+
+// For one caller at a time.
+void run(Pool* pool, const Node* nodes, int64_t count, const Step* step) { pool->run(nodes, count, step); }
+}
