@@ -7,6 +7,7 @@ ends, a body that never comes, or an answer that it never reads.
 from __future__ import annotations
 
 import asyncio
+import weakref
 from typing import cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -19,23 +20,29 @@ _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0
 
 
 class BodyWriter:
-    """Writes pieces of a streamed answer at once, where ASGI's `send` takes a coroutine for each."""
+    """Writes pieces of a streamed answer at once, where ASGI's `send` takes a coroutine for each.
+
+    It does not keep the answer alive, whose scope it stands in.
+    """
 
     __slots__ = ("_cycle",)
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle = cycle
+        self._cycle = weakref.ref(cycle)
 
     @property
     def ready(self) -> bool:
         """Whether a piece may be written now: a body is being streamed to a client who keeps up with it."""
-        cycle = self._cycle
-        gone = cycle.disconnected or cycle.response_complete
-        return cycle.chunked_encoding is True and not gone and not cycle.flow.write_paused
+        cycle = self._cycle()
+        if cycle is None or cycle.disconnected or cycle.response_complete:
+            return False
+        return cycle.chunked_encoding is True and not cycle.flow.write_paused
 
     def write(self, piece: bytes) -> None:
         """Write some bytes, at least one. Only while `ready`."""
-        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+        cycle = self._cycle()
+        if cycle is not None:
+            cycle.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
 
 
 class Connection(HttpToolsProtocol):

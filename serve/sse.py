@@ -25,7 +25,7 @@ from runtime.errors import first_error
 from runtime.request import Chunk
 from serve.connection import BODY_WRITER, BodyWriter
 from serve.errors import Dialect
-from serve.replies import close_all, each, until_gone
+from serve.replies import close_all, each, tasks_of, until_gone
 
 PING_S = 15.0
 PING = ServerSentEvent(comment="ping", sep="\n").encode()
@@ -70,15 +70,10 @@ class EventStream:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._writer = scope.get(BODY_WRITER)
-        # Plain tasks: a stream's task group and its scopes would cost more than reading the request.
-        relay = asyncio.create_task(self._relay_all(send))
-        gone = asyncio.create_task(until_gone(receive))
         try:
-            await self._accompany(send, (relay, gone))
+            async with tasks_of(self._relay_all(send), until_gone(receive)) as (relay, gone):
+                await self._accompany(send, (relay, gone))
         finally:
-            relay.cancel()
-            gone.cancel()
-            await asyncio.wait((relay, gone))
             close_all(self._replies)
         if not gone.cancelled():
             gone.result()

@@ -19,9 +19,8 @@ from runtime.sequence import Sequence
 
 logger = logging.getLogger("penstock.scheduler")
 
-ARRIVAL_TURNS = (
-    3  # of the loop, from a request's bytes to this inbox: the door's, the tokenizer's, and one to spare
-)
+# Of the loop, from a request's bytes to this inbox: the door's, the tokenizer's, and one to spare.
+ARRIVAL_TURNS = 3
 MAX_ARRIVAL_TURNS = 50  # however many keep coming
 
 NO_MEMORY = "The device ran out of memory; this request came last and was given up for the others."

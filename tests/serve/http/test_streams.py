@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import httpx
 import orjson
 import pytest
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 import fake_core
 from runtime.request import Chunk, Request
@@ -342,3 +344,21 @@ async def test_ten_thousand_events_leave_no_task_behind(served: Served) -> None:
             )
     await until(lambda: len(asyncio.all_tasks()) <= before)
     assert served.core.num_open == 0
+
+
+async def test_requests_leave_nothing_to_the_garbage_collector(served: Served) -> None:
+    """Which runs seldom, while bodies may be large."""
+
+    def num_cycles() -> int:
+        return sum(type(thing) is RequestResponseCycle for thing in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    try:
+        for path, body in BODIES:
+            for stream in (False, True):
+                response = await served.http.post(path, json={**body, "stream": stream})
+                assert response.status_code == 200
+        await until(lambda: num_cycles() <= 1)  # that of the connection, which stays open
+    finally:
+        gc.enable()
