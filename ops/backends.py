@@ -65,7 +65,7 @@ SAMPLING: Mapping[str, Backend] = {
 }
 # Operations that users do not choose for: the first backend that runs.
 SMALL_OPERATIONS = ("activation", "kv", "norm", "rope")
-GPU_OPERATIONS = ("embedding", "moe")  # likewise on a GPU; a CPU computes them in plain torch
+GPU_OPERATIONS = ("embedding", "moe")  # likewise on a GPU; on a CPU plain torch, or C++ for the former
 SMALL: Mapping[str, Backend] = {name: ATTENTION[name] for name in ("triton", "torch_native")}
 # What FlashInfer computes, of what models have, in all of its backends.
 FLASHINFER = ("flashinfer", "fa3", "trtllm_mha")

@@ -26,7 +26,7 @@ BY_FLASHINFER = ("with_flashinfer", "with_fa3", "with_trtllm")
 OPERATIONS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "activation": (("gate",), ("native", "with_cpp", "with_triton")),
     "attention": (("attend",), ("native", "with_cpp", "with_onednn", "with_triton", *BY_FLASHINFER)),
-    "embedding": (("embed", "as_logits"), ("native", "with_triton")),
+    "embedding": (("embed", "reads", "as_logits"), ("native", "with_cpp", "with_triton")),
     "kv": (("store", "copy_pages"), ("native", "with_cpp", "with_triton")),
     "matmul": (("prepare", "linear", "logits"), ("native", "int8", "with_cpp", "with_onednn")),
     "moe": (("route", "mix"), ("native", "with_triton")),
@@ -48,6 +48,7 @@ class Kernels:
     rotate: Callable[..., tuple[Tensor, Tensor]]
     gate: Callable[..., Tensor]
     embed: Callable[..., Tensor]
+    reads: Callable[[Tensor], bool]
     as_logits: Callable[..., Tensor]
     route: Callable[..., tuple[Tensor, Tensor]]
     mix: Callable[..., Tensor]

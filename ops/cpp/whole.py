@@ -56,9 +56,10 @@ def begin(executor: Executor, inputs: Inputs, dtype: torch.dtype) -> None:
 
 
 def embed(executor: Executor, weight: Tensor, num_tokens: int) -> Tensor:
-    """The rows of weight [V, E] of the step's tokens, [T, E]."""
+    """The rows of weight [V, E], plain or in panels, of the step's tokens, [T, E]."""
     x = executor.empty((num_tokens, weight.shape[1]), weight.dtype)
-    executor.launch("embed", weight.dtype, Embed(address(weight), address(x), weight.shape[1]))
+    kernel = "embed_panels" if isinstance(weight, Panels) else "embed"
+    executor.launch(kernel, weight.dtype, Embed(address(weight), address(x), weight.shape[1]))
     return x
 
 

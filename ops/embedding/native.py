@@ -15,6 +15,11 @@ def embed(token_ids: Tensor, weight: Tensor, first_id: int | None = None) -> Ten
     return F.embedding(places.masked_fill(elsewhere, 0), weight).masked_fill_(elsewhere.unsqueeze(1), 0)
 
 
+def reads(prepared: Tensor) -> bool:
+    """Plain weights only (see `ops.embedding`)."""
+    return False
+
+
 def as_logits(products: Tensor, *, scale: float | None = None, soft_cap: float | None = None) -> Tensor:
     """Scaled and bounded in float32 (see `ops.embedding`)."""
     logits = products.float()

@@ -29,6 +29,11 @@ def embed(token_ids: Tensor, weight: Tensor, first_id: int | None = None) -> Ten
     return out
 
 
+def reads(prepared: Tensor) -> bool:
+    """Plain weights only (see `ops.embedding`)."""
+    return False
+
+
 def as_logits(products: Tensor, *, scale: float | None = None, soft_cap: float | None = None) -> Tensor:
     """Scaled and bounded in float32 (see `ops.embedding`)."""
     if products.dtype == torch.float32 and scale is None and soft_cap is None:

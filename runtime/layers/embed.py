@@ -77,11 +77,16 @@ class Head(nn.Module):
             yield whole(f"{self.name}.weight", self.weight, ("vocab", None), self._ids)
 
     def prepare(self) -> None:
-        """A tied head gets a copy of its own where kernels want another layout; the embedding keeps the plain one."""
+        """The weight as kernels want it. A tied head gets its own only where the embedding cannot read that one."""
         plain = self._weight()
         weight = self.kernels.prepare(plain)
-        if weight is not plain:
-            self.weight = nn.Parameter(weight, requires_grad=False)
+        if weight is plain:
+            return
+        prepared = nn.Parameter(weight, requires_grad=False)
+        if self.tied and self.kernels.reads(weight):
+            self._embedding[0].weight = prepared
+        else:
+            self.weight = prepared
 
     @property
     def prepared(self) -> Tensor:

@@ -41,9 +41,9 @@ def load_model(
 
     Of every layer only the share of the `team`'s rank, of the layers only those of the `stage`.
 
-    At no time does it hold more than these weights and one tensor; a tied head that kernels want in another
-    layout than the embedding is a weight of its own. Raises CheckpointError naming every tensor
-    that is missing, left over or misshapen; then no memory was taken yet.
+    At no time does it hold more than these weights and one tensor; a tied head in a layout that the embedding cannot
+    read is a weight of its own. Raises CheckpointError naming every tensor that is missing, left over or misshapen;
+    then no memory was taken yet.
     """
     device = torch.device(plan.device)
     config = Config(facts.config)

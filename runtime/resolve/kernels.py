@@ -139,7 +139,7 @@ def _in_cpp(ledger: Ledger, machine: Machine, dtype: str) -> tuple[dict[str, str
         return {}, f"the kernels in C++ do not compute in {dtype}"
     if not machine.cpu_flags >= CPP_NEEDS:
         return {}, f"the kernels in C++ are slow on a processor without {'+'.join(sorted(CPP_NEEDS))}"
-    operations: dict[str, str] = dict.fromkeys([*SMALL_OPERATIONS, "matmul"], "with_cpp")
+    operations: dict[str, str] = dict.fromkeys([*SMALL_OPERATIONS, "embedding", "matmul"], "with_cpp")
     if any(name.endswith("attention_backend") for name in ledger.args.said):
         return operations, "C++ kernels compiled for this processor, but for attention, as asked"
     for rows in ("attention", "prefill_attention"):

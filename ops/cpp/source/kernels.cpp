@@ -30,6 +30,7 @@ KERNELS(choose, choose_plain)
 KERNELS(choose8, choose_rounded)
 
 KERNELS(embed, embed)
+KERNELS(embed_panels, embed_panels)
 KERNELS(norm, norm)
 KERNELS(rotate, rotate)
 KERNELS(store, store_kv)

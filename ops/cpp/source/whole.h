@@ -37,6 +37,19 @@ inline void begin(const void* operands, const Step& step, Team& team) {
     });
 }
 
+// As `embed`, from the panels of a head: where both ends of a model have one weight, it is held once.
+template <class T>
+void embed_panels(const void* operands, const Step& step, Team& team) {
+    constexpr int N = LANE_SIZE<T>;
+    const auto& o = *static_cast<const EmbedOperands*>(operands);
+    team.share(step.num_tokens, [&](int64_t token) {
+        const int64_t id = step.token_ids[token];
+        const T* from = static_cast<const T*>(o.weight) + id / PANEL * PANEL * o.size + id % PANEL * N;
+        T* to = static_cast<T*>(o.out) + token * o.size;
+        for (int64_t k = 0; k < o.size; k += N, from += PANEL * N) std::memcpy(to + k, from, N * sizeof(T));
+    });
+}
+
 struct LastOperands {
     const void* hidden;  // [T, E]
     void* out;           // [R, E], of the positions that predict a token

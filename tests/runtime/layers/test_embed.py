@@ -3,6 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from ops.select import select
 from runtime.layers.embed import Embedding, Head
@@ -45,3 +46,38 @@ def test_a_tied_head_in_another_layout_leaves_the_embedding_and_claims_no_tensor
     assert list(head.pieces()) == []
     hidden = torch.randn(3, 4)
     torch.testing.assert_close(head(hidden), hidden @ embed.weight.T)
+
+
+def test_a_tied_head_in_a_layout_that_the_embedding_reads_is_held_once() -> None:
+    def embed_backwards(token_ids: Tensor, weight: Tensor, first_id: int | None = None) -> Tensor:
+        return weight.flip(0)[token_ids]
+
+    def logits_backwards(hidden: Tensor, weight: Tensor) -> Tensor:
+        return hidden @ weight.flip(0).T
+
+    kernels = replace(
+        select(),
+        prepare=lambda weight: weight.flip(0),
+        reads=lambda prepared: True,
+        embed=embed_backwards,
+        logits=logits_backwards,
+    )
+    embed = embedding()
+    embed.kernels = kernels
+    head = Head("lm_head", embed, kernels, tied=True)
+    plain, hidden = embed.weight.clone(), torch.randn(3, 4)
+    head.prepare()
+    assert head.weight is None
+    assert head.prepared is embed.weight
+    torch.testing.assert_close(embed(torch.tensor([6, 0])), plain[[6, 0]])
+    torch.testing.assert_close(head(hidden), hidden @ plain.T)
+
+
+def test_a_head_with_weights_of_its_own_leaves_the_embedding_alone() -> None:
+    embed = embedding()
+    kernels = replace(select(), prepare=torch.clone, reads=lambda prepared: True)
+    head = Head("lm_head", embed, kernels, tied=False)
+    before = embed.weight
+    head.prepare()
+    assert embed.weight is before
+    assert head.prepared is not before
