@@ -9,13 +9,13 @@
 
 namespace penstock {
 
-// Before a waiting thread sleeps: milliseconds, of which it offers most to others. Whoever takes a thread's core for a moment (the event loop, a client on
-// the same machine) gives it back sooner than a sleeper is woken, and between two kernels that would happen many times
-// a step.
+// Before a waiting thread sleeps: milliseconds, of which it offers most to others. Whoever takes a thread's core for a
+// moment (the event loop, a client on the same machine) gives it back sooner than a sleeper is woken, and between two
+// kernels that would happen many times a step.
 constexpr int SPINS = 40000;
 
-// Between offers of the core to others, 50 to 200 ns. Without them a thread would look, for as long as the system lets it,
-// for what another cannot do that waits for this very core: the rest of the team, the loop, or a client.
+// Between offers of the core to others, 50 to 200 ns. Without them a thread would look, for as long as the system lets
+// it, for what another cannot do that waits for this very core: the rest of the team, the loop, or a client.
 constexpr int SPINS_PER_YIELD = 4;
 
 // Between one look and the next of a thread that has looked so many times.
