@@ -14,8 +14,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 MAX_HEAD_BYTES = 64 * 1024
 ARRIVAL_S = 120.0  # in which a whole request must arrive, from its first byte or from the connection's start
-BODY_WRITER = "penstock.body_writer"  # in the scope of every request
 STALL_S = 120.0  # for which a client may leave an answer unread without taking any of it
+BODY_WRITER = "penstock.body_writer"  # in the scope of every request
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 

@@ -89,12 +89,10 @@ class EventStream:
             if ended:
                 return
             silence_s = time.monotonic() - self._last_write_s
-            if silence_s < self._ping_s:
-                wait_s = self._ping_s - silence_s
-                continue
-            wait_s = self._ping_s
+            is_long = silence_s >= self._ping_s
+            wait_s = self._ping_s if is_long else self._ping_s - silence_s
             # Not before the stream began, nor while the client does not read.
-            if self._started and not self._num_writing:
+            if is_long and self._started and not self._num_writing:
                 await self._write(send, PING)
 
     async def _relay_all(self, send: Send) -> Exception | None:

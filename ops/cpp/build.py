@@ -88,16 +88,15 @@ def build(compiler: str, processor: Sequence[str] | frozenset[str], flags: Seque
 
 def _make(compiler: str, output: Path, flags: Sequence[str]) -> None:
     """Compile the units, as many at a time as there are processors, and link them."""
-    objects = [output.with_name(f"{number}.o") for number in range(len(UNITS))]
+    objects = [str(output.with_name(f"{number}.o")) for number in range(len(UNITS))]
 
-    def compile_unit(number: int) -> None:
-        source, *own = UNITS[number]
-        _run(compiler, [*flags, *own, "-c", str(SOURCES / source), "-o", str(objects[number])])
+    def compile_unit(unit: tuple[str, ...], made: str) -> None:
+        source, *own = unit
+        _run(compiler, [*flags, *own, "-c", str(SOURCES / source), "-o", made])
 
     with ThreadPoolExecutor(min(len(UNITS), os.cpu_count() or 1)) as pool:
-        for _ in pool.map(compile_unit, range(len(UNITS))):
-            pass  # raises what the first of them raised
-    _run(compiler, [*flags, "-shared", *map(str, objects), "-o", str(output)])
+        list(pool.map(compile_unit, UNITS, objects))  # raises what the first of them raised
+    _run(compiler, [*flags, "-shared", *objects, "-o", str(output)])
     if not output.is_file():
         raise BuildError(f"{compiler} wrote no library.")
 

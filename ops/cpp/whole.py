@@ -55,11 +55,11 @@ def begin(executor: Executor, inputs: Inputs, dtype: torch.dtype) -> None:
     executor.launch("begin", dtype, Begin(**inputs.addresses()))
 
 
-def embed(executor: Executor, weight: Tensor, num_tokens: int) -> Tensor:
-    """The rows of weight [V, E], plain or in panels, of the step's tokens, [T, E]."""
+def embed(executor: Executor, weight: Tensor, num_tokens: int, step: Step | None = None) -> Tensor:
+    """The rows of weight [V, E], plain or in panels, of the step's tokens, [T, E]; of `step`'s, outside of a tape."""
     x = executor.empty((num_tokens, weight.shape[1]), weight.dtype)
     kernel = "embed_panels" if isinstance(weight, Panels) else "embed"
-    executor.launch(kernel, weight.dtype, Embed(address(weight), address(x), weight.shape[1]))
+    executor.launch(kernel, weight.dtype, Embed(address(weight), address(x), weight.shape[1]), step)
     return x
 
 

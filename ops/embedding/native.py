@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch.nn.functional as F
 from torch import Tensor
 
 
 def embed(token_ids: Tensor, weight: Tensor, first_id: int | None = None) -> Tensor:
     """The vectors of a rank's own ids (see `ops.embedding`)."""
+    return look_up(F.embedding, token_ids, weight, first_id)
+
+
+def look_up(
+    rows: Callable[[Tensor, Tensor], Tensor], token_ids: Tensor, weight: Tensor, first_id: int | None
+) -> Tensor:
+    """`embed` by `rows(places [T], weight)`, which takes places within the weight alone."""
     if first_id is None:
-        return F.embedding(token_ids, weight)
+        return rows(token_ids, weight)
     places = token_ids - first_id
     elsewhere = (places < 0) | (places >= len(weight))
-    return F.embedding(places.masked_fill(elsewhere, 0), weight).masked_fill_(elsewhere.unsqueeze(1), 0)
+    return rows(places.masked_fill(elsewhere, 0), weight).masked_fill_(elsewhere.unsqueeze(1), 0)
 
 
 def reads(prepared: Tensor) -> bool:

@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
+from ops.cpp import whole
 from ops.cpp.executor import Executor
-from ops.cpp.library import Embed, Step, address
+from ops.cpp.library import Step, address
 from ops.embedding import native
 from ops.matmul.with_cpp import Panels
 
@@ -24,17 +25,11 @@ def make(executor: Executor) -> Mapping[str, Callable[..., Any]]:
         """The vectors of a rank's own ids."""
         if not isinstance(weight, Panels):
             return native.embed(token_ids, weight, first_id)
-        if first_id is None:
-            return gathered(token_ids, weight)
-        places = token_ids - first_id
-        elsewhere = (places < 0) | (places >= len(weight))
-        return gathered(places.masked_fill(elsewhere, 0), weight).masked_fill_(elsewhere.unsqueeze(1), 0)
+        return native.look_up(rows, token_ids, weight, first_id)
 
-    def gathered(token_ids: Tensor, panels: Panels) -> Tensor:
-        token_ids, size = token_ids.contiguous(), panels.shape[1]
-        out = executor.empty((len(token_ids), size), panels.dtype)
-        step = Step(num_tokens=len(token_ids), token_ids=address(token_ids))
-        executor.launch("embed_panels", panels.dtype, Embed(address(panels), address(out), size), step)
-        return out
+    def rows(places: Tensor, panels: Tensor) -> Tensor:
+        places = places.contiguous()
+        step = Step(num_tokens=len(places), token_ids=address(places))
+        return whole.embed(executor, panels, len(places), step)
 
     return {"embed": embed, "reads": reads, "as_logits": native.as_logits}

@@ -108,12 +108,20 @@ async def test_an_answer_that_nobody_reads_is_given_up(address: tuple[str, int],
         await asyncio.wait_for(app.left.wait(), 10)
 
 
-@patient
-async def test_pieces_wait_for_a_client_that_does_not_read(address: tuple[str, int], app: App) -> None:
+async def unread_pieces(
+    address: tuple[str, int], app: App
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection whose answer comes in pieces, of which so many are there that the server waits."""
     reader, writer = await asyncio.open_connection(*address)
     writer.write(b"GET /pieces HTTP/1.1\r\nhost: x\r\n\r\n")
     while not app.num_waits:
         await asyncio.sleep(0.001)
+    return reader, writer
+
+
+@patient
+async def test_pieces_wait_for_a_client_that_does_not_read(address: tuple[str, int], app: App) -> None:
+    reader, writer = await unread_pieces(address, app)
     await reader.readuntil(b"\r\n\r\n")
     for number in range(NUM_PIECES):
         piece = await reader.readexactly(int(await reader.readline(), 16) + 2)
@@ -123,10 +131,7 @@ async def test_pieces_wait_for_a_client_that_does_not_read(address: tuple[str, i
 
 @patient
 async def test_no_piece_is_written_to_a_client_that_left(address: tuple[str, int], app: App) -> None:
-    _, writer = await asyncio.open_connection(*address)
-    writer.write(b"GET /pieces HTTP/1.1\r\nhost: x\r\n\r\n")
-    while not app.num_waits:
-        await asyncio.sleep(0.001)
+    _, writer = await unread_pieces(address, app)
     writer.transport.abort()
     num_waits = app.num_waits
     while app.num_waits < num_waits + 20:  # it asks in vain, for ever

@@ -43,7 +43,7 @@ struct Workplace {
 
     // Queries and keys have so many words.
     Workplace(int64_t rows, int64_t head_dim, int64_t words) {
-        const int64_t padded = (rows + 7) / 8 * 8;  // masses end at a cache line
+        const int64_t padded = round_up(rows, 8);  // masses end at a cache line
         uint32_t* next = space(2 * padded + rows * (words + head_dim) + KEY_BLOCK * (words + head_dim) +
                                CHUNK * (2 * KEY_BLOCK + head_dim) + 2 * LANES * head_dim + UNIT_FEW * words);
         const auto take = [&next](int64_t size) { return std::exchange(next, next + size); };
@@ -69,7 +69,7 @@ private:
         thread_local Space kept;
         if (kept.size < size) {
             std::free(kept.begin);
-            kept.begin = static_cast<uint32_t*>(std::aligned_alloc(64, (size * 4 + 63) / 64 * 64));
+            kept.begin = static_cast<uint32_t*>(std::aligned_alloc(64, round_up(size * 4, 64)));
             kept.size = kept.begin ? size : 0;
             if (!kept.begin) throw std::bad_alloc();
         }

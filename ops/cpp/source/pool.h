@@ -11,7 +11,7 @@
 
 namespace penstock {
 
-constexpr int IDLE_SPINS = 2000;  // before a thread without work sleeps, 20 to 130 us
+constexpr int IDLE_SPINS = 2000;  // before a thread without work sleeps, some hundred us at most
 
 class Pool {
 public:
