@@ -15,7 +15,7 @@ import serve
 from runtime.errors import EngineFailure, InvalidRequest, Overloaded, RequestError
 from runtime.request import Request, SamplingParams
 from serve.body import parse_object, read_body
-from serve.core import Core
+from serve.core import EngineCore
 from serve.decode import decode
 from serve.replies import json_response, submit_all, wait_all
 
@@ -37,7 +37,7 @@ class AbortBody:
 class AdminDoor:
     """The endpoints that look at the engine or manage it. Only `health_generate` uses the model."""
 
-    def __init__(self, core: Core, *, max_body_bytes: int) -> None:
+    def __init__(self, core: EngineCore, *, max_body_bytes: int) -> None:
         self._core = core
         self._max_body_bytes = max_body_bytes
 

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 from serve.admin import AdminDoor
 from serve.auth import ApiKey
 from serve.body import MAX_BODY_BYTES
-from serve.core import Core
+from serve.core import EngineCore
 from serve.errors import Dialect, Door, answer_http_exception, native_body, openai_body
 from serve.native import generate
 from serve.native.tokens import TokensDoor
@@ -28,7 +28,7 @@ NATIVE = Dialect(native_body)
 OPENAI = Dialect(openai_body)
 
 
-def build_app(core: Core, *, lifespan: Any = None, max_body_bytes: int = MAX_BODY_BYTES) -> Starlette:
+def build_app(core: EngineCore, *, lifespan: Any = None, max_body_bytes: int = MAX_BODY_BYTES) -> Starlette:
     """The application that serves `core`. `lifespan` is starlette's: what runs before and after serving."""
     api_key = core.plan.serve.api_key
     middleware = [
@@ -49,7 +49,7 @@ def build_app(core: Core, *, lifespan: Any = None, max_body_bytes: int = MAX_BOD
     )
 
 
-def _generating_routes(core: Core, max_body_bytes: int) -> list[Route]:
+def _generating_routes(core: EngineCore, max_body_bytes: int) -> list[Route]:
     chatting = chat.ChatDoor(core, max_body_bytes=max_body_bytes)
     completing = completions.CompletionsDoor(core, max_body_bytes=max_body_bytes)
     generating = generate.GenerateDoor(core, max_body_bytes=max_body_bytes)
@@ -60,7 +60,7 @@ def _generating_routes(core: Core, max_body_bytes: int) -> list[Route]:
     ]
 
 
-def _native_routes(core: Core, max_body_bytes: int) -> list[Route]:
+def _native_routes(core: EngineCore, max_body_bytes: int) -> list[Route]:
     admin = AdminDoor(core, max_body_bytes=max_body_bytes)
     tokens = TokensDoor(core, max_body_bytes=max_body_bytes)
     return [
@@ -77,7 +77,7 @@ def _native_routes(core: Core, max_body_bytes: int) -> list[Route]:
     ]
 
 
-def _openai_routes(core: Core) -> list[Route]:
+def _openai_routes(core: EngineCore) -> list[Route]:
     models = ModelsDoor(core)
     return [
         _route("/v1/models", models.list, ["GET", "POST"], OPENAI),

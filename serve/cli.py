@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module, metadata
 
-from runtime.args import Args
+from runtime.config import Args
 from runtime.errors import ConfigurationError
 from serve.usage import help_text
 

@@ -1,16 +1,16 @@
-"""What the doors need from the engine. `runtime.actors.core.Core` is the one; tests have a scripted other."""
+"""What the HTTP handlers need: `runtime.actors.engine_core.EngineCore`, or a scripted one in tests."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from runtime.facts import ModelFacts
-from runtime.plan import Plan
+from runtime.config.model_facts import ModelFacts
+from runtime.config.plan import Plan
 from runtime.request import Request
 
 if TYPE_CHECKING:
-    from runtime.actors.reply import Reply
-    from runtime.text.tokenizer import Tokenizer
+    from runtime.actors.output_stream import OutputStream
+    from runtime.tokenizer.tokenizer import Tokenizer
 
 
 class Status(Protocol):
@@ -30,14 +30,14 @@ class Status(Protocol):
     def gen_throughput(self) -> float: ...
 
 
-class Core(Protocol):
+class EngineCore(Protocol):
     """The engine as a door sees it. Called on its loop only."""
 
     plan: Plan
     facts: ModelFacts
     tokenizer: Tokenizer | None
 
-    def submit(self, request: Request) -> Reply:
+    def submit(self, request: Request) -> OutputStream:
         """Raises `InvalidRequest`, `Overloaded` or `EngineClosed` at once; later errors are the reply's."""
         ...
 

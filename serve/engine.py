@@ -14,8 +14,8 @@ from anyio.from_thread import BlockingPortal
 
 from ops.machine import Machine
 from runtime.actors.assemble import assemble, prepare
-from runtime.actors.core import Core, Status
-from runtime.args import Args
+from runtime.actors.engine_core import EngineCore, Status
+from runtime.config import Args
 from runtime.errors import ConfigurationError, EngineClosed, InvalidRequest, first_error
 from runtime.request import Chunk
 from serve.decode import decode
@@ -59,7 +59,7 @@ class Engine:
 
     def _init(self, args: Args) -> None:
         self._args = args
-        self._core: Core | None = None
+        self._core: EngineCore | None = None
         self._hosted = Hosted(self._run)
 
     async def __aenter__(self) -> Self:
@@ -95,7 +95,7 @@ class Engine:
         await self._core.run(started)
 
     @property
-    def core(self) -> Core:
+    def core(self) -> EngineCore:
         """What the doors talk to. Raises `EngineClosed` before the start and after the end."""
         if self._core is None:
             raise EngineClosed("The engine is not running: use `async with Engine(...)`, or start it.")

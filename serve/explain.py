@@ -11,11 +11,11 @@ from textwrap import wrap
 import orjson
 
 from ops.machine import KNOWN_GPUS, Machine
-from runtime.args import Args, Option, options, shown, without_effect
+from runtime.config import Args, Option, options, shown, without_effect
+from runtime.config.model_facts import ModelFacts
+from runtime.config.plan import Plan
+from runtime.config.resolve import ANY_MODEL, decide
 from runtime.errors import ConfigurationError
-from runtime.facts import ModelFacts
-from runtime.plan import Plan
-from runtime.resolve import ANY_MODEL, decide
 from serve.demo import demo_path
 from serve.usage import markdown
 
@@ -59,9 +59,9 @@ def explain(
     """The rows for these arguments and the sentences of all refusals. Reads the model's configuration."""
     path = args.model.model_path or demo_path
     facts, unreadable = _facts(args, path) if path else (None, [])
-    plan, ledger = decide(args, machine, facts or ANY_MODEL, demo_path=demo_path)
-    rows = _rows(args, plan, ledger.refusals, everything, has_model=facts is not None)
-    return rows, [*ledger.refusals.values(), *unreadable]
+    plan, builder = decide(args, machine, facts or ANY_MODEL, demo_path=demo_path)
+    rows = _rows(args, plan, builder.refusals, everything, has_model=facts is not None)
+    return rows, [*builder.refusals.values(), *unreadable]
 
 
 def as_text(rows: Sequence[Row], refusals: Sequence[str]) -> str:
@@ -106,7 +106,7 @@ def _rows(
     rows = []
     for option in options():
         name, said = option.name, option.name in args.said
-        because = refusals.get(name) or idle.get(name) or decided.get(option.knob.plan, "")
+        because = refusals.get(name) or idle.get(name) or decided.get(option.spec.plan, "")
         if everything or said or because not in ("", "the default"):
             if name in refusals:
                 done = "refused"
@@ -123,10 +123,10 @@ def _rows(
 
 def _done(option: Option, args: Args, plan: Plan, has_model: bool) -> str:
     """The value in force; under its own name where the plan calls it differently from the option."""
-    section, _, name = option.knob.plan.partition(".")
+    section, _, name = option.spec.plan.partition(".")
     if not section:
         return shown(option, args.get(option.name), _CELL_WIDTH)
-    if not has_model and not option.knob.plan.startswith(_WITHOUT_MODEL):
+    if not has_model and not option.spec.plan.startswith(_WITHOUT_MODEL):
         return "unknown without a model"
     value = shown(option, getattr(getattr(plan, section), name), _CELL_WIDTH)
     return value if name == option.name else f"{name} {value}"

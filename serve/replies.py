@@ -12,16 +12,16 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Receive
 
-from runtime.actors.reply import Reply
+from runtime.actors.output_stream import OutputStream
 from runtime.errors import first_error
 from runtime.request import Chunk, Request
-from serve.core import Core
+from serve.core import EngineCore
 from serve.errors import ClientGoneError
 
 
-def submit_all(core: Core, requests: Sequence[Request]) -> list[Reply]:
+def submit_all(core: EngineCore, requests: Sequence[Request]) -> list[OutputStream]:
     """All or none: when one is refused, those before it are aborted and the refusal is raised."""
-    replies: list[Reply] = []
+    replies: list[OutputStream] = []
     try:
         for request in requests:
             replies.append(core.submit(request))
@@ -31,7 +31,7 @@ def submit_all(core: Core, requests: Sequence[Request]) -> list[Reply]:
     return replies
 
 
-def close_all(replies: Sequence[Reply]) -> None:
+def close_all(replies: Sequence[OutputStream]) -> None:
     for reply in replies:
         reply.close()
 
@@ -42,7 +42,7 @@ async def until_gone(receive: Receive) -> None:
         pass
 
 
-async def wait_all(replies: Sequence[Reply], receive: Receive) -> list[list[Chunk]]:
+async def wait_all(replies: Sequence[OutputStream], receive: Receive) -> list[list[Chunk]]:
     """The whole answer to every request, in order: one chunk per choice.
 
     The first error is raised and the other requests are aborted. Raises `ClientGoneError`, with everything

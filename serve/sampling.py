@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
+from runtime.config.model_facts import ModelFacts
 from runtime.errors import InvalidRequest
-from runtime.facts import ModelFacts
 from runtime.request import SamplingParams
 from serve.decode import NotBuilt, decode
 from serve.errors import renamed

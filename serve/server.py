@@ -16,11 +16,11 @@ import uvicorn
 
 from ops.machine import Machine
 from runtime.actors.assemble import prepare
-from runtime.actors.core import Core
-from runtime.args import Args
-from runtime.args.torchrun import with_torchrun
+from runtime.actors.engine_core import EngineCore
+from runtime.config import Args
+from runtime.config.torchrun import with_torchrun
+from runtime.distributed.node import run_node
 from runtime.errors import ConfigurationError, EngineFailure
-from runtime.parallel.node import run_node
 from runtime.request import Request, SamplingParams
 from serve.app import build_app
 from serve.connection import Connection
@@ -113,7 +113,7 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-async def warm_up(core: Core) -> None:
+async def warm_up(core: EngineCore) -> None:
     """Compute a few tokens, so that the first user does not pay for what happens only once."""
     sampling = SamplingParams(max_new_tokens=WARM_UP_TOKENS, temperature=0, ignore_eos=True)
     prompt = (0,) * min(4, core.plan.model.context_length - WARM_UP_TOKENS)
@@ -125,7 +125,7 @@ async def warm_up(core: Core) -> None:
     core.flush_cache()
 
 
-def uvicorn_config(core: Core) -> uvicorn.Config:
+def uvicorn_config(core: EngineCore) -> uvicorn.Config:
     """How uvicorn serves this core, on the loop that runs."""
     plan = core.plan.serve
     return uvicorn.Config(

@@ -20,7 +20,7 @@ import anyio.to_thread
 from sse_starlette.event import ServerSentEvent
 from starlette.types import Receive, Scope, Send
 
-from runtime.actors.reply import Reply
+from runtime.actors.output_stream import OutputStream
 from runtime.errors import first_error
 from runtime.request import Chunk
 from serve.connection import BODY_WRITER, BodyWriter
@@ -56,7 +56,7 @@ class EventStream:
     """
 
     def __init__(
-        self, replies: Sequence[Reply], encoder: Encoder, dialect: Dialect, *, ping_s: float = PING_S
+        self, replies: Sequence[OutputStream], encoder: Encoder, dialect: Dialect, *, ping_s: float = PING_S
     ) -> None:
         self._replies = replies
         self._encoder = encoder

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import groupby
 from textwrap import fill
 
-from runtime.args import Json, Option, Outcome, options, shown
+from runtime.config import Json, Option, Outcome, options, shown
 
 WIDTH = 100
 _METAVARS = {int: "N", float: "X", str: "TEXT", Json: "JSON"}
@@ -35,8 +35,8 @@ def help_text() -> str:
     parts = [_HEADER]
     for title, group in _by_group():
         parts.append(f"{title}:")
-        parts += [_paragraph(option) for option in group if option.knob.outcome is not Outcome.PLANNED]
-        later = [option.flag for option in group if option.knob.outcome is Outcome.PLANNED]
+        parts += [_paragraph(option) for option in group if option.spec.outcome is not Outcome.PLANNED]
+        later = [option.flag for option in group if option.spec.outcome is Outcome.PLANNED]
         if later:
             parts.append(_filled("not built yet: " + ", ".join(later), indent="  ", rest="    "))
         parts.append("")
@@ -61,7 +61,7 @@ def _by_group() -> Iterable[tuple[str, list[Option]]]:
 def _paragraph(option: Option) -> str:
     flags = ", ".join(_spellings(option))
     first = f"  {flags} {_values(option, built_only=True)}".rstrip()
-    text = f"{option.knob.help}{_default_note(option)}{_outcome_note(option)}"
+    text = f"{option.spec.help}{_default_note(option)}{_outcome_note(option)}"
     return f"{first}\n{_filled(text, indent=' ' * 6)}"
 
 
@@ -69,7 +69,7 @@ def _row(option: Option) -> str:
     spellings = " ".join(f"`{flag}`" for flag in _spellings(option))
     values = _values(option).strip("{}").replace(",", ", ") or "flag"
     default = "" if option.default is None else f"`{shown(option, option.default)}`"
-    text = f"{option.knob.help}{_outcome_note(option)}"
+    text = f"{option.spec.help}{_outcome_note(option)}"
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in (spellings, values, default, text)) + " |"
 
 
@@ -79,17 +79,17 @@ def _spellings(option: Option) -> list[str]:
 
 def _values(option: Option, *, built_only: bool = False) -> str:
     """What follows the flag: nothing, N, {a,b}, ..."""
-    if option.type is bool and option.knob.const is None:
+    if option.type is bool and option.spec.const is None:
         return ""
-    choices = option.knob.choices
-    if built_only and option.knob.built is not None:
-        choices = tuple(choice for choice in choices if choice in option.knob.built)
+    choices = option.spec.choices
+    if built_only and option.spec.built is not None:
+        choices = tuple(choice for choice in choices if choice in option.spec.built)
     one = "{" + ",".join(map(str, choices)) + "}" if choices else _METAVARS.get(option.type, "BOOL")
     return f"{one} ..." if option.many else one
 
 
 def _default_note(option: Option) -> str:
-    if option.default is None or option.default is False or "Default:" in option.knob.help:
+    if option.default is None or option.default is False or "Default:" in option.spec.help:
         return ""
     if option.default is True or option.default == {}:
         return ""
@@ -97,16 +97,16 @@ def _default_note(option: Option) -> str:
 
 
 def _outcome_note(option: Option) -> str:
-    knob = option.knob
-    if knob.outcome is Outcome.INERT:
-        return f" *No effect*: {knob.instead}."
-    if knob.outcome is Outcome.PLANNED:
-        return f" *Not built yet*{f': {knob.instead}' if knob.instead else ''}."
-    if knob.built is None:
+    spec = option.spec
+    if spec.outcome is Outcome.INERT:
+        return f" *No effect*: {spec.instead}."
+    if spec.outcome is Outcome.PLANNED:
+        return f" *Not built yet*{f': {spec.instead}' if spec.instead else ''}."
+    if spec.built is None:
         return ""
-    if not knob.choices:
-        return f" *So far only* {' or '.join(str(value) for value in knob.built)}."
-    later = [str(choice) for choice in knob.choices if choice not in knob.built and choice != option.default]
+    if not spec.choices:
+        return f" *So far only* {' or '.join(str(value) for value in spec.built)}."
+    later = [str(choice) for choice in spec.choices if choice not in spec.built and choice != option.default]
     return f" *Not built yet*: {', '.join(later)}." if later else ""
 
 

@@ -10,16 +10,16 @@ import anyio
 import anyio.to_thread
 
 from ops.machine import Machine
-from runtime.actors.core import Core
+from runtime.actors.engine_core import EngineCore
 from runtime.actors.replica import Replica, start_replica
-from runtime.args import Args, without_effect
+from runtime.config import Args, without_effect
+from runtime.config.model_facts import ModelFacts
+from runtime.config.plan import Plan, TextPlan
+from runtime.config.resolve import check, resolve
 from runtime.errors import first_error
-from runtime.facts import ModelFacts
 from runtime.models.checkpoint import locate
 from runtime.models.config import read_facts
-from runtime.plan import Plan, TextPlan
-from runtime.resolve import check, resolve
-from runtime.text.tokenizer import Tokenizer
+from runtime.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger("penstock.core")
 
@@ -47,7 +47,7 @@ def _with_local_tokenizer(text: TextPlan, args: Args) -> TextPlan:
     return replace(text, tokenizer_path=directory)
 
 
-async def assemble(plan: Plan, facts: ModelFacts) -> Core:
+async def assemble(plan: Plan, facts: ModelFacts) -> EngineCore:
     """Load the tokenizer and the weights, size the KV pool, and put the core together. Call it on the loop.
 
     Raises `ConfigurationError` for what only the files themselves show.
@@ -82,4 +82,4 @@ async def assemble(plan: Plan, facts: ModelFacts) -> Core:
         plan.schedule.max_running,
         plan.model.context_length,
     )
-    return Core(plan, facts, tokenizer, replica.schedule, replica.runner, others=others, renew=renew)
+    return EngineCore(plan, facts, tokenizer, replica.schedule, replica.runner, others=others, renew=renew)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from runtime.actors.mailbox import Mailbox
-from runtime.actors.reply import Reply, join_logprobs
+from runtime.actors.output_stream import OutputStream, join_logprobs
 from runtime.request import Chunk, Delta, Finish, Logprobs
-from runtime.text.incremental import Incremental
-from runtime.text.stop import StopMatcher
-from runtime.text.tokenizer import Tokenizer
+from runtime.tokenizer.incremental import Incremental
+from runtime.tokenizer.stop import StopMatcher
+from runtime.tokenizer.tokenizer import Tokenizer
 
 
 class DetokenizerActor:
@@ -22,7 +22,7 @@ class DetokenizerActor:
     def __init__(
         self,
         tokenizer: Tokenizer | None,
-        replies: Mapping[int, Reply],
+        replies: Mapping[int, OutputStream],
         *,
         stop_early: Callable[[int, int], None],
         forget: Callable[[int], None],
@@ -93,7 +93,7 @@ class _Choice:
         "reply",
     )
 
-    def __init__(self, reply: Reply, tokenizer: Tokenizer | None, stream_interval: int) -> None:
+    def __init__(self, reply: OutputStream, tokenizer: Tokenizer | None, stream_interval: int) -> None:
         request = reply.request
         sampling = request.sampling
         self.reply = reply

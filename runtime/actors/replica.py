@@ -12,16 +12,16 @@ import anyio
 
 from ops.machine import GIB
 from runtime.actors.scheduler import Runner
-from runtime.cache.prefix import PrefixCache
+from runtime.config.model_facts import ModelFacts
+from runtime.config.plan import Plan
+from runtime.config.resolve import max_running, size_pool
+from runtime.config.resolve.memory import StepMemory, check_balance, memory_table
 from runtime.errors import first_error
-from runtime.facts import ModelFacts
-from runtime.plan import Plan
-from runtime.resolve import max_running, size_pool
-from runtime.resolve.memory import StepMemory, check_balance, memory_table
-from runtime.schedule.schedule import Schedule
+from runtime.kv_cache.prefix_cache import PrefixCache
+from runtime.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from runtime.parallel.crew import Crew
+    from runtime.distributed.worker_group import Crew
 
 logger = logging.getLogger("penstock.core")
 
@@ -43,7 +43,7 @@ class Replica:
     """Belongs to the core, which closes the runner."""
 
     plan: Plan  # with the number of sequences that its KV pool allows
-    schedule: Schedule
+    schedule: Scheduler
     runner: DeviceRunner
 
 
@@ -53,7 +53,7 @@ async def start_replica(plan: Plan, facts: ModelFacts, place: int = 0) -> Replic
     Raises `ConfigurationError` for what only the files themselves show, `WorkerFailed` naming the rank.
     Failed or cancelled, it leaves nothing behind.
     """
-    from runtime.parallel.crew import Crew
+    from runtime.distributed.worker_group import Crew
 
     crew = Crew(plan, facts, place * plan.parallel.ranks)
     try:
@@ -79,7 +79,7 @@ async def start_replica(plan: Plan, facts: ModelFacts, place: int = 0) -> Replic
             f"{pages} pages of {plan.cache.page_size} tokens in {plan.cache.kv_dtype}: {because}",
             crew,
         )
-        schedule = Schedule(
+        schedule = Scheduler(
             plan.schedule,
             PrefixCache(pages, plan.cache.page_size, enabled=plan.cache.prefix_cache),
             vocab_size=facts.vocab_size,
@@ -115,7 +115,7 @@ def _size(
 
     Raises `ConfigurationError` where other programs take much more of one GPU than of the others.
     """
-    from runtime.parallel.mesh import Place
+    from runtime.distributed.mesh import Place
 
     parallel = plan.parallel
     on_cpu = plan.model.device == "cpu"

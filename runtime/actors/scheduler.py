@@ -1,4 +1,4 @@
-"""The scheduler actor: the step loop. The rules are in `runtime.schedule`; this is the shell around them."""
+"""The scheduler actor: the step loop. The rules are in `runtime.scheduler`; this is the shell around them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import NamedTuple, Protocol
 
 from runtime.actors.mailbox import Mailbox
 from runtime.batch import Batch, Tokens
+from runtime.config.plan import SchedulePlan
 from runtime.errors import OutOfMemory, PenstockError, StepFailed, WorkerFailed
-from runtime.plan import SchedulePlan
 from runtime.request import Delta, Finish
-from runtime.schedule.schedule import Schedule
+from runtime.scheduler.scheduler import Scheduler
 from runtime.sequence import Sequence
 
 logger = logging.getLogger("penstock.scheduler")
@@ -71,7 +71,7 @@ class SchedulerActor:
 
     def __init__(
         self,
-        schedule: Schedule,
+        schedule: Scheduler,
         runner: Runner,
         plan: SchedulePlan,
         *,
@@ -197,7 +197,7 @@ class Progress:
         self._mark_generated = 0
         self._num_decode_steps = 0
 
-    def note_launch(self, schedule: Schedule) -> None:
+    def note_launch(self, schedule: Scheduler) -> None:
         """After every fill and launch."""
         fill = schedule.last_fill
         if fill.num_prompt_tokens and logger.isEnabledFor(logging.INFO):
@@ -213,7 +213,7 @@ class Progress:
                 load.num_waiting,
             )
 
-    def note_applied(self, schedule: Schedule, num_tokens: int) -> None:
+    def note_applied(self, schedule: Scheduler, num_tokens: int) -> None:
         """After every applied step, which yielded about `num_tokens` tokens."""
         self.num_steps += 1
         self.num_generated += num_tokens
@@ -224,7 +224,7 @@ class Progress:
         if self._num_decode_steps % self._interval == 0:
             self._log_decode(schedule)
 
-    def _log_decode(self, schedule: Schedule) -> None:
+    def _log_decode(self, schedule: Scheduler) -> None:
         seconds = self.last_step_s - self._mark_s
         self.gen_throughput = (self.num_generated - self._mark_generated) / max(seconds, 1e-9)
         self._mark_s, self._mark_generated = self.last_step_s, self.num_generated

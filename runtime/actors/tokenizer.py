@@ -12,7 +12,7 @@ import anyio.to_thread
 from runtime.actors.mailbox import Mailbox
 from runtime.errors import EngineFailure, InvalidRequest, PenstockError
 from runtime.request import Request
-from runtime.text.tokenizer import Tokenizer
+from runtime.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger("penstock.tokenizer")
 

@@ -14,7 +14,7 @@ from runtime.errors import CheckpointError
 from runtime.layers.linear import Linear, Part
 from runtime.layers.norm import RMSNorm
 from runtime.layers.rope import Rope
-from runtime.layers.split import Team, span, whole_span
+from runtime.layers.sharding import Team, span, whole_span
 from runtime.layers.weight import Piece, whole
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ops.select import Kernels
-from runtime.layers.split import Span, Team, span, whole_span
+from runtime.layers.sharding import Span, Team, span, whole_span
 from runtime.layers.weight import Piece, whole
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ops.select import Kernels
 from runtime.layers.linear import Linear, Part
-from runtime.layers.split import Team, span, whole_span
+from runtime.layers.sharding import Team, span, whole_span
 from runtime.layers.weight import Piece
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from runtime.layers.split import Span, whole_span
+from runtime.layers.sharding import Span, whole_span
 
 Axes = tuple[str | None, ...]
 

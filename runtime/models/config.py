@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from runtime.config.model_facts import ModelFacts
 from runtime.errors import CheckpointError
-from runtime.facts import ModelFacts
 from runtime.layers.rope_parameters import RopeParameters
 from runtime.models.checkpoint import stored_dtype, weight_bytes
 from runtime.models.fields import Fields

@@ -15,7 +15,7 @@ from runtime.layers.embed import Embedding, Head
 from runtime.layers.norm import RMSNorm
 from runtime.layers.rope import Rope
 from runtime.layers.rope_parameters import RopeParameters
-from runtime.layers.split import Stage
+from runtime.layers.sharding import Stage
 from runtime.models.config import Config
 from runtime.models.registry import entry
 

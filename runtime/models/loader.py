@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from ops.select import Kernels
+from runtime.config.model_facts import ModelFacts
+from runtime.config.plan import ModelPlan
 from runtime.errors import CheckpointError
-from runtime.facts import ModelFacts
-from runtime.layers.split import Split, Stage, Team
+from runtime.layers.sharding import Split, Stage, Team
 from runtime.layers.weight import Piece, Prepared, Weighted
 from runtime.models.checkpoint import find_weights
 from runtime.models.config import Config
 from runtime.models.decoder import Build, Decoder, assemble
 from runtime.models.tensors import TensorFiles
-from runtime.plan import ModelPlan
 
 MAX_NAMED = 20  # tensors listed in one error
 DUMMY_SEED = 1234

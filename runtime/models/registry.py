@@ -28,7 +28,7 @@ class Entry:
 
     def layer(self) -> BuildLayer:
         """The family's function that builds layer i."""
-        return import_module(f"runtime.models.families.{self.family}").layer
+        return import_module(f"runtime.models.{self.family}").layer
 
 
 _QWEN = {

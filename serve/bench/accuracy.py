@@ -24,7 +24,7 @@ from serve.bench.progress import Progress
 from serve.demo import demo_path
 
 if TYPE_CHECKING:
-    from runtime.args import Args
+    from runtime.config import Args
 
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "float32": {"dtype": "float32"},

@@ -15,7 +15,7 @@ from serve.bench.vocabulary import Vocabulary
 from serve.bench.workload import Prompt
 
 if TYPE_CHECKING:
-    from runtime.args import Args
+    from runtime.config import Args
 
 Result = TypeVar("Result")
 Answer = Mapping[str, Any]  # text, output_ids, meta_info: as the native endpoint answers
@@ -38,7 +38,7 @@ def parse(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Namespace, Args]
 
     A name that both have (a benchmark's --seed, say) belongs to the benchmark.
     """
-    from runtime.args import Args
+    from runtime.config import Args
 
     options, rest = parser.parse_known_args(argv)
     return options, Args.parse(rest)

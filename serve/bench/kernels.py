@@ -13,9 +13,9 @@ from statistics import median
 from time import perf_counter
 from typing import NamedTuple
 
+from runtime.config.model_facts import ModelFacts
+from runtime.config.plan import Plan
 from runtime.errors import ConfigurationError
-from runtime.facts import ModelFacts
-from runtime.plan import Plan
 from serve.bench import report
 from serve.bench.in_process import parse
 from serve.bench.options import add_output_options, new_parser
@@ -65,9 +65,9 @@ def measure(options: argparse.Namespace, facts: ModelFacts, plan: Plan) -> list[
 
     from ops.cpp.executor import NotRecordable
     from ops.select import select
-    from runtime.cache.pool import KVPool
-    from runtime.execute.tape import StepTape
+    from runtime.kv_cache.pools import KVPool
     from runtime.models.loader import load_model
+    from runtime.worker.cpu_graph import StepTape
 
     kernels = select(plan.kernels.choices, plan.kernels.settings)
     model = load_model(facts, plan.model, kernels)

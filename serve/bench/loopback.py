@@ -16,13 +16,13 @@ import anyio
 import anyio.to_thread
 import uvicorn
 
-from runtime.actors.core import Core
+from runtime.actors.engine_core import EngineCore
 from runtime.errors import EngineFailure
 from serve.server import uvicorn_config
 
 
 @asynccontextmanager
-async def open_door(core: Core) -> AsyncIterator[str]:
+async def open_door(core: EngineCore) -> AsyncIterator[str]:
     """Serve a running core; yields its URL. Connections that are still open at the end are cut."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         config = uvicorn_config(core)

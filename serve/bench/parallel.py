@@ -22,9 +22,9 @@ import anyio
 from ops.machine import Machine
 from runtime.actors.assemble import prepare
 from runtime.actors.replica import Replica, start_replica
-from runtime.args import Args
 from runtime.batch import Batch
-from runtime.parallel.message import HEAD, decode, decode_batch, encode_batch
+from runtime.config import Args
+from runtime.distributed.message import HEAD, decode, decode_batch, encode_batch
 from runtime.request import Request, SamplingParams
 from runtime.sequence import Sequence as Row
 from serve.bench import report

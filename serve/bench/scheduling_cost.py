@@ -7,10 +7,10 @@ from time import thread_time_ns
 from typing import NamedTuple
 
 from runtime.batch import UNKNOWN, Batch, Tokens
-from runtime.cache.prefix import PrefixCache
-from runtime.plan import SchedulePlan
+from runtime.config.plan import SchedulePlan
+from runtime.kv_cache.prefix_cache import PrefixCache
 from runtime.request import Request, SamplingParams
-from runtime.schedule.schedule import Schedule
+from runtime.scheduler.scheduler import Scheduler
 from runtime.sequence import Sequence
 from serve.bench.metrics import Summary, summarize
 
@@ -77,7 +77,7 @@ def scripted_tokens(batch: Batch) -> Tokens:
     return Tokens(ids, [])
 
 
-def _fill_up(running: int, page_size: int, steps: int) -> Schedule:
+def _fill_up(running: int, page_size: int, steps: int) -> Scheduler:
     """A schedule in which every sequence's prompt is computed and its first token known."""
     output = steps + 16
     pages = running * -(-(PROMPT_TOKENS + output) // page_size) + running
@@ -97,7 +97,7 @@ def _fill_up(running: int, page_size: int, steps: int) -> Schedule:
         watchdog_timeout_s=0.0,
     )
     cache = PrefixCache(pages, page_size)
-    schedule = Schedule(plan, cache, vocab_size=VOCAB, context_length=PROMPT_TOKENS + output)
+    schedule = Scheduler(plan, cache, vocab_size=VOCAB, context_length=PROMPT_TOKENS + output)
     for number in range(running):
         schedule.add(_sequence(number, output))
     while schedule.num_waiting:

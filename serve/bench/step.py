@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import anyio
 
 from ops.machine import Machine
+from runtime.config.plan import Plan
 from runtime.errors import ConfigurationError
-from runtime.plan import Plan
 from serve.bench import report
 from serve.bench.in_process import parse
 from serve.bench.options import add_output_options, new_parser
 from serve.bench.progress import Progress
 
 if TYPE_CHECKING:
-    from runtime.args import Args
     from runtime.batch import Batch
-    from runtime.execute.runner import ModelRunner
-    from runtime.facts import ModelFacts
+    from runtime.config import Args
+    from runtime.config.model_facts import ModelFacts
+    from runtime.worker.model_runner import ModelRunner
 
 FIRST_TOKEN = 3  # any id will do
 
@@ -75,9 +75,9 @@ def main(argv: Sequence[str]) -> int:
 
 def one_process_plan(args: Args) -> tuple[ModelFacts, Plan]:
     """What the engine's options come to, without other processes."""
+    from runtime.config.resolve import check, resolve
     from runtime.models.checkpoint import locate
     from runtime.models.config import read_facts
-    from runtime.resolve import check, resolve
 
     machine = Machine.probe()
     directory = locate(check(args, machine), args.model.revision, args.model.download_dir)
@@ -123,11 +123,11 @@ def _runner(
 
     from ops.cpp.executor import NotRecordable
     from ops.select import select
-    from runtime.cache.pool import KVPool
-    from runtime.execute.runner import ModelRunner
-    from runtime.execute.sampler import Sampler
-    from runtime.execute.tape import StepTape
+    from runtime.kv_cache.pools import KVPool
     from runtime.models.loader import load_model
+    from runtime.worker.cpu_graph import StepTape
+    from runtime.worker.model_runner import ModelRunner
+    from runtime.worker.sampler import Sampler
 
     device, page_size = plan.model.device, plan.cache.page_size
     pool = KVPool(

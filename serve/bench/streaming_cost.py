@@ -20,13 +20,13 @@ import anyio
 
 from ops.machine import Machine
 from runtime.actors.assemble import prepare
-from runtime.actors.core import Core
-from runtime.args import Args
+from runtime.actors.engine_core import EngineCore
 from runtime.batch import Batch, Tokens
-from runtime.cache.prefix import PrefixCache
+from runtime.config import Args
 from runtime.errors import ConfigurationError, EngineFailure
-from runtime.schedule.schedule import Schedule
-from runtime.text.tokenizer import Tokenizer
+from runtime.kv_cache.prefix_cache import PrefixCache
+from runtime.scheduler.scheduler import Scheduler
+from runtime.tokenizer.tokenizer import Tokenizer
 from serve.bench.checkpoints import SHAPES, write_description
 from serve.bench.loopback import measure_from_outside, open_door
 from serve.bench.scheduling_cost import scripted_tokens
@@ -150,7 +150,7 @@ async def _timed_read(
     return cpu_s, result
 
 
-def make_core(directory: Path, streams: int, output_tokens: int) -> Core:
+def make_core(directory: Path, streams: int, output_tokens: int) -> EngineCore:
     """A core over a scripted runner, with the plan that a real engine would have, for `streams` sequences."""
     pages = streams * (-(-(PROMPT_TOKENS * 2 + output_tokens) // PAGE_SIZE) + 1)
     args = Args.of(
@@ -161,18 +161,18 @@ def make_core(directory: Path, streams: int, output_tokens: int) -> Core:
         max_total_tokens=pages * PAGE_SIZE,
     )
     plan, facts = prepare(args, Machine.probe())
-    schedule = Schedule(
+    schedule = Scheduler(
         plan.schedule,
         PrefixCache(pages, PAGE_SIZE),
         vocab_size=facts.vocab_size,
         context_length=plan.model.context_length,
     )
     runner = ScriptedRunner(max(streams * STEP_S_PER_STREAM, MIN_STEP_S))
-    return Core(plan, facts, Tokenizer.load(plan.text, facts), schedule, runner)
+    return EngineCore(plan, facts, Tokenizer.load(plan.text, facts), schedule, runner)
 
 
 @asynccontextmanager
-async def serving(core: Core) -> AsyncIterator[str]:
+async def serving(core: EngineCore) -> AsyncIterator[str]:
     """Run the core and serve it over a loopback socket; yields its URL."""
     up = anyio.Event()
     calm_collector()

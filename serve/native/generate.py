@@ -9,7 +9,7 @@ from starlette.types import ASGIApp
 
 from runtime.request import Chunk, Request, SamplingParams
 from serve.body import parse_object, read_body
-from serve.core import Core
+from serve.core import EngineCore
 from serve.decode import decode
 from serve.errors import Dialect, native_body
 from serve.native.answers import Answers
@@ -26,7 +26,7 @@ DIALECT = Dialect(
 class GenerateDoor:
     """Prompt or prompts in, text and ids out, whole or streamed."""
 
-    def __init__(self, core: Core, *, max_body_bytes: int) -> None:
+    def __init__(self, core: EngineCore, *, max_body_bytes: int) -> None:
         self._core = core
         self._max_body_bytes = max_body_bytes
 

@@ -9,7 +9,7 @@ from uuid import uuid4
 
 from runtime.errors import InvalidRequest
 from runtime.request import LogprobParams, Request, SamplingParams
-from serve.core import Core
+from serve.core import EngineCore
 from serve.decode import Length, NotBuilt
 from serve.errors import renamed
 from serve.sampling import sampling_params
@@ -57,7 +57,7 @@ class GenerateBody:
         return bool(self.input_ids) and isinstance(self.input_ids[0], list)
 
 
-def requests_of(body: GenerateBody, core: Core) -> list[Request]:
+def requests_of(body: GenerateBody, core: EngineCore) -> list[Request]:
     """One request per prompt. Raises `InvalidRequest` when the lists do not fit together."""
     prompts = _prompts(body)
     count = len(prompts)
@@ -103,7 +103,7 @@ def _prompts(body: GenerateBody) -> Sequence[str | list[int]]:
     return prompts
 
 
-def _sampling(body: GenerateBody, core: Core, count: int) -> list[SamplingParams]:
+def _sampling(body: GenerateBody, core: EngineCore, count: int) -> list[SamplingParams]:
     preferred, asked = core.plan.serve.preferred_sampling, body.sampling_params
     if not isinstance(asked, list):
         return [sampling_params(asked or {}, preferred, path="sampling_params")] * count

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp
 
 from runtime.errors import InvalidRequest
 from serve.body import parse_object, read_body
-from serve.core import Core
+from serve.core import EngineCore
 from serve.decode import Length, decode
 from serve.native.schema import MAX_PROMPTS
 from serve.openai.chat import render
@@ -18,7 +18,7 @@ from serve.openai.schema import ChatBody
 from serve.replies import json_response
 
 if TYPE_CHECKING:
-    from runtime.text.tokenizer import Tokenizer
+    from runtime.tokenizer.tokenizer import Tokenizer
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class DetokenizeBody:
 class TokensDoor:
     """Text to token ids and back, without the model."""
 
-    def __init__(self, core: Core, *, max_body_bytes: int) -> None:
+    def __init__(self, core: EngineCore, *, max_body_bytes: int) -> None:
         self._core = core
         self._max_body_bytes = max_body_bytes
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from serve.core import Core
+from serve.core import EngineCore
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Head:
     cache_report: bool
 
     @classmethod
-    def of(cls, core: Core, label: str, model: str) -> Head:
+    def of(cls, core: EngineCore, label: str, model: str) -> Head:
         serve = core.plan.serve
         return cls(label, int(time.time()), model, serve.weight_version, serve.cache_report)
 

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 from runtime.errors import InvalidRequest
 from runtime.request import Chunk, LogprobParams, Request
 from serve.body import read_body, require_json
-from serve.core import Core
+from serve.core import EngineCore
 from serve.errors import Dialect, openai_body
 from serve.openai.answers import Head
 from serve.openai.chat_answers import ChatEvents, chat_answer
@@ -42,7 +42,7 @@ class _Call:
 class ChatDoor:
     """Messages in, a message out, whole or streamed."""
 
-    def __init__(self, core: Core, *, max_body_bytes: int) -> None:
+    def __init__(self, core: EngineCore, *, max_body_bytes: int) -> None:
         self._core = core
         self._max_body_bytes = max_body_bytes
 
@@ -83,7 +83,7 @@ class ChatDoor:
         return _Call(body, model, request)
 
 
-def render(core: Core, body: ChatBody) -> str:
+def render(core: EngineCore, body: ChatBody) -> str:
     """The prompt's text. Raises `InvalidRequest` naming the message that is wrong."""
     if core.tokenizer is None:
         raise InvalidRequest("This server has no tokenizer; use /generate with input_ids.", param="messages")

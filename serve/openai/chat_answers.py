@@ -14,7 +14,7 @@ from serve.openai.schema import StreamOptions
 from serve.openai.usage import UsageCount
 
 if TYPE_CHECKING:
-    from runtime.text.tokenizer import Tokenizer
+    from runtime.tokenizer.tokenizer import Tokenizer
 
 
 def chat_answer(head: Head, tokenizer: Tokenizer | None, chunks: Sequence[Chunk]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 from runtime.errors import InvalidRequest
 from runtime.request import Chunk, LogprobParams, Request
 from serve.body import read_body, require_json
-from serve.core import Core
+from serve.core import EngineCore
 from serve.errors import Dialect, openai_body
 from serve.native.schema import check_choices, labels_of
 from serve.openai.answers import Head
@@ -43,7 +43,7 @@ class _Call:
 class CompletionsDoor:
     """Prompts in, their continuations out, whole or streamed."""
 
-    def __init__(self, core: Core, *, max_body_bytes: int) -> None:
+    def __init__(self, core: EngineCore, *, max_body_bytes: int) -> None:
         self._core = core
         self._max_body_bytes = max_body_bytes
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from runtime.request import Logprobs
 
 if TYPE_CHECKING:
-    from runtime.text.tokenizer import Tokenizer
+    from runtime.tokenizer.tokenizer import Tokenizer
 
 LOWEST = -9999.0  # stands for minus infinity, which JSON has not
 

@@ -8,14 +8,14 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp
 
-from serve.core import Core
+from serve.core import EngineCore
 from serve.replies import json_response
 
 
 class ModelsDoor:
     """Lists the model and describes it."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: EngineCore) -> None:
         self._core = core
         self._created_s = int(time.time())
 

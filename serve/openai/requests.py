@@ -7,7 +7,7 @@ from typing import TypeVar
 from runtime.errors import InvalidRequest, NotFound
 from runtime.request import SamplingParams
 from serve.body import parse_object
-from serve.core import Core
+from serve.core import EngineCore
 from serve.decode import decode
 from serve.errors import renamed
 from serve.openai.schema import NAMES, OpenAIBody
@@ -43,7 +43,7 @@ def decode_body(cls: type[Body], raw: bytes) -> Body:
     return body
 
 
-def check_model(core: Core, model: str | None) -> str:
+def check_model(core: EngineCore, model: str | None) -> str:
     """The name to answer with. Raises `NotFound` for a model that is not served here."""
     serve = core.plan.serve
     if model is None:
@@ -54,7 +54,7 @@ def check_model(core: Core, model: str | None) -> str:
 
 
 def sampling_of(
-    core: Core, body: OpenAIBody, *, max_tokens: int | None, temperature: float
+    core: EngineCore, body: OpenAIBody, *, max_tokens: int | None, temperature: float
 ) -> SamplingParams:
     """Sampling as asked for, over --preferred-sampling-params, the model's own defaults and `temperature`."""
     preferred = {

@@ -27,7 +27,7 @@ async def test_a_step_that_waits_is_noticed(device: str, monkeypatch: pytest.Mon
     import tiny_models
     from on_device import session
     from runtime.errors import StepFailed
-    from runtime.execute.sampler import Sampler
+    from runtime.worker.sampler import Sampler
     from serve import Engine
 
     sample = Sampler.sample

@@ -16,12 +16,12 @@ from typing import Any
 
 import tiny_tokenizers
 from runtime.actors.detokenizer import DetokenizerActor
-from runtime.actors.reply import Reply
+from runtime.actors.output_stream import OutputStream
+from runtime.config.model_facts import ModelFacts
+from runtime.config.plan import CachePlan, KernelPlan, ModelPlan, Plan, SchedulePlan, ServePlan, TextPlan
 from runtime.errors import ContextOverflow, EngineFailure, InvalidRequest, PenstockError
-from runtime.facts import ModelFacts
-from runtime.plan import CachePlan, KernelPlan, ModelPlan, Plan, SchedulePlan, ServePlan, TextPlan
 from runtime.request import Delta, Finish, LogprobParams, Logprobs, Request, Usage
-from runtime.text.tokenizer import Tokenizer
+from runtime.tokenizer.tokenizer import Tokenizer
 
 MODEL = "tiny-model"
 CONTEXT = 512
@@ -120,7 +120,7 @@ class FakeStatus:
 
 
 class FakeCore:
-    """See serve.core.Core. What it was asked is in `submitted`, whom it aborted in `aborted` (our ids)."""
+    """See serve.core.EngineCore. What it was asked is in `submitted`, whom it aborted in `aborted` (our ids)."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class FakeCore:
         self.failure: PenstockError | None = None  # ends every reply at its next step
         self.num_cached = 0
         self._ids_of = ids_of or (lambda request, index: self._encode(text))
-        self._replies: dict[int, Reply] = {}
+        self._replies: dict[int, OutputStream] = {}
         self._runs: dict[tuple[int, int], _Run] = {}
         self._stepping = False
         self._detokenizer = DetokenizerActor(
@@ -156,14 +156,14 @@ class FakeCore:
 
     # --- what doors call ---
 
-    def submit(self, request: Request) -> Reply:
+    def submit(self, request: Request) -> OutputStream:
         if self.refusal is not None:
             raise self.refusal
         self.submitted.append(request)
         prompt = list(request.ids) if request.ids is not None else self._encode(request.text or "")
         if any(not 0 <= token_id < self.facts.vocab_size for token_id in prompt):
             raise InvalidRequest(f"Token ids must be in [0, {self.facts.vocab_size}).", param="input_ids")
-        reply = Reply(replace(request, ids=tuple(prompt)), self.abort)
+        reply = OutputStream(replace(request, ids=tuple(prompt)), self.abort)
         if len(prompt) >= CONTEXT:
             reply.fail(ContextOverflow(f"The input ({len(prompt)} tokens) is too long.", param="text"))
             return reply
@@ -318,7 +318,7 @@ def logprobs_of(ids: list[int], wanted: LogprobParams, *, first: int) -> Logprob
 class BrokenCore(FakeCore):
     """Fails in a way that nobody planned."""
 
-    def submit(self, request: Request) -> Reply:
+    def submit(self, request: Request) -> OutputStream:
         raise RuntimeError("a secret of the house")
 
 

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from runtime.execute.device import MemoryUse
+from runtime.worker.device import MemoryUse
 
 POISON = 0x5A  # in every byte of what is read before it is there
 # What makes the host wait for a GPU.
@@ -85,7 +85,7 @@ class LateDevice:
         self._lock = threading.RLock()
         self._thread = threading.local()
 
-    # --- as runtime.execute.device.Device ---
+    # --- as runtime.worker.device.Device ---
 
     @contextmanager
     def forward(self) -> Iterator[None]:

@@ -15,10 +15,10 @@ from zlib import crc32
 import numpy as np
 
 from runtime.batch import UNKNOWN, Batch, Tokens
-from runtime.cache.prefix import PrefixCache
-from runtime.plan import SchedulePlan
+from runtime.config.plan import SchedulePlan
+from runtime.kv_cache.prefix_cache import PrefixCache
 from runtime.request import Delta, LogprobParams, Logprobs, Request, SamplingParams
-from runtime.schedule.schedule import Schedule
+from runtime.scheduler.scheduler import Scheduler
 from runtime.sequence import Sequence
 
 _MASK = 2**61 - 1
@@ -226,7 +226,7 @@ class Drive:
     ) -> None:
         plan = plan or make_plan()
         self.cache = PrefixCache(num_pages, page_size, enabled=prefix)
-        self.schedule = Schedule(plan, self.cache, vocab_size=vocab_size, context_length=context_length)
+        self.schedule = Scheduler(plan, self.cache, vocab_size=vocab_size, context_length=context_length)
         self.runner = runner or FakeRunner(num_pages, page_size, plan.max_running, vocab_size)
         self.depth = depth
         self.deltas: list[Delta] = []

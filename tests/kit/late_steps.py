@@ -18,21 +18,21 @@ from ops.attention import AttentionInputs, native
 from ops.sampling import Choice
 from ops.select import Kernels, select
 from runtime.batch import Batch, Tokens
-from runtime.cache.pool import KVPool
+from runtime.config.model_facts import ModelFacts
+from runtime.config.plan import ModelPlan
+from runtime.config.resolve.graph_sizes import Buckets
 from runtime.errors import OutOfMemory
-from runtime.execute.device import CpuDevice, Device
-from runtime.execute.forward import EagerForward, Forward
-from runtime.execute.graphed import GraphedForward
-from runtime.execute.graphs import Buckets
-from runtime.execute.launch import Launcher
-from runtime.execute.rank import Rank
-from runtime.execute.sampler import Sampler
-from runtime.execute.stream import Collect
-from runtime.facts import ModelFacts
+from runtime.kv_cache.pools import KVPool
 from runtime.models.config import read_facts
 from runtime.models.decoder import Decoder
 from runtime.models.loader import load_model
-from runtime.plan import ModelPlan
+from runtime.worker.cuda_graph import GraphedForward
+from runtime.worker.device import CpuDevice, Device
+from runtime.worker.device_stream import Collect
+from runtime.worker.forward import EagerForward, Forward
+from runtime.worker.launch import Launcher
+from runtime.worker.rank import Rank
+from runtime.worker.sampler import Sampler
 
 PAGE_SIZE = 4
 VOCAB_SIZE = 61

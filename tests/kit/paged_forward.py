@@ -9,11 +9,11 @@ import torch
 
 from ops.attention import AttentionInputs, token_positions
 from ops.select import Kernels, select
-from runtime.cache.pool import KVPool
+from runtime.config.plan import ModelPlan
+from runtime.kv_cache.pools import KVPool
 from runtime.models.config import read_facts
 from runtime.models.decoder import Decoder
 from runtime.models.loader import load_model
-from runtime.plan import ModelPlan
 
 
 def load(path: str, overrides: dict | None = None, *, kernels: Kernels | None = None, **changes) -> Decoder:

@@ -10,12 +10,12 @@ from typing import Any
 
 import fake_core
 import fake_runner
-from runtime.actors.core import Core
+from runtime.actors.engine_core import EngineCore
 from runtime.actors.replica import Replica
 from runtime.batch import Batch, Tokens
-from runtime.cache.prefix import PrefixCache
 from runtime.errors import EngineFailure
-from runtime.schedule.schedule import Schedule
+from runtime.kv_cache.prefix_cache import PrefixCache
+from runtime.scheduler.scheduler import Scheduler
 
 NUM_PAGES, PAGE_SIZE, NUM_SLOTS = 64, 4, 8
 
@@ -72,7 +72,7 @@ class ScriptedStep:
 
 
 @contextlib.asynccontextmanager
-async def running(**schedule: Any) -> AsyncIterator[tuple[Core, ScriptedRunner]]:
+async def running(**schedule: Any) -> AsyncIterator[tuple[EngineCore, ScriptedRunner]]:
     """A core that takes requests (ids only), and its runner; keywords replace fields of the schedule plan."""
     async with running_several(1, **schedule) as (core, runners):
         yield core, runners[0]
@@ -81,7 +81,7 @@ async def running(**schedule: Any) -> AsyncIterator[tuple[Core, ScriptedRunner]]
 @contextlib.asynccontextmanager
 async def running_several(
     num_replicas: int, *, balance: str = "round_robin", restarts: int = 100, **schedule: Any
-) -> AsyncIterator[tuple[Core, list[ScriptedRunner]]]:
+) -> AsyncIterator[tuple[EngineCore, list[ScriptedRunner]]]:
     """As `running`, over several replicas, each of which can be started again; all runners ever made."""
     facts = fake_core.make_facts()
     given = fake_core.make_plan()
@@ -96,7 +96,7 @@ async def running_several(
     async def make(place: int = 0) -> Replica:
         if len(runners) >= num_replicas + restarts:
             raise EngineFailure("No more of these.")
-        pages = Schedule(
+        pages = Scheduler(
             plan.schedule,
             PrefixCache(NUM_PAGES, PAGE_SIZE),
             vocab_size=facts.vocab_size,
@@ -107,7 +107,7 @@ async def running_several(
 
     first, *others = [await make() for _ in range(num_replicas)]
     renew = make if others else None
-    core = Core(plan, facts, None, first.schedule, first.runner, others=others, renew=renew)
+    core = EngineCore(plan, facts, None, first.schedule, first.runner, others=others, renew=renew)
     started = asyncio.Event()
     task = asyncio.create_task(core.run(started.set))
     await started.wait()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runtime.facts import ModelFacts
+from runtime.config.model_facts import ModelFacts
 
 FACTS = ModelFacts(
     architecture="LlamaForCausalLM",

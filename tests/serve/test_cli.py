@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ops.machine import Machine
-from runtime.args import Args, options
+from runtime.config import Args, options
 from serve import cli, explain, guard
 from serve.__main__ import main
 from serve.usage import markdown
@@ -61,7 +61,7 @@ def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
     for option in options():
-        for flag in option.flags if option.knob.outcome == "works" else [option.flag]:
+        for flag in option.flags if option.spec.outcome == "works" else [option.flag]:
             assert flag in text
     assert max(map(len, text.splitlines())) <= 110
 

@@ -136,7 +136,7 @@ async def test_logprobs_and_penalties_are_those_of_one_process(parallel: dict[st
 def workers() -> list[psutil.Process]:
     """Our rank processes; other tests may have left a browser's remains."""
     children = psutil.Process().children(recursive=True)
-    return [child for child in children if "runtime.parallel.worker" in " ".join(_command(child))]
+    return [child for child in children if "runtime.distributed.worker_process" in " ".join(_command(child))]
 
 
 def _command(process: psutil.Process) -> list[str]:

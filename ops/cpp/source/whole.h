@@ -1,5 +1,5 @@
 // The beginning and the end of a step that is computed whole: from the batch's arrays to positions and cache slots, and
-// from hidden states to the likeliest tokens (contracts: runtime/execute/inputs.py, ops/sampling).
+// from hidden states to the likeliest tokens (contracts: runtime/worker/forward_batch.py, ops/sampling).
 #pragma once
 
 #include <cmath>

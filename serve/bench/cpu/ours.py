@@ -19,7 +19,7 @@ import anyio
 import anyio.to_thread
 import uvicorn
 
-from runtime.args import Args
+from runtime.config import Args
 from serve import Engine
 from serve.bench.cpu.peers.answering import Lines, add_run_options, answer_of, versions
 from serve.bench.metrics import percentile

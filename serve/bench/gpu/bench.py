@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import anyio
 
-from runtime.args import Args
+from runtime.config import Args
 from runtime.errors import EngineFailure
 from serve.bench.checkpoints import SHAPES, Shape, write_description
 from serve.bench.gpu.cost import Cost
@@ -144,7 +144,7 @@ async def _with_engine(args: Args, work: Callable[[Engine], Awaitable[Result]]) 
 
 async def warm_up(engine: Engine, model: Model, requests: int) -> None:
     """Short requests, as many as will be measured; then wait until no graph is left to be captured."""
-    from runtime.execute.runner import ModelRunner
+    from runtime.worker.model_runner import ModelRunner
 
     lengths = RandomLengths(input_tokens=32, output_tokens=8, range_ratio=0.25)
     prompts = random_prompts(lengths, requests, WARM_UP_SEED, model.vocabulary, as_text=False)

@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from ops.machine import Machine
-from runtime.args import Args
+from runtime.config import Args
 from runtime.errors import ConfigurationError, PenstockError, first_error
 from serve.bench import report
 from serve.bench.gpu.bench import FULL, MODELS, SMALL, Bench, release

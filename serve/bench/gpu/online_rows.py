@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from runtime.actors.core import Core
+from runtime.actors.engine_core import EngineCore
 from runtime.errors import ConfigurationError
 from serve.bench.gpu.bench import SEED, Bench, Model, warm_up
 from serve.bench.gpu.figure import Figure
@@ -17,8 +17,8 @@ from serve.engine import Engine
 from serve.server import calm_collector
 
 if TYPE_CHECKING:
-    from runtime.execute.occupancy import Occupancy
-    from runtime.execute.runner import ModelRunner
+    from runtime.worker.model_runner import ModelRunner
+    from runtime.worker.step_timer import Occupancy
 
 EDGE = 0.1  # share of the steps at each end that are not steady decoding
 
@@ -101,9 +101,9 @@ def occupancy(bench: Bench) -> list[Figure]:
     ]
 
 
-def measured_runner(core: Core) -> ModelRunner:
+def measured_runner(core: EngineCore) -> ModelRunner:
     """The one runner of this process. Raises `ConfigurationError` for an engine of several."""
-    from runtime.execute.runner import ModelRunner
+    from runtime.worker.model_runner import ModelRunner
 
     runners = core.runners
     if len(runners) != 1 or not isinstance(runners[0], ModelRunner):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tiny_models
-from runtime.execute.runner import ModelRunner
+from runtime.worker.model_runner import ModelRunner
 from serve import Engine
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from on_device.greedy_tokens import answers, both_times, engine_options, ids_of
-from runtime.execute.runner import ModelRunner
+from runtime.worker.model_runner import ModelRunner
 from serve import Engine
 
 Tokens = list[list[int]]

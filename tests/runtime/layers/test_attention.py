@@ -21,7 +21,7 @@ from runtime.errors import CheckpointError
 from runtime.layers.attention import Attention
 from runtime.layers.rope import Rope
 from runtime.layers.rope_parameters import RopeParameters
-from runtime.layers.split import Team
+from runtime.layers.sharding import Team
 from runtime.models.loader import collect_pieces, split
 
 SIZE, HEADS, KV_HEADS, DIM = 12, 4, 2, 6

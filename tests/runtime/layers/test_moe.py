@@ -9,10 +9,10 @@ from torch import Tensor
 from ops.select import select
 from runtime.errors import CheckpointError
 from runtime.layers.moe import MoE
-from runtime.layers.split import Team
+from runtime.layers.sharding import Team
 from runtime.models.config import Config
-from runtime.models.families.qwen3_moe import has_experts
 from runtime.models.loader import collect_pieces, split
+from runtime.models.qwen3_moe import has_experts
 
 SIZE, INNER, EXPERTS = 6, 8, 5
 TENSORS = {

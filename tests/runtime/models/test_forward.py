@@ -10,10 +10,10 @@ import torch
 import tiny_checkpoints
 from ops.attention import AttentionInputs, token_positions
 from ops.select import select
-from runtime.cache.pool import KVPool
+from runtime.config.plan import ModelPlan
+from runtime.kv_cache.pools import KVPool
 from runtime.models.config import read_facts
 from runtime.models.loader import load_model
-from runtime.plan import ModelPlan
 
 
 def plan_for(path: str, **changes) -> ModelPlan:

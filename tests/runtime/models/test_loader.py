@@ -15,7 +15,7 @@ import tiny_checkpoints
 from ops.select import select
 from runtime.errors import CheckpointError
 from runtime.layers.linear import Linear, Part
-from runtime.layers.split import Span
+from runtime.layers.sharding import Span
 from runtime.layers.weight import Piece
 from runtime.models.loader import collect_pieces, fill_dummy
 

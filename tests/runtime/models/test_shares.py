@@ -11,12 +11,12 @@ from safetensors.torch import load_file
 import tiny_checkpoints
 from ops.matmul import with_onednn
 from ops.select import select
+from runtime.config.plan import ModelPlan
+from runtime.distributed.mesh import Mesh, Place
 from runtime.models.config import read_facts
 from runtime.models.decoder import Decoder
 from runtime.models.loader import collect_pieces, load_model
 from runtime.models.tensors import TensorFiles
-from runtime.parallel.mesh import Mesh, Place
-from runtime.plan import ModelPlan
 
 
 def load(path: str, place: Place, *, mmap: bool = True, matmul: str = "native") -> Decoder:

@@ -12,7 +12,7 @@ import pytest
 
 import fake_core
 import http_server
-from runtime.text.tokenizer import Tokenizer
+from runtime.tokenizer.tokenizer import Tokenizer
 from serve.app import build_app
 from serve.connection import Connection
 from served_core import Serve, Served

@@ -14,7 +14,7 @@ import pytest
 
 import fake_core
 from runtime.errors import EngineClosed, Overloaded
-from runtime.text.tokenizer import Tokenizer
+from runtime.tokenizer.tokenizer import Tokenizer
 from serve.body import MAX_BODY_BYTES
 from served_core import Serve, Served
 

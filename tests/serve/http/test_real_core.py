@@ -11,14 +11,14 @@ import pytest
 
 import http_server
 import scripted_core
-from runtime.actors.core import Core
+from runtime.actors.engine_core import EngineCore
 from runtime.errors import ContextOverflow
 from serve.app import build_app
 from serve.openai import completions
 
 
 class Running(NamedTuple):
-    core: Core
+    core: EngineCore
     runner: scripted_core.ScriptedRunner
     http: httpx.AsyncClient
 
@@ -38,7 +38,7 @@ async def until(state: Callable[[], bool]) -> None:
         await asyncio.sleep(0)
 
 
-def all_pages_back(core: Core) -> bool:
+def all_pages_back(core: EngineCore) -> bool:
     status = core.status()
     return status.num_requests == 0 and status.num_used_pages == 0
 

@@ -15,7 +15,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 import fake_core
 from runtime.request import Chunk, Request
-from runtime.text.tokenizer import Tokenizer
+from runtime.tokenizer.tokenizer import Tokenizer
 from serve.connection import BODY_WRITER
 from serve.errors import Dialect, native_body
 from serve.sse import DONE, PING, EventStream

@@ -11,7 +11,7 @@ import pytest
 import browser
 import fake_core
 import http_server
-from runtime.text.tokenizer import Tokenizer
+from runtime.tokenizer.tokenizer import Tokenizer
 from serve.app import build_app
 
 

@@ -12,7 +12,7 @@ import fake_core
 import tiny_models
 from browser import ENTER, ESCAPE, SHIFT, Open, Page
 from runtime.errors import Overloaded
-from runtime.text.tokenizer import Tokenizer
+from runtime.tokenizer.tokenizer import Tokenizer
 from serve import Engine
 from serve.app import build_app
 

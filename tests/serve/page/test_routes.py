@@ -12,8 +12,8 @@ import pytest
 import fake_core
 import serve.page
 from ops.machine import Machine
-from runtime.args import Args
-from runtime.resolve import resolve
+from runtime.config import Args
+from runtime.config.resolve import resolve
 from serve.app import build_app
 from serve.page import PATHS
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from random import Random
 
-from runtime.args import Option, options, shown
+from runtime.config import Option, options, shown
 from serve.demo.recipe.conversation import Conversation, Document, Message, Prose, Split, ask
 from serve.demo.recipe.lexicon import invented
 from serve.demo.recipe.phrasing import Patterns, maybe_system
@@ -79,7 +79,7 @@ class Fact:
     @property
     def sentence(self) -> str:
         """The first sentence of the declaration's help."""
-        return re.split(r"(?<=[.])\s+(?=[A-Z\-\d])", self.option.knob.help.strip())[0]
+        return re.split(r"(?<=[.])\s+(?=[A-Z\-\d])", self.option.spec.help.strip())[0]
 
     @property
     def answer(self) -> str:
@@ -131,8 +131,8 @@ def _exchange(rng: Random, split: Split) -> tuple[str, str]:
     chance = rng.random()
     if chance < 0.10 and fact.has_plain_default:
         return DEFAULT.pick(rng, split, o=o), f"The default of {fact.flag} is {_shown_default(fact)}."
-    if chance < 0.18 and fact.option.knob.choices:
-        listed = ", ".join(str(choice) for choice in fact.option.knob.choices)
+    if chance < 0.18 and fact.option.spec.choices:
+        listed = ", ".join(str(choice) for choice in fact.option.spec.choices)
         return CHOICES.pick(rng, split, o=o), f"{fact.flag} takes {listed}."
     if chance < 0.22:
         return REVERSE.pick(rng, split, fact=fact.sentence), f"{fact.flag}"

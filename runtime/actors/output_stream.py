@@ -1,0 +1,199 @@
+"""The mailbox of one request: chunks in, coalesced while nobody looks; text out, as it comes or whole."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+
+from runtime.errors import PenstockError
+from runtime.request import Chunk, Logprobs, Request
+
+Push = Callable[[Chunk], bool]
+MAX_UNREAD_CHARS = 4 * 1024 * 1024  # of a stream whose reader does not keep up; then the request is aborted
+
+
+class OutputStream:
+    """What a door holds after submitting a request. All n choices arrive here, told apart by `Chunk.index`.
+
+    Read it with `chunks` (streaming) or `whole` (all at once), by one reader. Leaving the iteration, or
+    `close`, before the end aborts the request and gives its pages back.
+    """
+
+    __slots__ = (
+        "_abort",
+        "_broken",
+        "_error",
+        "_num_open",
+        "_push",
+        "_unread",
+        "_unread_chars",
+        "_waiter",
+        "_whole",
+        "closing",
+        "request",
+    )
+
+    def __init__(self, request: Request, abort: Callable[[int], None]) -> None:
+        self.request = request
+        self.closing = False  # an abort was asked for
+        self._abort = abort
+        self._num_open = request.sampling.n
+        self._unread: dict[int, _Coalesced] = {}
+        self._unread_chars = 0
+        self._error: PenstockError | None = None
+        self._push: Push | None = None
+        self._broken: Exception | None = None  # what a push raised
+        self._waiter: asyncio.Future[None] | None = None
+        self._whole = False
+
+    @property
+    def finished(self) -> bool:
+        """Whether every choice has ended (there may still be something to read)."""
+        return self._num_open == 0 or self._error is not None
+
+    # --- the writing side: the detokenizer and the core ---
+
+    def put(self, chunk: Chunk) -> None:
+        """Add a chunk; merges with what the reader has not taken yet, and wakes it."""
+        if self._push is not None and self._waiter is not None and self._pushed(self._push, chunk):
+            if chunk.finish is not None:
+                self._num_open -= 1
+                self._wake()
+            return
+        unread = self._unread.get(chunk.index)
+        if unread is None:
+            self._unread[chunk.index] = _Coalesced(chunk)
+        else:
+            unread.add(chunk)
+        if chunk.finish is not None:
+            self._num_open -= 1
+        if self._whole:
+            if self._num_open == 0:
+                self._wake()
+            return
+        self._unread_chars += len(chunk.text)
+        if self._unread_chars > MAX_UNREAD_CHARS:
+            self._abort(self.request.id)
+        self._wake()
+
+    def _pushed(self, push: Push, chunk: Chunk) -> bool:
+        try:
+            return push(chunk)
+        except Exception as error:  # the reader's, on the writer's turn: it must not end the writer
+            self._broken = error
+            self._wake()
+            return True
+
+    def fail(self, error: PenstockError) -> None:
+        """End the reply with an error, which the reader gets instead of what it has not read."""
+        if not self.finished:
+            self._error = error
+            self._wake()
+
+    def _wake(self) -> None:
+        waiter = self._waiter
+        if waiter is not None:
+            self._waiter = None
+            if not waiter.done():
+                waiter.set_result(None)
+
+    # --- the reading side: a door ---
+
+    async def chunks(self, push: Push | None = None) -> AsyncGenerator[list[Chunk], None]:
+        """Everything that arrived since the last look, at most one chunk per choice, until the last one ends.
+
+        While this waits, `push` is offered each chunk as it comes, which saves waking the reader's task; what it
+        takes (True) does not come here, and what it raises is raised here. It must not wait.
+        Raises the request's error (`RequestError`, `Overloaded`, `EngineFailure`).
+        """
+        self._push = push
+        try:
+            while True:
+                if not self._unread and not self.finished:
+                    await self._wait()
+                if self._error is not None:
+                    raise self._error
+                if self._broken is not None:
+                    raise self._broken
+                if self._unread:
+                    yield self._take()
+                if self._num_open == 0 and not self._unread:
+                    return
+        finally:
+            self._push = None
+            self.close()
+
+    async def whole(self) -> list[Chunk]:
+        """One chunk per choice, in order, when every choice has ended. Wakes the caller once."""
+        self._whole = True
+        try:
+            while not self.finished:
+                await self._wait()
+            if self._error is not None:
+                raise self._error
+            return sorted(self._take(), key=lambda chunk: chunk.index)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """The caller is gone: abort what is unfinished. Does nothing the second time."""
+        if not self.finished and not self.closing:
+            self._abort(self.request.id)
+
+    async def _wait(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _take(self) -> list[Chunk]:
+        unread, self._unread = self._unread, {}
+        self._unread_chars = 0
+        return [coalesced.chunk() for coalesced in unread.values()]
+
+
+class _Coalesced:
+    """Chunks of one choice that nobody has read yet, as one."""
+
+    __slots__ = ("_first", "_ids", "_last", "_logprobs", "_texts")
+
+    def __init__(self, chunk: Chunk) -> None:
+        self._first = self._last = chunk
+        self._texts: list[str] = []
+        self._ids: list[int] = []
+        self._logprobs: list[Logprobs] = []
+
+    def add(self, chunk: Chunk) -> None:
+        if self._last is self._first:
+            self._start(self._first)
+        self._start(chunk)
+        self._last = chunk
+
+    def _start(self, chunk: Chunk) -> None:
+        self._texts.append(chunk.text)
+        self._ids.extend(chunk.ids)
+        if chunk.logprobs is not None:
+            self._logprobs.append(chunk.logprobs)
+
+    def chunk(self) -> Chunk:
+        if self._last is self._first:
+            return self._first
+        return self._last._replace(
+            text="".join(self._texts),
+            ids=self._ids,
+            logprobs=join_logprobs(self._logprobs),
+            prompt_logprobs=self._first.prompt_logprobs or self._last.prompt_logprobs,
+        )
+
+
+def join_logprobs(parts: list[Logprobs]) -> Logprobs | None:
+    """Logprobs of consecutive tokens as one; None for no parts."""
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    joined = Logprobs([], [], [])
+    for part in parts:
+        joined.chosen.extend(part.chosen)
+        joined.top.extend(part.top)
+        joined.picked.extend(part.picked)
+    return joined

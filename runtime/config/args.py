@@ -1,0 +1,113 @@
+"""What the user said: frozen, one field per group of options, never written to afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, Self
+
+from runtime.config import command_line, config_file
+from runtime.config.option_table import Option, Options
+from runtime.config.options.cache import CacheArgs
+from runtime.config.options.debug import DebugArgs
+from runtime.config.options.disaggregation import DisaggregationArgs
+from runtime.config.options.graphs import GraphArgs
+from runtime.config.options.hierarchy import HierarchyArgs
+from runtime.config.options.http import HttpArgs
+from runtime.config.options.kernels import KernelArgs
+from runtime.config.options.lora import LoraArgs
+from runtime.config.options.model import ModelArgs
+from runtime.config.options.moe import MoeArgs
+from runtime.config.options.observe import ObserveArgs
+from runtime.config.options.offload import OffloadArgs
+from runtime.config.options.parallel import ParallelArgs
+from runtime.config.options.quant import QuantArgs
+from runtime.config.options.sampling import SamplingArgs
+from runtime.config.options.schedule import ScheduleArgs
+from runtime.config.options.speculative import SpeculativeArgs
+from runtime.config.options.text import TextArgs
+from runtime.config.values import from_object
+from runtime.errors import ConfigurationError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Args:
+    """Every option with its value, by group: `args.cache.page_size`, or `args.get("page_size")`.
+
+    Made by `Args.of` (Python) or `Args.parse` (command line). Both raise `ConfigurationError` with one
+    sentence for every name that does not exist and every value of the wrong kind. What is merely not built
+    yet, or impossible on this machine, is refused later, by `runtime.config.resolve`.
+    """
+
+    model: ModelArgs = field(default_factory=ModelArgs)
+    http: HttpArgs = field(default_factory=HttpArgs)
+    text: TextArgs = field(default_factory=TextArgs)
+    sampling: SamplingArgs = field(default_factory=SamplingArgs)
+    schedule: ScheduleArgs = field(default_factory=ScheduleArgs)
+    cache: CacheArgs = field(default_factory=CacheArgs)
+    hierarchy: HierarchyArgs = field(default_factory=HierarchyArgs)
+    kernels: KernelArgs = field(default_factory=KernelArgs)
+    graphs: GraphArgs = field(default_factory=GraphArgs)
+    parallel: ParallelArgs = field(default_factory=ParallelArgs)
+    moe: MoeArgs = field(default_factory=MoeArgs)
+    quant: QuantArgs = field(default_factory=QuantArgs)
+    lora: LoraArgs = field(default_factory=LoraArgs)
+    speculative: SpeculativeArgs = field(default_factory=SpeculativeArgs)
+    offload: OffloadArgs = field(default_factory=OffloadArgs)
+    observe: ObserveArgs = field(default_factory=ObserveArgs)
+    disaggregation: DisaggregationArgs = field(default_factory=DisaggregationArgs)
+    debug: DebugArgs = field(default_factory=DebugArgs)
+    said: frozenset[str] = frozenset()  # names of the options that were set explicitly
+
+    @classmethod
+    def of(cls, **keywords: Any) -> Self:
+        """Options as Python keywords: `Args.of(model_path="...", page_size=16)`. Aliases are accepted."""
+        refusals: list[str] = []
+        values: dict[str, Any] = {}
+        for keyword, value in keywords.items():
+            try:
+                option = _OPTIONS.by_keyword(keyword)
+                if option.name in values:
+                    raise ConfigurationError(
+                        f"{option.name} and {keyword} are the same option; give one of them."
+                    )
+                values[option.name] = from_object(option, value)
+            except ConfigurationError as refusal:
+                refusals.extend(refusal.refusals)
+        return cls._with_file(values, refusals)
+
+    @classmethod
+    def parse(cls, words: Sequence[str]) -> Self:
+        """Options as the words of a command line, without the program's name."""
+        refusals: list[str] = []
+        return cls._with_file(command_line.read(_OPTIONS, words, refusals), refusals)
+
+    def get(self, name: str) -> Any:
+        """The value of one option by its name. Raises `KeyError` for a name that does not exist."""
+        return getattr(getattr(self, _OPTIONS[name].group), name)
+
+    def keywords(self) -> dict[str, Any]:
+        """What was said, as keywords: `Args.of(**args.keywords()) == args`."""
+        return {option.name: self.get(option.name) for option in _OPTIONS if option.name in self.said}
+
+    @classmethod
+    def _with_file(cls, values: Mapping[str, Any], refusals: list[str]) -> Self:
+        path = values.get("config")
+        from_file = config_file.read(_OPTIONS, path, refusals) if path else {}
+        if refusals:
+            raise ConfigurationError(*refusals)
+        values = {**from_file, **values}
+        made: dict[str, Any] = {}
+        for group in fields(cls):
+            mine = {name: value for name, value in values.items() if _OPTIONS[name].group == group.name}
+            if mine and group.default_factory is not MISSING:
+                made[group.name] = group.default_factory(**mine)
+        return cls(**made, said=frozenset(values))
+
+
+_OPTIONS = Options(Args)
+
+
+def options() -> tuple[Option, ...]:
+    """Every option there is, in the order of the groups."""
+    return tuple(_OPTIONS)

@@ -1,0 +1,56 @@
+"""Words of a command line, sorted to the options they belong to.
+
+argparse stops at the first mistake; this reads on, so that all of them can be said at once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from runtime.config.option_table import Option, Options
+from runtime.config.values import from_words
+from runtime.errors import ConfigurationError
+
+_NUMBER = re.compile(r"-\.?\d")
+
+
+def read(options: Options, words: Sequence[str], refusals: list[str]) -> dict[str, Any]:
+    """Option name -> value for everything said; of a repeated flag the last one counts.
+
+    What cannot be read is left out and gets a sentence in `refusals`.
+    """
+    values: dict[str, Any] = {}
+    for flag, rest in _split(words, refusals):
+        try:
+            option, negated = options.by_flag(flag)
+            value = _value(option, negated, rest)
+            if option.name == "config" and "config" in values:
+                raise ConfigurationError("--config can be given only once.")
+            values[option.name] = value
+        except ConfigurationError as refusal:
+            refusals.extend(refusal.refusals)
+    return values
+
+
+def _value(option: Option, negated: bool, words: list[str]) -> Any:
+    if not negated:
+        return from_words(option, words)
+    if words:
+        raise ConfigurationError(f"{option.negated_flag} takes no value.")
+    return False
+
+
+def _split(words: Sequence[str], refusals: list[str]) -> list[tuple[str, list[str]]]:
+    """Cut the words into flags and the values that follow each."""
+    cut: list[tuple[str, list[str]]] = []
+    for word in words:
+        if word.startswith("-") and len(word) > 1 and not _NUMBER.match(word):
+            flag, equals, value = word.partition("=")
+            cut.append((flag, [value] if equals else []))
+        elif cut:
+            cut[-1][1].append(word)
+        else:
+            refusals.append(f"{word!r} belongs to no option.")
+    return cut

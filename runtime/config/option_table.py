@@ -1,0 +1,138 @@
+"""The table of all options, read off the group dataclasses; all other forms of an option come from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import MISSING, Field, dataclass, fields
+from difflib import SequenceMatcher
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from runtime.config.option_spec import OptionSpec
+from runtime.errors import ConfigurationError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """One option: its declaration, taken apart."""
+
+    name: str  # the Python keyword
+    group: str  # the field of Args that holds it
+    title: str  # of the group, for people
+    flags: tuple[str, ...]  # "--page-size" first, then its aliases
+    spec: OptionSpec
+    type: Any  # bool, int, float, str or Json; of one element where there are many
+    many: bool
+    optional: bool  # None is allowed
+    default: Any
+
+    @property
+    def flag(self) -> str:
+        return self.flags[0]
+
+    @property
+    def keywords(self) -> tuple[str, ...]:
+        """The Python names: the option's own first, then those of its aliases."""
+        return tuple(flag.removeprefix("--").replace("-", "_") for flag in self.flags)
+
+    @property
+    def negated_flag(self) -> str | None:
+        """`--no-x`, for what is on by default."""
+        return f"--no-{self.flag.removeprefix('--')}" if self.type is bool and self.default is True else None
+
+
+class Options:
+    """All options of a class whose fields are group dataclasses, findable by any of their spellings."""
+
+    def __init__(self, args_class: type) -> None:
+        self._by_name: dict[str, Option] = {}
+        self._by_keyword: dict[str, Option] = {}
+        self._by_flag: dict[str, tuple[Option, bool]] = {}  # (option, negated)
+        for option in _declared(args_class):
+            self._add(option)
+
+    def __iter__(self) -> Iterator[Option]:
+        return iter(self._by_name.values())
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def __getitem__(self, name: str) -> Option:
+        return self._by_name[name]
+
+    def by_keyword(self, keyword: str) -> Option:
+        """The option with this Python name. Raises `ConfigurationError` with the nearest names."""
+        if keyword in self._by_keyword:
+            return self._by_keyword[keyword]
+        raise ConfigurationError(f"{keyword} is not an option{_suggestion(keyword, self._by_keyword)}")
+
+    def by_flag(self, flag: str) -> tuple[Option, bool]:
+        """The option that a flag names, and whether it is the `--no-` form; unique beginnings count.
+
+        Raises `ConfigurationError` when none or several are meant.
+        """
+        wanted = "--" + flag.lstrip("-").replace("_", "-")
+        if wanted in self._by_flag:
+            return self._by_flag[wanted]
+        longer = [known for known in self._by_flag if known.startswith(wanted) and wanted != "--"]
+        meant = {self._by_flag[known][0].name: self._by_flag[known] for known in longer}
+        if len(meant) == 1:
+            return next(iter(meant.values()))
+        if meant:
+            raise ConfigurationError(f"{flag} is the beginning of several options: {_listed(longer)}.")
+        raise ConfigurationError(f"{flag} is not an option{_suggestion(wanted, self._by_flag)}")
+
+    def _add(self, option: Option) -> None:
+        spellings = [(flag, False) for flag in option.flags]
+        if option.negated_flag:
+            spellings.append((option.negated_flag, True))
+        for flag, negated in spellings:
+            if flag in self._by_flag:
+                raise TypeError(f"{flag} is declared twice")
+            self._by_flag[flag] = (option, negated)
+        self._by_name[option.name] = option
+        self._by_keyword |= dict.fromkeys(option.keywords, option)
+
+
+def _declared(args_class: type) -> Iterator[Option]:
+    for group, group_class in get_type_hints(args_class).items():
+        if not hasattr(group_class, "__dataclass_fields__"):
+            continue
+        hints = get_type_hints(group_class, include_extras=True)
+        title = (group_class.__doc__ or group).strip().rstrip(".")
+        for declared in fields(group_class):
+            yield _option(declared, hints[declared.name], group, title)
+
+
+def _option(declared: Field, hint: Any, group: str, title: str) -> Option:
+    annotated, spec = get_args(hint)[:2]
+    optional = get_origin(annotated) in (Union, UnionType) and NoneType in get_args(annotated)
+    plain = next(part for part in get_args(annotated) if part is not NoneType) if optional else annotated
+    many = get_origin(plain) is tuple
+    default = declared.default if declared.default_factory is MISSING else declared.default_factory()
+    return Option(
+        name=declared.name,
+        group=group,
+        title=title,
+        flags=("--" + declared.name.replace("_", "-"), *spec.aliases),
+        spec=spec,
+        type=get_args(plain)[0] if many else plain,
+        many=many,
+        optional=optional,
+        default=default,
+    )
+
+
+def _suggestion(wanted: str, known: Iterable[str]) -> str:
+    """The known name that is most like the wanted one, as a whole or at its beginning."""
+
+    def likeness(name: str) -> float:
+        whole, beginning = (SequenceMatcher(None, wanted, part) for part in (name, name[: len(wanted)]))
+        return max(whole.ratio(), 0.95 * beginning.ratio())
+
+    best = max(known, key=likeness)
+    return f"; did you mean {best}?" if likeness(best) > 0.7 else "."
+
+
+def _listed(flags: list[str], most: int = 6) -> str:
+    return ", ".join(flags[:most]) + (", ..." if len(flags) > most else "")

@@ -1,0 +1,1 @@
+"""The options, one file per group."""

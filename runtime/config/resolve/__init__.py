@@ -1,0 +1,94 @@
+"""Args x Machine x ModelFacts -> Plan: what will be done, each value with its reason.
+
+Functions without side effects, one for each section of the plan; all they draw is a seed where none is given.
+All refusals are collected and raised together, before any weight is touched.
+"""
+
+from __future__ import annotations
+
+from ops.machine import Machine
+from runtime.config import Args, not_built
+from runtime.config.model_facts import ModelFacts
+from runtime.config.plan import Plan
+from runtime.config.resolve.cache import cache_plan, chosen_page_size, max_running, num_pages, size_pool
+from runtime.config.resolve.graphs import graph_plan
+from runtime.config.resolve.kernels import kernel_plan
+from runtime.config.resolve.model import chosen_gpu, model_plan
+from runtime.config.resolve.parallel import parallel_plan
+from runtime.config.resolve.plan_builder import PlanBuilder
+from runtime.config.resolve.schedule import schedule_plan
+from runtime.config.resolve.serving import serve_plan, text_plan
+from runtime.errors import ConfigurationError
+
+__all__ = ["ANY_MODEL", "check", "decide", "max_running", "num_pages", "resolve", "size_pool"]
+
+# Stands for a model whose facts are not known yet: nothing is refused because of it.
+ANY_MODEL = ModelFacts(
+    architecture="",
+    path="",
+    num_layers=1,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=1,
+    hidden_size=1,
+    vocab_size=1,
+    context_length=2**62,
+    dtype="float32",
+)
+
+
+def resolve(args: Args, machine: Machine, facts: ModelFacts, *, demo_path: str | None = None) -> Plan:
+    """The plan for these arguments on this machine with this model.
+
+    `demo_path` is the folder of the demo model, if there is one. Raises `ConfigurationError` with all
+    refusals.
+    """
+    plan, builder = decide(args, machine, facts, demo_path=demo_path)
+    if builder.refusals:
+        raise ConfigurationError(*builder.refusals.values())
+    return plan
+
+
+def check(args: Args, machine: Machine, *, demo_path: str | None = None) -> str:
+    """Refuse what can be refused before the model is looked at; returns the model's path or Hub name.
+
+    Raises `ConfigurationError` with all refusals.
+    """
+    _, builder = decide(args, machine, ANY_MODEL, demo_path=demo_path)
+    if builder.refusals:
+        raise ConfigurationError(*builder.refusals.values())
+    return _where(builder, demo_path)
+
+
+def decide(
+    args: Args, machine: Machine, facts: ModelFacts, *, demo_path: str | None = None
+) -> tuple[Plan, PlanBuilder]:
+    """Like `resolve`, but what is refused is returned, with the plan of what would be done without it."""
+    builder = PlanBuilder(args=args, refusals=not_built(args))
+    where = _where(builder, demo_path)
+    model = model_plan(builder, machine, facts)
+    gpu = chosen_gpu(model.device, machine)
+    page_size = chosen_page_size(builder)
+    schedule = schedule_plan(builder, gpu, page_size)
+    kernels = kernel_plan(builder, machine, gpu, model.dtype, facts, page_size)
+    plan = Plan(
+        model=model,
+        cache=cache_plan(builder, gpu, model.dtype, page_size),
+        schedule=schedule,
+        kernels=kernels,
+        graphs=graph_plan(builder, machine, gpu, kernels.decode_attention_backend, schedule.max_running),
+        parallel=parallel_plan(builder, machine, facts, model.device),
+        text=text_plan(builder, facts.path),
+        serve=serve_plan(builder, where, demo_path),
+        because=builder.because,
+    )
+    return plan, builder
+
+
+def _where(builder: PlanBuilder, demo_path: str | None) -> str:
+    path = builder.args.model.model_path or demo_path
+    if path is None:
+        builder.refuse(
+            "model_path", "No model is given and there is no demo model here; say --model-path FOLDER."
+        )
+    return path or ""

@@ -1,0 +1,110 @@
+"""The section of the plan about captured and compiled steps."""
+
+from __future__ import annotations
+
+from ops.machine import Gpu, Machine
+from runtime.config.plan import GraphPlan
+from runtime.config.resolve.graph_sizes import Buckets, buckets
+from runtime.config.resolve.plan_builder import PlanBuilder
+
+_CAPTURING = (
+    "cuda_graph_max_bs",
+    "cuda_graph_bs",
+    "disable_cuda_graph_padding",
+    "enable_profile_cuda_graph",
+    "enable_cudagraph_gc",
+)
+# What captures: it reads the rows' lengths on the device.
+CAPTURED_ATTENTION = "triton"
+SPLIT_TILE = "triton_attention_split_tile_size"
+
+
+def graph_plan(
+    builder: PlanBuilder, machine: Machine, gpu: Gpu | None, decode_attention: str, max_running: int
+) -> GraphPlan:
+    args = builder.args.graphs
+    sizes = _sizes(builder, gpu, decode_attention, max_running)
+    return GraphPlan(
+        sizes=sizes,
+        padding=builder.take(
+            "graphs.padding", "disable_cuda_graph_padding", not args.disable_cuda_graph_padding
+        ),
+        profile=builder.take("graphs.profile", "enable_profile_cuda_graph"),
+        collect_garbage=builder.take("graphs.collect_garbage", "enable_cudagraph_gc"),
+        compile_max_rows=_compiled(builder, machine, gpu),
+    )
+
+
+def _sizes(builder: PlanBuilder, gpu: Gpu | None, decode_attention: str, max_running: int) -> tuple[int, ...]:
+    place, args = "graphs.sizes", builder.args.graphs
+    if args.disable_cuda_graph:
+        _refuse_idle(builder, "--disable-cuda-graph is said too")
+        return builder.decide(place, (), "as asked")
+    reason = _none_here(builder, gpu, decode_attention)
+    if gpu is None or reason:
+        _refuse_idle(builder, reason)
+        return builder.decide(place, (), reason)
+    captured = buckets(
+        gpu.memory_bytes,
+        max_running,
+        sizes=args.cuda_graph_bs,
+        largest=args.cuda_graph_max_bs,
+        padding=not args.disable_cuda_graph_padding,
+    )
+    asked = args.cuda_graph_bs or args.cuda_graph_max_bs
+    why = "as asked" if asked else f"by the GPU's {gpu.memory_bytes >> 30} GiB of memory"
+    return builder.decide(place, captured.sizes, f"{why}, and at most {max_running} rows run together")
+
+
+def _none_here(builder: PlanBuilder, gpu: Gpu | None, decode_attention: str) -> str:
+    """Why no graph can be captured; empty if some can."""
+    parallel = builder.args.parallel
+    if gpu is None:
+        return "CUDA graphs need an NVIDIA GPU, and this model runs on the CPU"
+    if parallel.tp_size * parallel.pp_size > 1:
+        return "CUDA graphs are captured on one rank only so far"
+    if decode_attention != CAPTURED_ATTENTION:
+        return (
+            f"attention by {decode_attention} reads the lengths of rows on the host, so that no CUDA graph "
+            f"can hold it; {CAPTURED_ATTENTION} does not"
+        )
+    if builder.args.get(SPLIT_TILE) is not None:
+        return f"with --{SPLIT_TILE.replace('_', '-')} the longest row decides what is launched"
+    return ""
+
+
+def _refuse_idle(builder: PlanBuilder, reason: str) -> None:
+    """What only captures read must not be said in vain."""
+    for option in _CAPTURING:
+        if option in builder.args.said and builder.args.get(option):
+            flag = "--" + option.replace("_", "-")
+            builder.refuse(option, f"{flag} has no effect here: {reason}.")
+
+
+def _compiled(builder: PlanBuilder, machine: Machine, gpu: Gpu | None) -> int:
+    """Rows of one token that are compiled for, at most; 0: nothing is."""
+    place, args, parallel = "graphs.compile_max_rows", builder.args.graphs, builder.args.parallel
+    if not args.enable_torch_compile:
+        if "torch_compile_max_bs" in builder.args.said:
+            builder.refuse(
+                "torch_compile_max_bs",
+                "--torch-compile-max-bs has a meaning only with --enable-torch-compile.",
+            )
+        return builder.decide(place, 0, "not asked for")
+    needed = ""
+    if parallel.tp_size * parallel.pp_size > 1:
+        needed = "compiles for one rank only so far"
+    elif gpu is None and machine.compiler is None:
+        needed = "needs a C++ compiler, and there is none here"
+    elif gpu is not None and "triton" not in machine.packages:
+        needed = "needs the package triton, which is not installed"
+    if needed:
+        builder.refuse("enable_torch_compile", f"--enable-torch-compile {needed}; leave it out.")
+        return builder.decide(place, 0, needed)
+    return builder.decide(place, args.torch_compile_max_bs, "as asked")
+
+
+def within(plan: GraphPlan, max_running: int) -> Buckets:
+    """The sizes to capture, now that it is known how many sequences the KV pool lets run together."""
+    sizes = {min(size, max_running) for size in plan.sizes}
+    return Buckets(tuple(sorted(sizes)), plan.padding)

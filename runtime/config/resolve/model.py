@@ -1,0 +1,162 @@
+"""The model's section of the plan: device, precision, context length."""
+
+from __future__ import annotations
+
+import re
+import secrets
+
+from ops.machine import Gpu, Machine
+from runtime.config.model_facts import ModelFacts
+from runtime.config.plan import ModelPlan
+from runtime.config.resolve.plan_builder import PlanBuilder
+
+DTYPES = {"half": "float16", "float": "float32"} | {name: name for name in ("float16", "bfloat16", "float32")}
+_OTHER_DEVICES = {
+    "xpu": "an Intel GPU",
+    "hpu": "an Intel Gaudi accelerator",
+    "npu": "an Ascend accelerator",
+    "mps": "an Apple GPU",
+    "hip": "an AMD GPU",
+    "rocm": "an AMD GPU",
+}
+
+
+def model_plan(builder: PlanBuilder, machine: Machine, facts: ModelFacts) -> ModelPlan:
+    args = builder.args.model
+    device = _device(builder, machine)
+    why_path = "as asked" if args.model_path else "no model was asked for: the demo model"
+    return ModelPlan(
+        path=builder.decide("model.path", facts.path, why_path),
+        load_format=builder.take("model.load_format", "load_format"),
+        dtype=_dtype(builder, chosen_gpu(device, machine), facts),
+        device=device,
+        context_length=_context_length(builder, facts),
+        random_seed=_random_seed(builder),
+        mmap=builder.take("model.mmap", "weight_loader_disable_mmap", not args.weight_loader_disable_mmap),
+        num_load_threads=_num_load_threads(builder),
+    )
+
+
+def chosen_gpu(device: str, machine: Machine) -> Gpu | None:
+    if not device.startswith("cuda"):
+        return None
+    return machine.gpus[int(device.partition(":")[2] or 0)]
+
+
+def _device(builder: PlanBuilder, machine: Machine) -> str:
+    asked, first = builder.args.model.device, builder.args.parallel.base_gpu_id
+    if first and asked is not None and ":" in asked:
+        builder.refuse("base_gpu_id", f"--base-gpu-id {first} and --device {asked}: give one of them.")
+    elif first and asked in (None, "cuda") and not _no_cuda(machine):
+        if reason := _no_such_gpu(machine, first):
+            builder.refuse("base_gpu_id", f"--base-gpu-id {first} cannot be used: {reason}.")
+            return "cpu"
+        return builder.decide("model.device", f"cuda:{first}", "the first GPU that --base-gpu-id allows")
+    if asked is None:
+        return _best_device(builder, machine)
+    known = re.fullmatch(r"cpu|cuda(?::(\d+))?", asked)
+    if known is None:
+        kind = asked.partition(":")[0]
+        needs = f" (and needs {_OTHER_DEVICES[kind]})" if kind in _OTHER_DEVICES else ""
+        builder.refuse("device", f"--device {asked} is not built yet{needs}; use cpu, cuda or cuda:N.")
+        return "cpu"
+    if asked != "cpu":
+        reason = _no_cuda(machine) or _no_such_gpu(machine, int(known[1] or 0))
+        if reason:
+            builder.refuse("device", f"--device {asked} cannot be used: {reason}.")
+            return "cpu"
+    return builder.decide("model.device", asked, "as asked")
+
+
+def _best_device(builder: PlanBuilder, machine: Machine) -> str:
+    if reason := _no_cuda(machine):
+        return builder.decide("model.device", "cpu", reason)
+    return builder.decide("model.device", "cuda", f"there is a GPU: {machine.gpus[0].name}")
+
+
+def _no_cuda(machine: Machine) -> str:
+    """Why CUDA cannot be used here; empty if it can."""
+    if not machine.gpus:
+        return "this machine has no NVIDIA GPU"
+    if machine.torch_cuda is None:
+        return f"the installed torch ({machine.packages.get('torch', 'unknown')}) is built without CUDA"
+    return ""
+
+
+def _no_such_gpu(machine: Machine, index: int) -> str:
+    if index < len(machine.gpus):
+        return ""
+    return f"the GPUs here are numbered 0 to {len(machine.gpus) - 1}"
+
+
+def _dtype(builder: PlanBuilder, gpu: Gpu | None, facts: ModelFacts) -> str:
+    asked = builder.args.model.dtype
+    if gpu is not None and gpu.capability < (7, 5):
+        builder.refuse(
+            "device", f"{gpu.name} is too old: compute capability 7.5 is needed; use --device cpu."
+        )
+    if asked != "auto":
+        dtype = DTYPES[asked]
+        if dtype == "bfloat16" and gpu is not None and gpu.capability < (8, 0):
+            builder.refuse("dtype", f"--dtype {asked} is not possible on {gpu.name}; use float16.")
+        return builder.decide("model.dtype", dtype, "as asked")
+    if facts.dtype not in DTYPES.values():
+        builder.refuse(
+            "dtype", f"Checkpoints in {facts.dtype} are not supported yet; say --dtype to convert it."
+        )
+        return "float32"
+    return builder.decide("model.dtype", *_auto_dtype(gpu, facts.dtype))
+
+
+def _auto_dtype(gpu: Gpu | None, checkpoint: str) -> tuple[str, str]:
+    if gpu is None:
+        why = (
+            "the checkpoint's; a CPU computes it as exactly"
+            if checkpoint == "float32"
+            else "the checkpoint's"
+        )
+        return checkpoint, why
+    if gpu.capability < (8, 0) and checkpoint != "float16":
+        return "float16", f"{gpu.name} has no bfloat16"
+    if checkpoint == "float32":
+        return "bfloat16", "the checkpoint is float32, and a GPU is many times faster in bfloat16"
+    return checkpoint, "the checkpoint's"
+
+
+def _context_length(builder: PlanBuilder, facts: ModelFacts) -> int:
+    asked = builder.args.model.context_length
+    if asked is None:
+        return builder.decide(
+            "model.context_length", facts.context_length, "as the model's configuration says"
+        )
+    if asked > facts.context_length:
+        builder.refuse(
+            "context_length",
+            f"--context-length {asked} is longer than the {facts.context_length} tokens that the model was "
+            f"made for; use at most {facts.context_length}.",
+        )
+    return builder.decide("model.context_length", min(asked, facts.context_length), "as asked")
+
+
+def _random_seed(builder: PlanBuilder) -> int:
+    asked = builder.args.model.random_seed
+    if asked is not None:
+        return builder.decide("model.random_seed", asked, "as asked")
+    return builder.decide("model.random_seed", secrets.randbelow(2**30), "a new one at each start")
+
+
+def _num_load_threads(builder: PlanBuilder) -> int:
+    config = builder.args.model.model_loader_extra_config
+    option, name = "model_loader_extra_config", "--model-loader-extra-config"
+    unknown = config.keys() - {"enable_multithread_load", "num_threads"}
+    several, threads = config.get("enable_multithread_load", False), config.get("num_threads", 8)
+    if unknown:
+        known = "enable_multithread_load and num_threads"
+        builder.refuse(option, f"{name} knows {known}, not {', '.join(sorted(unknown))}.")
+    elif not isinstance(several, bool):
+        builder.refuse(option, f"{name}: enable_multithread_load must be true or false.")
+    elif isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= 256:
+        builder.refuse(option, f"{name}: num_threads must be a whole number from 1 to 256.")
+    elif several:
+        return builder.decide("model.num_load_threads", threads, "as asked")
+    return builder.decide("model.num_load_threads", 1, "one file after the other, unless asked otherwise")

@@ -1,0 +1,162 @@
+"""The two ends of the line between the engine and one worker: a socket pair that nobody else holds."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import deque
+
+from runtime.distributed.message import HEAD, MAX_FRAME_BYTES, Frame, decode
+
+BUFFER_BYTES = 4 * 2**20
+READ_BYTES = 1 << 16
+
+
+class LinkClosed(Exception):
+    """The other end is gone."""
+
+
+class Link:
+    """The engine's end, on its loop. Sending never waits: what the socket does not take is sent later."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+        end.setblocking(False)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)  # as much of it as is allowed
+        self._loop = asyncio.get_running_loop()
+        self._unread = bytearray()
+        self._frames: deque[Frame] = deque()
+        self._backlog: deque[memoryview] = deque()
+        self._arrival: asyncio.Future[None] | None = None
+        self._open = True
+        self._loop.add_reader(end, self._read)
+
+    def send(self, frame: bytes) -> None:
+        """Send, or keep for later. To an end that is gone it does nothing: reading says so."""
+        if not self._open:
+            return
+        rest = memoryview(frame)
+        if not self._backlog:
+            rest = rest[self._write(rest) :]
+        if rest:
+            if not self._backlog:
+                self._loop.add_writer(self._socket, self._write_backlog)
+            self._backlog.append(rest)
+
+    async def receive(self) -> Frame:
+        """The next frame. Raises `LinkClosed` when the other end is gone and everything was received.
+
+        One reader at a time; cancelled, no frame is lost.
+        """
+        while not self._frames:
+            if not self._open:
+                raise LinkClosed
+            self._arrival = self._loop.create_future()
+            await self._arrival
+        return self._frames.popleft()
+
+    def close(self) -> None:
+        """The other end finds its own closed. Call it on the loop; again, it does nothing."""
+        self._end()
+        self._socket.close()
+
+    def _write(self, content: memoryview) -> int:
+        try:
+            return self._socket.send(content)
+        except (BlockingIOError, InterruptedError):
+            return 0
+        except OSError:  # gone; the reader finds out
+            return len(content)
+
+    def _write_backlog(self) -> None:
+        while self._backlog:
+            rest = self._backlog[0][self._write(self._backlog[0]) :]
+            if rest:
+                self._backlog[0] = rest
+                return
+            self._backlog.popleft()
+        self._loop.remove_writer(self._socket)
+
+    def _read(self) -> None:
+        try:
+            content = self._socket.recv(READ_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            content = b""
+        if not content:
+            self._end()
+            return
+        self._unread += content
+        while (size := _frame_size(self._unread)) is not None and len(self._unread) >= size:
+            _, text_length = HEAD.unpack_from(self._unread)
+            self._frames.append(decode(self._unread[HEAD.size : size], text_length))
+            del self._unread[:size]
+        self._wake()
+
+    def _end(self) -> None:
+        if self._open:
+            self._open = False
+            self._loop.remove_reader(self._socket)
+            self._loop.remove_writer(self._socket)
+            self._backlog.clear()
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
+
+
+class WorkerLink:
+    """The worker's end; every call blocks."""
+
+    def __init__(self, end: socket.socket, *, max_bytes: int = MAX_FRAME_BYTES) -> None:
+        self._socket = end
+        self._max_bytes = max_bytes
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    @property
+    def address(self) -> str | None:
+        """This machine's address on the way to the engine; None where the engine is on this machine."""
+        if self._socket.family == socket.AF_UNIX:
+            return None
+        return self._socket.getsockname()[0]
+
+    def send(self, frame: bytes) -> None:
+        """Raises `LinkClosed` when the engine is gone."""
+        try:
+            self._socket.sendall(frame)
+        except OSError as error:
+            raise LinkClosed from error
+
+    def receive(self) -> Frame:
+        """The next frame. Raises `LinkClosed` when there will be none."""
+        length, text_length = HEAD.unpack(self._exactly(HEAD.size))
+        if length > self._max_bytes:
+            raise ValueError("A frame beyond all measure.")
+        return decode(self._exactly(length), text_length)
+
+    def _exactly(self, size: int) -> bytearray:
+        content = bytearray(size)
+        view = memoryview(content)
+        while view:
+            try:
+                count = self._socket.recv_into(view)
+            except OSError as error:
+                raise LinkClosed from error
+            if not count:
+                raise LinkClosed
+            view = view[count:]
+        return content
+
+
+def _frame_size(content: bytearray) -> int | None:
+    """Bytes of the frame that begins here; None while not even that is known."""
+    if len(content) < HEAD.size:
+        return None
+    length, _ = HEAD.unpack_from(content)
+    if length > MAX_FRAME_BYTES:
+        raise ValueError("A worker sent a frame beyond all measure.")
+    return HEAD.size + length

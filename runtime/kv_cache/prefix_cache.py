@@ -1,0 +1,185 @@
+"""The pages of all sequences: the free list and the prefix tree behind one ledger.
+
+Every page is free, or held by exactly one sequence alone, or owned by the tree and shared. A sequence's page
+list begins with tree pages (`num_shared` tokens of it, locked through `lock`) and continues with its own.
+
+Why pages may change hands while steps are in flight: steps run one after the other, in the order in which
+their batches were filled, and each batch carries its own copy of the page table.
+- A page that is given back may still be written or read by steps already launched. Whoever gets it next
+  writes it in a batch filled later, hence after them, and reads only what it wrote itself.
+- A page enters the tree when the step that writes it has been filled, so any batch that finds it there runs
+  in the same step (all KV of a step is stored before any row attends) or later.
+- Nobody writes a page after it entered the tree: only whole pages of tokens known on the host enter, and a
+  step in flight that overruns the end of a sequence writes positions behind these.
+- When a sequence computed what the tree already has, its list switches to the tree's pages, which this
+  step writes at the latest. Its own pages go back only after the batch that writes them is complete
+  (`Duplicates`), so that no other row of the same batch can get them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from runtime.kv_cache.pages import PagePool
+from runtime.kv_cache.radix_tree import Node, RadixTree, path_pages
+from runtime.sequence import Sequence
+
+
+class Duplicates(NamedTuple):
+    """Pages that a sequence no longer needs because the tree has the same tokens; still to be given back."""
+
+    first: int  # index in the sequence's page list, which already names the tree's pages
+    pages: list[int]
+
+
+class PrefixCache:
+    """Holds, shares and returns the pages of sequences. Without `enabled` nothing is shared or kept."""
+
+    def __init__(self, num_pages: int, page_size: int, *, enabled: bool = True) -> None:
+        if page_size < 1:
+            raise ValueError(f"A page holds at least one token, not {page_size}.")
+        self.page_size = page_size
+        self.enabled = enabled
+        self._pool = PagePool(num_pages)
+        self._tree = RadixTree(page_size)
+
+    @property
+    def num_pages(self) -> int:
+        """Free and held pages together."""
+        return self._pool.total
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that fit into all pages."""
+        return self._pool.total * self.page_size
+
+    @property
+    def num_free(self) -> int:
+        return self._pool.num_free
+
+    @property
+    def num_evictable(self) -> int:
+        """Pages kept only in case their prefix comes again."""
+        return self._tree.num_evictable
+
+    @property
+    def num_available(self) -> int:
+        """Pages that `take` can hand out."""
+        return self._pool.num_free + self._tree.num_evictable
+
+    @property
+    def num_used(self) -> int:
+        """Pages that running sequences hold."""
+        return self._pool.total - self.num_available
+
+    def measure(self, sequence: Sequence) -> int:
+        """How many of the sequence's tokens would be found; changes nothing."""
+        return self._tree.measure(sequence.ids, reusable_tokens(sequence), sequence.namespace)
+
+    def path(self, sequence: Sequence) -> list[Node]:
+        """The nodes of the tree along which the sequence's tokens would be found; changes nothing."""
+        return self._tree.path(sequence.ids, reusable_tokens(sequence), sequence.namespace)
+
+    def hold(self, sequence: Sequence) -> None:
+        """Give a sequence without pages the longest known prefix of its ids, to share."""
+        if not self.enabled:
+            return
+        node, pages = self._tree.hold(sequence.ids, reusable_tokens(sequence), sequence.namespace)
+        sequence.lock = node
+        sequence.pages = pages
+        sequence.num_computed = sequence.num_shared = len(pages) * self.page_size
+
+    def take(self, count: int) -> list[int]:
+        """Hand out pages, emptying the tree from its least recently used end when too few are free.
+
+        Raises `ValueError` when `count` exceeds `num_available`.
+        """
+        missing = count - self._pool.num_free
+        if missing > 0:
+            self._pool.give(self._tree.evict(missing))
+        return self._pool.take(count)
+
+    def give(self, pages: list[int]) -> None:
+        """Return pages that no sequence lists any more."""
+        self._pool.give(pages)
+
+    def share(self, sequence: Sequence) -> Duplicates | None:
+        """Enter the known and computed whole pages of a sequence into the tree, to be found at once."""
+        if not self.enabled:
+            return None
+        shared = sequence.num_shared
+        size = self.page_size
+        end = min(sequence.num_computed, len(sequence.ids)) // size * size
+        if end <= shared:
+            return None
+        first, last = shared // size, end // size
+        own = sequence.pages[first:last]
+        sequence.lock, known = self._tree.extend(sequence.lock, sequence.ids[shared:end], own)
+        sequence.num_shared = end
+        if not known:
+            return None
+        sequence.pages[first : first + len(known)] = known
+        return Duplicates(first, own[: len(known)])
+
+    def release(self, sequence: Sequence, *, keep: bool = True) -> None:
+        """Take all pages from a sequence; with `keep`, what it computed can be found while there is room."""
+        if keep:
+            duplicates = self.share(sequence)
+            if duplicates is not None:
+                self._pool.give(duplicates.pages)
+        self._pool.give(sequence.pages[sequence.num_shared // self.page_size :])
+        if sequence.lock is not None:
+            self._tree.release(sequence.lock)
+        _forget_pages(sequence)
+
+    def discard(self, sequence: Sequence) -> None:
+        """Take all pages from a sequence with untrusted KV, out of the tree too where nobody shares them."""
+        self._pool.give(sequence.pages[sequence.num_shared // self.page_size :])
+        if sequence.lock is not None:
+            self._pool.give(self._tree.forget(sequence.lock))
+        _forget_pages(sequence)
+
+    def empty(self) -> None:
+        """Forget every prefix that no running sequence holds."""
+        self._pool.give(self._tree.evict(self._tree.num_evictable))
+
+    def reset(self, sequences: Iterable[Sequence]) -> None:
+        """Forget everything, whatever the state; `sequences` are all that may hold pages, and lose them."""
+        for sequence in sequences:
+            _forget_pages(sequence)
+        self._tree.clear()
+        self._pool.reset()
+
+    def check(self, sequences: Iterable[Sequence]) -> None:
+        """Raise `ValueError` unless every page and lock is accounted for by the tree and these sequences."""
+        own: list[int] = []
+        holders: list[Node] = []
+        for sequence in sequences:
+            first = sequence.num_shared // self.page_size
+            own += sequence.pages[first:]
+            if sequence.lock is not None:
+                holders.append(sequence.lock)
+                if path_pages(sequence.lock) != sequence.pages[:first]:
+                    raise ValueError(f"{sequence!r} does not list the pages that it shares.")
+            elif first:
+                raise ValueError(f"{sequence!r} shares pages without a lock.")
+        self._pool.check(own + self._tree.check(holders))
+
+
+def reusable_tokens(sequence: Sequence) -> int:
+    """How many leading tokens need not be computed again, if they are found.
+
+    At least the last known token is computed, for its logits; so is every prompt position whose logprobs are
+    still to be asked for.
+    """
+    limit = len(sequence.ids) - 1
+    if sequence.next_logprob < sequence.num_prompt - 1:
+        return min(limit, sequence.next_logprob)
+    return limit
+
+
+def _forget_pages(sequence: Sequence) -> None:
+    sequence.pages = []
+    sequence.lock = None
+    sequence.num_shared = sequence.num_computed = 0

@@ -1,0 +1,245 @@
+"""Chat templates: from messages to a prompt's text, in jinja2's sandbox, as transformers renders them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+from jinja2 import nodes
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from runtime.errors import ConfigurationError, InvalidRequest
+from runtime.tokenizer.content import Accepts, accepted_content, prepare_messages
+
+_CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "
+_OURS = frozenset({"messages", "tools", "add_generation_prompt"})
+_FOREIGN = (  # what a template's own mistakes raise on data it does not expect
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+
+
+class ChatTemplate:
+    """A compiled template. Rendering is pure, may take long on hostile input, and belongs in a thread.
+
+    `sources` are jinja texts by name: "default", and perhaps "tool_use" for requests with tools. `special`
+    are the tokenizer's special tokens, which templates use by name. Raises ConfigurationError when a text is
+    no jinja.
+    """
+
+    def __init__(self, sources: Mapping[str, str], special: Mapping[str, str]) -> None:
+        if not sources:
+            raise ConfigurationError("There is no chat template to compile.")
+        environment = _environment()
+        self._special = dict(special)
+        self._sources = dict(sources)
+        self._compiled: dict[str, jinja2.Template] = {}
+        self._accepts: dict[str, Accepts] = {}
+        for name, source in sources.items():
+            try:
+                self._accepts[name] = accepted_content(environment.parse(source))
+                self._compiled[name] = environment.from_string(source)
+            except (jinja2.TemplateError, RecursionError) as error:
+                raise ConfigurationError(f"The chat template {name!r} is no valid jinja: {error}.") from error
+
+    def mentions(self, text: str) -> bool:
+        """Whether the text stands in a template."""
+        return any(text in source for source in self._sources.values())
+
+    def accepts(self, *, tools: bool = False) -> Accepts:
+        """What kind of message content the template reads."""
+        return self._accepts[self._name(tools)]
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        /,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **kwargs: Any,
+    ) -> str:
+        """The prompt's text. `kwargs` are further variables of the template.
+
+        With `continue_final_message` the text ends where the last message ends, and there is no generation
+        prompt. Raises InvalidRequest for messages that are malformed or that the template refuses.
+        """
+        name = self._name(bool(tools))
+        taken = _OURS.intersection(kwargs)
+        if taken:
+            raise InvalidRequest(
+                f"chat_template_kwargs may not set {min(taken)}.", param="chat_template_kwargs"
+            )
+        prepared = prepare_messages(messages, self._accepts[name])
+        variables = {
+            **self._special,
+            "documents": None,
+            **kwargs,
+            "messages": prepared,
+            "tools": None if tools is None else [dict(tool) for tool in tools],
+        }
+        if continue_final_message:
+            return self._continued(name, prepared, variables)
+        return self._render(name, {**variables, "add_generation_prompt": add_generation_prompt})
+
+    def _name(self, tools: bool) -> str:
+        if tools and "tool_use" in self._compiled:
+            return "tool_use"
+        return "default" if "default" in self._compiled else next(iter(self._compiled))
+
+    def _render(self, name: str, variables: Mapping[str, Any]) -> str:
+        try:
+            return self._compiled[name].render(variables)
+        except _Refusal as refusal:
+            raise InvalidRequest(
+                f"The chat template refuses these messages: {refusal.reason}", param="messages"
+            ) from refusal
+        except _FOREIGN as error:
+            raise InvalidRequest(
+                "The chat template cannot render these messages.", param="messages"
+            ) from error
+
+    def _continued(self, name: str, prepared: list[dict[str, Any]], variables: dict[str, Any]) -> str:
+        """Mark the end of the last message, render, and cut at the mark."""
+        end = _mark_end(prepared[-1])
+        text = self._render(name, {**variables, "add_generation_prompt": False})
+        mark = _CONTINUE.strip()
+        if mark not in text or end.strip() not in text:
+            raise InvalidRequest(
+                "The chat template leaves the final message out, so it cannot be continued.", param="messages"
+            )
+        place = text.rindex(mark)
+        kept = text[:place]
+        # A template that trims messages has trimmed the mark's space: then the message's own goes too.
+        return kept if text.startswith(_CONTINUE, place) else kept.rstrip()
+
+
+def load_template(
+    choice: str | None, own: Mapping[str, str], special: Mapping[str, str]
+) -> ChatTemplate | None:
+    """The template of a file if one was chosen, else the tokenizer's own, else None.
+
+    Raises ConfigurationError for a choice that is not a jinja file.
+    """
+    if choice is None:
+        return ChatTemplate(own, special) if own else None
+    path = Path(choice)
+    if path.suffix not in (".jinja", ".jinja2", ".j2"):
+        raise ConfigurationError(
+            f"--chat-template {choice}: neither conversations by name nor JSON conversations are built; "
+            "write the template to a .jinja file."
+        )
+    try:
+        source = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"--chat-template {choice} cannot be read: {error}.") from error
+    # Templates copied out of JSON carry their line breaks escaped.
+    return ChatTemplate({"default": source.strip("\n").replace("\\n", "\n")}, special)
+
+
+def _mark_end(message: dict[str, Any]) -> str:
+    """Append the mark to the message's text; returns the text without it."""
+    content = message.get("content")
+    if isinstance(content, str):
+        message["content"] = content + _CONTINUE
+        return content
+    for part in reversed(content or []):
+        if isinstance(part.get("text"), str):
+            text = part["text"]
+            part["text"] = text + _CONTINUE
+            return text
+    raise InvalidRequest("The final message has no text to continue.", param="messages")
+
+
+class _Refusal(jinja2.TemplateError):
+    """raise_exception was called in a template."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason[:1000]
+
+
+class _Generation(jinja2.ext.Extension):
+    """{% generation %} marks what the assistant wrote, for training; here it is its content."""
+
+    tags = {"generation"}  # noqa: RUF012 - declared so by the library
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _SafeNamespace(Namespace):
+    """A namespace that stores no names of Python's internals."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # `namespace(self=...)` must work
+        self, rest = args[0], args[1:]
+        attributes = dict(*rest, **kwargs)
+        for name in attributes:
+            _refuse_underscore(name)
+        Namespace.__init__(self, attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _refuse_underscore(name)
+        super().__setitem__(name, value)
+
+
+def _refuse_underscore(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace may not hold {name!r}")
+
+
+def _environment() -> jinja2.Environment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["namespace"] = _SafeNamespace
+    environment.globals["dict"] = _Dict()
+    return environment
+
+
+def _raise_exception(message: object) -> NoReturn:
+    raise _Refusal(str(message))
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+class _Dict:
+    """`dict` for templates, without the class itself."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, keys: Iterable[Any], value: Any = None) -> dict[Any, Any]:
+        return dict.fromkeys(keys, value)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON without jinja's escapes for HTML."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )

@@ -1,0 +1,135 @@
+"""Token ids to text, piece by piece, as a sequence grows."""
+
+from __future__ import annotations
+
+from codecs import utf_8_decode
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from runtime.tokenizer.backend import Backend
+    from runtime.tokenizer.pieces import Pieces
+    from runtime.tokenizer.tokenizer import Tokenizer
+
+REPLACEMENT = "\ufffd"
+CONTEXT = 8  # tokens before the new ones that a window decodes again
+MAX_HELD = 8  # tokens that a window holds back; a character has at most four bytes
+
+
+class Incremental:
+    """The text of one choice as its tokens arrive.
+
+    The pushes and the flush together are the text of prompt and output minus the text of the prompt, however
+    the ids are divided over the pushes. A character that began in the prompt is given whole when the output
+    completes it. `spaces_between_special_tokens` is accepted for the sampling parameter of that name; no
+    tokenizer of transformers 5 puts spaces there, so it changes nothing.
+    """
+
+    __slots__ = ("_begun", "_first", "_held", "_pieces", "_rest", "_shared", "_skip", "_window")
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int],
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+    ) -> None:
+        self._skip = skip_special_tokens
+        self._pieces: Pieces | None = tokenizer.pieces
+        self._window: _Window | None = None
+        self._held = b""  # the beginning of a character
+        self._shared = False  # whether it began in the prompt
+        if tokenizer.pieces is None:
+            self._window = _Window(tokenizer.backend, prompt_ids, skip_special_tokens)
+            return
+        pieces = tokenizer.pieces
+        self._rest = pieces.rest_skipping if skip_special_tokens else pieces.rest
+        self._first = pieces.first_skipping if skip_special_tokens else pieces.first
+        self._begun = any(pieces.counts(token_id, skip_special_tokens) for token_id in reversed(prompt_ids))
+        self._held = _incomplete_end(self._rest, prompt_ids)
+        self._shared = bool(self._held)
+
+    def push(self, ids: Sequence[int]) -> str:
+        """New text that is certain: complete characters. The bytes of an incomplete one stay."""
+        if self._window is not None:
+            return "".join([self._window.step(token_id) for token_id in ids])
+        rest = self._rest
+        if self._begun:
+            data = b"".join([rest[token_id] for token_id in ids])
+        else:
+            data = self._begin(ids)
+        if self._held:
+            data = self._held + data
+        text, used = utf_8_decode(data, "replace", False)
+        self._held = data[used:]
+        return self._without_shared(text) if self._shared else text
+
+    def flush(self) -> str:
+        """What is left at the end: a replacement character for a character that was never completed."""
+        if self._window is not None:
+            return self._window.flush()
+        text = self._held.decode(errors="replace")
+        self._held = b""
+        return self._without_shared(text) if self._shared else text
+
+    def _begin(self, ids: Sequence[int]) -> bytes:
+        """Bytes of ids that nothing precedes: the first that counts is the beginning of the text."""
+        if self._pieces is None:
+            return b""
+        for place, token_id in enumerate(ids):
+            if self._pieces.counts(token_id, self._skip):
+                self._begun = True
+                return self._first[token_id] + b"".join([self._rest[later] for later in ids[place + 1 :]])
+        return b""
+
+    def _without_shared(self, text: str) -> str:
+        """Drop the replacement character that stands for the prompt's own broken end."""
+        if not text:
+            return text
+        self._shared = False
+        return text[1:] if text[0] == REPLACEMENT else text
+
+
+def _incomplete_end(rest: Mapping[int, bytes], prompt_ids: Sequence[int]) -> bytes:
+    """The beginning of a character at the prompt's end. UTF-8 resynchronises: four bytes decide."""
+    tail = b""
+    for token_id in reversed(prompt_ids):
+        tail = rest[token_id] + tail
+        if len(tail) >= 4:
+            break
+    return tail[utf_8_decode(tail, "replace", False)[1] :]
+
+
+class _Window:
+    """For decoders that look at neighbours: decode the last tokens again with each new one.
+
+    Text that ends in a broken character is held for at most `MAX_HELD` tokens.
+    """
+
+    def __init__(self, backend: Backend, prompt_ids: Sequence[int], skip_special_tokens: bool) -> None:
+        self._backend = backend
+        self._skip = skip_special_tokens
+        self._ids = list(prompt_ids[-CONTEXT:])
+        self._num_held = 0  # at the end of _ids: tokens whose text was not given yet
+        self._before = backend.decode(self._ids, skip_special_tokens)
+
+    def step(self, token_id: int) -> str:
+        self._ids.append(token_id)
+        self._num_held += 1
+        text = self._backend.decode(self._ids, self._skip)
+        if text.endswith(REPLACEMENT) and self._num_held < MAX_HELD:
+            return ""
+        return self._give(text)
+
+    def flush(self) -> str:
+        return self._give(self._backend.decode(self._ids, self._skip)) if self._num_held else ""
+
+    def _give(self, text: str) -> str:
+        before = self._before
+        if not text.startswith(before):  # a broken character at its end is whole now
+            before = before.rstrip(REPLACEMENT)
+        new = text[len(before) :]
+        self._ids = self._ids[-CONTEXT:]
+        self._num_held = 0
+        self._before = self._backend.decode(self._ids, self._skip)
+        return new

@@ -1,0 +1,117 @@
+"""Text to token ids and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from runtime.config.model_facts import ModelFacts
+from runtime.config.plan import TextPlan
+from runtime.errors import ConfigurationError, InvalidRequest
+from runtime.tokenizer.backend import Backend
+from runtime.tokenizer.chat_template import ChatTemplate, load_template
+from runtime.tokenizer.incremental import Incremental
+from runtime.tokenizer.pieces import Pieces, pieces_of
+from runtime.tokenizer.source import read
+
+# Ends of a turn that chat models write though their eos token is another one.
+_TURN_ENDS = ("<|im_end|>", "<|eot_id|>")
+_CALL_END = "<|eom_id|>"  # Llama 3.1: the model waits for a tool's result
+
+
+class Tokenizer:
+    """A loaded tokenizer. Immutable but for caches; every method may be called from any thread.
+
+    `eos_ids` are the tokenizer's own end of text and the ends of a turn that its chat template writes.
+    `pieces` is None where decoding needs more than one token at a time.
+    """
+
+    def __init__(
+        self, backend: Backend, special: Mapping[str, str], template: ChatTemplate | None = None
+    ) -> None:
+        self.backend = backend
+        self.pieces: Pieces | None = pieces_of(backend)
+        self.template = template
+        self.vocab_size = backend.vocab_size
+        self.special_ids = backend.special_ids
+        self.bos_id = _named_id(backend, special, "bos_token")
+        self.eos_ids = _eos_ids(backend, special, template)
+
+    @classmethod
+    def load(cls, plan: TextPlan, facts: ModelFacts) -> Tokenizer:
+        """Read the tokenizer that the plan names.
+
+        Raises ConfigurationError when its files are missing or broken, or belong to a larger model.
+        """
+        source = read(plan)
+        if source.backend.base_size > facts.vocab_size:
+            raise ConfigurationError(
+                f"The tokenizer in {plan.tokenizer_path} has {source.backend.base_size} tokens, the model "
+                f"only {facts.vocab_size}: --tokenizer-path names the tokenizer of another model."
+            )
+        template = load_template(plan.chat_template, source.templates, source.special)
+        return cls(source.backend, source.special, template)
+
+    def encode_batch(
+        self, texts: Sequence[str], *, add_special_tokens: bool | Sequence[bool] = True
+    ) -> list[list[int]]:
+        """Ids of each text. One flag for all texts, or one for each. Releases the GIL for fast tokenizers.
+
+        Raises InvalidRequest when a text is no valid Unicode.
+        """
+        flags = (
+            [add_special_tokens] * len(texts) if isinstance(add_special_tokens, bool) else add_special_tokens
+        )
+        if len(flags) != len(texts):
+            raise ValueError(f"{len(texts)} texts but {len(flags)} flags")
+        encoded: list[list[int]] = [[] for _ in texts]
+        for flag in {*flags}:
+            chosen = [index for index, own in enumerate(flags) if own == flag]
+            try:
+                found = self.backend.encode_batch([texts[index] for index in chosen], flag)
+            except TypeError as error:
+                raise InvalidRequest("The text holds half a surrogate pair.", param="text") from error
+            for index, ids in zip(chosen, found, strict=True):
+                encoded[index] = ids
+        return encoded
+
+    def decode(
+        self,
+        ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+    ) -> str:
+        """The text of ids; the same as streaming them. Ids beyond the vocabulary are left out.
+
+        Bytes that are no UTF-8 become replacement characters, one for each broken sequence.
+        """
+        if self.pieces is None:
+            return self.backend.decode(ids, skip_special_tokens)
+        stream = Incremental(self, (), skip_special_tokens, spaces_between_special_tokens)
+        return stream.push(ids) + stream.flush()
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """What the token adds to a text, with its leading space; None if the id names no token."""
+        if self.backend.token(token_id) is None:
+            return None
+        if self.pieces is None:
+            return self.backend.decode([token_id], False).encode()
+        return self.pieces.rest[token_id]
+
+    def token_text(self, token_id: int) -> str:
+        """`token_bytes` as text, with replacement characters for what is no UTF-8 alone."""
+        return (self.token_bytes(token_id) or b"").decode(errors="replace")
+
+
+def _named_id(backend: Backend, special: Mapping[str, str], name: str) -> int | None:
+    token = special.get(name)
+    return None if token is None else backend.token_id(token)
+
+
+def _eos_ids(backend: Backend, special: Mapping[str, str], template: ChatTemplate | None) -> frozenset[int]:
+    found = {_named_id(backend, special, "eos_token"), backend.added.get(_CALL_END)}
+    for token in _TURN_ENDS:
+        token_id = backend.added.get(token)
+        if token_id in backend.special_ids and template is not None and template.mentions(token):
+            found.add(token_id)
+    return frozenset(token_id for token_id in found if token_id is not None)

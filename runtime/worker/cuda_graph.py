@@ -1,0 +1,183 @@
+"""Steps of output tokens as CUDA graphs: one launch instead of hundreds."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ops.attention import AttentionInputs
+from runtime.config.resolve.graph_sizes import Buckets
+from runtime.kv_cache.pools import KVPool
+from runtime.worker.device import Device, Graph, collector_paused
+from runtime.worker.forward import Forward
+from runtime.worker.forward_batch import StepInputs
+
+logger = logging.getLogger("penstock.core")
+
+PROFILE_ROWS = 20  # of the table that --enable-profile-cuda-graph prints
+
+
+class GraphedForward:
+    """Replays a captured step where every row computes one token and a graph is large enough; else `eager`.
+
+    A graph reads fixed buffers, into which a step's inputs are copied. Rows beyond the step's own write to the
+    pool's scratch page and read position 0 of it. Until `capture_next` has been called for a size, batches of
+    that size run eagerly. The attention must read nothing of the rows on the host, for that is captured too.
+
+    All buffers are of the largest size and shared; smaller graphs use their first rows.
+    """
+
+    def __init__(
+        self,
+        eager: Forward,
+        pool: KVPool,
+        device: Device,
+        buckets: Buckets,
+        *,
+        max_pages: int,
+        collect_garbage: bool = False,
+        profile: bool = False,
+    ) -> None:
+        """`max_pages` is the length of a row's page table; longer rows run eagerly."""
+        self._eager = eager
+        self._device = device
+        self._buckets = buckets
+        self._scratch_page, self._page_size = pool.scratch_page, pool.page_size
+        self._waiting = list(buckets.sizes)  # the last one is captured next
+        self._graphs: dict[int, tuple[Graph, Tensor]] = {}
+        self._collect_garbage = collect_garbage
+        self._profile = profile
+        self._seconds = 0.0
+        with torch.inference_mode(), device.forward():
+            self._buffers = self._make_buffers(max(buckets.sizes, default=0), max_pages)
+        self._num_real = 0  # leading rows of the buffers that may hold a step's own values
+
+    def __call__(self, token_ids: Tensor, inputs: StepInputs) -> Tensor:
+        graph = self._fitting(inputs.attention)
+        if graph is None:
+            return self._eager(token_ids, inputs)
+        num_rows = len(token_ids)
+        self._fill(token_ids, inputs)
+        graph[0].replay()
+        return graph[1][:num_rows]
+
+    @property
+    def captured(self) -> frozenset[int]:
+        """The sizes whose graphs are ready."""
+        return frozenset(self._graphs)
+
+    def capture_next(self) -> bool:
+        """Capture the largest size that waits, on the thread that enqueues; whether more wait."""
+        if not self._waiting:
+            return False
+        size = self._waiting.pop()
+        began = time.perf_counter()
+        with torch.inference_mode(), self._device.forward(), self._around(size):
+            self._reset(0)
+            self._run(size)  # compiles and loads kernels, which a capture cannot
+            self._graphs[size] = self._device.capture(lambda: self._run(size))
+        self._seconds += time.perf_counter() - began
+        if not self._waiting:
+            logger.info("Captured %d CUDA graphs in %.1f s of work.", len(self._graphs), self._seconds)
+        return bool(self._waiting)
+
+    def _fitting(self, attention: AttentionInputs) -> tuple[Graph, Tensor] | None:
+        """The graph for a step with these rows."""
+        if any(count != 1 for count in attention.counts_host):
+            return None
+        size = self._buckets.take(len(attention.counts_host))
+        if size is None or attention.page_table.shape[1] > self._buffers.attention.page_table.shape[1]:
+            return None
+        return self._graphs.get(size)
+
+    def _fill(self, token_ids: Tensor, inputs: StepInputs) -> None:
+        num_rows, width = inputs.attention.page_table.shape
+        buffers = self._buffers
+        buffers.token_ids[:num_rows].copy_(token_ids)
+        buffers.positions[:num_rows].copy_(inputs.positions)
+        buffers.attention.slots[:num_rows].copy_(inputs.attention.slots)
+        buffers.attention.starts[:num_rows].copy_(inputs.attention.starts)
+        buffers.attention.page_table[:num_rows, :width].copy_(inputs.attention.page_table)
+        if num_rows < self._num_real:
+            self._reset(num_rows)
+        self._num_real = num_rows
+
+    def _reset(self, first: int) -> None:
+        """Make rows from `first` on padding."""
+        rows = slice(first, self._num_real)
+        buffers = self._buffers
+        buffers.token_ids[rows].fill_(0)
+        buffers.positions[rows].fill_(0)
+        buffers.attention.slots[rows].fill_(self._scratch_page * self._page_size)
+        buffers.attention.starts[rows].fill_(0)
+        buffers.attention.page_table[rows].fill_(self._scratch_page)
+        self._num_real = min(first, self._num_real)
+
+    def _run(self, size: int) -> Tensor:
+        """The first `size` rows of the buffers, eagerly. Nothing derived from earlier rows is kept."""
+        buffers = self._buffers
+        attention = buffers.attention
+        rows = replace(
+            attention,
+            page_table=attention.page_table[:size],
+            starts=attention.starts[:size],
+            counts=attention.counts[:size],
+            query_starts=attention.query_starts[: size + 1],
+            slots=attention.slots[:size],
+            starts_host=[0] * size,
+            counts_host=[1] * size,
+            memo={},
+        )
+        token_ids = buffers.token_ids[:size]
+        return self._eager(
+            token_ids,
+            buffers._replace(token_ids=token_ids, positions=buffers.positions[:size], attention=rows),
+        )
+
+    def _make_buffers(self, num_rows: int, max_pages: int) -> StepInputs:
+        device = self._device.torch_device
+
+        def filled(value: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.full(shape, value, dtype=dtype, device=device)
+
+        nothing = filled(0, 0)
+        attention = AttentionInputs(
+            page_table=filled(self._scratch_page, num_rows, max_pages, dtype=torch.int32),
+            starts=filled(0, num_rows, dtype=torch.int32),
+            counts=filled(1, num_rows, dtype=torch.int32),
+            query_starts=torch.arange(num_rows + 1, dtype=torch.int32, device=device),
+            slots=filled(self._scratch_page * self._page_size, num_rows),
+            page_size=self._page_size,
+            starts_host=[],
+            counts_host=[],
+        )
+        return StepInputs(filled(0, num_rows), nothing, filled(0, num_rows), nothing, nothing, attention)
+
+    def _around(self, size: int) -> ExitStack:
+        """What surrounds the capture of a size."""
+        around = ExitStack()
+        if not self._collect_garbage:
+            around.enter_context(collector_paused())
+        if self._profile:
+            around.enter_context(_profiled(f"Capture of the CUDA graph for {size} rows"))
+        return around
+
+
+@contextmanager
+def _profiled(title: str) -> Iterator[None]:
+    """Log what the host and the device spent most time on inside."""
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities) as recorded:
+        yield
+    table = recorded.key_averages().table(sort_by="self_cpu_time_total", row_limit=PROFILE_ROWS)
+    logger.info("%s\n%s", title, table)

@@ -1,0 +1,121 @@
+"""From a batch's host arrays to the tensors of one step."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ops.attention import AttentionInputs
+from runtime.batch import Batch
+from runtime.worker.device import Device, Mark
+
+
+class StepInputs(NamedTuple):
+    """What the model reads. T tokens, B rows, R rows that sample."""
+
+    token_ids: Tensor  # int64 [T]; negative where the slot's last token is to be taken
+    token_slots: Tensor  # int64 [T], the slot of each token's row
+    positions: Tensor  # int64 [T]
+    last_index: Tensor  # int64 [R], into [T]: the position that predicts the sampled token
+    sample_slots: Tensor  # int64 [R]
+    attention: AttentionInputs
+
+
+def prepare(batch: Batch, page_size: int, staging: Staging) -> StepInputs:
+    """Compute positions and KV slots, and bring everything to the device in one copy."""
+    counts = batch.counts.astype(np.int64)
+    starts = batch.starts.astype(np.int64)
+    query_starts = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, out=query_starts[1:])
+    num_tokens = int(query_starts[-1])
+    rows = np.repeat(np.arange(len(counts)), counts)
+    positions = np.arange(num_tokens) + (starts - query_starts[:-1])[rows]
+    pages = batch.page_table[rows, positions // page_size].astype(np.int64)
+    sample_rows = batch.sampling.rows if batch.sampling is not None else np.zeros(0, np.int64)
+    there = staging.copy(
+        {
+            "token_ids": batch.token_ids.astype(np.int64),
+            "token_slots": batch.slots[rows].astype(np.int64),
+            "positions": positions,
+            "kv_slots": pages * page_size + positions % page_size,
+            "last_index": query_starts[1:][sample_rows] - 1,
+            "sample_slots": batch.slots[sample_rows].astype(np.int64),
+            "page_table": batch.page_table,
+            "starts": batch.starts,
+            "counts": batch.counts,
+            "query_starts": query_starts.astype(np.int32),
+        }
+    )
+    return StepInputs(
+        token_ids=there["token_ids"],
+        token_slots=there["token_slots"],
+        positions=there["positions"],
+        last_index=there["last_index"],
+        sample_slots=there["sample_slots"],
+        attention=AttentionInputs(
+            page_table=there["page_table"],
+            starts=there["starts"],
+            counts=there["counts"],
+            query_starts=there["query_starts"],
+            slots=there["kv_slots"],
+            page_size=page_size,
+            starts_host=starts.tolist(),
+            counts_host=counts.tolist(),
+        ),
+    )
+
+
+class Staging:
+    """Host to device, one copy a step.
+
+    Where the host is the device, the arrays are used as they are. Else they are packed into pinned buffers
+    that take turns: one is not written again before the copy that read it is done.
+    """
+
+    NUM_BUFFERS = 3  # the step that runs, the one that is launched, the one that is prepared
+    ALIGNMENT = 8  # bytes; of the widest dtype
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._buffers = [device.pinned(0) for _ in range(self.NUM_BUFFERS)]
+        self._read: list[Mark | None] = [None] * self.NUM_BUFFERS
+        self._turn = 0
+
+    def copy(self, arrays: dict[str, np.ndarray]) -> dict[str, Tensor]:
+        """Tensors on the device of the arrays' shapes and dtypes, for what the forward stream does next."""
+        whole = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+        if self._device.is_host:
+            return {name: torch.from_numpy(array) for name, array in whole.items()}
+        places, size = self._places(whole)
+        host = self._next_buffer(size)[:size]
+        for name, array in whole.items():
+            host[places[name]] = torch.from_numpy(array.reshape(-1).view(np.uint8))
+        there, self._read[self._turn] = self._device.upload(host)
+        return {
+            name: there[places[name]].view(getattr(torch, array.dtype.name)).view(array.shape)
+            for name, array in whole.items()
+        }
+
+    def _next_buffer(self, num_bytes: int) -> Tensor:
+        self._turn = (self._turn + 1) % self.NUM_BUFFERS
+        self._wait_until_read()
+        if self._buffers[self._turn].numel() < num_bytes:
+            self._buffers[self._turn] = self._device.pinned(num_bytes * 2)
+        return self._buffers[self._turn]
+
+    def _wait_until_read(self) -> None:
+        mark = self._read[self._turn]
+        if mark is not None:
+            mark.wait()  # three steps old: done long ago
+
+    def _places(self, arrays: dict[str, np.ndarray]) -> tuple[dict[str, slice], int]:
+        """Where each array's bytes lie, and how many there are in all."""
+        places, end = {}, 0
+        for name, array in arrays.items():
+            start = -(-end // self.ALIGNMENT) * self.ALIGNMENT
+            end = start + array.nbytes
+            places[name] = slice(start, end)
+        return places, end

@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+import fake_runner
+import scripted_core
+from runtime.actors import scheduler
+from runtime.actors.engine_core import EngineCore
+from runtime.actors.output_stream import OutputStream
+from runtime.errors import EngineClosed, EngineFailure, InvalidRequest, OutOfMemory, Overloaded, StepFailed
+from runtime.request import Request, SamplingParams
+
+
+def request(*ids: int, new: int = 8, seed: int = 1, n: int = 1) -> Request:
+    sampling = SamplingParams(max_new_tokens=new, seed=seed, n=n)
+    return Request(ids=ids or (3, 4, 5), sampling=sampling)
+
+
+def expected(ids: tuple[int, ...], *, new: int = 8, seed: int = 1) -> list[int]:
+    alone = fake_runner.make_sequence(ids, max_new_tokens=new, seed=seed)
+    return fake_runner.reference_output(alone, 512)
+
+
+async def until(condition) -> None:
+    while not condition():
+        await asyncio.sleep(0)
+
+
+async def test_requests_side_by_side_get_their_own_tokens():
+    async with scripted_core.running() as (core, _):
+        prompts = [(3, 4, 5), (3, 4, 5, 6, 7, 8, 9), (10,)]
+        replies = [core.submit(request(*prompt)) for prompt in prompts]
+        chunks = await asyncio.gather(*(reply.whole() for reply in replies))
+        assert [chunk.ids for [chunk] in chunks] == [expected(prompt) for prompt in prompts]
+
+
+async def test_requests_of_one_moment_begin_together():
+    async with scripted_core.running() as (core, runner):
+
+        async def ask(num_turns: int) -> OutputStream:  # as doors do, each in a task of its own
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            return core.submit(request(3, 4, seed=num_turns))
+
+        asked = [asyncio.create_task(ask(number)) for number in range(4)]
+        for number, task in enumerate(asked):
+            [chunk] = await (await task).whole()
+            assert chunk.ids == expected((3, 4), seed=number)
+        assert runner.sizes[0] == 4
+
+
+async def test_a_stream_of_arrivals_does_not_hold_up_the_first_step(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(scheduler, "MAX_ARRIVAL_TURNS", 3)
+    async with scripted_core.running() as (core, runner):
+        replies = []
+        while not runner.num_launched:
+            replies.append(core.submit(request(3, 4, new=1)))
+            await asyncio.sleep(0)
+        assert len(replies) < 10
+        await asyncio.gather(*(reply.whole() for reply in replies))
+
+
+async def test_failed_step_loses_its_requests_and_nothing_else():
+    async with scripted_core.running(max_running=2) as (core, runner):
+        runner.open.clear()
+        lost = [core.submit(request(3, 4, seed=seed)) for seed in (1, 2)]
+        waiting = core.submit(request(5, 6))
+        await until(lambda: runner.num_launched == 2)
+        runner.failures = 1
+        runner.open.set()
+        for reply in lost:
+            with pytest.raises(StepFailed) as caught:
+                await reply.whole()
+            assert "secret" not in str(caught.value)
+        [chunk] = await waiting.whole()
+        assert chunk.ids == expected((5, 6))
+        assert core.status().state == "ready"
+        core.schedule.check()
+        assert core.status().num_used_pages == 0
+
+
+async def test_step_without_memory_costs_its_newest_request_alone():
+    async with scripted_core.running() as (core, runner):
+        runner.failure = OutOfMemory("secret: 3 GiB")
+        replies = [core.submit(request(3, 4, new=20, seed=seed)) for seed in (1, 2, 3)]
+        await until(lambda: runner.num_launched >= 5)
+        runner.failures = 1
+        with pytest.raises(OutOfMemory, match="ran out of memory") as caught:
+            await replies[2].whole()
+        assert (caught.value.status, "secret" in str(caught.value)) == (500, False)
+        for seed, reply in zip((1, 2), replies):
+            [chunk] = await reply.whole()
+            assert chunk.ids == expected((3, 4), new=20, seed=seed)
+        assert core.status().state == "ready"
+        core.schedule.check()
+
+
+async def test_hanging_step_ends_the_engine_with_a_clear_error():
+    async with scripted_core.running(watchdog_timeout_s=0.05) as (core, runner):
+        runner.open.clear()
+        with pytest.raises(EngineFailure, match="hangs"):
+            await core.submit(request()).whole()
+        await until(lambda: core.status().state == "failed")
+        with pytest.raises(EngineClosed):
+            core.submit(request())
+
+
+async def test_full_queue_refuses_the_newest_alone():
+    async with scripted_core.running(max_queued=2) as (core, runner):
+        runner.open.clear()
+        running: list[OutputStream] = [
+            core.submit(request(seed=seed)) for seed in range(scripted_core.NUM_SLOTS)
+        ]
+        await until(lambda: core.status().num_running == scripted_core.NUM_SLOTS)
+        queued = [core.submit(request(seed=seed)) for seed in (20, 21)]
+        refused = core.submit(request())
+        runner.open.set()
+        with pytest.raises(Overloaded):
+            await refused.whole()
+        for reply in running + queued:
+            [chunk] = await reply.whole()
+            assert len(chunk.ids) == 8
+
+
+@pytest.mark.parametrize("num_turns", range(12))
+async def test_abort_at_any_moment_ends_the_reply_and_frees_the_pages(num_turns: int):
+    async with scripted_core.running() as (core, _):
+        reply = core.submit(request(n=3, new=50))
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        core.abort(reply.request.id)
+        chunks = await reply.whole()
+        assert [chunk.finish.kind for chunk in chunks if chunk.finish] == ["abort"] * 3
+        await until(lambda: core.status().num_requests == 0)
+        assert core.status().num_used_pages == 0
+        core.schedule.check()
+
+
+async def test_abort_by_label_takes_those_that_begin_so():
+    async with scripted_core.running() as (core, runner):
+        runner.open.clear()
+        replies = [core.submit(replace(request(), label=label)) for label in ("a-1", "a-2", "b-1")]
+        assert core.abort_label("a-") == 2
+        runner.open.set()
+        kinds = [chunk.finish.kind for r in replies for chunk in await r.whole() if chunk.finish]
+        assert kinds == ["abort", "abort", "length"]
+
+
+async def test_draining_takes_nothing_new_and_ends_with_the_last_reply():
+    async with scripted_core.running() as (core, runner):
+        runner.open.clear()
+        reply = core.submit(request())
+        draining = asyncio.create_task(core.drain())
+        await asyncio.sleep(0)
+        with pytest.raises(EngineClosed, match="draining"):
+            core.submit(request())
+        assert not draining.done()
+        runner.open.set()
+        await draining
+        assert (await reply.whole())[0].ids == expected((3, 4, 5))
+
+
+async def test_ids_outside_the_vocabulary_are_refused_at_once():
+    async with scripted_core.running() as (core, _):
+        for ids in ((-1,), (512,)):
+            with pytest.raises(InvalidRequest) as caught:
+                core.submit(request(*ids))
+            assert caught.value.param == "input_ids"
+        assert core.status().num_requests == 0
+
+
+async def test_cache_is_flushed_only_when_idle():
+    async with scripted_core.running() as (core, runner):
+        runner.open.clear()
+        reply = core.submit(request())
+        assert not core.flush_cache()
+        runner.open.set()
+        await reply.whole()
+        await until(lambda: core.status().num_requests == 0)
+        assert core.flush_cache()
+
+
+async def test_replies_end_when_the_core_ends():
+    async with scripted_core.running() as (core, runner):
+        runner.open.clear()
+        reply = core.submit(request())
+        await until(lambda: runner.num_launched > 0)
+    with pytest.raises(EngineClosed):
+        await reply.whole()
+    assert isinstance(core, EngineCore)
+    assert core.status().state == "closed"

@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from runtime.actors import output_stream as output_stream_module
+from runtime.actors.output_stream import OutputStream
+from runtime.errors import StepFailed
+from runtime.request import Chunk, Finish, Logprobs, Request, SamplingParams, Usage
+
+END = Finish("length", length=3)
+
+
+def chunk(text: str, finish: Finish | None = None, index: int = 0, ids: tuple[int, ...] = (7,)) -> Chunk:
+    logprobs = Logprobs([(-0.5, token_id) for token_id in ids], [None] * len(ids), [])
+    return Chunk(index, text, list(ids), finish, Usage(2, len(text), 0), logprobs)
+
+
+def make_reply(n: int = 1) -> tuple[OutputStream, list[int]]:
+    aborted: list[int] = []
+    return OutputStream(Request(ids=(1, 2), sampling=SamplingParams(n=n)), aborted.append), aborted
+
+
+async def test_unread_chunks_coalesce_into_one_per_choice():
+    reply, aborted = make_reply(n=2)
+    for text in ("a", "b", "c"):
+        reply.put(chunk(text, END if text == "c" else None, index=0))
+    reply.put(chunk("x", END, index=1))
+    wakes = [chunks async for chunks in reply.chunks()]
+    assert len(wakes) == 1
+    first, second = wakes[0]
+    assert (first.text, first.ids, first.finish) == ("abc", [7, 7, 7], END)
+    assert first.logprobs is not None
+    assert len(first.logprobs.chosen) == 3
+    assert (second.text, second.index) == ("x", 1)
+    assert not aborted
+
+
+async def test_whole_gives_one_chunk_per_choice_in_order():
+    reply, _ = make_reply(n=2)
+    reader = asyncio.create_task(reply.whole())
+    await asyncio.sleep(0)
+    reply.put(chunk("x", END, index=1))
+    reply.put(chunk("a"))
+    await asyncio.sleep(0)
+    assert not reader.done()
+    reply.put(chunk("b", END))
+    assert [c.text for c in await reader] == ["ab", "x"]
+
+
+async def test_leaving_the_stream_early_aborts_the_request():
+    reply, aborted = make_reply()
+    reply.put(chunk("a"))
+    stream = reply.chunks()
+    await anext(stream)
+    await stream.aclose()
+    assert aborted == [reply.request.id]
+
+
+async def test_cancelled_reader_aborts_the_request():
+    reply, aborted = make_reply()
+    reader = asyncio.create_task(reply.whole())
+    await asyncio.sleep(0)
+    reader.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reader
+    assert aborted == [reply.request.id]
+
+
+async def test_failure_is_raised_to_the_reader():
+    reply, aborted = make_reply()
+    reply.put(chunk("a"))
+    reply.fail(StepFailed("gone"))
+    with pytest.raises(StepFailed, match="gone"):
+        _ = [chunks async for chunks in reply.chunks()]
+    assert not aborted
+
+
+async def test_reader_that_does_not_keep_up_is_aborted(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(output_stream_module, "MAX_UNREAD_CHARS", 10)
+    reply, aborted = make_reply()
+    for _ in range(10):
+        reply.put(chunk("a"))
+    assert not aborted
+    reply.put(chunk("a"))
+    assert aborted == [reply.request.id]
+
+
+async def test_what_a_push_takes_wakes_nobody():
+    reply, aborted = make_reply()
+    taken: list[str] = []
+
+    def push(chunk: Chunk) -> bool:
+        taken.append(chunk.text)
+        return chunk.text != "c"
+
+    async def read() -> list[str]:
+        return [chunk.text async for chunks in reply.chunks(push) for chunk in chunks]
+
+    reply.put(chunk("a"))  # before anybody reads
+    reader = asyncio.create_task(read())
+    await asyncio.sleep(0)
+    for text in ("b", "c", "d", "e"):  # it takes b, not c, and is not asked while c is unread
+        reply.put(chunk(text))
+    await asyncio.sleep(0)
+    reply.put(chunk("f", END))
+    assert await asyncio.wait_for(reader, 1) == ["a", "cde"]
+    assert taken == ["b", "c", "f"]
+    assert reply.finished
+    assert not aborted
+
+
+async def test_a_choice_that_ends_by_a_push_ends_the_stream_with_the_last_one():
+    reply, aborted = make_reply(n=2)
+
+    async def read() -> list[list[Chunk]]:
+        return [chunks async for chunks in reply.chunks(lambda chunk: True)]
+
+    reader = asyncio.create_task(read())
+    await asyncio.sleep(0)
+    reply.put(chunk("a", END, index=1))
+    await asyncio.sleep(0)
+    assert not reader.done()
+    reply.put(chunk("b", END, index=0))
+    assert await asyncio.wait_for(reader, 1) == []
+    assert not aborted
+
+
+async def test_what_a_push_raises_is_the_readers():
+    reply, aborted = make_reply()
+
+    def push(chunk: Chunk) -> bool:
+        raise KeyError("mine")
+
+    async def read() -> None:
+        async for _ in reply.chunks(push):
+            pass
+
+    reader = asyncio.create_task(read())
+    await asyncio.sleep(0)
+    reply.put(chunk("a"))  # the writer goes on
+    with pytest.raises(KeyError, match="mine"):
+        await reader
+    assert aborted == [reply.request.id]

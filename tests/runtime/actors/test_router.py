@@ -1,0 +1,132 @@
+"""Several replicas share the requests, and one that dies takes only what it had begun with it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+import fake_runner
+import scripted_core
+from runtime.actors import router
+from runtime.actors.output_stream import OutputStream
+from runtime.errors import EngineFailure, WorkerFailed
+from runtime.request import Request, SamplingParams
+
+DEATH = WorkerFailed("Rank 1 (process 7) was killed by SIGKILL.")
+
+
+def request(*ids: int, new: int = 8) -> Request:
+    return Request(ids=ids, sampling=SamplingParams(max_new_tokens=new, seed=1))
+
+
+def expected(sequence_ids: tuple[int, ...], new: int = 8) -> list[int]:
+    drive = fake_runner.Drive(vocab_size=512)
+    sequence = fake_runner.make_sequence(sequence_ids, max_new_tokens=new, seed=1)
+    drive.add(sequence)
+    drive.run()
+    return drive.output(sequence)
+
+
+async def until(condition) -> None:
+    while not condition():
+        await asyncio.sleep(0)
+
+
+async def whole(reply: OutputStream) -> list[int]:
+    [chunk] = await reply.whole()
+    return chunk.ids
+
+
+async def test_requests_are_spread_and_answered():
+    async with scripted_core.running_several(2) as (core, runners):
+        prompts = [(3, 4, place) for place in range(10)]
+        replies = [core.submit(request(*prompt)) for prompt in prompts]
+        found = await asyncio.gather(*map(whole, replies))
+        assert found == [expected(prompt) for prompt in prompts]
+        assert all(runner.num_launched for runner in runners)
+        await until(lambda: core.status().num_requests == 0)
+        status = core.status()
+        assert status.num_pages == 2 * scripted_core.NUM_PAGES
+        assert status.num_used_pages == 0
+        assert core.flush_cache()
+
+
+async def test_prefix_goes_where_it_is_cached():
+    async with scripted_core.running_several(2, balance="longest_prefix") as (core, runners):
+        prompt = tuple(range(3, 40))
+        await whole(core.submit(request(*prompt)))
+        busy = [runner.num_launched > 0 for runner in runners]
+        assert sorted(busy) == [False, True]
+        for last in (50, 51, 52):
+            [chunk] = await core.submit(request(*prompt, last)).whole()
+            assert chunk.usage.cached == 36
+        assert [runner.num_launched > 0 for runner in runners] == busy
+
+
+async def test_dead_replica_keeps_what_was_not_begun_and_is_started_again():
+    async with scripted_core.running_several(2) as (core, runners):
+        runners[1].open.clear()
+        replies = [core.submit(request(3, 4, place)) for place in range(4)]
+        await until(lambda: runners[1].num_launched)
+        runners[1].die(DEATH)
+        found = await asyncio.gather(*map(whole, replies))
+        assert found == [expected((3, 4, place)) for place in range(4)]
+        await until(lambda: len(runners) == 3)
+        assert runners[1].closed
+        assert core.status().state == "ready"
+        await asyncio.gather(*(whole(core.submit(request(9, 9, place))) for place in range(4)))
+        assert runners[2].num_launched
+
+
+async def test_what_was_begun_fails_with_the_reason():
+    async with scripted_core.running_several(2) as (core, runners):
+        replies = [core.submit(request(3, 4, place, new=200)) for place in range(2)]
+        streams = [reply.chunks() for reply in replies]
+        for stream in streams:
+            await anext(stream)
+        runners[0].die(DEATH)
+        with pytest.raises(WorkerFailed, match="Rank 1"):
+            async for _ in streams[0]:
+                pass
+        assert await anext(streams[1])
+        for stream in streams:
+            await stream.aclose()
+
+
+async def test_requests_wait_for_the_last_replica_to_come_back_and_can_be_aborted():
+    async with scripted_core.running_several(2) as (core, runners):
+        for runner in runners[:2]:
+            runner.open.clear()
+        replies = [core.submit(request(3, 4, place)) for place in range(4)]
+        await until(lambda: all(runner.num_launched for runner in runners))
+        for runner in runners[:2]:
+            runner.die(DEATH)
+        core.abort(replies[3].request.id)
+        [chunk] = await replies[3].whole()
+        assert chunk.finish is not None
+        assert chunk.finish.kind == "abort"
+        found = await asyncio.gather(*map(whole, replies[:3]))
+        assert found == [expected((3, 4, place)) for place in range(3)]
+
+
+async def test_hanging_replica_is_replaced():
+    async with scripted_core.running_several(2, watchdog_timeout_s=0.05) as (core, runners):
+        runners[0].open.clear()
+        replies = [core.submit(request(3, 4, place)) for place in range(4)]
+        found = await asyncio.gather(*map(whole, replies))
+        assert found == [expected((3, 4, place)) for place in range(4)]
+        await until(lambda: len(runners) == 3)
+
+
+async def test_engine_ends_when_no_replica_can_be_started(monkeypatch):
+    monkeypatch.setattr(router, "RESTART_DELAY_S", 0.0)
+    async with scripted_core.running_several(2, restarts=0) as (core, runners):
+        for runner in runners:
+            runner.open.clear()
+        reply = core.submit(request(3, 4))
+        for runner in list(runners):
+            runner.die(DEATH)
+        with pytest.raises(EngineFailure, match="Rank 1"):
+            await reply.whole()
+        await until(lambda: core.status().state == "failed")

@@ -1,0 +1,166 @@
+"""What holds for every option: names, help, round trips, refusals."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+
+from runtime.config import Args, Json, Option, Outcome, not_built, options, without_effect
+from runtime.config.plan import Plan
+from runtime.errors import ConfigurationError
+from surface_flags import FLAGS
+
+SNAPSHOT = Path(__file__).with_name("command_line.txt")
+SECTIONS = {name: kind for name, kind in get_type_hints(Plan).items() if name != "because"}
+each_option = pytest.mark.parametrize("option", options(), ids=lambda option: option.name)
+
+
+def other_value(option: Option) -> Any:
+    """A valid value that is not the default."""
+    spec = option.spec
+    if option.type is bool:
+        one: Any = not option.default
+    elif spec.choices:
+        one = next(choice for choice in reversed(spec.choices) if choice != option.default)
+    elif option.type in (int, float):
+        step = 1 if option.type is int else 0.125
+        low = spec.low if spec.low is not None else spec.above if spec.above is not None else 0
+        one = option.type(next(v for v in (low + step, low + 2 * step) if v != option.default))
+    elif option.type is Json:
+        one = {"temperature": 0.5}
+    else:
+        one = "something"
+    return (one,) if option.many else one
+
+
+def words(option: Option, value: Any) -> list[str]:
+    """The same on a command line."""
+    if value is False and option.negated_flag:
+        return [option.negated_flag]
+    if isinstance(value, bool):
+        return [option.flag]
+    if option.many:
+        return [option.flag, *map(str, value)]
+    return [option.flag, json.dumps(value) if option.type is Json else str(value)]
+
+
+def no_file(option: Option) -> bool:
+    return option.name != "config"  # its value is a file that must exist
+
+
+@each_option
+def test_command_line_and_keywords_say_the_same(option: Option) -> None:
+    if no_file(option):
+        value = other_value(option)
+        parsed = Args.parse(words(option, value))
+        assert parsed.get(option.name) == value
+        assert parsed.said == {option.name}
+        assert Args.of(**parsed.keywords()) == parsed == Args.of(**{option.name: value})
+
+
+@each_option
+def test_every_python_name_of_an_option_means_the_same(option: Option) -> None:
+    if no_file(option):
+        value = other_value(option)
+        assert len({repr(Args.of(**{keyword: value})) for keyword in option.keywords}) == 1
+
+
+def test_every_flag_of_the_surface_is_known() -> None:
+    assert set(FLAGS) - {flag for option in options() for flag in option.flags} == set()
+
+
+def test_nothing_is_built_that_was_not_asked_for() -> None:
+    assert not_built(Args.of()) == {}
+    assert without_effect(Args.of()) == {}
+
+
+@each_option
+def test_planned_option_is_refused_by_its_name(option: Option) -> None:
+    if option.spec.outcome is Outcome.PLANNED:
+        value = other_value(option)
+        refusals = not_built(Args.of(**{option.name: value}))
+        if value in (option.spec.built or ()):
+            assert refusals == {}
+        else:
+            assert refusals.keys() == {option.name}
+            assert refusals[option.name].startswith(option.flag)
+            assert "not built yet" in refusals[option.name]
+
+
+@each_option
+def test_value_that_is_not_built_is_refused(option: Option) -> None:
+    if option.spec.built is not None and option.spec.outcome is Outcome.WORKS:
+        known = option.spec.choices or (other_value(option),)
+        for value in known:
+            works = value == option.default or value in option.spec.built
+            refusals = not_built(Args.of(**{option.name: value}))
+            assert refusals.keys() == (set() if works else {option.name})
+
+
+@each_option
+def test_inert_option_is_accepted_and_says_why_it_does_nothing(option: Option) -> None:
+    args = Args.of(**{option.name: other_value(option)}) if no_file(option) else Args.of()
+    said = without_effect(args).get(option.name, "")
+    assert bool(said) == (option.spec.outcome is Outcome.INERT)
+    if said:
+        assert option.spec.instead in said
+        assert not_built(args) == {}
+
+
+def test_help_is_made_of_sentences() -> None:
+    for option in options():
+        text = option.spec.help
+        assert text[0].isupper() or text.startswith(("auto", "host:port")), option.name
+        assert text.endswith("."), option.name
+        assert "  " not in text, option.name
+
+
+def test_defaults_are_allowed_by_their_declarations() -> None:
+    for option in options():
+        if option.default is None:
+            assert option.optional, option.name
+        elif option.name != "config":
+            assert Args.of(**{option.name: option.default}).get(option.name) == option.default
+
+
+def test_named_places_of_the_plan_exist() -> None:
+    for option in options():
+        section, _, name = option.spec.plan.partition(".")
+        assert not section or name in {field.name for field in fields(SECTIONS[section])}, option.name
+
+
+def test_command_line_is_as_frozen() -> None:
+    lines = [f"{' '.join(option.flags)} = {option.default!r} ({option.spec.outcome})" for option in options()]
+    frozen = SNAPSHOT.read_text(encoding="utf-8").splitlines()
+    assert lines == frozen, f"if this is meant, write the new lines to {SNAPSHOT.name}"
+
+
+def test_declared_twice_is_an_error() -> None:
+    from runtime.config.option_table import Options
+
+    table = Options(Args)
+    with pytest.raises(TypeError, match="--port is declared twice"):
+        table._add(table["port"])
+
+
+def test_args_are_frozen() -> None:
+    with pytest.raises(AttributeError):
+        Args.of().cache.page_size = 3  # type: ignore[misc]
+
+
+def test_unknown_name_is_an_error_in_get() -> None:
+    with pytest.raises(KeyError):
+        Args.of().get("temperature")
+
+
+def test_secret_is_in_no_representation() -> None:
+    args = Args.of(api_key="hush-hush")
+    assert args.get("api_key") == "hush-hush"
+    assert "hush" not in repr(args)
+    with pytest.raises(ConfigurationError) as caught:
+        Args.of(api_key=["hush-hush"])
+    assert "hush" not in str(caught.value)

@@ -1,0 +1,395 @@
+"""Arguments, machine and model make a plan."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ops.machine import GIB, Gpu, Machine
+from runtime.config import Args, options
+from runtime.config.model_facts import ModelFacts
+from runtime.config.plan import Plan
+from runtime.config.resolve import check, decide, max_running, num_pages, resolve, size_pool
+from runtime.errors import ConfigurationError
+from small_facts import FACTS, TOKEN_BYTES
+
+CPU = Machine.named("cpu")
+H200 = Machine.named("h200")
+
+
+def plan(machine: Machine = CPU, facts: ModelFacts = FACTS, **keywords: Any) -> Plan:
+    return resolve(Args.of(**{"model_path": "/models/small"} | keywords), machine, facts)
+
+
+def refusals(machine: Machine = CPU, facts: ModelFacts = FACTS, **keywords: Any) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        plan(machine, facts, **keywords)
+    return str(caught.value)
+
+
+def pages(made: Plan, *, available: int = 10 * GIB, total: int = 10 * GIB, weights: int = 0) -> int:
+    return num_pages(made, FACTS, available_bytes=available, total_bytes=total, weight_bytes=weights)
+
+
+@pytest.mark.parametrize("machine", [CPU, H200])
+def test_every_value_has_its_reason(machine: Machine) -> None:
+    made = plan(machine)
+    sections = {field.name: getattr(made, field.name) for field in fields(made) if field.name != "because"}
+    places = {f"{name}.{field.name}" for name, section in sections.items() for field in fields(section)}
+    assert set(made.because) == places
+    assert all(made.because.values())
+
+
+def test_asked_values_are_done() -> None:
+    made = plan(
+        page_size=4, max_running_requests=3, port=0, dtype="half", random_seed=7, disable_radix_cache=True
+    )
+    assert (made.cache.page_size, made.schedule.max_running, made.serve.port) == (4, 3, 0)
+    assert (made.model.dtype, made.model.random_seed, made.cache.prefix_cache) == ("float16", 7, False)
+    assert made.because["cache.page_size"] == made.because["cache.prefix_cache"] == "as asked"
+
+
+def test_defaults_without_a_gpu() -> None:
+    made = plan()
+    assert made.model.device == "cpu"
+    assert (made.cache.page_size, made.cache.mem_fraction, made.cache.modest) == (16, 0.3, True)
+    assert (made.schedule.max_running, made.schedule.chunk_tokens) == (256, 4096)
+    assert made.text.tokenizer_path == "/models/small"
+    assert made.serve.served_model_name == "/models/small"
+
+
+@pytest.mark.parametrize(
+    ("name", "chunk", "fraction"),
+    [("t4", 2048, 0.807), ("a100", 8192, 0.873), ("h200", 8192, 0.91), ("b200", 16384, 0.82)],
+)
+def test_defaults_follow_the_gpus_memory(name: str, chunk: int, fraction: float) -> None:
+    made = plan(Machine.named(name))
+    assert made.model.device == "cuda"
+    assert made.schedule.chunk_tokens == chunk
+    assert made.cache.mem_fraction == pytest.approx(fraction, abs=0.001)
+    assert not made.cache.modest
+
+
+@pytest.mark.parametrize(
+    ("machine", "checkpoint", "dtype"),
+    [
+        ("cpu", "float32", "float32"),
+        ("cpu", "bfloat16", "bfloat16"),
+        ("h200", "float32", "bfloat16"),
+        ("h200", "float16", "float16"),
+        ("t4", "bfloat16", "float16"),
+    ],
+)
+def test_automatic_precision(machine: str, checkpoint: str, dtype: str) -> None:
+    made = plan(Machine.named(machine), replace(FACTS, dtype=checkpoint))
+    assert made.model.dtype == made.cache.kv_dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("machine", "device", "reason"),
+    [
+        (CPU, "cuda", "this machine has no NVIDIA GPU"),
+        (H200, "cuda:1", "the GPUs here are numbered 0 to 0"),
+        (
+            replace(H200, torch_cuda=None, packages={"torch": "2.13.0+cpu"}),
+            "cuda",
+            "(2.13.0+cpu) is built without",
+        ),
+        (CPU, "xpu", "needs an Intel GPU"),
+        (CPU, "cuda:x", "use cpu, cuda or cuda:N"),
+    ],
+)
+def test_impossible_device_is_refused(machine: Machine, device: str, reason: str) -> None:
+    assert reason in refusals(machine, device=device)
+
+
+def test_old_gpu_is_refused_and_the_cpu_is_not() -> None:
+    old = replace(H200, gpus=(Gpu(name="P100", capability=(6, 0), memory_bytes=16 * GIB),))
+    assert "P100 is too old" in refusals(old)
+    assert plan(old, device="cpu").model.device == "cpu"
+
+
+def test_bfloat16_is_refused_where_the_gpu_has_none() -> None:
+    assert "use float16" in refusals(Machine.named("t4"), dtype="bfloat16")
+
+
+def test_longer_context_than_the_models_is_refused() -> None:
+    assert "use at most 2048" in refusals(context_length=2049)
+    assert plan(context_length=100).model.context_length == 100
+
+
+def test_chunk_is_a_multiple_of_the_page() -> None:
+    assert "multiple of the page size, 16" in refusals(chunked_prefill_size=100)
+    assert plan(chunked_prefill_size=100, page_size=10).schedule.chunk_tokens == 100
+    assert plan(chunked_prefill_size=-1).schedule.chunk_tokens is None
+    assert plan(page_size=100).schedule.chunk_tokens == 4000
+
+
+def test_longest_prefix_first_needs_prefixes() -> None:
+    assert plan(schedule_policy="lpm").schedule.policy == "lpm"
+    made = plan(schedule_policy="lpm", disable_radix_cache=True)
+    assert made.schedule.policy == "fcfs"
+    assert "without the prefix cache" in made.because["schedule.policy"]
+
+
+def test_conservativeness_scales_what_is_reserved() -> None:
+    assert plan(schedule_conservativeness=0.5).schedule.new_token_ratio == pytest.approx(0.35)
+    eager = plan(schedule_conservativeness=9).schedule
+    assert eager.new_token_ratio == 1.0
+    assert eager.new_token_ratio - 600 * eager.new_token_ratio_decay == pytest.approx(
+        eager.min_new_token_ratio
+    )
+
+
+def test_demo_model_is_served_when_none_is_named() -> None:
+    made = resolve(Args.of(), CPU, FACTS, demo_path="/demo")
+    assert made.serve.served_model_name == "penstock-demo"
+    with pytest.raises(ConfigurationError, match="--model-path"):
+        resolve(Args.of(), CPU, FACTS)
+
+
+def test_loader_options() -> None:
+    assert plan().model.num_load_threads == 1
+    assert plan(model_loader_extra_config={"enable_multithread_load": True}).model.num_load_threads == 8
+    several = {"enable_multithread_load": True, "num_threads": 3}
+    assert plan(model_loader_extra_config=several).model.num_load_threads == 3
+    for wrong in ({"threads": 1}, {"num_threads": 0}, {"enable_multithread_load": 1}):
+        assert "--model-loader-extra-config" in refusals(model_loader_extra_config=wrong)
+
+
+def test_preferred_sampling_is_checked() -> None:
+    preferred = {"temperature": 0.5, "stop": ["a"], "stop_token_ids": [3]}
+    assert plan(preferred_sampling_params=preferred).serve.preferred_sampling == preferred
+    for wrong in (
+        {"temprature": 1},
+        {"temperature": -1},
+        {"temperature": "x"},
+        {"logit_bias": [1]},
+        {"stop": 1},
+    ):
+        assert "--preferred-sampling-params" in refusals(preferred_sampling_params=wrong)
+
+
+def test_text_options() -> None:
+    assert plan(skip_tokenizer_init=True).text.tokenizer_path is None
+    assert plan(tokenizer_path="/t").text.tokenizer_path == "/t"
+    assert plan(chat_template="my.jinja").text.chat_template == "my.jinja"
+    assert "only .jinja files" in refusals(chat_template="llama-2")
+    assert "exclude each other" in refusals(skip_tokenizer_init=True, tokenizer_path="/t")
+
+
+def test_empty_api_key_is_refused_and_none_is_shown() -> None:
+    assert "--api-key is empty" in refusals(api_key="")
+    made = plan(api_key="hush-hush")
+    assert made.serve.api_key == "hush-hush"
+    assert "hush" not in repr(made)
+
+
+def test_all_refusals_come_together() -> None:
+    said = refusals(
+        enable_dp_attention=True,
+        device="cuda",
+        context_length=9999,
+        chunked_prefill_size=5,
+        enable_metrics=True,
+    )
+    assert len(said.splitlines()) == 5
+
+
+def test_check_refuses_what_needs_no_model() -> None:
+    assert check(Args.of(model_path="org/model", context_length=10**9), CPU) == "org/model"
+    assert check(Args.of(), CPU, demo_path="/demo") == "/demo"
+    with pytest.raises(
+        ConfigurationError, match=r"--enable-dp-attention is not built yet(.|\n)*no NVIDIA GPU"
+    ):
+        check(Args.of(model_path="m", enable_dp_attention=True, device="cuda"), CPU)
+
+
+def test_pool_takes_a_modest_share_without_a_gpu() -> None:
+    made = plan(max_running_requests=10**6)
+    assert pages(made, available=10 * GIB, total=100 * GIB) == int(3 * GIB) // (16 * TOKEN_BYTES)
+
+
+def test_pool_is_not_larger_than_what_can_be_used() -> None:
+    assert pages(plan(max_running_requests=2), available=100 * GIB) == 2 * 2048 // 16
+    assert pages(plan(max_running_requests=2, page_size=100), available=100 * GIB) == 2 * 21
+
+
+def test_asked_fraction_holds_weights_and_cache() -> None:
+    made = plan(mem_fraction_static=0.5)
+    page = 16 * TOKEN_BYTES
+    assert pages(made, available=8 * GIB, weights=2 * GIB) == 3 * GIB // page  # 8 free, 5 stay free
+    assert (
+        pages(made, available=10 * GIB, weights=2 * GIB) == 3 * GIB // page
+    )  # mapped weights do not show as used
+
+
+def test_asked_tokens_cap_the_pool() -> None:
+    assert pages(plan(max_total_tokens=1000, max_running_requests=1)) == 62
+    made = plan(max_total_tokens=10**12)
+    count, why = size_pool(made, FACTS, available_bytes=GIB, total_bytes=GIB, weight_bytes=0)
+    assert count == int(0.3 * GIB) // (16 * TOKEN_BYTES)
+    assert "less than --max-total-tokens asks for" in why
+    assert "less than one page" in refusals(max_total_tokens=15)
+
+
+def test_pool_without_room_is_refused() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"^Not enough memory\. Please try to increase --mem-fraction-static\.$"
+    ):
+        pages(plan(mem_fraction_static=0.1), weights=2 * GIB)
+
+
+def test_running_sequences_are_bounded_by_the_pool() -> None:
+    assert max_running(plan(), 10) == 80
+    assert max_running(plan(max_running_requests=3), 10) == 3
+    assert max_running(plan(page_size=1), 1) == 1
+
+
+VALUES: dict[str, st.SearchStrategy[Any]] = {
+    "device": st.text(max_size=8) | st.sampled_from(["cpu", "cuda", "cuda:0", "cuda:7", "xpu:1"]),
+    "chat_template": st.text(max_size=8),
+    "model_loader_extra_config": st.dictionaries(
+        st.sampled_from(["num_threads", "enable_multithread_load", "x"]),
+        st.none() | st.booleans() | st.integers(),
+    ),
+    "preferred_sampling_params": st.dictionaries(
+        st.sampled_from(["temperature", "stop", "logit_bias", "n", "stop_token_ids", "top_k", "x"]),
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+            lambda inner: (
+                st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2)
+            ),
+            max_leaves=4,
+        ),
+    ),
+} | {
+    option.name: st.sampled_from(option.spec.choices)
+    if option.spec.choices
+    else {bool: st.booleans(), int: st.integers(), float: st.floats(), str: st.text(max_size=4)}[option.type]
+    for option in options()
+    if option.spec.plan
+    and not option.many
+    and option.type in (bool, int, float, str)
+    and option.name != "device"
+}
+MACHINES = st.builds(
+    Machine,
+    gpus=st.lists(
+        st.builds(
+            Gpu,
+            name=st.just("G"),
+            capability=st.tuples(st.integers(3, 12), st.integers(0, 9)),
+            memory_bytes=st.integers(1, 300 * GIB),
+        ),
+        max_size=2,
+    ).map(tuple),
+    torch_cuda=st.none() | st.just("13.0"),
+)
+
+
+@given(
+    st.fixed_dictionaries({}, optional=VALUES), MACHINES, st.sampled_from(["float32", "bfloat16", "float8"])
+)
+def test_nothing_but_refusals_is_ever_raised(keywords: dict[str, Any], machine: Machine, dtype: str) -> None:
+    with suppress(ConfigurationError):
+        made = resolve(Args.of(**keywords), machine, replace(FACTS, dtype=dtype), demo_path="/demo")
+        assert made.cache.page_size >= 1
+        assert 0 < made.cache.mem_fraction <= 1
+        assert made.schedule.chunk_tokens is None or made.schedule.chunk_tokens % made.cache.page_size == 0
+        with suppress(ConfigurationError):
+            assert pages(made) >= 1
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "fits"),
+    [(8, 8, 4, True), (8, 2, 4, True), (8, 3, 4, False), (6, 3, 4, False)],
+)
+def test_heads_are_shared_or_repeated_evenly(heads: int, kv_heads: int, size: int, fits: bool) -> None:
+    facts = replace(FACTS, path="/m", num_heads=heads, num_kv_heads=kv_heads)
+    _, builder = decide(Args.of(model_path="/m", tp_size=size), CPU, facts)
+    assert ("tp_size" not in builder.refusals) == fits
+
+
+def test_ranks_need_a_gpu_each() -> None:
+    args = Args.of(model_path="m", tp_size=2, device="cuda")
+    with pytest.raises(
+        ConfigurationError, match=r"--tp-size 2 .* needs 2 GPUs from number 0 on; this machine has 1"
+    ):
+        check(args, H200)
+
+
+def test_gpus_from_a_number_on_and_at_a_distance() -> None:
+    four = replace(H200, gpus=H200.gpus * 4)
+    made = plan(four, tp_size=2, base_gpu_id=1, gpu_id_step=2)
+    assert made.model.device == "cuda:1"
+    assert made.parallel.gpu_step == 2
+    assert "needs 2 GPUs" in refusals(four, tp_size=2, base_gpu_id=2, gpu_id_step=2)
+    assert "give one of them" in refusals(four, base_gpu_id=1, device="cuda:2")
+    assert "numbered 0 to 3" in refusals(four, base_gpu_id=4)
+    assert "--base-gpu-id needs GPUs" in refusals(base_gpu_id=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"nnodes": 2, "tp_size": 2}, "needs --dist-init-addr HOST:PORT"),
+        ({"nnodes": 2, "tp_size": 2, "dist_init_addr": "host"}, "needs --dist-init-addr HOST:PORT"),
+        ({"nnodes": 2, "tp_size": 2, "dist_init_addr": "h:1", "node_rank": 2}, "must be below --nnodes 2"),
+        ({"nnodes": 2, "dist_init_addr": "h:1"}, "must divide --tp-size 1 x --pp-size 1"),
+        ({"nnodes": 2, "tp_size": 2, "dp_size": 2, "dist_init_addr": "h:1"}, "start one server on each"),
+        ({"node_rank": 1}, "say --nnodes too"),
+        ({"nccl_port": 5}, "say --nnodes too"),
+        ({"pp_size": 5}, "has only 4 layers"),
+        ({"max_micro_batch_size": 2}, "needs a pipeline"),
+    ],
+)
+def test_sizes_that_make_no_sense_are_refused(options: dict[str, Any], reason: str) -> None:
+    assert reason in refusals(**options)
+
+
+def test_address_of_version_six_is_taken_apart() -> None:
+    made = plan(nnodes=2, tp_size=2, dist_init_addr="[fd00::1]:29500")
+    assert made.parallel.meeting == ("fd00::1", 29500)
+    assert list(made.parallel.ranks_here) == [0]
+    assert not plan(pp_size=2).schedule.overlap
+
+
+MATMUL: list[tuple[Machine, str, str, str]] = [
+    (CPU, "bfloat16", "with_onednn", "packed once"),
+    (CPU, "float32", "with_onednn", "packed once"),
+    (CPU, "float16", "native", "packs none in float16"),
+    (replace(CPU, cpu_flags=frozenset({"avx2", "fma"})), "float32", "with_onednn", "packed once"),
+    (replace(CPU, cpu_flags=frozenset({"avx2", "fma"})), "bfloat16", "native", "avx_ne_convert"),
+    (replace(CPU, cpu_flags=frozenset()), "float32", "native", "lacks avx2+fma"),
+    (H200, "bfloat16", "native", "torch's own on a GPU"),
+]
+
+
+@pytest.mark.parametrize(("machine", "dtype", "backend", "because"), MATMUL)
+def test_weights_are_packed_where_the_processor_and_the_dtype_allow_it(
+    machine: Machine, dtype: str, backend: str, because: str
+) -> None:
+    made = plan(machine, dtype=dtype)
+    assert made.kernels.choices["matmul"] == backend
+    assert because in made.because["kernels.choices"]
+
+
+@pytest.mark.parametrize(
+    ("machine", "more", "backend"),
+    [
+        (CPU, {}, "with_onednn"),
+        (CPU, {"attention_backend": "torch_native"}, "native"),
+        (CPU, {"dtype": "float32"}, "native"),
+        (replace(CPU, cpu_flags=CPU.cpu_flags | {"amx_bf16"}), {}, "native"),
+        (replace(CPU, cpu_flags=frozenset()), {}, "native"),
+        (H200, {}, "with_triton"),
+    ],
+)
+def test_attention_by_products_is_for_bfloat16_on_a_cpu_without_amx(machine: Machine, more, backend) -> None:
+    assert plan(machine, **more).kernels.choices["attention"] == backend

@@ -1,0 +1,97 @@
+"""Which steps are captured or compiled, and what is refused where neither can be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ops.machine import Machine
+from runtime.config import Args
+from runtime.config.plan import GraphPlan, Plan
+from runtime.config.resolve import resolve
+from runtime.config.resolve.graphs import within
+from runtime.errors import ConfigurationError
+from small_facts import FACTS
+
+CPU = replace(Machine.named("cpu"), compiler="/usr/bin/c++")
+H200 = Machine.named("h200")
+
+
+def plan(machine: Machine = H200, **keywords: Any) -> Plan:
+    return resolve(Args.of(**{"model_path": "/models/small"} | keywords), machine, FACTS)
+
+
+def refusals(machine: Machine = H200, **keywords: Any) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        plan(machine, **keywords)
+    return str(caught.value)
+
+
+def test_gpu_captures_by_its_memory():
+    assert plan().graphs.sizes[:5] == (1, 2, 4, 8, 16)
+    assert plan().graphs.sizes[-1] == 256
+    assert plan(Machine.named("l4")).graphs.sizes == (1, 2, 4, 8)
+
+
+def test_asked_sizes_are_captured():
+    assert plan(cuda_graph_bs=[3, 7]).graphs.sizes == (3, 7)
+    assert plan(cuda_graph_max_bs=20).graphs.sizes == (1, 2, 4, 8, 16, 20)
+    assert plan(max_running_requests=6).graphs.sizes == (1, 2, 4, 6)
+    assert plan(disable_cuda_graph_padding=True).graphs.sizes[:32] == tuple(range(1, 33))
+    assert plan(disable_cuda_graph=True).graphs.sizes == ()
+
+
+@pytest.mark.parametrize(
+    ("keywords", "reason"),
+    [
+        ({"decode_attention_backend": "torch_native"}, "attention by torch_native reads the lengths"),
+        ({"attention_backend": "flashinfer"}, "attention by flashinfer reads the lengths"),
+        ({"triton_attention_split_tile_size": 512}, "the longest row decides"),
+    ],
+)
+def test_attention_that_needs_the_host_is_not_captured(keywords: dict[str, Any], reason: str):
+    made = plan(**keywords)
+    assert made.graphs.sizes == ()
+    assert reason in made.because["graphs.sizes"]
+    assert reason in refusals(**keywords, cuda_graph_max_bs=8)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"cuda_graph_max_bs": 8},
+        {"cuda_graph_bs": [8]},
+        {"disable_cuda_graph_padding": True},
+        {"enable_profile_cuda_graph": True},
+        {"enable_cudagraph_gc": True},
+    ],
+)
+def test_what_only_captures_read_is_refused_without_any(option: dict[str, Any]):
+    [name] = option
+    flag = "--" + name.replace("_", "-")
+    assert f"{flag} has no effect here: CUDA graphs need an NVIDIA GPU" in refusals(CPU, **option)
+    assert "--disable-cuda-graph is said too" in refusals(disable_cuda_graph=True, **option)
+    assert plan(CPU, disable_cuda_graph=True).graphs.sizes == ()
+
+
+def test_compilation_is_asked_for_and_needs_a_compiler():
+    assert plan(CPU).graphs.compile_max_rows == 0
+    assert plan(CPU, enable_torch_compile=True).graphs.compile_max_rows == 32
+    assert plan(CPU, enable_torch_compile=True, torch_compile_max_bs=4).graphs.compile_max_rows == 4
+    assert "needs a C++ compiler" in refusals(replace(CPU, compiler=None), enable_torch_compile=True)
+    assert "triton" in refusals(replace(H200, packages={}), enable_torch_compile=True)
+    assert "only with --enable-torch-compile" in refusals(CPU, torch_compile_max_bs=4)
+
+
+def test_several_ranks_neither_capture_nor_compile():
+    two = replace(H200, gpus=H200.gpus * 2)
+    assert plan(two, tp_size=2).graphs.sizes == ()
+    assert "one rank only" in refusals(two, tp_size=2, cuda_graph_bs=[1])
+    assert "one rank only" in refusals(two, tp_size=2, enable_torch_compile=True)
+
+
+def test_sizes_are_cut_to_what_the_pool_lets_run():
+    assert within(GraphPlan(sizes=(1, 2, 4, 8, 16)), 6).sizes == (1, 2, 4, 6)
+    assert within(GraphPlan(sizes=(1, 2), padding=False), 6).take(2) == 2

@@ -1,0 +1,173 @@
+"""Which kernels a machine gets, and what it is told about the others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ops.backends import ATTENTION, SAMPLING
+from ops.machine import KNOWN_GPUS, Machine
+from runtime.config import Args, options
+from runtime.config.plan import KernelPlan
+from runtime.config.resolve import ANY_MODEL, decide
+
+ROOT = Path(__file__).parents[3]
+MACHINES = ("cpu", *KNOWN_GPUS)
+H200 = Machine.named("h200")
+
+
+def decided(machine: Machine, **keywords: Any) -> tuple[KernelPlan, dict[str, str], dict[str, str]]:
+    """The kernels' plan, the reasons and the refusals."""
+    plan, builder = decide(Args.of(**{"model_path": "/models/small"} | keywords), machine, ANY_MODEL)
+    return plan.kernels, builder.because, builder.refusals
+
+
+def test_a_cpu_runs_plain_torch_and_says_why() -> None:
+    kernels, because, refusals = decided(Machine.named("cpu"))
+    assert {kernels.choices[operation] for operation in kernels.choices if operation != "matmul"} == {
+        "native"
+    }
+    assert kernels.attention_backend == "torch_native"
+    assert "triton needs an NVIDIA GPU" in because["kernels.attention_backend"]
+    assert not refusals
+
+
+@pytest.mark.parametrize("name", ["a100", "l4", "h100", "h200", "b200"])
+def test_a_gpu_runs_triton(name: str) -> None:
+    kernels, _, _ = decided(Machine.named(name))
+    assert kernels.attention_backend == kernels.decode_attention_backend == "triton"
+    assert {kernels.choices[operation] for operation in ("attention", "norm", "kv", "embedding", "moe")} == {
+        "with_triton"
+    }
+    assert kernels.sampling_backend == "pytorch"
+
+
+@pytest.mark.parametrize(
+    ("machine", "reason"),
+    [
+        (Machine.named("cpu"), "this model runs on the CPU"),
+        (Machine.named("t4"), "Tesla T4 has 7.5"),
+        (replace(H200, packages={}), "pip install 'penstock[cuda]'"),
+    ],
+)
+@pytest.mark.parametrize(
+    "option",
+    ["attention_backend", "prefill_attention_backend", "decode_attention_backend", "sampling_backend"],
+)
+def test_triton_is_refused_with_what_it_needs(option: str, machine: Machine, reason: str) -> None:
+    _, _, refusals = decided(machine, **{option: "triton"})
+    assert reason in refusals[option]
+    assert "use torch_native" in refusals[option] or "use pytorch" in refusals[option]
+
+
+def test_a_gpu_that_is_not_used_does_not_count() -> None:
+    _, _, refusals = decided(H200, device="cpu", attention_backend="triton")
+    assert "this model runs on the CPU" in refusals["attention_backend"]
+
+
+@pytest.mark.parametrize("name", ["flashmla", "cutlass_mla", "trtllm_mla", "aiter"])
+def test_what_is_not_built_is_refused_with_what_it_needs(name: str) -> None:
+    _, _, refusals = decided(H200, attention_backend=name)
+    assert "not built yet (and needs" in refusals["attention_backend"]
+    assert name == "aiter" or "latent attention, which none of" in refusals["attention_backend"]
+
+
+def test_flashinfer_does_not_sample_and_the_reason_is_said() -> None:
+    _, _, refusals = decided(H200, sampling_backend="flashinfer")
+    assert "a seed gives the same tokens with every implementation" in refusals["sampling_backend"]
+
+
+@pytest.mark.parametrize(
+    ("name", "machines"),
+    [("fa3", {"h100", "h200"}), ("trtllm_mha", {"b200"}), ("flashinfer", {*KNOWN_GPUS} - {"t4"})],
+)
+def test_each_generation_has_its_kernels(name: str, machines: set[str]) -> None:
+    for machine in MACHINES:
+        kernels, _, refusals = decided(Machine.named(machine), attention_backend=name)
+        assert ("attention_backend" not in refusals) == (machine in machines)
+        if machine in machines:
+            assert kernels.choices["attention"] == ATTENTION[name].file
+
+
+@pytest.mark.parametrize(
+    ("name", "keywords", "told"),
+    [
+        ("trtllm_mha", {"page_size": 1}, "reads pages of 16, 32, 64 tokens, and --page-size is 1;"),
+        ("trtllm_mha", {"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype is fp8_e4m3"),
+        ("trtllm_mha", {"page_size": 64}, None),
+    ],
+)
+def test_a_cache_that_the_kernels_cannot_read_is_refused(
+    name: str, keywords: dict[str, Any], told: str | None
+) -> None:
+    _, _, refusals = decided(
+        Machine.named("b200"), attention_backend="triton", decode_attention_backend=name, **keywords
+    )
+    assert (told is None) == ("decode_attention_backend" not in refusals)
+    assert told is None or told in refusals["decode_attention_backend"]
+
+
+@pytest.mark.parametrize(
+    ("facts", "told"),
+    [
+        ({"head_dim": 128, "dtype": "bfloat16"}, ""),
+        ({"head_dim": 80, "dtype": "bfloat16"}, "this model has 80 in bfloat16"),
+        ({"head_dim": 128, "dtype": "float32"}, "this model has 128 in float32"),
+    ],
+)
+def test_flashinfer_is_refused_for_heads_that_it_lacks(facts: dict[str, Any], told: str) -> None:
+    model = replace(ANY_MODEL, architecture="LlamaForCausalLM", **facts)
+    args = Args.of(model_path="/models/small", attention_backend="flashinfer", dtype=facts["dtype"])
+    plan, builder = decide(args, H200, model)
+    assert plan.kernels.choices["attention"] == "with_flashinfer"
+    assert told in builder.refusals.get("attention_backend", "")
+    assert bool(builder.refusals) == bool(told)
+
+
+def test_prompts_and_output_may_differ() -> None:
+    kernels, because, _ = decided(H200, prefill_attention_backend="torch_native")
+    assert kernels.choices["prefill_attention"] == "native"
+    assert kernels.choices["attention"] == "with_triton"
+    assert because["kernels.decode_attention_backend"] == "that of --attention-backend"
+
+
+def test_splitting_reaches_the_plan_and_is_refused_where_nobody_reads_it() -> None:
+    asked = {"triton_attention_num_kv_splits": 4, "triton_attention_split_tile_size": 256}
+    kernels, _, refusals = decided(H200, **asked)
+    assert kernels.triton_attention_num_kv_splits == 4
+    assert kernels.triton_attention_split_tile_size == 256
+    assert not refusals
+    _, _, refusals = decided(H200, decode_attention_backend="torch_native", **asked)
+    assert set(refusals) == set(asked)
+
+
+def backends_of(option: str) -> list[str]:
+    """Every name that the option takes, those that are built first."""
+    named = next(each for each in options() if each.name == option).spec.choices
+    built = ATTENTION if option == "attention_backend" else SAMPLING
+    return [*built, *(name for name in named if name not in built)]
+
+
+def table() -> str:
+    """Backend by machine: chosen, possible or what is missing."""
+    lines = ["| option | backend | " + " | ".join(MACHINES) + " |", "|---" * (2 + len(MACHINES)) + "|"]
+    for option in ("attention_backend", "sampling_backend"):
+        for backend in backends_of(option):
+            cells = [_cell(option, backend, Machine.named(name)) for name in MACHINES]
+            lines.append(f"| `--{option.replace('_', '-')}` | {backend} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(option: str, backend: str, machine: Machine) -> str:
+    _, _, refusals = decided(machine, **{option: backend})
+    chosen, _, _ = decided(machine)
+    if option in refusals:
+        return "refused"
+    return "**default**" if getattr(chosen, option) == backend else "works"
+
+
+def test_the_documentation_has_the_table() -> None:
+    assert table() in (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")

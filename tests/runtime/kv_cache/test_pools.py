@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+import torch
+
+from runtime.kv_cache.pools import KVPool
+
+
+def test_pool_holds_its_pages_and_one_for_scratch() -> None:
+    pool = KVPool(3, 5, 4, 2, 8, torch.bfloat16, "cpu")
+    for index in range(3):
+        k, v = pool.layer(index)
+        assert k.shape == v.shape == (6, 2, 4, 8)
+        assert k.is_contiguous()
+        assert not k.any()
+    assert pool.scratch_page == 5
+    assert pool.nbytes == 3 * 2 * 6 * 2 * 4 * 8 * 2
+
+
+def test_layers_do_not_share_memory() -> None:
+    pool = KVPool(2, 1, 1, 1, 1, torch.float32, "cpu")
+    pool.layer(0)[0].fill_(1)
+    assert not pool.layer(0)[1].any()
+    assert not pool.layer(1)[0].any()

@@ -1,0 +1,209 @@
+"""In whatever order things happen, the ledger balances, outputs are as computed alone, and all end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from fake_runner import Drive, make_plan, make_sequence
+from runtime.errors import ContextOverflow
+from runtime.request import Delta, Finish, LogprobParams, Request
+from runtime.scheduler import budget
+from runtime.sequence import Sequence
+
+VOCAB = 5  # small, so that prompts share prefixes by chance and outputs meet stop ids
+
+
+class AnyOrder(RuleBasedStateMachine):
+    drive: Drive
+
+    @initialize(
+        page_size=st.sampled_from([1, 4]),
+        num_tokens=st.sampled_from([12, 20, 32, 64]),
+        max_running=st.sampled_from([1, 3, 8]),
+        chunk_tokens=st.sampled_from([None, 4, 8]),
+        max_prefill_tokens=st.sampled_from([4, 10, 100]),
+        mixed=st.booleans(),
+        prefix=st.booleans(),
+        depth=st.integers(0, 2),
+        ratio=st.sampled_from([0.0, 0.0, 0.5]),
+        policy=st.sampled_from(["fcfs", "lpm", "lof", "random", "dfs-weight"]),
+        reserved=st.sampled_from([1, 4, 4096]),
+    )
+    def start(
+        self,
+        *,
+        page_size: int,
+        num_tokens: int,
+        prefix: bool,
+        depth: int,
+        ratio: float,
+        reserved: int,
+        **plan: Any,
+    ):
+        self.patch = pytest.MonkeyPatch()  # long outputs, of which only a part is reserved, in small
+        self.patch.setattr(budget, "RESERVED_OUTPUT_TOKENS", reserved)
+        plan |= {"new_token_ratio": ratio, "min_new_token_ratio": 0.0}
+        self.drive = Drive(
+            make_plan(**plan),
+            num_pages=num_tokens // page_size,
+            page_size=page_size,
+            prefix=prefix,
+            depth=depth,
+            vocab_size=VOCAB,
+        )
+        self.added: list[Sequence] = []
+        self.interrupted: dict[Sequence, str] = {}  # ended from outside: aborted, stopped early, lost, broken
+
+    @rule(
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=14),
+        repeat=st.integers(0, 1000),
+        max_new_tokens=st.integers(0, 3) | st.integers(8, 40),
+        stop_ids=st.sampled_from([(), (), (3,)]),
+        num_choices=st.sampled_from([1, 1, 2, 3]),
+        seed=st.integers(0, 2),
+        namespace=st.sampled_from([None, "adapter"]),
+        logprob_start=st.sampled_from([-1, -1, 0, 3]),
+    )
+    def add(
+        self,
+        *,
+        prompt: list[int],
+        repeat: int,
+        num_choices: int,
+        seed: int,
+        logprob_start: int,
+        **values: Any,
+    ):
+        if repeat % 3 == 0 and self.added:  # continue an earlier conversation
+            prompt = (self.added[repeat % len(self.added)].ids + prompt)[: 14 + repeat % 8]
+        logprobs = LogprobParams(start=logprob_start) if 0 <= logprob_start < len(prompt) else None
+        first = make_sequence(prompt, seed=seed, logprobs=logprobs, n=num_choices, **values)
+        stop_ids, namespace = values["stop_ids"], values["namespace"]
+        others = [
+            make_sequence(
+                prompt, index=i, seed=seed + i, request=first.request, stop_ids=stop_ids, namespace=namespace
+            )
+            for i in range(1, num_choices)
+        ]
+        needed = len(prompt) + (values["max_new_tokens"] > 0)
+        if needed > self.drive.cache.num_tokens:
+            with pytest.raises(ContextOverflow):
+                self.drive.add(first, *others)
+        else:
+            self.drive.add(first, *others)
+            self.added += [first, *others]
+
+    @rule(num_steps=st.integers(1, 3))
+    def step(self, num_steps: int):
+        for _ in range(num_steps):
+            self.drive.step()
+
+    @rule()
+    def run_a_while(self):
+        for _ in range(12):
+            self.drive.step()
+
+    @precondition(lambda self: self.drive.runner.num_in_flight)
+    @rule()
+    def apply_early(self):
+        self.drive.apply()
+
+    @precondition(lambda self: self.added)
+    @rule(which=st.integers(0, 1000), how=st.sampled_from(["abort", "finish_early", "break"]))
+    def interrupt(self, which: int, how: str):
+        sequence = self.added[which % len(self.added)]
+        if how == "abort":
+            self._abort(sequence.request)
+        elif how == "finish_early":
+            self._finish_early(sequence)
+        else:
+            self._interrupt([s for s in self.added if s.request is sequence.request], "broken")
+            self.drive.runner.broken_requests.add(sequence.request.id)
+
+    def _abort(self, request: Request):
+        self._interrupt([s for s in self.added if s.request is request], "aborted")
+        self.drive.deltas += self.drive.schedule.abort(request.id, Finish("abort", message="gone"))
+        self.drive.schedule.check()
+
+    def _finish_early(self, sequence: Sequence):
+        self._interrupt([sequence], "stopped")
+        self.drive.schedule.finish_early(sequence.request.id, sequence.index)
+        self.drive.schedule.check()
+
+    @rule(flush=st.booleans())
+    def flush_or_fail(self, flush: bool):
+        if flush:
+            busy = self.drive.schedule.num_waiting + self.drive.schedule.num_running
+            assert self.drive.schedule.flush() == (busy == 0)
+            self.drive.schedule.check()
+            return
+        alive = [sequence for sequence in self.added if sequence.finish is None]
+        lost = self.drive.schedule.fail(self.drive.runner.drop())
+        assert [s for s in alive if s.finish is not None] == [s for s in alive if s.request.id in lost]
+        self.interrupted |= {s: "lost" for s in alive if s.request.id in lost}
+        self.drive.schedule.check()
+        assert self.drive.cache.num_free == self.drive.cache.num_pages
+
+    @precondition(lambda self: self.drive.runner.num_in_flight)
+    @rule()
+    def run_out_of_memory(self):
+        alive = [sequence for sequence in self.added if sequence.finish is None]
+        batches = self.drive.runner.drop()
+        lost = self.drive.schedule.give_up_newest(batches)
+        in_step = {s.request.id for s in batches[0].sequences if s in alive}
+        assert lost == ([max(in_step)] if in_step else [])
+        self.interrupted |= {s: "lost" for s in alive if s.request.id in lost}
+        self.drive.schedule.check()
+        assert self.drive.cache.num_free == self.drive.cache.num_pages
+
+    def teardown(self):
+        if not hasattr(self, "drive"):
+            return
+        work = sum(sequence.max_tokens for sequence in self.added)
+        try:
+            self.drive.run(max_steps=100 + 4 * work)
+        finally:
+            self.patch.undo()
+        for sequence in self.added:
+            deltas = [d for d in self.drive.deltas if d[:2] == (sequence.request.id, sequence.index)]
+            if sequence in self.interrupted:
+                self._check_interrupted(sequence, deltas)
+            else:
+                self._check_complete(sequence, deltas)
+        assert self.drive.cache.num_available == self.drive.cache.num_pages
+        assert self.drive.schedule.flush()
+        assert self.drive.cache.num_free == self.drive.cache.num_pages
+
+    def _interrupt(self, sequences: list[Sequence], how: str) -> None:
+        for sequence in sequences:
+            if sequence.finish is None:
+                self.interrupted[sequence] = how
+
+    def _check_interrupted(self, sequence: Sequence, deltas: list[Delta]) -> None:
+        how, output = self.interrupted[sequence], self.drive.output(sequence)
+        assert output == self.drive.expected(sequence)[: len(output)]
+        assert len([d for d in deltas if d.finish]) == (how in ("aborted", "broken"))
+
+    def _check_complete(self, sequence: Sequence, deltas: list[Delta]) -> None:
+        expected = self.drive.expected(sequence)
+        assert self.drive.output(sequence) == expected
+        assert [d.finish is not None for d in deltas] == [False] * (len(deltas) - 1) + [True]
+        stopped = bool(expected) and expected[-1] in sequence.stop_ids
+        finish = deltas[-1].finish
+        assert finish is not None
+        assert finish.kind == ("stop" if stopped else "length")
+        assert deltas[-1].usage[:2] == (sequence.num_prompt, len(expected))
+        params = sequence.request.logprobs
+        if params is not None:
+            ids = sequence.ids[params.start : sequence.num_prompt]
+            found = [d.prompt_logprobs.chosen for d in deltas if d.prompt_logprobs is not None]
+            assert found == [[(None, ids[0]), *((-float(token), token) for token in ids[1:])]]
+
+
+AnyOrder.TestCase.settings = settings(max_examples=200, stateful_step_count=50)
+TestAnyOrder = AnyOrder.TestCase

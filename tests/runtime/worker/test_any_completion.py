@@ -1,0 +1,107 @@
+"""Steps on a device that is late: whatever order its streams take, the tokens are those of a prompt device."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import late_steps
+from fake_device import LateDevice, Overwritten, Waited
+from runtime.worker.forward_batch import Staging
+
+Prompts = list[tuple[list[int], int]]
+
+PROMPTS: Prompts = [([3 + i, 9, 4 + 3 * i, 7, 5 + i][: 1 + i % 5], 3 + 2 * i) for i in range(9)]
+prompts = st.lists(
+    st.tuples(st.lists(st.integers(0, 60), min_size=1, max_size=9), st.integers(1, 12)),
+    min_size=1,
+    max_size=7,
+)
+orders = st.builds(LateDevice, st.builds(Random, st.integers(0, 2**32)), st.sampled_from([0.0, 0.3, 0.9]))
+
+
+@settings(max_examples=25)
+@given(prompts=prompts, device=orders, depth=st.integers(0, 2))
+def test_any_legal_order_of_completions_gives_the_same_tokens(
+    prompts: Prompts, device: LateDevice, depth: int
+):
+    assert late_steps.outputs(prompts, device=device, depth=depth) == late_steps.outputs(prompts, depth=depth)
+
+
+@settings(max_examples=25)
+@given(
+    prompts=prompts,
+    device=orders,
+    depth=st.integers(0, 2),
+    sizes=st.sampled_from([(4,), (1, 2, 4), (2, 3)]),
+    capture_every=st.integers(1, 6),
+)
+def test_graphs_captured_at_any_time_give_the_same_tokens(
+    prompts: Prompts, device: LateDevice, depth: int, sizes: tuple[int, ...], capture_every: int
+):
+    found = late_steps.outputs(prompts, device=device, depth=depth, sizes=sizes, capture_every=capture_every)
+    assert found == late_steps.outputs(prompts, depth=depth)
+
+
+def test_steps_run_late_and_copies_are_made():
+    device = LateDevice(Random(0), haste=0)
+    assert late_steps.outputs(PROMPTS, device=device) == late_steps.outputs(PROMPTS)
+    assert device.num_copies > 20
+
+
+# --- that the proof can fail ---
+
+
+def tries(**options: Any) -> list[Any]:
+    """What many orders give: tokens, or the error that stopped them."""
+    found = []
+    for seed in range(8):
+        try:
+            found.append(late_steps.outputs(PROMPTS, device=LateDevice(Random(seed), 0.2), **options))
+        except (AssertionError, IndexError) as error:
+            found.append(error)
+    return found
+
+
+def test_buffer_that_is_written_too_early_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Staging, "_wait_until_read", lambda self: None)
+    monkeypatch.setattr(Staging, "NUM_BUFFERS", 1)
+    assert any(isinstance(found, Overwritten) for found in tries(depth=2))
+
+
+def test_buffers_that_do_not_wait_are_noticed_however_many_take_turns(monkeypatch: pytest.MonkeyPatch):
+    """With haste 0 a copy runs only when a result is waited for: three launches behind it is too late."""
+    monkeypatch.setattr(Staging, "_wait_until_read", lambda self: None)
+    with pytest.raises(Overwritten):
+        late_steps.outputs(PROMPTS, device=LateDevice(Random(0), haste=0), depth=4)
+
+
+def test_forward_that_does_not_wait_for_its_inputs_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(LateDevice, "_waits", staticmethod(lambda work: False))
+    expected = late_steps.outputs(PROMPTS)
+    assert any(found != expected for found in tries())
+
+
+def test_result_that_is_read_before_it_is_there_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("fake_device.LateMark.wait", lambda self: None)
+    expected = late_steps.outputs(PROMPTS)
+    assert any(found != expected for found in tries())
+
+
+@pytest.mark.parametrize("wait", ["tolist", "item", "numpy", "bool", "mask"])
+def test_waiting_for_the_device_while_launching_is_noticed(wait: str):
+    device = LateDevice(Random(0))
+    there, _ = device.upload(device.pinned(1))
+    waits = {
+        "tolist": lambda: there.tolist(),
+        "item": lambda: there.item(),
+        "numpy": lambda: there.numpy(),
+        "bool": lambda: bool(there.sum() > 0),
+        "mask": lambda: there[there > 0],
+    }
+    with device.forward(), pytest.raises(Waited):
+        waits[wait]()

@@ -1,0 +1,190 @@
+"""Whole steps from a tape: bit for bit what the kernels in C++ give one by one, and what plain torch gives."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import paged_forward
+import tiny_checkpoints
+from cpp_kernels import library
+from greedy import RECORDABLE
+from ops.attention import AttentionInputs, token_positions
+from ops.cpp.executor import NotRecordable
+from ops.select import Kernels, select
+from runtime.batch import UNKNOWN, Batch, LogprobParams, PromptLogprobs, Sampling
+from runtime.kv_cache.pools import KVPool
+from runtime.models.decoder import Decoder
+from runtime.worker.cpu_graph import StepTape, chooses_greedily
+
+CPP: dict[str, str] = dict.fromkeys(("activation", "attention", "kv", "matmul", "norm", "rope"), "with_cpp")
+MAX_ROWS, CAPACITY, NUM_PAGES = 4, 40, 64
+STEPS = st.lists(st.lists(st.integers(0, 9), min_size=MAX_ROWS, max_size=MAX_ROWS), min_size=1, max_size=4)
+
+
+def kernels(num_threads: int, weight_bits: int | None = None) -> Kernels:
+    library()  # skips where there is no compiler
+    return select(CPP, {"with_cpp": {"num_threads": num_threads, "weight_bits": weight_bits}})
+
+
+@cache
+def models(family: str, dtype: str, weight_bits: int | None) -> tuple[Decoder, Kernels, Decoder, Decoder]:
+    """One whose steps are recorded on two threads, one for one thread, and plain torch."""
+    path = tiny_checkpoints.cached(family, head_dim=16, tie_word_embeddings=family == "qwen3")
+    two, one = kernels(2, weight_bits), kernels(1, weight_bits)
+    load = paged_forward.load
+    return (
+        load(path, kernels=two, dtype=dtype),
+        two,
+        load(path, kernels=one, dtype=dtype),
+        load(path, dtype=dtype),
+    )
+
+
+class Sequences:
+    """Random tokens of some rows, of which every step computes some more."""
+
+    def __init__(self, page_size: int, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.page_size = page_size
+        self.done = np.zeros(MAX_ROWS, np.int32)
+        self.table = self.rng.permutation(NUM_PAGES).astype(np.int32).reshape(MAX_ROWS, -1)
+        self.last_tokens = torch.from_numpy(self.rng.integers(0, 128, MAX_ROWS))
+
+    def batch(self, counts: list[int]) -> Batch:
+        """The next tokens: of rows that compute one it may be known on the device only."""
+        rows = np.array([row for row, count in enumerate(counts) if count], np.int32)
+        number = np.array([count for count in counts if count], np.int32)
+        ids = self.rng.integers(0, 128, number.sum()).astype(np.int32)
+        ends = np.cumsum(number)
+        ids[ends[(number == 1) & (self.rng.random(len(rows)) < 0.5)] - 1] = UNKNOWN
+        starts = self.done[rows]
+        self.done[rows] += number
+        order = self.rng.permutation(MAX_ROWS).astype(np.int32)
+        sampling = greedy(np.flatnonzero(self.rng.random(len(rows)) < 0.7).astype(np.int32))
+        return Batch(0, (), starts, number, order[rows], ids, self.table[rows], sampling)
+
+
+def greedy(rows: np.ndarray) -> Sampling:
+    one = np.ones(len(rows), np.float32)
+    return Sampling(rows, one > 0, one, one.astype(np.int32), one, one - 1, one - 1)
+
+
+def eager(model: Decoder, pool: KVPool, batch: Batch, last_tokens: torch.Tensor) -> torch.Tensor:
+    """The logits of the sampling rows, operation by operation."""
+    starts, counts = batch.starts.tolist(), batch.counts.tolist()
+    inputs = AttentionInputs.build(starts, counts, batch.page_table, pool.page_size)
+    ids = torch.from_numpy(batch.token_ids.astype(np.int64))
+    owners = torch.from_numpy(np.repeat(batch.slots, batch.counts).astype(np.int64))
+    ids = torch.where(ids == UNKNOWN, last_tokens[owners], ids)
+    positions = torch.from_numpy(token_positions(starts, counts))
+    hidden = model(ids, positions, inputs, pool)
+    assert batch.sampling is not None
+    return model.logits(hidden[np.cumsum(batch.counts)[batch.sampling.rows] - 1])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weight_bits", "apart"),
+    [("float32", None, 1e-4), ("bfloat16", None, None), ("bfloat16", 8, None)],
+)
+@pytest.mark.parametrize("family", RECORDABLE)
+@given(steps=STEPS, page_size=st.sampled_from([1, 3, 16]), seed=st.integers(0, 99))
+@settings(max_examples=12)
+def test_a_tape_is_the_kernels_one_by_one_is_plain_torch(
+    family, dtype, weight_bits, apart, steps, page_size, seed
+) -> None:
+    recorded, two, alone, native = models(family, dtype, weight_bits)
+    if page_size == 1:
+        steps = [[min(count, 4) for count in step] for step in steps]
+    pools = [paged_forward.pool_for(model, NUM_PAGES, page_size) for model in (recorded, alone, native)]
+    tape = StepTape(recorded, pools[0], two, CAPACITY, MAX_ROWS)
+    sequences = Sequences(page_size, seed)
+    for counts in steps:
+        if not any(counts):
+            continue
+        batch = sequences.batch(counts)
+        last_tokens = sequences.last_tokens
+        with torch.inference_mode():
+            one_by_one = eager(alone, pools[1], batch, last_tokens)
+            if apart is not None:
+                plain = eager(native, pools[2], batch, last_tokens)
+                assert len(plain) == 0 or (one_by_one - plain).abs().max() <= apart
+            assert torch.equal(tape.logits(batch, last_tokens), one_by_one)
+            ids, sound = (x.clone() for x in tape.choose(batch, last_tokens))
+        assert torch.equal(ids, one_by_one.argmax(-1))
+        assert sound.all()
+        assert batch.sampling is not None
+        assert torch.equal(last_tokens[batch.slots[batch.sampling.rows]], ids)
+
+
+def a_tape(family: str = "llama") -> tuple[StepTape, KVPool, Kernels]:
+    recorded, two, _, _ = models(family, "float32", None)
+    pool = paged_forward.pool_for(recorded, NUM_PAGES, 16)
+    return StepTape(recorded, pool, two, CAPACITY, MAX_ROWS), pool, two
+
+
+def batch_of(counts: list[int], **changes: Any) -> Batch:
+    number = np.array(counts, np.int32)
+    rows = np.arange(len(counts), dtype=np.int32)
+    table = np.arange(len(counts) * 4, dtype=np.int32).reshape(-1, 4)
+    values = {
+        "number": 0,
+        "sequences": (),
+        "starts": 0 * rows,
+        "counts": number,
+        "slots": rows,
+        "token_ids": np.arange(number.sum(), dtype=np.int32),
+        "page_table": table,
+        "sampling": greedy(rows),
+    }
+    return Batch(**{**values, **changes})
+
+
+def test_what_does_not_fit_a_tape_is_said_before() -> None:
+    tape, _, _ = a_tape()
+    assert tape.takes(batch_of([CAPACITY]))
+    assert tape.takes(batch_of([1] * MAX_ROWS))
+    assert not tape.takes(batch_of([CAPACITY, 1]))
+    assert not tape.takes(batch_of([1] * (MAX_ROWS + 1)))
+    wanted = PromptLogprobs(0, 0, np.zeros(1, np.int32), LogprobParams(top=0))
+    assert not tape.takes(batch_of([2], prompt_logprobs=(wanted,)))
+
+
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
+def test_a_row_without_finite_logits_is_not_sound_and_hurts_no_other(broken: float) -> None:
+    path = tiny_checkpoints.cached("llama", head_dim=16)
+    own = kernels(2)
+    model = paged_forward.load(path, kernels=own)
+    with torch.no_grad():
+        paged_forward.embedded(model)[7] = broken
+    tape = StepTape(model, paged_forward.pool_for(model, NUM_PAGES, 16), own, CAPACITY, MAX_ROWS)
+    batch = batch_of([1, 1, 1], token_ids=np.array([3, 7, 9], np.int32))
+    _, sound = tape.choose(batch, torch.zeros(MAX_ROWS, dtype=torch.int64))
+    assert sound.tolist() == [True, False, True]
+
+
+def test_only_plain_greedy_rows_are_chosen_on_the_tape() -> None:
+    plain = greedy(np.array([0, 1], np.int32))
+    assert chooses_greedily(plain)
+    mixed = np.array([True, False])
+    fields = {
+        name: getattr(plain, name) for name in ("rows", "temperature", "top_k", "top_p", "min_p", "uniform")
+    }
+    assert not chooses_greedily(Sampling(**fields, greedy=mixed))
+    assert not chooses_greedily(
+        Sampling(**fields, greedy=plain.greedy, logprobs=(None, LogprobParams(top=1)))
+    )
+
+
+def test_a_model_of_which_torch_computes_a_part_is_not_recorded() -> None:
+    library()
+    partly = select({**CPP, "norm": "native"}, {"with_cpp": {"num_threads": 1}})
+    model = paged_forward.load(tiny_checkpoints.cached("llama", head_dim=16), kernels=partly)
+    with pytest.raises(NotRecordable, match="computed by torch"):
+        StepTape(model, paged_forward.pool_for(model, 4, 16), partly, CAPACITY, MAX_ROWS)

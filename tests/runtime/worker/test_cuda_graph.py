@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import late_steps
+from fake_device import LateDevice
+from late_steps import PAGE_SIZE, Steps
+from runtime.batch import Batch, Sampling
+from runtime.config.resolve.graph_sizes import Buckets
+from runtime.worker.cuda_graph import GraphedForward
+
+NUM_PAGES = 12
+PROMPTS = [([3 + i, 9, 4 + 3 * i, 7, 5 + i][: 1 + i % 5], 3 + 2 * (i * 7 % 5)) for i in range(9)]
+
+
+def steps(*sizes: int, padding: bool = True, capture: bool = True, **options: Any) -> Steps:
+    made = Steps(NUM_PAGES, 4, LateDevice(Random(0)))
+    graphs = made.use_graphs(Buckets(sizes, padding), **options)
+    while capture and graphs.capture_next():
+        pass
+    return made
+
+
+def batch(num_rows: int, *, start: int = 5, count: int = 1) -> Batch:
+    """Rows with pages of their own; each samples."""
+    width = -(-(start + count) // PAGE_SIZE)
+    return Batch(
+        number=0,
+        sequences=(None,) * num_rows,  # type: ignore[arg-type]
+        starts=np.full(num_rows, start, np.int32),
+        counts=np.full(num_rows, count, np.int32),
+        slots=np.arange(num_rows, dtype=np.int32),
+        token_ids=np.arange(3, 3 + num_rows * count, dtype=np.int32),
+        page_table=np.arange(num_rows * width, dtype=np.int32).reshape(num_rows, width),
+        sampling=Sampling(
+            rows=np.arange(num_rows, dtype=np.int32),
+            greedy=np.ones(num_rows, np.bool_),
+            temperature=np.ones(num_rows, np.float32),
+            top_k=np.full(num_rows, 2**30, np.int32),
+            top_p=np.ones(num_rows, np.float32),
+            min_p=np.zeros(num_rows, np.float32),
+            uniform=np.zeros(num_rows, np.float32),
+        ),
+    )
+
+
+def replays(monkeypatch: pytest.MonkeyPatch, made: Steps) -> Callable[[Batch], bool]:
+    """Whether a batch is computed without calling the model."""
+    eager = made.forward._eager  # pyright: ignore[reportAttributeAccessIssue]
+    calls: list[int] = []
+
+    def counted(token_ids: torch.Tensor, inputs: Any) -> torch.Tensor:
+        calls.append(len(token_ids))
+        return eager(token_ids, inputs)
+
+    monkeypatch.setattr(made.forward, "_eager", counted)
+
+    def run(one: Batch) -> bool:
+        calls.clear()
+        made.launch(one)
+        made.finish_oldest()
+        return not calls
+
+    return run
+
+
+def test_batches_of_single_tokens_replay_and_all_others_run_eagerly(monkeypatch: pytest.MonkeyPatch):
+    run = replays(monkeypatch, steps(1, 3))
+    assert [run(batch(rows)) for rows in (1, 2, 3)] == [True, True, True]
+    assert not run(batch(4))  # larger than any graph
+    assert not run(batch(2, count=2))
+
+
+def test_without_padding_only_exact_sizes_replay(monkeypatch: pytest.MonkeyPatch):
+    run = replays(monkeypatch, steps(1, 3, padding=False))
+    assert [run(batch(rows)) for rows in (1, 2, 3)] == [True, False, True]
+
+
+def test_row_that_is_longer_than_the_page_table_runs_eagerly(monkeypatch: pytest.MonkeyPatch):
+    run = replays(monkeypatch, steps(1, max_pages=2))
+    assert run(batch(1, start=2 * PAGE_SIZE - 1))
+    assert not run(batch(1, start=2 * PAGE_SIZE))
+
+
+def test_largest_size_is_captured_first_and_sizes_run_eagerly_until_then(monkeypatch: pytest.MonkeyPatch):
+    made = steps(1, 2, 4, capture=False)
+    graphs: Any = made.forward
+    run = replays(monkeypatch, made)
+    assert graphs.capture_next()
+    assert graphs.captured == {4}
+    assert [run(batch(1)), run(batch(3))] == [False, True]
+    assert graphs.capture_next()
+    assert not graphs.capture_next()
+    assert graphs.captured == {1, 2, 4}
+    assert not graphs.capture_next()
+
+
+def test_rows_that_left_become_padding_again():
+    made = steps(4)
+    graphs: Any = made.forward
+    for rows in (4, 1):
+        made.launch(batch(rows))
+        made.finish_oldest()
+    attention = graphs._buffers.attention
+    assert attention.slots[1:].tolist() == [NUM_PAGES * PAGE_SIZE] * 3
+    assert attention.starts.tolist() == [5, 0, 0, 0]
+    assert attention.page_table[1:].unique().tolist() == [NUM_PAGES]
+
+
+def test_capture_writes_to_no_page_but_the_scratch_page():
+    made = steps(2, 4, capture=False)
+    graphs: Any = made.forward
+    graphs.capture_next()
+    made.launch(batch(4))
+    made.finish_oldest()
+    before = [tensor[:NUM_PAGES].clone() for layer in range(2) for tensor in made.pool.layer(layer)]
+    for layer in range(2):
+        for tensor in made.pool.layer(layer):
+            tensor[:NUM_PAGES] += 1
+    graphs.capture_next()
+    made.device.settle()  # pyright: ignore[reportAttributeAccessIssue]
+    after = [tensor[:NUM_PAGES] for layer in range(2) for tensor in made.pool.layer(layer)]
+    assert all(torch.equal(one + 1, other) for one, other in zip(before, after, strict=True))
+
+
+def test_failed_capture_leaves_the_others_usable(monkeypatch: pytest.MonkeyPatch):
+    made = steps(1, 4, capture=False)
+    graphs: Any = made.forward
+    graphs.capture_next()
+    monkeypatch.setattr(made.device, "capture", lambda run: run(None))
+    with pytest.raises(TypeError):
+        graphs.capture_next()
+    run = replays(monkeypatch, made)
+    assert [run(batch(3)), run(batch(1))] == [True, False]
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_garbage_collector_rests_during_a_capture_unless_it_is_allowed(
+    allowed: bool, monkeypatch: pytest.MonkeyPatch
+):
+    made = steps(1, capture=False, collect_garbage=allowed)
+    seen: list[bool] = []
+    capture = made.device.capture
+
+    def watched(run: Any) -> Any:
+        seen.append(gc.isenabled())
+        return capture(run)
+
+    monkeypatch.setattr(made.device, "capture", watched)
+    made.forward.capture_next()  # pyright: ignore[reportAttributeAccessIssue]
+    assert seen == [allowed]
+    assert gc.isenabled()
+
+
+def test_profile_of_each_capture_is_logged(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.INFO, "penstock.core"):
+        steps(1, 2, profile=True)
+    tables = [record.getMessage() for record in caplog.records if "Self CPU" in record.getMessage()]
+    assert [table.split("\n")[0][-6:] for table in tables] == ["2 rows", "1 rows"]
+
+
+# --- that the proof can fail ---
+
+
+def test_inputs_that_are_bound_anew_instead_of_copied_are_noticed(monkeypatch: pytest.MonkeyPatch):
+    def rebind(self: GraphedForward, token_ids: torch.Tensor, inputs: Any) -> None:
+        self._buffers = inputs._replace(token_ids=token_ids)
+
+    expected = late_steps.outputs(PROMPTS)
+    assert late_steps.outputs(PROMPTS, device=LateDevice(Random(0)), sizes=(4,)) == expected
+    monkeypatch.setattr(GraphedForward, "_fill", rebind)
+    assert late_steps.outputs(PROMPTS, device=LateDevice(Random(0)), sizes=(4,)) != expected
+
+
+def test_padding_that_keeps_writing_to_pages_of_others_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    expected = late_steps.outputs(PROMPTS, num_pages=NUM_PAGES)
+    options: dict[str, Any] = {"sizes": (4,), "num_pages": NUM_PAGES, "capture_every": 1}
+    assert late_steps.outputs(PROMPTS, device=LateDevice(Random(0)), **options) == expected
+    monkeypatch.setattr(GraphedForward, "_reset", lambda self, first: None)
+    assert late_steps.outputs(PROMPTS, device=LateDevice(Random(0)), **options) != expected

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import fake_core
+import late_steps
+from ops.select import select
+from runtime.config.plan import GraphPlan, Plan
+from runtime.errors import ConfigurationError
+from runtime.worker.device import CpuDevice, MemoryUse
+from runtime.worker.memory_profile import GRAPH_BYTES, DryRun
+from runtime.worker.sampler import Sampler
+
+TOKEN_BYTES = 1000
+
+
+class Metered(CpuDevice):
+    """A step takes so many bytes for each of its tokens, and has room for so many tokens."""
+
+    def __init__(self, room: int = 10**6) -> None:
+        super().__init__()
+        self.room = room
+        self.num_tokens = 0
+        self.measured: list[int] = []
+
+    def measure(self, run: Callable[[], object]) -> MemoryUse:
+        run()
+        self.measured.append(self.num_tokens)
+        return MemoryUse(self.num_tokens * TOKEN_BYTES, 0)
+
+
+def dry_run(device: Metered, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> DryRun:
+    given = fake_core.make_plan()
+    schedule = replace(given.schedule, chunk_tokens=None, max_prefill_tokens=100, max_running=30, mixed=False)
+    plan: Plan = replace(
+        given,
+        model=replace(given.model, context_length=late_steps.CONTEXT),
+        cache=replace(given.cache, page_size=4, kv_dtype="float32"),
+        schedule=replace(schedule, **{k: v for k, v in changes.items() if k != "graphs"}),
+        graphs=changes.get("graphs", GraphPlan()),
+    )
+    model = late_steps.model()
+
+    def counted(token_ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+        device.num_tokens = len(token_ids)
+        if device.num_tokens > device.room:
+            raise torch.OutOfMemoryError("no room")
+        return type(model).forward(model, token_ids, *rest)
+
+    monkeypatch.setattr(model, "forward", counted)
+    return DryRun(model, select(), plan, late_steps.facts(), device)
+
+
+def test_largest_step_is_run_and_takes_what_it_takes(monkeypatch: pytest.MonkeyPatch):
+    device = Metered()
+    steps = dry_run(device, monkeypatch).measure()
+    assert device.measured == [100, 30]
+    assert steps.measured
+    assert (steps.activation_bytes, steps.graph_bytes) == (100 * TOKEN_BYTES, 0)
+
+
+def test_many_rows_of_one_token_may_be_the_largest_step(monkeypatch: pytest.MonkeyPatch):
+    steps = dry_run(Metered(), monkeypatch, chunk_tokens=8, max_running=50).measure()
+    assert steps.activation_bytes == 50 * TOKEN_BYTES
+
+
+def test_graphs_take_what_the_largest_of_them_computes_with(monkeypatch: pytest.MonkeyPatch):
+    steps = dry_run(Metered(), monkeypatch, graphs=GraphPlan(sizes=(1, 2, 8))).measure()
+    assert steps.graph_bytes == 8 * TOKEN_BYTES + 3 * GRAPH_BYTES
+
+
+def test_step_that_does_not_fit_is_refused_before_anything_is_served(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(ConfigurationError, match="step of 100 tokens .* --chunked-prefill-size"):
+        dry_run(Metered(room=99), monkeypatch).measure()
+
+
+def test_rows_choose_in_the_way_that_takes_most(monkeypatch: pytest.MonkeyPatch):
+    seen: list[Any] = []
+    sample = Sampler.sample
+
+    def watched(self: Sampler, logits: torch.Tensor, sampling: Any) -> Any:
+        seen.append((len(logits), bool(sampling.greedy.any()), float(sampling.top_p.max())))
+        return sample(self, logits, sampling)
+
+    monkeypatch.setattr(Sampler, "sample", watched)
+    dry_run(Metered(), monkeypatch).measure()
+    assert seen[-1] == (30, False, pytest.approx(0.9))

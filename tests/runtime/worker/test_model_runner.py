@@ -1,0 +1,95 @@
+"""The runner with its threads, under the scheduler that drives it in life."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+import fake_runner
+import late_steps
+from fake_device import LateDevice
+from late_steps import CONTEXT, PAGE_SIZE, VOCAB_SIZE
+from runtime.actors.scheduler import Admit, SchedulerActor
+from runtime.config.resolve.graph_sizes import Buckets
+from runtime.kv_cache.prefix_cache import PrefixCache
+from runtime.request import Delta
+from runtime.scheduler.scheduler import Scheduler
+from runtime.worker.cuda_graph import GraphedForward
+from runtime.worker.model_runner import ModelRunner
+from runtime.worker.sampler import Sampler
+
+NUM_PAGES, NUM_SLOTS = 24, 4
+PROMPTS = [([3 + i, 9, 4 + 3 * i, 7, 5 + i][: 1 + i % 5], 8 + 2 * i) for i in range(9)]
+
+
+def graphed_runner(device: LateDevice) -> tuple[ModelRunner, GraphedForward]:
+    steps = late_steps.Steps(NUM_PAGES, NUM_SLOTS, device)
+    graphs = steps.use_graphs(Buckets((1, 2, 4)))
+    runner = ModelRunner(
+        late_steps.model(),
+        steps.pool,
+        Sampler(VOCAB_SIZE, NUM_SLOTS, torch.device("cpu"), choose=late_steps.choose),
+        num_slots=NUM_SLOTS,
+        device=device,
+        forward=graphs,
+        improve=graphs.capture_next,
+    )
+    return runner, graphs
+
+
+async def outputs(runner: ModelRunner) -> list[list[int]]:
+    plan = fake_runner.make_plan(max_running=NUM_SLOTS)
+    cache = PrefixCache(NUM_PAGES, PAGE_SIZE)
+    schedule = Scheduler(plan, cache, vocab_size=VOCAB_SIZE, context_length=CONTEXT)
+    deltas: list[Delta] = []
+    failed: list[Any] = []
+    actor = SchedulerActor(
+        schedule,
+        runner,
+        plan,
+        page_size=PAGE_SIZE,
+        emit=deltas.extend,
+        fail=lambda *what: failed.append(what),
+    )
+    sequences = [fake_runner.make_sequence(prompt, max_new_tokens=new) for prompt, new in PROMPTS]
+    for sequence in sequences:
+        actor.inbox.put(Admit([sequence]))
+    running = asyncio.create_task(actor.run())
+    while not failed and any(sequence.finish is None for sequence in sequences):
+        await asyncio.sleep(0)
+    running.cancel()
+    with suppress(asyncio.CancelledError):
+        await running
+    assert not failed
+    keys = [(sequence.request.id, sequence.index) for sequence in sequences]
+    return [[token for delta in deltas if delta[:2] == key for token in delta.ids] for key in keys]
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_graphs_are_captured_while_requests_are_answered(seed: int):
+    runner, graphs = graphed_runner(LateDevice(Random(seed), 0.3))
+    runner._chores._pace = 4  # pyright: ignore[reportOptionalMemberAccess]
+    try:
+        assert not graphs.captured
+        expected = late_steps.outputs(PROMPTS)
+        assert await outputs(runner) == expected
+        assert graphs.captured == {1, 2, 4}
+        assert await outputs(runner) == expected
+    finally:
+        await asyncio.to_thread(runner.close)
+
+
+async def test_a_quiet_engine_captures_by_itself():
+    runner, graphs = graphed_runner(LateDevice(Random(0), 0.3))
+    try:
+        await outputs(runner)
+        while len(graphs.captured) < 3:
+            await asyncio.sleep(0.01)
+        assert await outputs(runner) == late_steps.outputs(PROMPTS)
+    finally:
+        await asyncio.to_thread(runner.close)

@@ -1,0 +1,219 @@
+"""The sampler over the steps of several sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import ArrayLike
+from torch import Tensor
+
+from runtime.batch import Bias, FreshSlot, Penalties, Sampling
+from runtime.request import LogprobParams
+from runtime.worker.sampler import HostTokens, Sampled, Sampler
+
+VOCAB = 50
+CPU = torch.device("cpu")
+INF = float("inf")
+
+
+def sampling(
+    count: int,
+    bias: Bias | None = None,
+    penalties: Penalties | None = None,
+    logprobs: tuple[LogprobParams | None, ...] | None = None,
+    **fields: ArrayLike,
+) -> Sampling:
+    """`count` rows; each field of `Sampling` one value for all or one for each."""
+    values = {
+        "temperature": 1,
+        "top_p": 1,
+        "min_p": 0,
+        "uniform": 0.5,
+        "top_k": 2**30,
+        "greedy": False,
+    } | fields
+    kinds = {"top_k": np.int32, "greedy": np.bool_}
+    arrays = {n: np.array(np.broadcast_to(v, count), kinds.get(n, np.float32)) for n, v in values.items()}
+    rows = np.arange(count, dtype=np.int32)
+    return Sampling(rows=rows, **arrays, bias=bias, penalties=penalties, logprobs=logprobs)  # type: ignore
+
+
+def penalties(
+    rows: Sequence[int],
+    slots: Sequence[int],
+    fresh: Sequence[FreshSlot] = (),
+    rates: tuple[float, float, float] = (0.4, 0.6, 1.5),
+) -> Penalties:
+    frequency, presence, repetition = (np.full(len(rows), rate, np.float32) for rate in rates)
+    places = np.array(rows, np.int64), np.array(slots, np.int64)
+    return Penalties(*places, frequency, presence, repetition, tuple(fresh))
+
+
+def fresh(slot: int, prompt: Sequence[int] = (), output: Sequence[int] = ()) -> FreshSlot:
+    return FreshSlot(slot, np.array(prompt, np.int32), np.array(output, np.int32))
+
+
+def bias(*entries: tuple[int, int, float]) -> Bias:
+    rows, ids, values = zip(*entries)
+    return Bias(np.array(rows, np.int64), np.array(ids, np.int64), np.array(values, np.float32))
+
+
+def read(sampled: Sampled) -> HostTokens:
+    return sampled.read([tensor.clone() for tensor in sampled.tensors()])
+
+
+def random_logits(count: int, seed: int = 0, vocab_size: int = VOCAB) -> Tensor:
+    return torch.randn(count, vocab_size, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def test_penalties_over_steps_equal_counting_from_scratch() -> None:
+    running, scratch = Sampler(VOCAB, 8, CPU), Sampler(VOCAB, 8, CPU)
+    prompts = {3: [1, 2, 2, 7], 5: [9], 0: []}
+    outputs: dict[int, list[int]] = {slot: [] for slot in prompts}
+    rng = np.random.default_rng(0)
+    for step in range(25):
+        # A sequence may sit out a step; the rows' order changes; one row in front has no penalties.
+        slots = [slot for slot in rng.permutation(list(prompts)).tolist() if step == 0 or rng.random() < 0.8]
+        rows, uniform = list(range(1, len(slots) + 1)), rng.random(len(slots) + 1)
+        logits = random_logits(len(slots) + 1, step)
+        known = [fresh(slot, prompts[slot], outputs[slot]) for slot in slots]
+        news = known if step == 0 else []
+        one = sampling(len(logits), uniform=uniform, penalties=penalties(rows, slots, news))
+        two = sampling(len(logits), uniform=uniform, penalties=penalties(rows, slots, known))
+        ids = running.sample(logits.clone(), one).ids.tolist()
+        assert ids == scratch.sample(logits.clone(), two).ids.tolist()
+        for slot, token_id in zip(slots, ids[1:]):
+            outputs[slot].append(token_id)
+
+
+def test_frequency_penalty_counts_the_tokens_sampled_before() -> None:
+    sampler, start = Sampler(4, 1, CPU), [fresh(0)]
+    ids = []
+    for _ in range(6):
+        p = penalties([0], [0], start, rates=(1.0, 0.0, 1.0))
+        step = sampling(1, greedy=True, penalties=p)
+        ids += sampler.sample(torch.tensor([[0.0, 2.5, 1.2, -9.0]]), step).ids.tolist()
+        start = []
+    assert ids == [1, 1, 2, 1, 2, 0]  # 2.5, 1.5, 1.2 (0.5 for 1), 0.5, 0.2 (-0.5 for 1), 0
+
+
+def test_repetition_penalty_sees_the_prompt_and_presence_does_not() -> None:
+    logits = torch.tensor([[1.0, 0.9]])
+    for rates, expected in [((0.0, 0.0, 2.0), 1), ((2.0, 2.0, 1.0), 0)]:
+        p = penalties([0], [0], [fresh(0, prompt=[0, 999])], rates)
+        assert Sampler(2, 1, CPU).sample(
+            logits.clone(), sampling(1, greedy=True, penalties=p)
+        ).ids.tolist() == [expected]
+
+
+@pytest.mark.parametrize("rates", [(2.0, 2.0, 1.0), (0.0, 0.0, 2.0)])
+def test_a_new_sequence_in_a_slot_starts_without_the_old_ones_tokens(
+    rates: tuple[float, float, float],
+) -> None:
+    sampler, logits = Sampler(2, 4, CPU), torch.tensor([[1.0, 0.9]])
+
+    def choose(*start: FreshSlot) -> list[int]:
+        step = sampling(1, greedy=True, penalties=penalties([0], [2], start, rates))
+        return sampler.sample(logits.clone(), step).ids.tolist()
+
+    assert choose(fresh(2, prompt=[0], output=[0])) == [1]
+    assert choose(fresh(2)) == [0]
+    assert choose() == [1]
+
+
+def test_only_slots_that_ask_take_memory() -> None:
+    sampler = Sampler(VOCAB, 100, CPU)
+    seen = sampler._seen
+    sampler.sample(random_logits(2), sampling(2))
+    assert len(seen.counts) == 0
+    for slot, lanes in [(90, 1), (7, 2), (55, 4), (90, 4), (1, 4), (2, 8)]:
+        sampler.sample(random_logits(1), sampling(1, penalties=penalties([0], [slot], [fresh(slot)])))
+        assert len(seen.counts) == len(seen.in_prompt) == lanes
+
+
+def test_the_pool_never_outgrows_the_slots() -> None:
+    sampler = Sampler(VOCAB, 3, CPU)
+    for slot in range(3):
+        sampler.sample(random_logits(1), sampling(1, penalties=penalties([0], [slot], [fresh(slot)])))
+    assert len(sampler._seen.counts) == 3
+
+
+def test_a_slot_cannot_start_from_a_token_that_only_the_device_knows() -> None:
+    p = penalties([0], [0], [fresh(0, output=[4, -1])])
+    with pytest.raises(ValueError, match="known tokens"):
+        Sampler(VOCAB, 1, CPU).sample(random_logits(1), sampling(1, penalties=p))
+
+
+def test_bias_adds_forbids_and_adds_up() -> None:
+    entries = bias(
+        (0, 3, 50.0), (1, 3, 50.0), (1, 4, 90.0), (1, 4, -INF), (2, 5, 30.0), (2, 5, 30.0), (2, 6, 45.0)
+    )
+    ids = Sampler(VOCAB, 1, CPU).sample(random_logits(4), sampling(4, greedy=True, bias=entries)).ids.tolist()
+    assert ids == [3, 3, 5, int(random_logits(4)[3].argmax())]
+
+
+def test_bias_comes_after_penalties() -> None:
+    p = penalties([0], [0], [fresh(0, output=[0])], rates=(0.0, 0.0, 2.0))
+    logits = torch.tensor([[-1.0, 3.5]])  # -1 * 2 + 6 = 4; bias first would give (-1 + 6) / 2 = 2.5
+    step = sampling(1, greedy=True, penalties=p, bias=bias((0, 0, 6.0)))
+    assert Sampler(2, 1, CPU).sample(logits, step).ids.tolist() == [0]
+
+
+def test_forbidding_everything_breaks_the_row_only() -> None:
+    entries = bias(*((1, token_id, -INF) for token_id in range(VOCAB)))
+    asked = (LogprobParams(),) * 3
+    tokens = read(Sampler(VOCAB, 1, CPU).sample(random_logits(3), sampling(3, bias=entries, logprobs=asked)))
+    alone = read(Sampler(VOCAB, 1, CPU).sample(random_logits(3), sampling(3, logprobs=asked)))
+    assert tokens.broken == [1]
+    assert tokens.logprobs is not None
+    assert alone.logprobs is not None
+    assert tokens.logprobs[1] is None
+    assert [tokens.ids[0], tokens.ids[2]] == [alone.ids[0], alone.ids[2]]
+    assert [tokens.logprobs[0], tokens.logprobs[2]] == [alone.logprobs[0], alone.logprobs[2]]
+
+
+def test_rows_that_ask_get_logprobs_before_truncation() -> None:
+    logits = random_logits(4, seed=5)
+    asked = (LogprobParams(top=3), None, LogprobParams(token_ids=(8, 2)), LogprobParams())
+    step = sampling(
+        4,
+        greedy=[True, True, False, False],
+        temperature=[0.0, 0.0, 0.5, 2.0],
+        top_k=[1, 1, 2, 2**30],
+        logprobs=asked,
+        bias=bias((2, 8, 1.5)),
+    )
+    tokens = read(Sampler(VOCAB, 1, CPU).sample(logits.clone(), step))
+    logits[2, 8] += 1.5
+    expected = (logits.double() / torch.tensor([1, 1, 0.5, 2.0])[:, None]).log_softmax(-1)
+    assert tokens.logprobs is not None
+    first, second, third, fourth = tokens.logprobs
+    assert second is None
+    assert first is not None and third is not None and fourth is not None  # noqa: PT018
+    order = logits[0].argsort(descending=True)[:3].tolist()
+    assert [[token_id for _, token_id in top or []] for top in first.top] == [order]
+    assert [p for p, _ in first.top[0] or []] == pytest.approx(expected[0, order].tolist(), rel=1e-5)
+    assert (first.picked, third.top, fourth.top, fourth.picked) == ([], [], [], [])
+    picked = third.picked[0] or []
+    assert [token_id for _, token_id in picked] == [8, 2]
+    assert [p for p, _ in picked] == pytest.approx(expected[2, [8, 2]].tolist(), rel=1e-5)
+    for row, scores in [(0, first), (2, third), (3, fourth)]:
+        chosen = expected[row, tokens.ids[row]].item()
+        assert scores.chosen == [(pytest.approx(chosen, rel=1e-5), tokens.ids[row])]
+
+
+def test_a_forbidden_token_has_a_logprob_that_json_can_say() -> None:
+    step = sampling(1, bias=bias((0, 7, -INF)), logprobs=(LogprobParams(token_ids=(7,)),))
+    tokens = read(Sampler(VOCAB, 1, CPU).sample(random_logits(1), step))
+    assert tokens.logprobs is not None
+    assert tokens.logprobs[0] is not None
+    assert tokens.logprobs[0].picked == [[(float(np.finfo(np.float32).min), 7)]]
+
+
+def test_nobody_asking_for_logprobs_gives_none() -> None:
+    assert read(Sampler(VOCAB, 1, CPU).sample(random_logits(2), sampling(2))).logprobs is None
+    step = sampling(2, logprobs=(None, None))
+    assert read(Sampler(VOCAB, 1, CPU).sample(random_logits(2), step)).logprobs is None
