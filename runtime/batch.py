@@ -6,8 +6,9 @@ it refers to a device, and the runner never looks inside a Sequence.
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -106,3 +107,36 @@ class Tokens(NamedTuple):
     broken: list[int]  # rows whose logits were not finite numbers
     logprobs: list[Logprobs | None] | None = None  # [B], of the sampled token
     prompt_logprobs: list[tuple[int, Logprobs]] = []  # (row, of its wanted prompt positions)  # noqa: RUF012
+
+
+class StepOutput(NamedTuple):
+    """What a step produced, on the host. B rows, as in its batch."""
+
+    tokens: list[list[int]]  # [B], the new ids of each row: none, one, or several
+    failed: list[int]  # rows whose logits were not finite numbers
+    logprobs: list[Logprobs | None] | None = None  # [B], of the new ids; None: nobody asked
+    prompt_logprobs: list[tuple[int, Logprobs]] = []  # (row, of its wanted prompt positions)  # noqa: RUF012
+    embeddings: list[list[float] | None] | None = None  # [B]; None: nobody asked for a vector
+
+
+class Runner(Protocol):
+    """Computes batches in order, beside the event loop. The engine core owns, watches and closes it."""
+
+    def launch(self, batch: Batch) -> asyncio.Future[StepOutput]:
+        """Enqueue the batch and return at once. The future raises what the forward raised.
+
+        Whoever waits shields the future: a cancelled wait must not cancel the step.
+        """
+        ...
+
+    def finish_oldest(self) -> None:
+        """No batch is launched before the oldest step is waited for: a pipeline enqueues that step's end now."""
+        ...
+
+    async def watch(self) -> None:
+        """Never returns; raises `WorkerFailed` when a process that the runner needs is gone."""
+        ...
+
+    def close(self) -> None:
+        """Finish what was launched and give everything back. Blocks; `watch` has ended before."""
+        ...
