@@ -6,7 +6,8 @@ from collections.abc import Hashable
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from runtime.request import Finish, Logprobs, Request, SamplingParams
+from runtime.request import Finish, Logprobs, Request
+from runtime.sampling_params import SamplingParams
 
 
 class Sequence:

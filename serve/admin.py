@@ -13,7 +13,8 @@ from starlette.types import ASGIApp
 
 import serve
 from runtime.errors import EngineFailure, InvalidRequest, Overloaded, RequestError
-from runtime.request import Request, SamplingParams
+from runtime.request import Request
+from runtime.sampling_params import SamplingParams
 from serve.body import parse_object, read_body
 from serve.core import EngineCore
 from serve.decode import decode

@@ -21,7 +21,8 @@ from runtime.config import Args
 from runtime.config.torchrun import with_torchrun
 from runtime.distributed.node import run_node
 from runtime.errors import ConfigurationError, EngineFailure
-from runtime.request import Request, SamplingParams
+from runtime.request import Request
+from runtime.sampling_params import SamplingParams
 from serve.app import build_app
 from serve.connection import Connection
 from serve.demo import demo_path

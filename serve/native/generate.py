@@ -7,7 +7,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from runtime.request import Chunk, Request, SamplingParams
+from runtime.request import Chunk, Request
+from runtime.sampling_params import SamplingParams
 from serve.body import parse_object, read_body
 from serve.core import EngineCore
 from serve.decode import decode

@@ -17,7 +17,8 @@ import numpy as np
 from runtime.batch import UNKNOWN, Batch, Tokens
 from runtime.config.plan import SchedulePlan
 from runtime.kv_cache.prefix_cache import PrefixCache
-from runtime.request import Delta, LogprobParams, Logprobs, Request, SamplingParams
+from runtime.request import Delta, LogprobParams, Logprobs, Request
+from runtime.sampling_params import SamplingParams
 from runtime.scheduler.scheduler import Scheduler
 from runtime.sequence import Sequence
 

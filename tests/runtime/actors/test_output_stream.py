@@ -7,7 +7,8 @@ import pytest
 from runtime.actors import output_stream as output_stream_module
 from runtime.actors.output_stream import OutputStream
 from runtime.errors import StepFailed
-from runtime.request import Chunk, Finish, Logprobs, Request, SamplingParams, Usage
+from runtime.request import Chunk, Finish, Logprobs, Request, Usage
+from runtime.sampling_params import SamplingParams
 
 END = Finish("length", length=3)
 

@@ -11,7 +11,8 @@ import scripted_core
 from runtime.actors import router
 from runtime.actors.output_stream import OutputStream
 from runtime.errors import EngineFailure, WorkerFailed
-from runtime.request import Request, SamplingParams
+from runtime.request import Request
+from runtime.sampling_params import SamplingParams
 
 DEATH = WorkerFailed("Rank 1 (process 7) was killed by SIGKILL.")
 
