@@ -7,8 +7,9 @@ it refers to a device, and the runner never looks inside a Sequence.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,11 +55,9 @@ class Sampling:
 
     rows: Ints  # [R], index into the batch, ascending
     greedy: NDArray[np.bool_]  # [R]
-    temperature: Floats  # [R]
-    top_k: Ints  # [R]; 2**30 is off
-    top_p: Floats  # [R]
-    min_p: Floats  # [R]
     uniform: Floats  # [R] in [0, 1), from (sequence seed, output position): independent of the batch
+    # By name, those of `sampling_params.ROW_ARRAYS` that are not neutral for every row: [R] each.
+    params: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     bias: Bias | None = None
     penalties: Penalties | None = None
     logprobs: tuple[LogprobParams | None, ...] | None = None  # [R]; None: nobody asked
@@ -77,9 +76,6 @@ class Penalties(NamedTuple):
 
     rows: Longs  # [Q], index into Sampling.rows
     slots: Longs  # [Q]
-    frequency: Floats  # [Q]
-    presence: Floats  # [Q]
-    repetition: Floats  # [Q]
     fresh: tuple[FreshSlot, ...]  # slots whose counts start anew in this step
 
 

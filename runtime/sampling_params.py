@@ -44,6 +44,7 @@ class RowArray(NamedTuple):
 
     dtype: Literal["float32", "int32"]
     neutral: float  # what does nothing; stands for the parameter's default
+    when_greedy: bool = False  # greedy rows need it, too; else it is neutral for them
 
 
 EVERYWHERE: Mapping[Api, Taken] = dict.fromkeys(APIS, Taken())
@@ -175,7 +176,7 @@ class SamplingParams:
             help="Subtracted from a token's logit for each time that it was generated.",
             low=-2,
             high=2,
-            row_array=RowArray("float32", 0.0),
+            row_array=RowArray("float32", 0.0, when_greedy=True),
         ),
     ] = 0.0
     presence_penalty: Annotated[
@@ -184,7 +185,7 @@ class SamplingParams:
             help="Subtracted from the logit of a token that was generated.",
             low=-2,
             high=2,
-            row_array=RowArray("float32", 0.0),
+            row_array=RowArray("float32", 0.0, when_greedy=True),
         ),
     ] = 0.0
     repetition_penalty: Annotated[
@@ -194,7 +195,7 @@ class SamplingParams:
             low=1e-3,
             high=2,
             from_model=True,
-            row_array=RowArray("float32", 1.0),
+            row_array=RowArray("float32", 1.0, when_greedy=True),
         ),
     ] = 1.0
     stop: Annotated[
@@ -259,8 +260,12 @@ class SamplingParams:
 
     def row_values(self) -> list[tuple[str, float]]:
         """(name, value) of the row arrays in which this is not neutral."""
-        values = [(name, getattr(self, name)) for name in ROW_ARRAYS]
-        return [(name, value) for name, value in values if value != _ROW_DEFAULTS[name]]
+        greedy = self.greedy
+        return [
+            (name, value)
+            for name, array in ROW_ARRAYS.items()
+            if (value := getattr(self, name)) != _ROW_DEFAULTS[name] and (array.when_greedy or not greedy)
+        ]
 
     def __post_init__(self) -> None:
         for name, spec in _RANGED:

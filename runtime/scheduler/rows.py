@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from runtime.batch import UNKNOWN, Batch, PromptLogprobs
-from runtime.scheduler.sampling import gather_sampling
 from runtime.scheduler.slots import SlotTables
 from runtime.sequence import Sequence
 
@@ -76,7 +75,7 @@ class Rows:
         sampling = None
         if self._sampled:
             rows = np.array(self._sampled, np.int32)
-            sampling = gather_sampling(tables, rows, slots[rows], ends[rows].astype(np.int64))
+            sampling = tables.sampling.gather(rows, slots[rows], ends[rows].astype(np.int64))
         return Batch(
             number=number,
             sequences=tuple(self.sequences),

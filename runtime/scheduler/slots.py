@@ -6,9 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.batch import Ints
+from runtime.scheduler.sampling import SamplingTables
 from runtime.sequence import Sequence
-
-TOP_K_OFF = 2**30
 
 
 class SlotTables:
@@ -18,17 +17,8 @@ class SlotTables:
     """
 
     def __init__(self, num_slots: int, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
-        self.greedy = np.zeros(num_slots, np.bool_)
-        self.temperature = np.ones(num_slots, np.float32)
-        self.top_k = np.full(num_slots, TOP_K_OFF, np.int32)
-        self.top_p = np.ones(num_slots, np.float32)
-        self.min_p = np.zeros(num_slots, np.float32)
-        self.seeds = np.zeros(num_slots, np.uint64)
-        self.num_prompt = np.zeros(num_slots, np.int64)
-        self.special = np.zeros(num_slots, np.bool_)  # has bias, penalties or logprobs
+        self.sampling = SamplingTables(num_slots, vocab_size)
         self.sequences: list[Sequence | None] = [None] * num_slots
-        self.fresh: set[int] = set()  # penalised slots whose sequence has not sampled there yet
         self.pages: Ints = np.zeros((num_slots, 16), np.int32)
         self._free = list(range(num_slots - 1, -1, -1))
 
@@ -39,28 +29,15 @@ class SlotTables:
     def enter(self, sequence: Sequence) -> None:
         """Give a sequence a slot and write its row, its pages included."""
         slot = sequence.slot = self._free.pop()
-        params = sequence.sampling
         self.sequences[slot] = sequence
-        self.greedy[slot] = params.greedy
-        self.temperature[slot] = 1.0 if params.greedy else params.temperature
-        self.top_k[slot] = TOP_K_OFF if params.top_k < 1 else min(params.top_k, TOP_K_OFF)
-        self.top_p[slot] = params.top_p
-        self.min_p[slot] = params.min_p
-        self.seeds[slot] = sequence.seed & 0xFFFF_FFFF_FFFF_FFFF
-        self.num_prompt[slot] = sequence.num_prompt
-        penalised = is_penalised(sequence)
-        forbids = params.min_new_tokens > 0 and bool(sequence.stop_ids)
-        logprobs = sequence.request.logprobs is not None
-        self.special[slot] = penalised or forbids or logprobs or bool(params.logit_bias)
-        if penalised:
-            self.fresh.add(slot)
+        self.sampling.enter(sequence)
         self.write_pages(slot, 0, sequence.pages)
 
     def leave(self, sequence: Sequence) -> None:
         """Free the slot; its row of the page table is cleared."""
         slot = sequence.slot
         self.sequences[slot] = None
-        self.fresh.discard(slot)
+        self.sampling.leave(sequence)
         self.pages[slot, : len(sequence.pages)] = 0
         self._free.append(slot)
         sequence.slot = -1
@@ -100,8 +77,3 @@ class SlotTables:
             wider = np.zeros((len(self.sequences), max(width, 2 * have)), np.int32)
             wider[:, :have] = self.pages
             self.pages = wider
-
-
-def is_penalised(sequence: Sequence) -> bool:
-    params = sequence.sampling
-    return bool(params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1.0)

@@ -18,7 +18,7 @@ from runtime.worker.cpu_graph import StepTape, chooses_greedily
 from runtime.worker.device import Device
 from runtime.worker.device_stream import Collect
 from runtime.worker.forward_batch import StepInputs
-from runtime.worker.logprobs import ScoredPrompts, score_prompts
+from runtime.worker.logprobs import ScoredPrompts
 from runtime.worker.rank import Rank
 from runtime.worker.sampler import Sampled, Sampler
 
@@ -93,7 +93,7 @@ class Launcher:
             sampled = self._sampler.sample(rank.logits(hidden[inputs.last_index]), batch.sampling)
             rank.keep(inputs, sampled.ids)
         if batch.prompt_logprobs:
-            prompts = score_prompts(hidden, rank.logits, batch.prompt_logprobs)
+            prompts = self._sampler.score_prompts(hidden, rank.logits, batch.prompt_logprobs)
         return _Pending(batch, sampled, prompts).copy_out(self._device)
 
 
@@ -138,7 +138,7 @@ class _Pending:
             else:
                 for row, token_id in zip(rows, tokens.ids, strict=True):
                     ids[row] = token_id
-            broken = [rows[place] for place in tokens.broken]
+            broken = [rows[place] for place in tokens.failed]
             if tokens.logprobs is not None:
                 by_row = dict(zip(rows, tokens.logprobs, strict=True))
                 logprobs = [by_row.get(row) for row in range(num_rows)]

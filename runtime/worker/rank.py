@@ -12,7 +12,7 @@ from runtime.models.decoder import Decoder
 from runtime.worker.device import Device
 from runtime.worker.forward import Forward
 from runtime.worker.forward_batch import Staging, StepInputs, prepare
-from runtime.worker.logprobs import CHUNK, prompt_places
+from runtime.worker.logprobs import CHUNK, prompt_indices
 
 
 class Rank:
@@ -85,7 +85,7 @@ class Rank:
             self.logits(hidden[inputs.last_index])
             self.keep(inputs, torch.empty_like(inputs.sample_slots))
         if batch.prompt_logprobs:
-            places = torch.from_numpy(prompt_places(batch.prompt_logprobs)).to(self.device)
+            places = torch.from_numpy(prompt_indices(batch.prompt_logprobs)).to(self.device)
             for part in places.split(CHUNK):
                 self.logits(hidden[part])
 
@@ -112,7 +112,7 @@ class Rank:
         """Positions of the flat batch whose logits are wanted, int64."""
         if not batch.prompt_logprobs:
             return inputs.last_index
-        prompts = torch.from_numpy(prompt_places(batch.prompt_logprobs)).to(self.device)
+        prompts = torch.from_numpy(prompt_indices(batch.prompt_logprobs)).to(self.device)
         return torch.cat([inputs.last_index, prompts])
 
     def _resolve(self, inputs: StepInputs) -> Tensor:

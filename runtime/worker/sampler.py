@@ -1,8 +1,8 @@
-"""From a step's logits to its tokens: penalties, biases, the choice, log-probabilities."""
+"""From a step's logits to its tokens: penalties, biases, truncation, the draw, log-probabilities."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,18 +10,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ops.sampling import Choice, Choose, Penalize, Score, native
-from ops.sampling.native import to_device
-from runtime.batch import Bias, FreshSlot, Penalties, Sampling
+from ops.sampling import Choose, Penalize, SamplingArrays, Score, native
+from runtime.batch import PromptLogprobs, Sampling
 from runtime.request import Logprobs
-from runtime.worker.logprobs import ScoredRows, score_rows
+from runtime.sampling_params import ROW_ARRAYS
+from runtime.worker.device import Device
+from runtime.worker.forward_batch import Staging
+from runtime.worker.logprobs import ScoredPrompts, ScoredRows, requested_ids, score_prompts, score_rows
+
+PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
 
 
 class HostTokens(NamedTuple):
     """The R sampled rows on the host."""
 
     ids: list[int]  # [R]
-    broken: list[int]  # of the R rows, those whose logits were not finite numbers
+    failed: list[int]  # of the R rows, those whose logits were not finite numbers
     logprobs: list[Logprobs | None] | None  # [R]; None: nobody asked
 
 
@@ -41,34 +45,36 @@ class Sampled:
     def read(self, host: Sequence[Tensor]) -> HostTokens:
         """Plain values from the copies of `tensors()`. Touches no device."""
         ids, sound = host[0].tolist(), host[1].tolist()
-        broken = [row for row, is_sound in enumerate(sound) if not is_sound]
+        failed = [row for row, is_sound in enumerate(sound) if not is_sound]
         if self.scored is None:
-            return HostTokens(ids, broken, None)
+            return HostTokens(ids, failed, None)
         logprobs: list[Logprobs | None] = [None] * len(ids)
         for row, scores in zip(self.scored_rows, self.scored.read(host[2:])):
             logprobs[row] = scores if sound[row] else None
-        return HostTokens(ids, broken, logprobs)
+        return HostTokens(ids, failed, logprobs)
 
 
 class Sampler:
     """Chooses the tokens of every step. Owned by the thread that runs the forward.
 
-    Holds what the sequences of penalised slots have seen: 5 bytes for each token of the vocabulary and each
-    slot that ever asked, 0.75 MB per slot at V = 150,000. A full pool doubles, up to `num_slots`.
+    Everything that a step brings from the host is copied to the device at once. Holds what penalised sequences
+    have seen: 5 bytes for each token of the vocabulary and each sequence index that ever asked, 0.75 MB per
+    sequence at V = 150,000. A full pool doubles, up to `num_slots`.
     """
 
     def __init__(
         self,
         vocab_size: int,
         num_slots: int,
-        device: torch.device,
+        device: Device,
         *,
         choose: Choose = native.choose,
         penalize: Penalize = native.penalize,
         score: Score = native.score,
     ) -> None:
-        self._device = device
-        self._seen = SeenTokens(vocab_size, num_slots, device)
+        self._is_host = device.is_host
+        self._staging = Staging(device)
+        self._seen = SeenTokens(vocab_size, num_slots, device.torch_device)
         self._choose, self._penalize, self._score = choose, penalize, score
 
     def sample(self, logits: Tensor, sampling: Sampling) -> Sampled:
@@ -77,80 +83,111 @@ class Sampler:
         Logprobs are of the distribution after penalties, bias and temperature, before truncation; greedy rows
         count as temperature 1.
         """
-        lanes = None
-        if sampling.penalties is not None:
-            lanes = self._apply_penalties(logits, sampling.penalties)
+        host = self._host_arrays(sampling)
+        there = self._staging.copy(host)
+        penalties = sampling.penalties
+        if penalties is not None:
+            for fresh in penalties.fresh:
+                self._seen.start(fresh.slot, there[f"prompt {fresh.slot}"], there[f"output {fresh.slot}"])
+            self._penalize(
+                logits,
+                there["penalised_rows"],
+                there["counted"],
+                self._seen.counts,
+                self._seen.in_prompt,
+                *(there[f"penalised_{name}"] for name in PENALTIES),
+            )
         if sampling.bias is not None:
-            self._apply_bias(logits, sampling.bias)
-        choice = _choice(sampling)
-        ids, sound = self._choose(logits, choice)
-        if sampling.penalties is not None and lanes is not None:
-            self._seen.add(lanes, ids[self._there(sampling.penalties.rows)])
+            logits.index_put_((there["bias_rows"], there["bias_ids"]), there["bias_values"], accumulate=True)
+        arrays = SamplingArrays(*(there[name] for name in SamplingArrays._fields))
+        plan = None
+        if not self._is_host:
+            plan = SamplingArrays(*(torch.from_numpy(host[name]) for name in SamplingArrays._fields))
+        ids, sound = self._choose(logits, arrays, plan)
+        if penalties is not None:
+            self._seen.add(there["counted"], ids[there["penalised_rows"]])
         rows = tuple(row for row, params in enumerate(sampling.logprobs or ()) if params is not None)
-        return Sampled(ids, sound, self._score_rows(logits, sampling, choice, ids, rows), rows)
+        scored = None
+        if rows:
+            of_rows = (logits, ids)
+            if len(rows) < len(logits):
+                of_rows = (logits[there["scored_rows"]], ids[there["scored_rows"]])
+            params = [p for p in sampling.logprobs or () if p is not None]
+            scored = score_rows(
+                *of_rows, there["scored_temperature"], there["requested_ids"], params, self._score
+            )
+        return Sampled(ids, sound, scored, rows)
 
-    def _apply_penalties(self, logits: Tensor, penalties: Penalties) -> Tensor:
-        for fresh in penalties.fresh:
-            self._seen.start(fresh)
-        lanes = self._there(self._seen.lanes_of(penalties.slots))
-        self._penalize(
-            logits,
-            self._there(penalties.rows),
-            lanes,
-            self._seen.counts,
-            self._seen.in_prompt,
-            *(self._there(p) for p in (penalties.frequency, penalties.presence, penalties.repetition)),
-        )
-        return lanes
+    def score_prompts(
+        self, hidden: Tensor, logits_of: Callable[[Tensor], Tensor], wanted: tuple[PromptLogprobs, ...]
+    ) -> ScoredPrompts:
+        """Score prompt tokens by the raw logits before them; see `logprobs.score_prompts`."""
+        return score_prompts(hidden, logits_of, wanted, self._staging, self._score)
 
-    def _apply_bias(self, logits: Tensor, bias: Bias) -> None:
-        rows, token_ids, values = (self._there(field) for field in bias)
-        logits.index_put_((rows, token_ids), values, accumulate=True)
-
-    def _score_rows(
-        self, logits: Tensor, sampling: Sampling, choice: Choice, ids: Tensor, rows: tuple[int, ...]
-    ) -> ScoredRows | None:
-        if not rows:
-            return None
-        params = [p for p in sampling.logprobs or () if p is not None]
-        temperature = torch.where(choice.greedy, 1.0, choice.temperature)[list(rows)]
-        if len(rows) < len(logits):
-            there = self._there(np.array(rows))
-            logits, ids = logits[there], ids[there]
-        return score_rows(logits, to_device(temperature, self._device), ids, params, self._score)
-
-    def _there(self, host: np.ndarray) -> Tensor:
-        return to_device(torch.tensor(host), self._device)
+    def _host_arrays(self, sampling: Sampling) -> dict[str, np.ndarray]:
+        """All that the device needs for these rows, by name."""
+        arrays: dict[str, np.ndarray] = {"greedy": sampling.greedy, "uniform": sampling.uniform}
+        for name in SamplingArrays._fields:
+            if name not in arrays:
+                arrays[name] = _row_array(sampling, name)
+        penalties = sampling.penalties
+        if penalties is not None:
+            arrays["penalised_rows"] = penalties.rows
+            for name in PENALTIES:
+                arrays[f"penalised_{name}"] = _row_array(sampling, name)[penalties.rows]
+            for fresh in penalties.fresh:
+                self._seen.reserve(fresh.slot)
+                arrays[f"prompt {fresh.slot}"] = self._seen.known(fresh.prompt_ids)
+                arrays[f"output {fresh.slot}"] = self._seen.known(fresh.output_ids)
+            arrays["counted"] = self._seen.indices_of(penalties.slots)
+        if sampling.bias is not None:
+            arrays["bias_rows"], arrays["bias_ids"], arrays["bias_values"] = sampling.bias
+        wanted = [(row, params) for row, params in enumerate(sampling.logprobs or ()) if params is not None]
+        if wanted:
+            rows = arrays["scored_rows"] = np.array([row for row, _ in wanted])
+            temperature = arrays["temperature"][rows]
+            arrays["scored_temperature"] = np.where(sampling.greedy[rows], np.float32(1), temperature)
+            arrays["requested_ids"] = requested_ids([params for _, params in wanted])
+        return arrays
 
 
 class SeenTokens:
     """What penalised sequences have seen, on the device. A slot that never asks takes no memory.
 
-    A slot keeps its lane for good, since the sequences that use it later may ask as well.
+    A slot keeps its row of `counts` and `in_prompt` for good, since the sequences that use it later may ask as well.
     """
 
     def __init__(self, vocab_size: int, num_slots: int, device: torch.device) -> None:
         self.counts = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)  # [C, V], generated
         self.in_prompt = torch.zeros((0, vocab_size), dtype=torch.bool, device=device)  # [C, V]
         self._num_slots = num_slots
-        self._lanes: dict[int, int] = {}  # by slot
+        self._indices: dict[int, int] = {}  # by slot, into [C]
 
-    def start(self, fresh: FreshSlot) -> None:
-        """Forget what the slot held and count what its new sequence has already seen."""
-        lane = self._lanes.setdefault(fresh.slot, len(self._lanes))
-        if lane == len(self.counts):
+    def reserve(self, slot: int) -> None:
+        """Make room for what this slot's sequences see."""
+        if self._indices.setdefault(slot, len(self._indices)) == len(self.counts):
             self._grow()
-        prompt, output = self._ids(fresh.prompt_ids), self._ids(fresh.output_ids)
-        self.in_prompt[lane].zero_().index_fill_(0, prompt, True)
-        self.counts[lane].zero_().index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
 
-    def lanes_of(self, slots: np.ndarray) -> np.ndarray:
-        """Where these slots' rows of `counts` and `in_prompt` are. Raises KeyError for one never started."""
-        return np.array([self._lanes[slot] for slot in slots.tolist()], np.int64)
+    def start(self, slot: int, prompt_ids: Tensor, output_ids: Tensor) -> None:
+        """Forget what the slot held and count what its new sequence has already seen: `known` ids, int64."""
+        index = self._indices[slot]
+        self.in_prompt[index].zero_().index_fill_(0, prompt_ids, True)
+        ones = torch.ones_like(output_ids, dtype=torch.int32)
+        self.counts[index].zero_().index_add_(0, output_ids, ones)
 
-    def add(self, lanes: Tensor, ids: Tensor) -> None:
-        """Count one generated token for each of these distinct lanes."""
-        self.counts[lanes, ids] = self.counts[lanes, ids] + 1
+    def indices_of(self, slots: np.ndarray) -> np.ndarray:
+        """The rows of these slots in `counts` and `in_prompt`. Raises KeyError for one that has none."""
+        return np.array([self._indices[slot] for slot in slots.tolist()], np.int64)
+
+    def add(self, indices: Tensor, ids: Tensor) -> None:
+        """Count one generated token in each of these distinct rows."""
+        self.counts[indices, ids] = self.counts[indices, ids] + 1
+
+    def known(self, ids: np.ndarray) -> np.ndarray:
+        """Ids within the vocabulary, int64: placeholders of images lie beyond it."""
+        if len(ids) and int(ids.min()) < 0:
+            raise ValueError("a slot can only start from known tokens")
+        return ids[ids < self.counts.shape[1]].astype(np.int64)
 
     def _grow(self) -> None:
         size = min(max(1, 2 * len(self.counts)), self._num_slots)
@@ -160,20 +197,11 @@ class SeenTokens:
             new[: len(old)] = old
             setattr(self, name, new)
 
-    def _ids(self, ids: np.ndarray) -> Tensor:
-        """Ids within the vocabulary: placeholders of images lie beyond it."""
-        if len(ids) and int(ids.min()) < 0:
-            raise ValueError("a slot can only start from known tokens")
-        known = ids[ids < self.counts.shape[1]].astype(np.int64)
-        return to_device(torch.from_numpy(known), self.counts.device)
 
-
-def _choice(sampling: Sampling) -> Choice:
-    return Choice(
-        greedy=torch.from_numpy(sampling.greedy),
-        temperature=torch.from_numpy(sampling.temperature),
-        top_k=torch.from_numpy(sampling.top_k),
-        top_p=torch.from_numpy(sampling.top_p),
-        min_p=torch.from_numpy(sampling.min_p),
-        uniform=torch.from_numpy(sampling.uniform),
-    )
+def _row_array(sampling: Sampling, name: str) -> np.ndarray:
+    """A parameter of each row, [R]."""
+    values = sampling.params.get(name)
+    if values is None:
+        array = ROW_ARRAYS[name]
+        return np.full(len(sampling.rows), array.neutral, array.dtype)
+    return values

@@ -84,7 +84,7 @@ def test_rows_choose_in_the_way_that_takes_most(monkeypatch: pytest.MonkeyPatch)
     sample = Sampler.sample
 
     def watched(self: Sampler, logits: torch.Tensor, sampling: Any) -> Any:
-        seen.append((len(logits), bool(sampling.greedy.any()), float(sampling.top_p.max())))
+        seen.append((len(logits), bool(sampling.greedy.any()), float(sampling.params["top_p"].max())))
         return sample(self, logits, sampling)
 
     monkeypatch.setattr(Sampler, "sample", watched)

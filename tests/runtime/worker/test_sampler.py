@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from fake_device import LateDevice
+from ops.sampling import native
 from runtime.batch import Bias, FreshSlot, Penalties, Sampling
 from runtime.request import LogprobParams
-from runtime.worker.sampler import HostTokens, Sampled, Sampler
+from runtime.worker.device import CpuDevice
+from runtime.worker.sampler import PENALTIES, HostTokens, Sampled, Sampler
 
 VOCAB = 50
-CPU = torch.device("cpu")
+CPU = CpuDevice()
 INF = float("inf")
 
 
@@ -24,32 +31,22 @@ def sampling(
     bias: Bias | None = None,
     penalties: Penalties | None = None,
     logprobs: tuple[LogprobParams | None, ...] | None = None,
+    rates: tuple[float, float, float] = (0.4, 0.6, 1.5),
     **fields: ArrayLike,
 ) -> Sampling:
-    """`count` rows; each field of `Sampling` one value for all or one for each."""
-    values = {
-        "temperature": 1,
-        "top_p": 1,
-        "min_p": 0,
-        "uniform": 0.5,
-        "top_k": 2**30,
-        "greedy": False,
-    } | fields
+    """`count` rows; each field of `Sampling`, or of its `params`, one value for all or one for each."""
+    values: dict[str, Any] = {"greedy": False, "uniform": 0.5} | fields
     kinds = {"top_k": np.int32, "greedy": np.bool_}
     arrays = {n: np.array(np.broadcast_to(v, count), kinds.get(n, np.float32)) for n, v in values.items()}
+    greedy, uniform = arrays.pop("greedy"), arrays.pop("uniform")
+    if penalties is not None:
+        arrays |= {name: np.full(count, rate, np.float32) for name, rate in zip(PENALTIES, rates)}
     rows = np.arange(count, dtype=np.int32)
-    return Sampling(rows=rows, **arrays, bias=bias, penalties=penalties, logprobs=logprobs)  # type: ignore
+    return Sampling(rows, greedy, uniform, arrays, bias=bias, penalties=penalties, logprobs=logprobs)
 
 
-def penalties(
-    rows: Sequence[int],
-    slots: Sequence[int],
-    fresh: Sequence[FreshSlot] = (),
-    rates: tuple[float, float, float] = (0.4, 0.6, 1.5),
-) -> Penalties:
-    frequency, presence, repetition = (np.full(len(rows), rate, np.float32) for rate in rates)
-    places = np.array(rows, np.int64), np.array(slots, np.int64)
-    return Penalties(*places, frequency, presence, repetition, tuple(fresh))
+def penalties(rows: Sequence[int], slots: Sequence[int], fresh: Sequence[FreshSlot] = ()) -> Penalties:
+    return Penalties(np.array(rows, np.int64), np.array(slots, np.int64), tuple(fresh))
 
 
 def fresh(slot: int, prompt: Sequence[int] = (), output: Sequence[int] = ()) -> FreshSlot:
@@ -93,8 +90,8 @@ def test_frequency_penalty_counts_the_tokens_sampled_before() -> None:
     sampler, start = Sampler(4, 1, CPU), [fresh(0)]
     ids = []
     for _ in range(6):
-        p = penalties([0], [0], start, rates=(1.0, 0.0, 1.0))
-        step = sampling(1, greedy=True, penalties=p)
+        p = penalties([0], [0], start)
+        step = sampling(1, greedy=True, penalties=p, rates=(1.0, 0.0, 1.0))
         ids += sampler.sample(torch.tensor([[0.0, 2.5, 1.2, -9.0]]), step).ids.tolist()
         start = []
     assert ids == [1, 1, 2, 1, 2, 0]  # 2.5, 1.5, 1.2 (0.5 for 1), 0.5, 0.2 (-0.5 for 1), 0
@@ -103,9 +100,9 @@ def test_frequency_penalty_counts_the_tokens_sampled_before() -> None:
 def test_repetition_penalty_sees_the_prompt_and_presence_does_not() -> None:
     logits = torch.tensor([[1.0, 0.9]])
     for rates, expected in [((0.0, 0.0, 2.0), 1), ((2.0, 2.0, 1.0), 0)]:
-        p = penalties([0], [0], [fresh(0, prompt=[0, 999])], rates)
+        p = penalties([0], [0], [fresh(0, prompt=[0, 999])])
         assert Sampler(2, 1, CPU).sample(
-            logits.clone(), sampling(1, greedy=True, penalties=p)
+            logits.clone(), sampling(1, greedy=True, penalties=p, rates=rates)
         ).ids.tolist() == [expected]
 
 
@@ -116,7 +113,7 @@ def test_a_new_sequence_in_a_slot_starts_without_the_old_ones_tokens(
     sampler, logits = Sampler(2, 4, CPU), torch.tensor([[1.0, 0.9]])
 
     def choose(*start: FreshSlot) -> list[int]:
-        step = sampling(1, greedy=True, penalties=penalties([0], [2], start, rates))
+        step = sampling(1, greedy=True, penalties=penalties([0], [2], start), rates=rates)
         return sampler.sample(logits.clone(), step).ids.tolist()
 
     assert choose(fresh(2, prompt=[0], output=[0])) == [1]
@@ -129,9 +126,9 @@ def test_only_slots_that_ask_take_memory() -> None:
     seen = sampler._seen
     sampler.sample(random_logits(2), sampling(2))
     assert len(seen.counts) == 0
-    for slot, lanes in [(90, 1), (7, 2), (55, 4), (90, 4), (1, 4), (2, 8)]:
+    for slot, rows in [(90, 1), (7, 2), (55, 4), (90, 4), (1, 4), (2, 8)]:
         sampler.sample(random_logits(1), sampling(1, penalties=penalties([0], [slot], [fresh(slot)])))
-        assert len(seen.counts) == len(seen.in_prompt) == lanes
+        assert len(seen.counts) == len(seen.in_prompt) == rows
 
 
 def test_the_pool_never_outgrows_the_slots() -> None:
@@ -156,9 +153,9 @@ def test_bias_adds_forbids_and_adds_up() -> None:
 
 
 def test_bias_comes_after_penalties() -> None:
-    p = penalties([0], [0], [fresh(0, output=[0])], rates=(0.0, 0.0, 2.0))
+    p = penalties([0], [0], [fresh(0, output=[0])])
     logits = torch.tensor([[-1.0, 3.5]])  # -1 * 2 + 6 = 4; bias first would give (-1 + 6) / 2 = 2.5
-    step = sampling(1, greedy=True, penalties=p, bias=bias((0, 0, 6.0)))
+    step = sampling(1, greedy=True, penalties=p, bias=bias((0, 0, 6.0)), rates=(0.0, 0.0, 2.0))
     assert Sampler(2, 1, CPU).sample(logits, step).ids.tolist() == [0]
 
 
@@ -167,7 +164,7 @@ def test_forbidding_everything_breaks_the_row_only() -> None:
     asked = (LogprobParams(),) * 3
     tokens = read(Sampler(VOCAB, 1, CPU).sample(random_logits(3), sampling(3, bias=entries, logprobs=asked)))
     alone = read(Sampler(VOCAB, 1, CPU).sample(random_logits(3), sampling(3, logprobs=asked)))
-    assert tokens.broken == [1]
+    assert tokens.failed == [1]
     assert tokens.logprobs is not None
     assert alone.logprobs is not None
     assert tokens.logprobs[1] is None
@@ -217,3 +214,63 @@ def test_nobody_asking_for_logprobs_gives_none() -> None:
     assert read(Sampler(VOCAB, 1, CPU).sample(random_logits(2), sampling(2))).logprobs is None
     step = sampling(2, logprobs=(None, None))
     assert read(Sampler(VOCAB, 1, CPU).sample(random_logits(2), step)).logprobs is None
+
+
+class NoHostOperands(TorchDispatchMode):
+    """Refuses operations of a device's tensors with tensors of the host: each would be a copy of its own."""
+
+    def __init__(self, device: LateDevice) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        owned = [self._device.owns(tensor) for tensor in tensors]
+        if any(owned) and not self._device.moving:
+            assert all(is_own or not tensor.dim() for is_own, tensor in zip(owned, tensors)), func
+        return func(*args, **(kwargs or {}))
+
+
+def every_kind_of_step() -> Sampling:
+    """Rows of every kind of truncation, scattered, with penalties, biases and logprobs."""
+    return sampling(
+        8,
+        greedy=[True, False, False, False, False, False, True, False],
+        temperature=[1, 1, 2, 0.5, 1, 1, 1, 1],
+        top_k=[2**30, 2**30, 5, 2**30, 2000, 2**30, 2**30, 7],
+        top_p=[1, 1, 1, 0.7, 1, 1, 1, 0.9],
+        min_p=[0, 0, 0, 0, 0, 0.2, 0, 0],
+        uniform=[0.5, 0.1, 0.9, 0.3, 0.7, 0.6, 0.2, 0.8],
+        bias=bias((1, 3, 4.0), (6, 9, -INF)),
+        penalties=penalties([0, 4], [2, 1], [fresh(2, [5, 6], [7]), fresh(1, [999, 8])]),
+        logprobs=(None, LogprobParams(top=2), None, LogprobParams(token_ids=(4, 5, 6)), *[None] * 4),
+    )
+
+
+@pytest.mark.parametrize("haste", [0.0, 0.5])
+def test_a_step_brings_everything_to_the_device_in_one_copy(
+    haste: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, vocab_size = LateDevice(Random(1), haste), 3000
+    uploads: list[Tensor] = []
+    upload = device.upload
+    monkeypatch.setattr(device, "upload", lambda host: uploads.append(host) or upload(host))
+    logits = random_logits(8, vocab_size=vocab_size)
+    expected = read(Sampler(vocab_size, 4, CPU).sample(logits.clone(), every_kind_of_step()))
+    monkeypatch.setattr(native, "_is_host", lambda _logits: False)
+    with torch.inference_mode(), device.forward():
+        sampler = Sampler(vocab_size, 4, device)
+        there = torch.empty(logits.shape, device=device.torch_device)
+        there.copy_(logits)
+        with NoHostOperands(device):
+            sampled = sampler.sample(there, every_kind_of_step())
+    host, copied = device.download(sampled.tensors())
+    copied.wait()
+    assert sampled.read(host) == expected
+    assert len(uploads) == 1
+
+
+def test_an_operand_of_the_host_is_noticed() -> None:
+    device = LateDevice(Random(1))
+    with device.forward(), NoHostOperands(device), pytest.raises(AssertionError):
+        torch.zeros(3, device=device.torch_device)[torch.tensor([1])]
