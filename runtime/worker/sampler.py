@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +19,8 @@ from runtime.worker.device import Device
 from runtime.worker.forward_batch import Staging
 from runtime.worker.logprobs import ScoredPrompts, ScoredRows, requested_ids, score_prompts, score_rows
 
+# Of the row arrays, those that choose a token from the logits, and those that change the logits before.
+PARAMS = tuple(name for name in SamplingArrays._fields if name in ROW_ARRAYS)
 PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
 
 
@@ -127,9 +130,8 @@ class Sampler:
     def _host_arrays(self, sampling: Sampling) -> dict[str, np.ndarray]:
         """All that the device needs for these rows, by name."""
         arrays: dict[str, np.ndarray] = {"greedy": sampling.greedy, "uniform": sampling.uniform}
-        for name in SamplingArrays._fields:
-            if name not in arrays:
-                arrays[name] = _row_array(sampling, name)
+        for name in PARAMS:
+            arrays[name] = _row_array(sampling, name)
         penalties = sampling.penalties
         if penalties is not None:
             arrays["penalised_rows"] = penalties.rows
@@ -199,9 +201,12 @@ class SeenTokens:
 
 
 def _row_array(sampling: Sampling, name: str) -> np.ndarray:
-    """A parameter of each row, [R]."""
+    """A parameter of each row, [R]; not to be written to."""
     values = sampling.params.get(name)
-    if values is None:
-        array = ROW_ARRAYS[name]
-        return np.full(len(sampling.rows), array.neutral, array.dtype)
-    return values
+    return _neutral(name, len(sampling.rows)) if values is None else values
+
+
+@lru_cache(maxsize=4096)
+def _neutral(name: str, num_rows: int) -> np.ndarray:
+    array = ROW_ARRAYS[name]
+    return np.full(num_rows, array.neutral, array.dtype)
