@@ -22,7 +22,7 @@ class Sequence:
         "finish",
         "ids",
         "index",
-        "lock",
+        "locked_node",
         "max_tokens",
         "namespace",
         "next_logprob",
@@ -64,7 +64,7 @@ class Sequence:
         self.num_cached = -1  # prompt tokens found in the prefix tree at first admission; -1 before it
         self.num_shared = 0  # leading tokens whose pages the prefix tree owns
         self.pages: list[int] = []
-        self.lock: Any = None  # what the prefix tree gave for holding the shared pages
+        self.locked_node: Any = None  # of the prefix tree, where the shared pages end
         self.slot = -1  # row in the per-sequence tables while running
         self.finish: Finish | None = None
         self.namespace = namespace  # sequences of different namespaces never share pages

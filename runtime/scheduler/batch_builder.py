@@ -103,7 +103,7 @@ class BatchBuilder:
             decodes = [sequence for sequence in decodes if sequence.slot >= 0]
             at_page_end = [sequence for sequence in at_page_end if sequence.slot >= 0]
         if at_page_end:
-            self._running.tables.append_pages(at_page_end, self._cache.take(len(at_page_end)))
+            self._running.tables.append_pages(at_page_end, self._cache.allocate(len(at_page_end)))
         step.rows.add_decodes(decodes)
         step.num_decodes = len(decodes)
 
@@ -133,7 +133,7 @@ class BatchBuilder:
         step.rows.add_prompt(sequence, count)
         step.num_prompt_tokens += count
         budget.spend(count)
-        duplicates = self._cache.share(sequence)  # now: later rows of this very step may use them
+        duplicates = self._cache.insert(sequence)  # now: later rows of this very step may use them
         if duplicates is not None:
             step.duplicates.append((sequence, duplicates))
 
@@ -151,7 +151,7 @@ class BatchBuilder:
             if sequence.num_pending:  # retracted a moment ago; a step in flight brings its last token
                 num_deferred += 1
                 continue
-            self._cache.hold(sequence)
+            self._cache.lock(sequence)
             if self._is_being_computed(sequence, step.unfinished):
                 self._cache.release(sequence, keep=False)
                 num_deferred += 1
@@ -186,8 +186,8 @@ class BatchBuilder:
         if end > reusable_tokens(sequence):
             return False
         return any(
-            other.lock is sequence.lock
-            and other.lock is not None
+            other.locked_node is sequence.locked_node
+            and other.locked_node is not None
             and other.num_shared == start
             # Only the next page is compared: that is enough to be sure to gain by waiting.
             and other.ids[start:end] == sequence.ids[start:end]

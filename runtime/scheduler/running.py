@@ -47,7 +47,7 @@ class Running:
         """Give a sequence pages for its first `end` tokens; the caller knows that they are available."""
         pages = sequence.pages
         have = len(pages)
-        more = self.cache.take(-(-end // self.cache.page_size) - have)
+        more = self.cache.allocate(-(-end // self.cache.page_size) - have)
         if more:
             pages += more
             self.tables.write_pages(sequence.slot, have, more)

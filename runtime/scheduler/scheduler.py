@@ -96,7 +96,7 @@ class Scheduler:
             pages,
         ) in duplicates:  # only now: no other row of this batch may get these pages
             tables.write_pages(sequence.slot, first, sequence.pages[first : first + len(pages)])
-            self._cache.give(pages)
+            self._cache.free(pages)
         return batch
 
     def apply(self, batch: Batch, tokens: Tokens) -> list[Delta]:
@@ -180,7 +180,7 @@ class Scheduler:
 
     def num_cached(self, sequence: Sequence) -> int:
         """How many of a new sequence's tokens it would find in the prefix tree now; changes nothing."""
-        return self._cache.measure(sequence)
+        return self._cache.match_length(sequence)
 
     @property
     def num_waiting(self) -> int:
@@ -217,7 +217,12 @@ class Scheduler:
         if {*waiting, *running} != set(alive) or len(waiting) + len(running) != len(alive):
             raise ValueError("A sequence is lost, or both waiting and running.")
         for sequence in waiting:
-            if sequence.pages or sequence.lock is not None or sequence.slot >= 0 or sequence.num_computed:
+            if (
+                sequence.pages
+                or sequence.locked_node is not None
+                or sequence.slot >= 0
+                or sequence.num_computed
+            ):
                 raise ValueError(f"{sequence!r} waits and still holds something.")
         if any(sequence.finish is not None for sequence in alive):
             raise ValueError("A finished sequence is still scheduled.")

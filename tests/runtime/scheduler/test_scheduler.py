@@ -211,8 +211,8 @@ def test_a_broken_row_ends_only_its_sequence_and_is_not_cached():
     assert delta.finish is not None
     assert delta.finish.kind == "abort"
     assert drive.output(good) == drive.expected(good)
-    assert drive.cache.measure(make_sequence([4, 5, 6, 7])) == 0
-    assert drive.cache.measure(make_sequence([1, 2, 3, 7])) == 3
+    assert drive.cache.match_length(make_sequence([4, 5, 6, 7])) == 0
+    assert drive.cache.match_length(make_sequence([1, 2, 3, 7])) == 3
 
 
 def test_a_failed_step_loses_only_what_was_in_flight():
