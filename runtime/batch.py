@@ -25,6 +25,18 @@ Floats = NDArray[np.float32]
 UNKNOWN = -1  # in Batch.token_ids: the token that this slot sampled last, known on the device only
 
 
+class StepStats(NamedTuple):
+    """What a step is made of, for logs and metrics."""
+
+    num_new: int = 0  # sequences that left the queue
+    num_cached_tokens: int = 0  # tokens that these found in the prefix tree
+    num_prompt_tokens: int = 0
+    num_decode_rows: int = 0
+
+
+NO_STATS = StepStats()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
     """B rows; row b computes positions starts[b] .. starts[b] + counts[b] - 1, T tokens in all.
@@ -42,6 +54,7 @@ class Batch:
     page_table: Ints  # [B, pages of the longest row], padded with 0 beyond a row's own pages
     sampling: Sampling | None  # None: no row reaches its end
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    stats: StepStats = NO_STATS
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -36,7 +36,7 @@ class Sequence:
         "request",
         "sampling",
         "seed",
-        "slot",
+        "sequence_index",
         "stop_ids",
     )
 
@@ -65,7 +65,7 @@ class Sequence:
         self.num_shared = 0  # leading tokens whose pages the prefix tree owns
         self.pages: list[int] = []
         self.locked_node: Any = None  # of the prefix tree, where the shared pages end
-        self.slot = -1  # row in the per-sequence tables while running
+        self.sequence_index = -1  # row in the request tables and in device state while running
         self.finish: Finish | None = None
         self.namespace = namespace  # sequences of different namespaces never share pages
         wanted = request.logprobs.start if request.logprobs is not None else -1
@@ -85,5 +85,5 @@ class Sequence:
     def __repr__(self) -> str:
         return (
             f"Sequence({self.request.id}.{self.index} {self.num_prompt}+{self.num_output} tokens, "
-            f"computed {self.num_computed}, slot {self.slot}, {self.finish})"
+            f"computed {self.num_computed}, row {self.sequence_index}, {self.finish})"
         )

@@ -125,7 +125,7 @@ class SchedulerActor:
         if not self._in_flight:
             self.progress.last_step_s = time.monotonic()
         self._in_flight.append((batch, self._runner.launch(batch)))
-        self.progress.note_launch(self.schedule)
+        self.progress.note_launch(self.schedule, batch)
 
     async def _complete(self) -> None:
         batch, step = self._in_flight[0]
@@ -140,7 +140,7 @@ class SchedulerActor:
         deltas = self.schedule.apply(batch, tokens)
         if deltas:
             self._emit(deltas)
-        self.progress.note_applied(self.schedule, len(batch.sequences))
+        self.progress.note_applied(self.schedule, batch, len(batch.sequences))
 
     async def _recover(self, error: Exception) -> None:
         """A step failed: what was in flight is lost, the ledger is as new, everything else goes on.
@@ -197,9 +197,9 @@ class Progress:
         self._mark_generated = 0
         self._num_decode_steps = 0
 
-    def note_launch(self, schedule: Scheduler) -> None:
+    def note_launch(self, schedule: Scheduler, batch: Batch) -> None:
         """After every fill and launch."""
-        fill = schedule.last_fill
+        fill = batch.stats
         if fill.num_prompt_tokens and logger.isEnabledFor(logging.INFO):
             load = schedule.load
             logger.info(
@@ -213,12 +213,12 @@ class Progress:
                 load.num_waiting,
             )
 
-    def note_applied(self, schedule: Scheduler, num_tokens: int) -> None:
+    def note_applied(self, schedule: Scheduler, batch: Batch, num_tokens: int) -> None:
         """After every applied step, which yielded about `num_tokens` tokens."""
         self.num_steps += 1
         self.num_generated += num_tokens
         self.last_step_s = time.monotonic()
-        if schedule.last_fill.num_prompt_tokens:
+        if batch.stats.num_prompt_tokens:
             return
         self._num_decode_steps += 1
         if self._num_decode_steps % self._interval == 0:

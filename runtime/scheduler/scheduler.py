@@ -11,11 +11,9 @@ from runtime.errors import ContextOverflow, EngineFailure, InvalidRequest, Overl
 from runtime.kv_cache.prefix_cache import PrefixCache
 from runtime.request import Delta, Finish, LogprobParams, Logprobs
 from runtime.scheduler.apply import apply_tokens, final_delta
-from runtime.scheduler.batch_builder import BatchBuilder, FillCounts
-from runtime.scheduler.budget import NewTokenRatio
-from runtime.scheduler.preempt import Retraction
+from runtime.scheduler.batch_builder import BatchBuilder
 from runtime.scheduler.queue import WaitingQueue
-from runtime.scheduler.running import Running
+from runtime.scheduler.request_tables import Running
 from runtime.sequence import Sequence
 
 STEP_FAILED = "The step that computed this request failed."
@@ -50,13 +48,10 @@ class Scheduler:
         self._max_tokens = min(context_length, cache.num_tokens)
         self._running = Running(plan.max_running, cache, vocab_size)
         self._waiting = WaitingQueue(plan.policy, cache)
-        self._ratio = NewTokenRatio(plan)
-        self._retraction = Retraction(self._running, self._waiting, self._ratio)
-        self._filler = BatchBuilder(plan, cache, self._running, self._waiting, self._ratio, self._retraction)
+        self._builder = BatchBuilder(plan, cache, self._running, self._waiting)
         self._choices: dict[int, list[Sequence]] = {}  # by request id, those not finished
         self._num_filled = 0
         self._num_applied = 0
-        self.last_fill = FillCounts()
 
     def add(self, *sequences: Sequence) -> None:
         """Queue the sequences of one request, all or none; `max_tokens` is lowered to what can be held.
@@ -82,21 +77,11 @@ class Scheduler:
         With None and no batch in flight there is nothing running and nothing waiting.
         """
         if not self._choices:
-            self._ratio.reset()
+            self._builder.new_token_ratio.reset()
             return None
-        rows, counts, duplicates = self._filler.fill()
-        if not rows:
-            return None
-        self.last_fill = counts
-        tables = self._running.tables
-        batch = rows.build(self._num_filled, tables, self._cache.page_size)
-        self._num_filled += 1
-        for sequence, (
-            first,
-            pages,
-        ) in duplicates:  # only now: no other row of this batch may get these pages
-            tables.write_pages(sequence.slot, first, sequence.pages[first : first + len(pages)])
-            self._cache.free(pages)
+        batch = self._builder.build(self._num_filled)
+        if batch is not None:
+            self._num_filled += 1
         return batch
 
     def apply(self, batch: Batch, tokens: Tokens) -> list[Delta]:
@@ -193,7 +178,7 @@ class Scheduler:
     @property
     def num_retracted(self) -> int:
         """Retractions since the start."""
-        return self._retraction.count
+        return self._builder.num_retracted
 
     @property
     def load(self) -> Load:
@@ -205,8 +190,8 @@ class Scheduler:
             num_used_pages=cache.num_used,
             num_evictable_pages=cache.num_evictable,
             token_usage=cache.num_used / cache.num_pages,
-            new_token_ratio=self._ratio.value,
-            num_retracted=self._retraction.count,
+            new_token_ratio=self._builder.new_token_ratio.value,
+            num_retracted=self._builder.num_retracted,
         )
 
     def check(self) -> None:
@@ -220,7 +205,7 @@ class Scheduler:
             if (
                 sequence.pages
                 or sequence.locked_node is not None
-                or sequence.slot >= 0
+                or sequence.sequence_index >= 0
                 or sequence.num_computed
             ):
                 raise ValueError(f"{sequence!r} waits and still holds something.")
@@ -229,7 +214,7 @@ class Scheduler:
 
     def _retire(self, sequence: Sequence, finish: Finish, trusted: bool = True) -> None:
         sequence.finish = finish
-        if sequence.slot >= 0:
+        if sequence.sequence_index >= 0:
             self._running.leave(sequence, trusted=trusted)
         else:
             self._waiting.remove(sequence)
