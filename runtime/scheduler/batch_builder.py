@@ -7,7 +7,7 @@ as the budgets and the free pages allow.
 
 Somebody can always go on. Admission sets aside pages for all known tokens of all who run, so prompts lack
 pages only while outputs have grown over them, and then those outputs grow further, or end and return their
-pages.
+pages. Where outputs grow by several tokens a step, they may lack pages too, and somebody is retracted.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ class BatchBuilder:
                 self._add_decodes(step, decodes)
         if step.num_decodes:
             self.new_token_ratio.decay()
+        if not step:
+            self._make_room(step, prompts)
         if not step:
             return None
         tables = self._running.tables
@@ -132,6 +134,14 @@ class BatchBuilder:
                 step.unfinished.append(sequence)
         if not step.retracted:
             self._admit(step, budget)
+
+    def _make_room(self, step: _StepRows, prompts: list[Sequence]) -> None:
+        """Several tokens of a step may outgrow the free pages of all who run: retract until somebody can go on."""
+        if any(sequence.num_pending for sequence in self._running):
+            return  # whoever has a token under way goes on, or ends and frees its pages
+        while prompts and not step and self._retract_one():
+            step.retracted = True
+            self._add_prompts(step, prompts)
 
     def _affordable(self, sequence: Sequence, budget: PromptBudget) -> int:
         """How many of the next known tokens both the budget and the free pages allow."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from runtime.batch import Batch, Tokens
+from runtime.batch import Batch, StepOutput
 from runtime.config.plan import SchedulePlan
 from runtime.errors import ContextOverflow, EngineFailure, InvalidRequest, Overloaded
 from runtime.kv_cache.prefix_cache import PrefixCache
 from runtime.request import Delta, Finish, LogprobParams, Logprobs
-from runtime.scheduler.apply import apply_tokens, final_delta
+from runtime.scheduler.apply import apply_output, final_delta
 from runtime.scheduler.batch_builder import BatchBuilder
 from runtime.scheduler.queue import WaitingQueue
 from runtime.scheduler.request_tables import Running
@@ -35,7 +35,7 @@ class Load(NamedTuple):
 class Scheduler:
     """Fills steps and applies their results; synchronous, on plain data, owned by one actor.
 
-    The actor calls, over and over, `batch = fill()`, launches it, and `apply(previous, tokens)`. Any number
+    The actor calls, over and over, `batch = fill()`, launches it, and `apply(previous, output)`. Any number
     of filled batches may be in flight; they run one after the other, and are applied in that order.
     """
 
@@ -84,7 +84,7 @@ class Scheduler:
             self._num_filled += 1
         return batch
 
-    def apply(self, batch: Batch, tokens: Tokens) -> list[Delta]:
+    def apply(self, batch: Batch, output: StepOutput) -> list[Delta]:
         """Take in the results of the oldest batch in flight; at most one Delta per sequence.
 
         Rows of sequences that have ended meanwhile are dropped. Raises `EngineFailure` out of order.
@@ -92,7 +92,7 @@ class Scheduler:
         if batch.number != self._num_applied:
             raise EngineFailure(f"Step {batch.number} was applied when step {self._num_applied} was due.")
         self._num_applied += 1
-        return apply_tokens(batch, tokens, self._retire)
+        return apply_output(batch, output, self._retire)
 
     def abort(self, request_id: int, finish: Finish) -> list[Delta]:
         """End every choice of a request, wherever it is; a final Delta for each. Unknown ids are ignored."""

@@ -30,6 +30,7 @@ class AnyOrder(RuleBasedStateMachine):
         mixed=st.booleans(),
         prefix=st.booleans(),
         depth=st.integers(0, 2),
+        tokens_per_step=st.sampled_from([1, 3]),
         ratio=st.sampled_from([0.0, 0.0, 0.5]),
         policy=st.sampled_from(["fcfs", "lpm", "lof", "random", "dfs-weight"]),
         reserved=st.sampled_from([1, 4, 4096]),
@@ -41,6 +42,7 @@ class AnyOrder(RuleBasedStateMachine):
         num_tokens: int,
         prefix: bool,
         depth: int,
+        tokens_per_step: int,
         ratio: float,
         reserved: int,
         **plan: Any,
@@ -56,6 +58,8 @@ class AnyOrder(RuleBasedStateMachine):
             depth=depth,
             vocab_size=VOCAB,
         )
+        if not depth:  # a step that brings several tokens must be the only one of its sequence
+            self.drive.runner.tokens_per_step = tokens_per_step
         self.added: list[Sequence] = []
         self.interrupted: dict[Sequence, str] = {}  # ended from outside: aborted, stopped early, lost, broken
 
@@ -114,7 +118,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.drive.apply()
 
     @precondition(lambda self: self.added)
-    @rule(which=st.integers(0, 1000), how=st.sampled_from(["abort", "finish_early", "break"]))
+    @rule(which=st.integers(0, 1000), how=st.sampled_from(["abort", "finish_early", "fail"]))
     def interrupt(self, which: int, how: str):
         sequence = self.added[which % len(self.added)]
         if how == "abort":
@@ -122,8 +126,8 @@ class AnyOrder(RuleBasedStateMachine):
         elif how == "finish_early":
             self._finish_early(sequence)
         else:
-            self._interrupt([s for s in self.added if s.request is sequence.request], "broken")
-            self.drive.runner.broken_requests.add(sequence.request.id)
+            self._interrupt([s for s in self.added if s.request is sequence.request], "failed")
+            self.drive.runner.failed_requests.add(sequence.request.id)
 
     def _abort(self, request: Request):
         self._interrupt([s for s in self.added if s.request is request], "aborted")
@@ -187,7 +191,7 @@ class AnyOrder(RuleBasedStateMachine):
     def _check_interrupted(self, sequence: Sequence, deltas: list[Delta]) -> None:
         how, output = self.interrupted[sequence], self.drive.output(sequence)
         assert output == self.drive.expected(sequence)[: len(output)]
-        assert len([d for d in deltas if d.finish]) == (how in ("aborted", "broken"))
+        assert len([d for d in deltas if d.finish]) == (how in ("aborted", "failed"))
 
     def _check_complete(self, sequence: Sequence, deltas: list[Delta]) -> None:
         expected = self.drive.expected(sequence)

@@ -35,6 +35,41 @@ def test_one_delta_per_sequence_and_step_with_its_usage():
     assert last_finish(drive) == Finish("length", length=3)
 
 
+@pytest.mark.parametrize("tokens_per_step", [2, 3, 5])
+def test_several_tokens_of_a_step_are_those_of_several_steps(tokens_per_step: int):
+    drive = Drive(depth=0, page_size=2)
+    drive.runner.tokens_per_step = tokens_per_step
+    sequences = [make_sequence([i, 3, 5], max_new_tokens=11, seed=i) for i in range(3)]
+    drive.add(*sequences)
+    drive.run()
+    assert [drive.output(s) for s in sequences] == [drive.expected(s) for s in sequences]
+    assert [len(delta.ids) for delta in drive.deltas[:3]] == [tokens_per_step] * 3
+    assert last_finish(drive) == Finish("length", length=11)
+
+
+def test_tokens_behind_a_stop_are_dropped_with_their_logprobs():
+    drive = Drive(depth=0)
+    drive.runner.tokens_per_step = 5
+    output = drive.expected(make_sequence([1, 2, 3], max_new_tokens=8))
+    stop = output[2]
+    sequence = make_sequence([1, 2, 3], max_new_tokens=8, stop_ids=[stop], logprobs=LogprobParams())
+    drive.add(sequence)
+    drive.run()
+    (delta,) = drive.deltas
+    assert (delta.ids, delta.finish) == (output[:3], Finish("stop", matched=stop))
+    assert delta.usage.output == 3
+    assert delta.logprobs is not None
+    assert delta.logprobs.chosen == [(-float(token), token) for token in output[:3]]
+
+
+def test_several_tokens_of_a_sequence_in_another_step_are_refused():
+    drive = Drive(depth=1)
+    drive.runner.tokens_per_step = 2
+    drive.add(make_sequence([1, 2, 3], max_new_tokens=8))
+    with pytest.raises(EngineFailure, match="several tokens"):
+        drive.run()
+
+
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_a_stop_token_is_delivered_and_the_overrun_dropped(depth: int):
     drive = Drive(depth=depth)
@@ -201,10 +236,10 @@ def test_a_choice_that_met_a_stop_string_ends_silently():
     assert drive.output(second) == drive.expected(second)
 
 
-def test_a_broken_row_ends_only_its_sequence_and_is_not_cached():
+def test_a_failed_row_ends_only_its_sequence_and_is_not_cached():
     drive = Drive(page_size=1)
     good, bad = make_sequence([1, 2, 3]), make_sequence([4, 5, 6])
-    drive.runner.broken_requests.add(bad.request.id)
+    drive.runner.failed_requests.add(bad.request.id)
     drive.add(good, bad)
     drive.run()
     (delta,) = [delta for delta in drive.deltas if delta.request_id == bad.request.id]
@@ -253,9 +288,9 @@ def test_steps_are_applied_in_order():
     assert first is not None
     assert second is not None
     drive.runner.launch(first)
-    _, tokens = drive.runner.finish_oldest()
+    _, output = drive.runner.finish_oldest()
     with pytest.raises(EngineFailure, match="Step 1 was applied when step 0 was due"):
-        drive.schedule.apply(second, tokens)
+        drive.schedule.apply(second, output)
 
 
 def test_flushing_waits_until_all_is_quiet():
