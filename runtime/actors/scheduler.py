@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
+from runtime.actors.adapted_runner import AdaptedRunner
 from runtime.actors.mailbox import Mailbox
 from runtime.batch import Batch, Runner, StepOutput
 from runtime.config.plan import SchedulePlan
@@ -66,7 +67,7 @@ class SchedulerActor:
         self.inbox: Mailbox[Admit | Abort | StopEarly] = Mailbox()
         self.schedule = schedule
         self.progress = Progress(plan.log_interval_steps, page_size)
-        self._runner = runner
+        self._runner: Runner = AdaptedRunner(runner)
         # Steps in flight while the next one is filled: for overlap one, in a pipeline one for each stage.
         self._depth = plan.micro_batches - 1 if plan.micro_batches > 1 else int(plan.overlap)
         self._emit = emit
