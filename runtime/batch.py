@@ -52,8 +52,11 @@ class Batch:
     slots: Ints  # [B], where the row's last sampled token is kept on the device
     token_ids: Ints  # [T], rows one after the other, UNKNOWN where only the device knows
     page_table: Ints  # [B, pages of the longest row], padded with 0 beyond a row's own pages
-    sampling: Sampling | None  # None: no row reaches its end
+    sampling: Sampling | None  # None: no row yields a token
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    embedding_rows: Ints | None = (
+        None  # rows of which a vector is wanted instead of a token; None: there are none
+    )
     stats: StepStats = NO_STATS
 
 

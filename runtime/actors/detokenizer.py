@@ -145,6 +145,7 @@ class _Choice:
             delta.usage,
             join_logprobs(self._held_logprobs) if self._held_logprobs else None,
             self._prompt_logprobs,
+            delta.embedding,
         )
         self._held_text = ""
         self._held_ids = []

@@ -31,7 +31,7 @@ def apply_output(batch: Batch, output: StepOutput, retire: Retire) -> list[Delta
             finish = _finish_without_token(batch, row, failed)
             if finish is not None:
                 retire(sequence, finish, row not in failed)
-                deltas.append(final_delta(sequence, finish))
+                deltas.append(final_delta(sequence, finish, _embedding(output, row, finish)))
             continue
         sequence.num_pending -= 1
         if len(tokens) > 1:
@@ -61,12 +61,12 @@ def apply_output(batch: Batch, output: StepOutput, retire: Retire) -> list[Delta
     return deltas
 
 
-def final_delta(sequence: Sequence, finish: Finish) -> Delta:
-    """The last word on a sequence, without a new token."""
+def final_delta(sequence: Sequence, finish: Finish, embedding: list[float] | None = None) -> Delta:
+    """The end of a sequence, without a new token."""
     num_output = len(sequence.ids) - sequence.num_prompt
     usage = Usage(sequence.num_prompt, num_output, max(sequence.num_cached, 0))
     prompt_logprobs = sequence.prompt_logprobs if finish.kind == "length" else None
-    return Delta(sequence.request.id, sequence.index, [], finish, usage, None, prompt_logprobs)
+    return Delta(sequence.request.id, sequence.index, [], finish, usage, None, prompt_logprobs, embedding)
 
 
 def first_logprobs(logprobs: Logprobs | None, count: int) -> Logprobs | None:
@@ -96,9 +96,21 @@ def _finish_without_token(batch: Batch, row: int, failed: frozenset[int]) -> Fin
     if row in failed:
         return Finish("abort", message=NOT_FINITE)
     end = int(batch.starts[row]) + int(batch.counts[row])
+    if sequence.request.wants_embedding:
+        return Finish("stop") if end == sequence.num_prompt else None
     if end == sequence.max_tokens:  # only a prompt without output is computed to its last token
         return Finish("length", length=0)
     return None
+
+
+def _embedding(output: StepOutput, row: int, finish: Finish) -> list[float] | None:
+    """The vector of a row that ends with one. Raises `EngineFailure` when the step did not compute it."""
+    if finish.kind != "stop":
+        return None
+    vector = output.embeddings[row] if output.embeddings is not None else None
+    if vector is None:
+        raise EngineFailure("A step computed no embedding for a request that wants one.")
+    return vector
 
 
 def _append_prompt_logprobs(sequence: Sequence, more: Logprobs) -> None:

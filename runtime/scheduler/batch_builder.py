@@ -224,6 +224,7 @@ class _StepRows:
 
     __slots__ = (
         "_counts",
+        "_embedded",
         "_max_rows",
         "_prompt_logprobs",
         "_sampled",
@@ -246,6 +247,7 @@ class _StepRows:
         self._counts: list[int] = []
         self._token_ids: list[int] = []
         self._sampled: list[int] = []
+        self._embedded: list[int] = []
         self._prompt_logprobs: list[PromptLogprobs] = []
         self.duplicates: list[tuple[Sequence, Duplicates]] = []
         self.unfinished: list[Sequence] = []  # cut prompts that go on in the next step
@@ -279,11 +281,14 @@ class _StepRows:
         self.num_decodes = len(sequences)
 
     def add_prompt(self, sequence: Sequence, count: int) -> None:
-        """The next `count` known tokens; the row samples if they are the last and more may follow."""
+        """The next `count` known tokens; with the last one the row yields what the request wants, if anything."""
         start = sequence.num_computed
         end = start + count
         self._ask_prompt_logprobs(sequence, start, end)
-        if end == len(sequence.ids) < sequence.max_tokens:
+        if sequence.request.wants_embedding:
+            if end == len(sequence.ids):
+                self._embedded.append(len(self._sequences))
+        elif end == len(sequence.ids) < sequence.max_tokens:
             self._sampled.append(len(self._sequences))
             sequence.num_pending += 1
         self._sequences.append(sequence)
@@ -325,6 +330,7 @@ class _StepRows:
             page_table=tables.pages[indices, :width],
             sampling=sampling,
             prompt_logprobs=tuple(self._prompt_logprobs),
+            embedding_rows=np.array(self._embedded, np.int32) if self._embedded else None,
             stats=StepStats(self.num_new, self.num_cached_tokens, self.num_prompt_tokens, self.num_decodes),
         )
 

@@ -230,7 +230,7 @@ class Scheduler:
             raise InvalidRequest("The prompt has no tokens.", param="input_ids")
         if min(sequence.ids) < 0 or max(sequence.ids) >= self._vocab_size:
             raise InvalidRequest(f"Token ids must be in [0, {self._vocab_size}).", param="input_ids")
-        needed = num_prompt + (sequence.sampling.max_new_tokens != 0)
+        needed = num_prompt + (sequence.max_tokens > num_prompt)
         if needed > min(sequence.max_tokens, self._max_tokens):
             raise ContextOverflow(
                 f"The prompt has {num_prompt} tokens; at most {self._max_tokens} fit, with the output.",

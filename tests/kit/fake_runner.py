@@ -39,6 +39,14 @@ def first_state(sequence: Sequence) -> int:
     return crc32(repr(sequence.namespace).encode())
 
 
+def reference_embedding(sequence: Sequence) -> list[float]:
+    """The vector of a sequence's prompt when it is computed alone: its state, as a float can hold it."""
+    state = first_state(sequence)
+    for token in sequence.ids[: sequence.num_prompt]:
+        state = advance(state, token)
+    return [float(state % 1_000_003), 1.0]
+
+
 def reference_output(sequence: Sequence, vocab_size: int) -> list[int]:
     """What a sequence produces when it is computed alone."""
     state, output = first_state(sequence), []
@@ -154,7 +162,15 @@ class FakeRunner:
         prompts = [
             (asked.row, _logprobs(asked.targets.tolist(), asked.params)) for asked in batch.prompt_logprobs
         ]
-        return StepOutput(tokens, failed, logprobs, prompts)
+        return StepOutput(tokens, failed, logprobs, prompts, self._embed(batch, states))
+
+    def _embed(self, batch: Batch, states: list[list[int]]) -> list[list[float] | None] | None:
+        if batch.embedding_rows is None:
+            return None
+        embeddings: list[list[float] | None] = [None for _ in batch.sequences]
+        for row in batch.embedding_rows.tolist():
+            embeddings[row] = [float(states[row][-1] % 1_000_003), 1.0]
+        return embeddings
 
 
 def _logprobs(ids: list[int], params: LogprobParams | None) -> Logprobs:
@@ -193,14 +209,15 @@ def make_sequence(
     request: Request | None = None,
     logprobs: LogprobParams | None = None,
     namespace: str | None = None,
+    wants_embedding: bool = False,
     **sampling: object,
 ) -> Sequence:
     """A sequence with a request of its own, unless one is given (for several choices)."""
     ids = tuple(prompt)
     if request is None:
         params = SamplingParams(max_new_tokens=max_new_tokens, **sampling)  # type: ignore[arg-type]
-        request = Request(ids=ids, sampling=params, logprobs=logprobs)
-    limit = request.sampling.max_new_tokens
+        request = Request(ids=ids, sampling=params, logprobs=logprobs, wants_embedding=wants_embedding)
+    limit = 0 if request.wants_embedding else request.sampling.max_new_tokens
     return Sequence(
         request,
         index,

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from fake_runner import Drive, make_plan, make_sequence
+from fake_runner import Drive, make_plan, make_sequence, reference_embedding
 from runtime.errors import ContextOverflow
 from runtime.request import Delta, Finish, LogprobParams, Request
 from runtime.scheduler import batch_builder
@@ -72,6 +72,7 @@ class AnyOrder(RuleBasedStateMachine):
         seed=st.integers(0, 2),
         namespace=st.sampled_from([None, "adapter"]),
         logprob_start=st.sampled_from([-1, -1, 0, 3]),
+        wants_embedding=st.sampled_from([False, False, False, True]),
     )
     def add(
         self,
@@ -81,12 +82,17 @@ class AnyOrder(RuleBasedStateMachine):
         num_choices: int,
         seed: int,
         logprob_start: int,
+        wants_embedding: bool,
         **values: Any,
     ):
         if repeat % 3 == 0 and self.added:  # continue an earlier conversation
             prompt = (self.added[repeat % len(self.added)].ids + prompt)[: 14 + repeat % 8]
         logprobs = LogprobParams(start=logprob_start) if 0 <= logprob_start < len(prompt) else None
-        first = make_sequence(prompt, seed=seed, logprobs=logprobs, n=num_choices, **values)
+        if wants_embedding:
+            num_choices = 1
+        first = make_sequence(
+            prompt, seed=seed, logprobs=logprobs, n=num_choices, wants_embedding=wants_embedding, **values
+        )
         stop_ids, namespace = values["stop_ids"], values["namespace"]
         others = [
             make_sequence(
@@ -94,7 +100,7 @@ class AnyOrder(RuleBasedStateMachine):
             )
             for i in range(1, num_choices)
         ]
-        needed = len(prompt) + (values["max_new_tokens"] > 0)
+        needed = len(prompt) + (values["max_new_tokens"] > 0 and not wants_embedding)
         if needed > self.drive.cache.num_tokens:
             with pytest.raises(ContextOverflow):
                 self.drive.add(first, *others)
@@ -196,6 +202,10 @@ class AnyOrder(RuleBasedStateMachine):
     def _check_complete(self, sequence: Sequence, deltas: list[Delta]) -> None:
         expected = self.drive.expected(sequence)
         assert self.drive.output(sequence) == expected
+        if sequence.request.wants_embedding:
+            (delta,) = deltas
+            assert (delta.finish, delta.embedding) == (Finish("stop"), reference_embedding(sequence))
+            return
         assert [d.finish is not None for d in deltas] == [False] * (len(deltas) - 1) + [True]
         stopped = bool(expected) and expected[-1] in sequence.stop_ids
         finish = deltas[-1].finish

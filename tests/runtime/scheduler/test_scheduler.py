@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fake_runner import Drive, make_plan, make_sequence
+from fake_runner import Drive, make_plan, make_sequence, reference_embedding
 from runtime.batch import UNKNOWN, Batch
 from runtime.errors import ContextOverflow, EngineFailure, InvalidRequest, Overloaded
 from runtime.request import Finish, LogprobParams
@@ -111,6 +111,51 @@ def test_no_output_wanted_computes_the_prompt_and_ends():
     assert (delta.ids, delta.finish) == ([], Finish("length", length=0))
     assert delta.prompt_logprobs is not None
     assert delta.prompt_logprobs.chosen == [(None, 3), (-4.0, 4), (-5.0, 5)]
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 4])
+def test_an_embedding_ends_its_request_without_a_token(chunk_tokens: int | None):
+    drive = Drive(make_plan(chunk_tokens=chunk_tokens))
+    wanting, talking = make_sequence(range(11), wants_embedding=True), make_sequence([3, 4], max_new_tokens=3)
+    drive.add(wanting, talking)
+    batches = [drive.step() for _ in range(4)]
+    assert [batch.embedding_rows is not None for batch in batches if batch].count(True) == 1
+    drive.run()
+    (delta,) = [delta for delta in drive.deltas if delta.request_id == wanting.request.id]
+    assert (delta.ids, delta.finish, delta.usage) == ([], Finish("stop"), (11, 0, 0))
+    assert delta.embedding == reference_embedding(wanting)
+    assert drive.output(talking) == drive.expected(talking)
+
+
+def test_an_embedding_uses_a_cached_prefix_and_computes_its_last_token():
+    drive = Drive(page_size=1)
+    for length, num_computed in ((9, 9), (9, 1), (12, 3)):
+        before = drive.runner.num_tokens_computed
+        sequence = make_sequence(range(length), wants_embedding=True)
+        drive.add(sequence)
+        drive.run()
+        assert drive.runner.num_tokens_computed - before == num_computed
+        assert drive.deltas[-1].embedding == reference_embedding(sequence)
+
+
+def test_a_missing_embedding_is_our_failure(monkeypatch: pytest.MonkeyPatch):
+    drive = Drive(depth=0)
+    monkeypatch.setattr(drive.runner, "_embed", lambda *step: None)
+    drive.add(make_sequence([1, 2], wants_embedding=True))
+    with pytest.raises(EngineFailure, match="no embedding"):
+        drive.step()
+
+
+def test_a_failed_embedding_row_ends_only_its_request():
+    drive = Drive(page_size=1)
+    good, bad = (make_sequence([i, 5, 6], wants_embedding=True) for i in (1, 2))
+    drive.runner.failed_requests.add(bad.request.id)
+    drive.add(good, bad)
+    drive.run()
+    found = {delta.request_id: delta for delta in drive.deltas}
+    assert found[good.request.id].embedding == reference_embedding(good)
+    assert (found[bad.request.id].finish or GONE).kind == "abort"
+    assert found[bad.request.id].embedding is None
 
 
 def test_prompt_logprobs_come_once_with_the_first_output_across_chunks():
