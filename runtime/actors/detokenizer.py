@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from runtime.actors.mailbox import Mailbox
 from runtime.actors.output_stream import OutputStream, join_logprobs
 from runtime.request import Chunk, Delta, Finish, Logprobs
+from runtime.scheduler.apply import first_logprobs
 from runtime.tokenizer.incremental import Incremental
 from runtime.tokenizer.stop import StopMatcher
 from runtime.tokenizer.tokenizer import Tokenizer
@@ -125,7 +126,7 @@ class _Choice:
         self._held_ids += ids
         self._since_sent += len(ids)
         if delta.logprobs is not None:
-            self._held_logprobs.append(_first(delta.logprobs, len(ids)))
+            self._held_logprobs.append(first_logprobs(delta.logprobs, len(ids)))
         if delta.prompt_logprobs is not None:
             self._prompt_logprobs = delta.prompt_logprobs
         return self._send(delta, finish)
@@ -144,6 +145,7 @@ class _Choice:
             delta.usage,
             join_logprobs(self._held_logprobs) if self._held_logprobs else None,
             self._prompt_logprobs,
+            delta.embedding,
         )
         self._held_text = ""
         self._held_ids = []
@@ -185,9 +187,3 @@ class _Choice:
                 return sent, ids, Finish("stop", matched=matched)
             sent += matcher.flush()
         return sent, ids, finish
-
-
-def _first(logprobs: Logprobs, count: int) -> Logprobs:
-    if len(logprobs.chosen) <= count:
-        return logprobs
-    return Logprobs(logprobs.chosen[:count], logprobs.top[:count], logprobs.picked[:count])

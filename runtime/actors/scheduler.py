@@ -7,10 +7,11 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+from runtime.actors.adapted_runner import AdaptedRunner
 from runtime.actors.mailbox import Mailbox
-from runtime.batch import Batch, Tokens
+from runtime.batch import Batch, Runner, StepOutput
 from runtime.config.plan import SchedulePlan
 from runtime.errors import OutOfMemory, PenstockError, StepFailed, WorkerFailed
 from runtime.request import Delta, Finish
@@ -24,22 +25,6 @@ ARRIVAL_TURNS = 3
 MAX_ARRIVAL_TURNS = 50  # however many keep coming
 
 NO_MEMORY = "The device ran out of memory; this request came last and was given up for the others."
-
-
-class Step(Protocol):
-    """A launched batch."""
-
-    async def tokens(self) -> Tokens:
-        """Its tokens, when they are on the host. Raises what the forward raised."""
-        ...
-
-
-class Runner(Protocol):
-    """Runs batches in order, beside the loop."""
-
-    def launch(self, batch: Batch) -> Step:
-        """Enqueue the batch; returns at once."""
-        ...
 
 
 class Admit(NamedTuple):
@@ -82,12 +67,12 @@ class SchedulerActor:
         self.inbox: Mailbox[Admit | Abort | StopEarly] = Mailbox()
         self.schedule = schedule
         self.progress = Progress(plan.log_interval_steps, page_size)
-        self._runner = runner
+        self._runner: Runner = AdaptedRunner(runner)
         # Steps in flight while the next one is filled: for overlap one, in a pipeline one for each stage.
         self._depth = plan.micro_batches - 1 if plan.micro_batches > 1 else int(plan.overlap)
         self._emit = emit
         self._fail = fail
-        self._in_flight: deque[tuple[Batch, Step]] = deque()
+        self._in_flight: deque[tuple[Batch, asyncio.Future[StepOutput]]] = deque()
 
     @property
     def busy_since(self) -> float | None:
@@ -102,7 +87,7 @@ class SchedulerActor:
             if batch is not None:
                 self._launch(batch)
             if self._in_flight and (batch is None or len(self._in_flight) > self._depth):
-                await self._complete()
+                await self._finish_oldest()
             elif batch is None:
                 await self.inbox.wait()
                 await self._gather()
@@ -125,22 +110,30 @@ class SchedulerActor:
         if not self._in_flight:
             self.progress.last_step_s = time.monotonic()
         self._in_flight.append((batch, self._runner.launch(batch)))
-        self.progress.note_launch(self.schedule)
+        self.progress.note_launch(self.schedule, batch)
 
-    async def _complete(self) -> None:
-        batch, step = self._in_flight[0]
+    async def _finish_oldest(self) -> None:
+        batch, future = self._in_flight[0]
         try:
-            tokens = await step.tokens()
+            output = await self._output(future)
         except WorkerFailed:  # nothing can be computed any more: the owner decides
             raise
         except Exception as error:  # the step boundary: whatever the forward raised costs only its requests
             await self._recover(error)
             return
         self._in_flight.popleft()
-        deltas = self.schedule.apply(batch, tokens)
+        deltas = self.schedule.apply(batch, output)
         if deltas:
             self._emit(deltas)
-        self.progress.note_applied(self.schedule, len(batch.sequences))
+        self.progress.note_applied(self.schedule, batch, len(batch.sequences))
+
+    async def _output(self, future: asyncio.Future[StepOutput]) -> StepOutput:
+        """The result of the oldest step in flight. Gives the loop a turn; cancelled, the step goes on."""
+        self._runner.finish_oldest()
+        if future.done():
+            await asyncio.sleep(0)
+            return future.result()
+        return await asyncio.shield(future)
 
     async def _recover(self, error: Exception) -> None:
         """A step failed: what was in flight is lost, the ledger is as new, everything else goes on.
@@ -148,9 +141,9 @@ class SchedulerActor:
         For want of memory only its newest request is given up; the others are computed again.
         """
         logger.error("a step failed", exc_info=error)
-        for _, step in list(self._in_flight)[1:]:
+        for _, future in list(self._in_flight)[1:]:
             try:
-                await step.tokens()
+                await self._output(future)
             except Exception as another:  # they ran behind a failed step; their outcome does not matter
                 logger.error("a step behind it failed too: %s", another)
         batches = [batch for batch, _ in self._in_flight]
@@ -197,9 +190,9 @@ class Progress:
         self._mark_generated = 0
         self._num_decode_steps = 0
 
-    def note_launch(self, schedule: Scheduler) -> None:
+    def note_launch(self, schedule: Scheduler, batch: Batch) -> None:
         """After every fill and launch."""
-        fill = schedule.last_fill
+        fill = batch.stats
         if fill.num_prompt_tokens and logger.isEnabledFor(logging.INFO):
             load = schedule.load
             logger.info(
@@ -213,12 +206,12 @@ class Progress:
                 load.num_waiting,
             )
 
-    def note_applied(self, schedule: Scheduler, num_tokens: int) -> None:
+    def note_applied(self, schedule: Scheduler, batch: Batch, num_tokens: int) -> None:
         """After every applied step, which yielded about `num_tokens` tokens."""
         self.num_steps += 1
         self.num_generated += num_tokens
         self.last_step_s = time.monotonic()
-        if schedule.last_fill.num_prompt_tokens:
+        if batch.stats.num_prompt_tokens:
             return
         self._num_decode_steps += 1
         if self._num_decode_steps % self._interval == 0:

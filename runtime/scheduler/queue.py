@@ -91,7 +91,7 @@ def longest_prefix_first(waiting: list[Sequence], cache: PrefixCache) -> list[Se
     """The sequence with most tokens in the prefix tree comes first; arrival decides among equals."""
     if not cache.enabled or len(waiting) > MATCHED_QUEUE_LENGTH:
         return waiting
-    return sorted(waiting, key=lambda sequence: -cache.measure(sequence))
+    return sorted(waiting, key=lambda sequence: -cache.match_length(sequence))
 
 
 def along_the_tree(waiting: list[Sequence], cache: PrefixCache) -> list[Sequence]:

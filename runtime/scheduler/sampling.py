@@ -30,60 +30,63 @@ def uniform_numbers(seeds: NDArray[np.uint64], positions: Longs) -> Floats:
 
 
 class SamplingTables:
-    """What each running sequence asks of the sampler, by slot: written when it enters, gathered in every step."""
+    """What each running sequence asks of the sampler, by sequence index.
 
-    def __init__(self, num_slots: int, vocab_size: int) -> None:
+    Written when it enters, gathered in every step.
+    """
+
+    def __init__(self, num_rows: int, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._greedy = np.zeros(num_slots, np.bool_)
-        self._seeds = np.zeros(num_slots, np.uint64)
-        self._num_prompt = np.zeros(num_slots, np.int64)
+        self._greedy = np.zeros(num_rows, np.bool_)
+        self._seeds = np.zeros(num_rows, np.uint64)
+        self._num_prompt = np.zeros(num_rows, np.int64)
         self._params = {
-            name: np.full(num_slots, array.neutral, array.dtype) for name, array in ROW_ARRAYS.items()
+            name: np.full(num_rows, array.neutral, array.dtype) for name, array in ROW_ARRAYS.items()
         }
-        self._num_users = dict.fromkeys(ROW_ARRAYS, 0)  # slots whose value is not neutral
-        self._is_special = np.zeros(num_slots, np.bool_)  # has bias, penalties or logprobs
-        self._special: dict[int, Sequence] = {}  # those, by slot
-        self._fresh: set[int] = set()  # penalised slots whose sequence has not sampled there yet
+        self._num_users = dict.fromkeys(ROW_ARRAYS, 0)  # sequences whose value is not neutral
+        self._is_special = np.zeros(num_rows, np.bool_)  # has bias, penalties or logprobs
+        self._special: dict[int, Sequence] = {}  # those, by sequence index
+        self._fresh: set[int] = set()  # penalised ones whose sequence has not sampled there yet
 
     def enter(self, sequence: Sequence) -> None:
-        """Write the row of a sequence that got its slot."""
-        slot, params = sequence.slot, sequence.sampling
-        self._greedy[slot] = params.greedy
-        self._seeds[slot] = sequence.seed & 0xFFFF_FFFF_FFFF_FFFF
-        self._num_prompt[slot] = sequence.num_prompt
+        """Write the row of a sequence that got its index."""
+        index, params = sequence.sequence_index, sequence.sampling
+        self._greedy[index] = params.greedy
+        self._seeds[index] = sequence.seed & 0xFFFF_FFFF_FFFF_FFFF
+        self._num_prompt[index] = sequence.num_prompt
         for name, value in params.row_values():
-            self._params[name][slot] = value
+            self._params[name][index] = value
             self._num_users[name] += 1
         penalised = is_penalised(sequence)
         forbids = params.min_new_tokens > 0 and bool(sequence.stop_ids)
         logprobs = sequence.request.logprobs is not None
         if penalised or forbids or logprobs or params.logit_bias:
-            self._is_special[slot] = True
-            self._special[slot] = sequence
+            self._is_special[index] = True
+            self._special[index] = sequence
         if penalised:
-            self._fresh.add(slot)
+            self._fresh.add(index)
 
     def leave(self, sequence: Sequence) -> None:
-        """Make the row neutral again; the sequence still has its slot."""
-        slot = sequence.slot
+        """Make the row neutral again; the sequence still has its index."""
+        index = sequence.sequence_index
         for name, _ in sequence.sampling.row_values():
-            self._params[name][slot] = ROW_ARRAYS[name].neutral
+            self._params[name][index] = ROW_ARRAYS[name].neutral
             self._num_users[name] -= 1
-        self._is_special[slot] = False
-        self._special.pop(slot, None)
-        self._fresh.discard(slot)
+        self._is_special[index] = False
+        self._special.pop(index, None)
+        self._fresh.discard(index)
 
-    def gather(self, rows: Ints, slots: Ints, ends: Longs) -> Sampling:
+    def gather(self, rows: Ints, indices: Ints, ends: Longs) -> Sampling:
         """Build the arrays for R sampling rows.
 
-        `rows` and `slots` are [R]; `ends` [R] is the position that each row's new token will have in its
-        sequence.
+        `rows` and `indices` (of their sequences) are [R]; `ends` [R] is the position that each row's new token
+        will have in its sequence.
         """
-        positions = ends - self._num_prompt[slots]
+        positions = ends - self._num_prompt[indices]
         bias = penalties = logprobs = None
-        special = self._is_special[slots] if self._special else None
+        special = self._is_special[indices] if self._special else None
         if special is not None and special.any():
-            held = [(row, self._special[int(slots[row])]) for row in np.flatnonzero(special).tolist()]
+            held = [(row, self._special[int(indices[row])]) for row in np.flatnonzero(special).tolist()]
             bias = _gather_bias(held, positions, self._vocab_size)
             penalties = self._gather_penalties(held)
             if any(sequence.request.logprobs is not None for _, sequence in held):
@@ -91,9 +94,9 @@ class SamplingTables:
                 logprobs = tuple(wanted.get(row) for row in range(len(rows)))
         return Sampling(
             rows=rows,
-            greedy=self._greedy[slots],
-            uniform=uniform_numbers(self._seeds[slots], positions),
-            params={name: self._params[name][slots] for name, users in self._num_users.items() if users},
+            greedy=self._greedy[indices],
+            uniform=uniform_numbers(self._seeds[indices], positions),
+            params={name: self._params[name][indices] for name, users in self._num_users.items() if users},
             bias=bias,
             penalties=penalties,
             logprobs=logprobs,
@@ -105,13 +108,15 @@ class SamplingTables:
             return None
         fresh = []
         for _, sequence in penalised:
-            if sequence.slot in self._fresh:
+            if sequence.sequence_index in self._fresh:
                 prompt, output = sequence.ids[: sequence.num_prompt], sequence.ids[sequence.num_prompt :]
-                fresh.append(FreshSlot(sequence.slot, np.array(prompt, np.int32), np.array(output, np.int32)))
-                self._fresh.discard(sequence.slot)
+                fresh.append(
+                    FreshSlot(sequence.sequence_index, np.array(prompt, np.int32), np.array(output, np.int32))
+                )
+                self._fresh.discard(sequence.sequence_index)
         return Penalties(
             rows=np.array([row for row, _ in penalised], np.int64),
-            slots=np.array([sequence.slot for _, sequence in penalised], np.int64),
+            slots=np.array([sequence.sequence_index for _, sequence in penalised], np.int64),
             fresh=tuple(fresh),
         )
 

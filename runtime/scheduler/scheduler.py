@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from runtime.batch import Batch, Tokens
+from runtime.batch import Batch, StepOutput
 from runtime.config.plan import SchedulePlan
 from runtime.errors import ContextOverflow, EngineFailure, InvalidRequest, Overloaded
 from runtime.kv_cache.prefix_cache import PrefixCache
 from runtime.request import Delta, Finish, LogprobParams, Logprobs
-from runtime.scheduler.apply import apply_tokens, final_delta
-from runtime.scheduler.batch_builder import BatchBuilder, FillCounts
-from runtime.scheduler.budget import NewTokenRatio
-from runtime.scheduler.preempt import Retraction
+from runtime.scheduler.apply import apply_output, final_delta
+from runtime.scheduler.batch_builder import BatchBuilder
 from runtime.scheduler.queue import WaitingQueue
-from runtime.scheduler.running import Running
+from runtime.scheduler.request_tables import Running
 from runtime.sequence import Sequence
 
 STEP_FAILED = "The step that computed this request failed."
@@ -37,7 +35,7 @@ class Load(NamedTuple):
 class Scheduler:
     """Fills steps and applies their results; synchronous, on plain data, owned by one actor.
 
-    The actor calls, over and over, `batch = fill()`, launches it, and `apply(previous, tokens)`. Any number
+    The actor calls, over and over, `batch = fill()`, launches it, and `apply(previous, output)`. Any number
     of filled batches may be in flight; they run one after the other, and are applied in that order.
     """
 
@@ -50,13 +48,10 @@ class Scheduler:
         self._max_tokens = min(context_length, cache.num_tokens)
         self._running = Running(plan.max_running, cache, vocab_size)
         self._waiting = WaitingQueue(plan.policy, cache)
-        self._ratio = NewTokenRatio(plan)
-        self._retraction = Retraction(self._running, self._waiting, self._ratio)
-        self._filler = BatchBuilder(plan, cache, self._running, self._waiting, self._ratio, self._retraction)
+        self._builder = BatchBuilder(plan, cache, self._running, self._waiting)
         self._choices: dict[int, list[Sequence]] = {}  # by request id, those not finished
         self._num_filled = 0
         self._num_applied = 0
-        self.last_fill = FillCounts()
 
     def add(self, *sequences: Sequence) -> None:
         """Queue the sequences of one request, all or none; `max_tokens` is lowered to what can be held.
@@ -82,24 +77,14 @@ class Scheduler:
         With None and no batch in flight there is nothing running and nothing waiting.
         """
         if not self._choices:
-            self._ratio.reset()
+            self._builder.new_token_ratio.reset()
             return None
-        rows, counts, duplicates = self._filler.fill()
-        if not rows:
-            return None
-        self.last_fill = counts
-        tables = self._running.tables
-        batch = rows.build(self._num_filled, tables, self._cache.page_size)
-        self._num_filled += 1
-        for sequence, (
-            first,
-            pages,
-        ) in duplicates:  # only now: no other row of this batch may get these pages
-            tables.write_pages(sequence.slot, first, sequence.pages[first : first + len(pages)])
-            self._cache.give(pages)
+        batch = self._builder.build(self._num_filled)
+        if batch is not None:
+            self._num_filled += 1
         return batch
 
-    def apply(self, batch: Batch, tokens: Tokens) -> list[Delta]:
+    def apply(self, batch: Batch, output: StepOutput) -> list[Delta]:
         """Take in the results of the oldest batch in flight; at most one Delta per sequence.
 
         Rows of sequences that have ended meanwhile are dropped. Raises `EngineFailure` out of order.
@@ -107,7 +92,7 @@ class Scheduler:
         if batch.number != self._num_applied:
             raise EngineFailure(f"Step {batch.number} was applied when step {self._num_applied} was due.")
         self._num_applied += 1
-        return apply_tokens(batch, tokens, self._retire)
+        return apply_output(batch, output, self._retire)
 
     def abort(self, request_id: int, finish: Finish) -> list[Delta]:
         """End every choice of a request, wherever it is; a final Delta for each. Unknown ids are ignored."""
@@ -180,7 +165,7 @@ class Scheduler:
 
     def num_cached(self, sequence: Sequence) -> int:
         """How many of a new sequence's tokens it would find in the prefix tree now; changes nothing."""
-        return self._cache.measure(sequence)
+        return self._cache.match_length(sequence)
 
     @property
     def num_waiting(self) -> int:
@@ -193,7 +178,7 @@ class Scheduler:
     @property
     def num_retracted(self) -> int:
         """Retractions since the start."""
-        return self._retraction.count
+        return self._builder.num_retracted
 
     @property
     def load(self) -> Load:
@@ -205,8 +190,8 @@ class Scheduler:
             num_used_pages=cache.num_used,
             num_evictable_pages=cache.num_evictable,
             token_usage=cache.num_used / cache.num_pages,
-            new_token_ratio=self._ratio.value,
-            num_retracted=self._retraction.count,
+            new_token_ratio=self._builder.new_token_ratio.value,
+            num_retracted=self._builder.num_retracted,
         )
 
     def check(self) -> None:
@@ -217,14 +202,19 @@ class Scheduler:
         if {*waiting, *running} != set(alive) or len(waiting) + len(running) != len(alive):
             raise ValueError("A sequence is lost, or both waiting and running.")
         for sequence in waiting:
-            if sequence.pages or sequence.lock is not None or sequence.slot >= 0 or sequence.num_computed:
+            if (
+                sequence.pages
+                or sequence.locked_node is not None
+                or sequence.sequence_index >= 0
+                or sequence.num_computed
+            ):
                 raise ValueError(f"{sequence!r} waits and still holds something.")
         if any(sequence.finish is not None for sequence in alive):
             raise ValueError("A finished sequence is still scheduled.")
 
     def _retire(self, sequence: Sequence, finish: Finish, trusted: bool = True) -> None:
         sequence.finish = finish
-        if sequence.slot >= 0:
+        if sequence.sequence_index >= 0:
             self._running.leave(sequence, trusted=trusted)
         else:
             self._waiting.remove(sequence)
@@ -240,7 +230,7 @@ class Scheduler:
             raise InvalidRequest("The prompt has no tokens.", param="input_ids")
         if min(sequence.ids) < 0 or max(sequence.ids) >= self._vocab_size:
             raise InvalidRequest(f"Token ids must be in [0, {self._vocab_size}).", param="input_ids")
-        needed = num_prompt + (sequence.sampling.max_new_tokens != 0)
+        needed = num_prompt + (sequence.max_tokens > num_prompt)
         if needed > min(sequence.max_tokens, self._max_tokens):
             raise ContextOverflow(
                 f"The prompt has {num_prompt} tokens; at most {self._max_tokens} fit, with the output.",

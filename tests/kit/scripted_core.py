@@ -12,7 +12,7 @@ import fake_core
 import fake_runner
 from runtime.actors.engine_core import EngineCore
 from runtime.actors.replica import Replica
-from runtime.batch import Batch, Tokens
+from runtime.batch import Batch, StepOutput
 from runtime.errors import EngineFailure
 from runtime.kv_cache.prefix_cache import PrefixCache
 from runtime.scheduler.scheduler import Scheduler
@@ -31,12 +31,35 @@ class ScriptedRunner:
         self.failure: Exception = ValueError("the device has a bad day: secret detail")
         self.sizes: list[int] = []  # rows of each step
         self.closed = False
+        self._steps: set[asyncio.Task[StepOutput]] = set()
         self.death: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
 
-    def launch(self, batch: Batch) -> ScriptedStep:
+    def launch(self, batch: Batch) -> asyncio.Future[StepOutput]:
         self.sizes.append(len(batch.sequences))
         self.fake.launch(batch)
-        return ScriptedStep(self)
+        step = asyncio.create_task(self._run_oldest())
+        self._steps.add(step)
+        step.add_done_callback(self._forget)
+        return step
+
+    async def _run_oldest(self) -> StepOutput:
+        await asyncio.sleep(0)
+        await self.open.wait()
+        if self.failures:
+            self.failures -= 1
+            self.fake.drop()
+            raise self.failure
+        if not self.fake.num_in_flight:
+            raise ValueError("a step before this one failed")
+        return self.fake.finish_oldest()[1]
+
+    def _forget(self, step: asyncio.Task[StepOutput]) -> None:
+        self._steps.discard(step)
+        if not step.cancelled():
+            step.exception()  # its waiter may be gone
+
+    def finish_oldest(self) -> None:
+        """Steps end by themselves."""
 
     @property
     def num_launched(self) -> int:
@@ -50,25 +73,10 @@ class ScriptedRunner:
         self.open.clear()
         self.death.set_result(error)
 
-    def close(self) -> None:
+    def close(self) -> None:  # on a thread
         self.closed = True
-
-
-class ScriptedStep:
-    def __init__(self, runner: ScriptedRunner) -> None:
-        self._runner = runner
-
-    async def tokens(self) -> Tokens:
-        runner = self._runner
-        await asyncio.sleep(0)
-        await runner.open.wait()
-        if runner.failures:
-            runner.failures -= 1
-            runner.fake.drop()
-            raise runner.failure
-        if not runner.fake.num_in_flight:
-            raise ValueError("a step before this one failed")
-        return runner.fake.finish_oldest()[1]
+        for step in list(self._steps):
+            step.get_loop().call_soon_threadsafe(step.cancel)
 
 
 @contextlib.asynccontextmanager
