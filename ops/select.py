@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ops.attention.divided import divide
 from ops.machine import Machine
-from ops.sampling import Choose, Penalize, Score
+from ops.sampling import ApplyBitmask, Choose, Penalize, Score
 
 if TYPE_CHECKING:
     from ops.cpp.executor import Executor
@@ -32,7 +32,7 @@ OPERATIONS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "moe": (("route", "mix"), ("native", "with_triton")),
     "norm": (("rms_norm", "add_rms_norm"), ("native", "with_cpp", "with_triton")),
     "rope": (("rotate",), ("native", "with_cpp", "with_triton")),
-    "sampling": (("choose", "penalize", "score"), ("native", "with_triton")),
+    "sampling": (("choose", "penalize", "apply_bitmask", "score"), ("native", "with_triton")),
 }
 
 
@@ -57,6 +57,7 @@ class Kernels:
     logits: Callable[[Tensor, Tensor], Tensor]
     choose: Choose
     penalize: Penalize
+    apply_bitmask: ApplyBitmask
     score: Score
     executor: Executor | None = None  # of those in C++, where there are some
 

@@ -7,6 +7,7 @@ from itertools import count
 from typing import Literal, NamedTuple
 from uuid import uuid4
 
+from runtime.constraint import Constraint
 from runtime.errors import InvalidRequest
 from runtime.sampling_params import MAX_BIASES, SamplingParams
 
@@ -55,6 +56,7 @@ class Request:
     add_special_tokens: bool = True  # chat templates write their own
     truncate: bool = False  # cut a too long prompt instead of refusing it
     wants_embedding: bool = False
+    constraint: Constraint | None = None  # of our own making: no API takes one yet
     label: str = field(default_factory=lambda: uuid4().hex)
     id: int = field(default_factory=lambda: next(_request_ids))
 

@@ -133,6 +133,7 @@ class Crew:
             own,
             choose=kernels.choose,
             penalize=kernels.penalize,
+            apply_bitmask=kernels.apply_bitmask,
             score=kernels.score,
         )
         model = self.member.take_model()

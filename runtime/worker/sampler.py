@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,24 +12,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ops.sampling import Choose, Penalize, SamplingArrays, Score, native
-from runtime.batch import PromptLogprobs, Sampling
+from ops.sampling import ApplyBitmask, Choose, Penalize, SamplingArrays, Score, native
+from runtime.batch import Batch, Penalties, PromptLogprobs, Sampling
 from runtime.request import Logprobs
 from runtime.sampling_params import ROW_ARRAYS
 from runtime.worker.device import Device
 from runtime.worker.forward_batch import Staging
+from runtime.worker.host_data import NOTHING, Arrived, HostDataGate, num_words
 from runtime.worker.logprobs import ScoredPrompts, ScoredRows, requested_ids, score_prompts, score_rows
 
+logger = logging.getLogger("penstock.scheduler")
+
 # Of the row arrays, those that choose a token from the logits, and those that change the logits before.
-PARAMS = tuple(name for name in SamplingArrays._fields if name in ROW_ARRAYS)
+FIELDS = SamplingArrays._fields
+PARAMS = tuple(name for name in FIELDS if name in ROW_ARRAYS)
 PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
 
 
 class HostTokens(NamedTuple):
     """The R sampled rows on the host."""
 
-    ids: list[int]  # [R]
-    failed: list[int]  # of the R rows, those whose logits were not finite numbers
+    tokens: list[list[int]]  # [R], one each; none where the row's host data was late
+    failed: list[int]  # of the R rows, those whose logits were not finite numbers, or whose constraint failed
     logprobs: list[Logprobs | None] | None  # [R]; None: nobody asked
 
 
@@ -38,8 +43,9 @@ class Sampled:
 
     ids: Tensor  # int64 [R], always valid ids
     sound: Tensor  # bool [R]
-    scored: ScoredRows | None
-    scored_rows: tuple[int, ...]  # of the R rows, those in `scored`
+    scored: ScoredRows | None = None
+    scored_rows: tuple[int, ...] = ()  # of the R rows, those in `scored`
+    host_data: Arrived = NOTHING
 
     def tensors(self) -> list[Tensor]:
         """What must be copied to the host before `read`."""
@@ -47,14 +53,19 @@ class Sampled:
 
     def read(self, host: Sequence[Tensor]) -> HostTokens:
         """Plain values from the copies of `tensors()`. Touches no device."""
-        ids, sound = host[0].tolist(), host[1].tolist()
-        failed = [row for row, is_sound in enumerate(sound) if not is_sound]
+        tokens, sound = [[token_id] for token_id in host[0].tolist()], host[1].tolist()
+        without_token, failed = self.host_data.without_token, self.host_data.failed
+        for row in without_token:
+            tokens[row], sound[row] = [], True
+        for row in failed:
+            sound[row] = False
+        unsound = [row for row, is_sound in enumerate(sound) if not is_sound]
         if self.scored is None:
-            return HostTokens(ids, failed, None)
-        logprobs: list[Logprobs | None] = [None] * len(ids)
+            return HostTokens(tokens, unsound, None)
+        logprobs: list[Logprobs | None] = [None] * len(tokens)
         for row, scores in zip(self.scored_rows, self.scored.read(host[2:])):
-            logprobs[row] = scores if sound[row] else None
-        return HostTokens(ids, failed, logprobs)
+            logprobs[row] = scores if sound[row] and tokens[row] else None
+        return HostTokens(tokens, unsound, logprobs)
 
 
 class Sampler:
@@ -73,53 +84,54 @@ class Sampler:
         *,
         choose: Choose = native.choose,
         penalize: Penalize = native.penalize,
+        apply_bitmask: ApplyBitmask = native.apply_bitmask,
         score: Score = native.score,
     ) -> None:
         self._is_host = device.is_host
         self._staging = Staging(device)
         self._seen = SeenTokens(vocab_size, num_slots, device.torch_device)
+        self._num_words = num_words(vocab_size)
+        self._gate = HostDataGate(device, vocab_size)
         self._choose, self._penalize, self._score = choose, penalize, score
+        self._apply_bitmask = apply_bitmask
 
-    def sample(self, logits: Tensor, sampling: Sampling) -> Sampled:
-        """Choose a token for each row of `logits` (float32 [R, V], altered in place) without waiting.
+    def sample(self, logits: Tensor, batch: Batch) -> Sampled:
+        """Choose a token for each row of `logits` (float32 [R, V], altered in place) of a batch that samples.
 
-        Logprobs are of the distribution after penalties, bias and temperature, before truncation; greedy rows
-        count as temperature 1.
+        Waits for nothing but the host data of rows with a constraint, and for that only until the forward is
+        done. Logprobs are of the distribution after penalties, bias, host data and temperature, before
+        truncation; greedy rows count as temperature 1.
         """
-        host = self._host_arrays(sampling)
+        sampling = batch.sampling
+        if sampling is None:
+            raise ValueError("No row of this batch is sampled.")
+        arrived = self._gate.arrived(batch)
+        host = self._host_arrays(sampling, arrived)
         there = self._staging.copy(host)
-        penalties = sampling.penalties
-        if penalties is not None:
-            for fresh in penalties.fresh:
-                self._seen.start(fresh.slot, there[f"prompt {fresh.slot}"], there[f"output {fresh.slot}"])
-            self._penalize(
-                logits,
-                there["penalised_rows"],
-                there["counted"],
-                self._seen.counts,
-                self._seen.in_prompt,
-                *(there[f"penalised_{name}"] for name in PENALTIES),
-            )
-        if sampling.bias is not None:
+        if "penalised_rows" in there:
+            self._apply_penalties(logits, sampling, there)
+        if "bias_rows" in there:
             logits.index_put_((there["bias_rows"], there["bias_ids"]), there["bias_values"], accumulate=True)
-        arrays = SamplingArrays(*(there[name] for name in SamplingArrays._fields))
-        plan = None
-        if not self._is_host:
-            plan = SamplingArrays(*(torch.from_numpy(host[name]) for name in SamplingArrays._fields))
-        ids, sound = self._choose(logits, arrays, plan)
-        if penalties is not None:
+        failed = [
+            row for row, data in arrived.data if data.process and not _process(data.process, logits[row])
+        ]
+        if "masked_rows" in there:
+            self._apply_bitmask(logits, there["masked_rows"], there["bitmasks"])
+        plan = None if self._is_host else SamplingArrays(*(torch.from_numpy(host[name]) for name in FIELDS))
+        ids, sound = self._choose(logits, SamplingArrays(*(there[name] for name in FIELDS)), plan)
+        if "penalised_rows" in there:
             self._seen.add(there["counted"], ids[there["penalised_rows"]])
-        rows = tuple(row for row, params in enumerate(sampling.logprobs or ()) if params is not None)
-        scored = None
-        if rows:
-            of_rows = (logits, ids)
-            if len(rows) < len(logits):
-                of_rows = (logits[there["scored_rows"]], ids[there["scored_rows"]])
-            params = [p for p in sampling.logprobs or () if p is not None]
-            scored = score_rows(
-                *of_rows, there["scored_temperature"], there["requested_ids"], params, self._score
-            )
-        return Sampled(ids, sound, scored, rows)
+        if failed:
+            arrived = arrived._replace(failed=arrived.failed | set(failed))
+        if sampling.logprobs is None or "scored_rows" not in there:
+            return Sampled(ids, sound, host_data=arrived)
+        rows, scored_ids = tuple(host["scored_rows"].tolist()), ids
+        if len(rows) < len(ids):
+            logits, scored_ids = logits[there["scored_rows"]], ids[there["scored_rows"]]
+        params = [params for params in sampling.logprobs if params is not None]
+        temperature, requested = there["scored_temperature"], there["requested_ids"]
+        scored = score_rows(logits, scored_ids, temperature, requested, params, self._score)
+        return Sampled(ids, sound, scored, rows, arrived)
 
     def score_prompts(
         self, hidden: Tensor, logits_of: Callable[[Tensor], Tensor], wanted: tuple[PromptLogprobs, ...]
@@ -127,30 +139,60 @@ class Sampler:
         """Score prompt tokens by the raw logits before them; see `logprobs.score_prompts`."""
         return score_prompts(hidden, logits_of, wanted, self._staging, self._score)
 
-    def _host_arrays(self, sampling: Sampling) -> dict[str, np.ndarray]:
+    def _host_arrays(self, sampling: Sampling, arrived: Arrived) -> dict[str, np.ndarray]:
         """All that the device needs for these rows, by name."""
         arrays: dict[str, np.ndarray] = {"greedy": sampling.greedy, "uniform": sampling.uniform}
         for name in PARAMS:
             arrays[name] = _row_array(sampling, name)
-        penalties = sampling.penalties
-        if penalties is not None:
-            arrays["penalised_rows"] = penalties.rows
-            for name in PENALTIES:
-                arrays[f"penalised_{name}"] = _row_array(sampling, name)[penalties.rows]
-            for fresh in penalties.fresh:
-                self._seen.reserve(fresh.slot)
-                arrays[f"prompt {fresh.slot}"] = self._seen.known(fresh.prompt_ids)
-                arrays[f"output {fresh.slot}"] = self._seen.known(fresh.output_ids)
-            arrays["counted"] = self._seen.indices_of(penalties.slots)
+        if sampling.penalties is not None:
+            self._add_penalties(arrays, sampling, sampling.penalties, arrived.without_token)
         if sampling.bias is not None:
             arrays["bias_rows"], arrays["bias_ids"], arrays["bias_values"] = sampling.bias
-        wanted = [(row, params) for row, params in enumerate(sampling.logprobs or ()) if params is not None]
-        if wanted:
-            rows = arrays["scored_rows"] = np.array([row for row, _ in wanted])
-            temperature = arrays["temperature"][rows]
-            arrays["scored_temperature"] = np.where(sampling.greedy[rows], np.float32(1), temperature)
-            arrays["requested_ids"] = requested_ids([params for _, params in wanted])
+        masks = [(row, data.bitmask) for row, data in arrived.data if data.bitmask is not None]
+        if masks:
+            arrays["masked_rows"] = np.array([row for row, _ in masks])
+            arrays["bitmasks"] = np.stack([bitmask[: self._num_words] for _, bitmask in masks])
+        if sampling.logprobs is not None:
+            wanted = [(row, params) for row, params in enumerate(sampling.logprobs) if params is not None]
+            if wanted:
+                rows = arrays["scored_rows"] = np.array([row for row, _ in wanted])
+                temperature = arrays["temperature"][rows]
+                arrays["scored_temperature"] = np.where(sampling.greedy[rows], np.float32(1), temperature)
+                arrays["requested_ids"] = requested_ids([params for _, params in wanted])
         return arrays
+
+    def _add_penalties(
+        self,
+        arrays: dict[str, np.ndarray],
+        sampling: Sampling,
+        penalties: Penalties,
+        without_token: frozenset[int],
+    ) -> None:
+        for fresh in penalties.fresh:
+            self._seen.reserve(fresh.slot)
+            arrays[f"prompt {fresh.slot}"] = self._seen.known(fresh.prompt_ids)
+            arrays[f"output {fresh.slot}"] = self._seen.known(fresh.output_ids)
+        rows, slots = penalties.rows, penalties.slots
+        if without_token:  # no token of theirs is to be counted
+            keep = np.array([row not in without_token for row in rows.tolist()], np.bool_)
+            rows, slots = rows[keep], slots[keep]
+        arrays["penalised_rows"], arrays["counted"] = rows, self._seen.indices_of(slots)
+        for name in PENALTIES:
+            arrays[f"penalised_{name}"] = _row_array(sampling, name)[rows]
+
+    def _apply_penalties(self, logits: Tensor, sampling: Sampling, there: dict[str, Tensor]) -> None:
+        for fresh in sampling.penalties.fresh if sampling.penalties is not None else ():
+            self._seen.start(fresh.slot, there[f"prompt {fresh.slot}"], there[f"output {fresh.slot}"])
+        if not len(there["penalised_rows"]):
+            return
+        self._penalize(
+            logits,
+            there["penalised_rows"],
+            there["counted"],
+            self._seen.counts,
+            self._seen.in_prompt,
+            *(there[f"penalised_{name}"] for name in PENALTIES),
+        )
 
 
 class SeenTokens:
@@ -198,6 +240,16 @@ class SeenTokens:
             new = old.new_zeros((size, old.shape[1]))
             new[: len(old)] = old
             setattr(self, name, new)
+
+
+def _process(process: Callable[[Tensor], None], logits: Tensor) -> bool:
+    """Run a custom logits processor on a row's logits [V]; False when it failed."""
+    try:
+        process(logits)
+    except Exception as error:  # foreign code: it costs its own request, not the step
+        logger.error("a custom logits processor failed", exc_info=error)
+        return False
+    return True
 
 
 def _row_array(sampling: Sampling, name: str) -> np.ndarray:

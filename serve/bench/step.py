@@ -148,6 +148,7 @@ def _runner(
         open_device(torch.device(device)),
         choose=kernels.choose,
         penalize=kernels.penalize,
+        apply_bitmask=kernels.apply_bitmask,
         score=kernels.score,
     )
     tape = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from random import Random
 from typing import Any
 
@@ -15,8 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fake_device import LateDevice
+from late_host_data import bitmask
 from ops.sampling import native
-from runtime.batch import Bias, FreshSlot, Penalties, Sampling
+from runtime.batch import UNKNOWN, Batch, Bias, FreshSlot, Penalties, RowHostData, Sampling
+from runtime.constraint import HostData
 from runtime.request import LogprobParams
 from runtime.worker.device import CpuDevice
 from runtime.worker.sampler import PENALTIES, HostTokens, Sampled, Sampler
@@ -32,8 +35,9 @@ def sampling(
     penalties: Penalties | None = None,
     logprobs: tuple[LogprobParams | None, ...] | None = None,
     rates: tuple[float, float, float] = (0.4, 0.6, 1.5),
+    host_data: tuple[RowHostData, ...] | None = None,
     **fields: ArrayLike,
-) -> Sampling:
+) -> Batch:
     """`count` rows; each field of `Sampling`, or of its `params`, one value for all or one for each."""
     values: dict[str, Any] = {"greedy": False, "uniform": 0.5} | fields
     kinds = {"top_k": np.int32, "greedy": np.bool_}
@@ -42,7 +46,34 @@ def sampling(
     if penalties is not None:
         arrays |= {name: np.full(count, rate, np.float32) for name, rate in zip(PENALTIES, rates)}
     rows = np.arange(count, dtype=np.int32)
-    return Sampling(rows, greedy, uniform, arrays, bias=bias, penalties=penalties, logprobs=logprobs)
+    return batch_of(
+        Sampling(
+            rows,
+            greedy,
+            uniform,
+            arrays,
+            bias=bias,
+            penalties=penalties,
+            logprobs=logprobs,
+            host_data=host_data,
+        )
+    )
+
+
+def batch_of(sampling: Sampling, token_ids: Sequence[int] | None = None) -> Batch:
+    """Single-token rows that all sample; of `token_ids` UNKNOWN are known on the device only."""
+    count = len(sampling.rows)
+    zeros = np.zeros(count, np.int32)
+    return Batch(
+        number=0,
+        sequences=(),
+        starts=zeros,
+        counts=zeros + 1,
+        slots=np.arange(count, dtype=np.int32),
+        token_ids=zeros if token_ids is None else np.array(token_ids, np.int32),
+        page_table=zeros[:, None],
+        sampling=sampling,
+    )
 
 
 def penalties(rows: Sequence[int], slots: Sequence[int], fresh: Sequence[FreshSlot] = ()) -> Penalties:
@@ -168,7 +199,7 @@ def test_forbidding_everything_breaks_the_row_only() -> None:
     assert tokens.logprobs is not None
     assert alone.logprobs is not None
     assert tokens.logprobs[1] is None
-    assert [tokens.ids[0], tokens.ids[2]] == [alone.ids[0], alone.ids[2]]
+    assert [tokens.tokens[0], tokens.tokens[2]] == [alone.tokens[0], alone.tokens[2]]
     assert [tokens.logprobs[0], tokens.logprobs[2]] == [alone.logprobs[0], alone.logprobs[2]]
 
 
@@ -198,8 +229,8 @@ def test_rows_that_ask_get_logprobs_before_truncation() -> None:
     assert [token_id for _, token_id in picked] == [8, 2]
     assert [p for p, _ in picked] == pytest.approx(expected[2, [8, 2]].tolist(), rel=1e-5)
     for row, scores in [(0, first), (2, third), (3, fourth)]:
-        chosen = expected[row, tokens.ids[row]].item()
-        assert scores.chosen == [(pytest.approx(chosen, rel=1e-5), tokens.ids[row])]
+        chosen = expected[row, tokens.tokens[row][0]].item()
+        assert scores.chosen == [(pytest.approx(chosen, rel=1e-5), tokens.tokens[row][0])]
 
 
 def test_a_forbidden_token_has_a_logprob_that_json_can_say() -> None:
@@ -214,6 +245,25 @@ def test_nobody_asking_for_logprobs_gives_none() -> None:
     assert read(Sampler(VOCAB, 1, CPU).sample(random_logits(2), sampling(2))).logprobs is None
     step = sampling(2, logprobs=(None, None))
     assert read(Sampler(VOCAB, 1, CPU).sample(random_logits(2), step)).logprobs is None
+
+
+def data_or_error(error: Exception | None = None, data: HostData | None = None) -> Future[HostData]:
+    future: Future[HostData] = Future()
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(data or HostData())
+    return future
+
+
+def arrived(*allowed: int, process: Any = None, vocab_size: int = VOCAB) -> Future[HostData]:
+    """Data that is there: a mask that allows these tokens, if any is named, and a processor."""
+    mask = bitmask(list(allowed), vocab_size) if allowed else None
+    return data_or_error(data=HostData(process, mask))
+
+
+def masks(*futures: tuple[int, Future[HostData]]) -> tuple[RowHostData, ...]:
+    return tuple(RowHostData(row, future) for row, future in futures)
 
 
 class NoHostOperands(TorchDispatchMode):
@@ -231,7 +281,7 @@ class NoHostOperands(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def every_kind_of_step() -> Sampling:
+def every_kind_of_step() -> Batch:
     """Rows of every kind of truncation, scattered, with penalties, biases and logprobs."""
     return sampling(
         8,
@@ -244,6 +294,11 @@ def every_kind_of_step() -> Sampling:
         bias=bias((1, 3, 4.0), (6, 9, -INF)),
         penalties=penalties([0, 4], [2, 1], [fresh(2, [5, 6], [7]), fresh(1, [999, 8])]),
         logprobs=(None, LogprobParams(top=2), None, LogprobParams(token_ids=(4, 5, 6)), *[None] * 4),
+        host_data=masks(
+            (3, arrived(*range(0, 3000, 7), vocab_size=3000)),
+            (5, arrived(process=lambda logits: logits.mul_(-1.0))),
+            (6, arrived(40, 2999, vocab_size=3000)),
+        ),
     )
 
 
@@ -274,3 +329,112 @@ def test_an_operand_of_the_host_is_noticed() -> None:
     device = LateDevice(Random(1))
     with device.forward(), NoHostOperands(device), pytest.raises(AssertionError):
         torch.zeros(3, device=device.torch_device)[torch.tensor([1])]
+
+
+# --- rows that wait for host data ---
+
+
+def test_a_mask_leaves_its_row_the_allowed_tokens_and_other_rows_alone() -> None:
+    logits = random_logits(3)
+    plain = read(Sampler(VOCAB, 3, CPU).sample(logits.clone(), sampling(3, greedy=True)))
+    data = masks((1, arrived(4, 33, 40)))
+    found = read(Sampler(VOCAB, 3, CPU).sample(logits.clone(), sampling(3, greedy=True, host_data=data)))
+    best = max((4, 33, 40), key=lambda token_id: logits[1, token_id].item())
+    assert found.tokens == [plain.tokens[0], [best], plain.tokens[2]]
+    assert found.failed == []
+
+
+def test_a_processor_changes_its_row_after_biases_and_before_the_mask() -> None:
+    seen: list[float] = []
+
+    def process(logits: Tensor) -> None:
+        seen.append(logits[7].item())
+        logits[9] = 200.0
+        logits[7] = 100.0
+
+    logits = torch.zeros(2, VOCAB)
+    data = masks((1, arrived(7, 8, process=process)))
+    step = sampling(2, greedy=True, bias=bias((1, 7, 3.0)), host_data=data)
+    assert read(Sampler(VOCAB, 2, CPU).sample(logits, step)).tokens == [[0], [7]]
+    assert seen == [3.0]
+
+
+def test_a_mask_without_tokens_fails_its_row_only() -> None:
+    nothing = data_or_error(data=HostData(bitmask=np.zeros(2, np.int32)))
+    step = sampling(3, greedy=True, host_data=masks((2, nothing)))
+    found = read(Sampler(VOCAB, 3, CPU).sample(random_logits(3), step))
+    assert found.failed == [2]
+    assert (
+        found.tokens[:2]
+        == read(Sampler(VOCAB, 3, CPU).sample(random_logits(3), sampling(3, greedy=True))).tokens[:2]
+    )
+
+
+def broken_processor(logits: Tensor) -> None:
+    raise RuntimeError("of the request's own making")
+
+
+@pytest.mark.parametrize(
+    "future",
+    [
+        data_or_error(ValueError("no such grammar")),
+        data_or_error(data=HostData(broken_processor)),
+        data_or_error(data=HostData(bitmask=np.zeros(1, np.int32))),
+        data_or_error(data=HostData(bitmask=np.zeros(2, np.int64))),  # pyright: ignore[reportArgumentType]
+    ],
+    ids=["exception", "processor", "short mask", "mask of another type"],
+)
+def test_a_constraint_that_fails_costs_its_row_only(future: Future[HostData]) -> None:
+    step = sampling(2, greedy=True, host_data=masks((0, future)))
+    assert read(Sampler(VOCAB, 2, CPU).sample(random_logits(2), step)).failed == [0]
+
+
+def test_a_row_whose_data_is_late_yields_nothing_until_its_last_token_is_known_again() -> None:
+    sampler, late = Sampler(VOCAB, 2, CPU), Future()
+    asked = (LogprobParams(), LogprobParams())
+
+    def step(future: Future[HostData], token_id: int) -> HostTokens:
+        made = sampling(2, greedy=True, host_data=masks((1, future)), logprobs=asked)
+        assert made.sampling is not None
+        return read(sampler.sample(random_logits(2), batch_of(made.sampling, [UNKNOWN, token_id])))
+
+    plain = read(Sampler(VOCAB, 2, CPU).sample(random_logits(2), sampling(2, greedy=True))).tokens
+    missed = step(late, 3)
+    assert (missed.tokens, missed.failed) == ([plain[0], []], [])
+    assert missed.logprobs is not None
+    assert missed.logprobs[1] is None
+    assert step(arrived(5), UNKNOWN).tokens == [plain[0], []]  # launched on the token that did not come
+    assert step(arrived(5), 3).tokens == [plain[0], [5]]
+    assert step(arrived(6), UNKNOWN).tokens == [plain[0], [6]]
+
+
+def test_penalties_do_not_count_a_token_that_did_not_come() -> None:
+    sampler, late = Sampler(4, 1, CPU), Future()
+
+    def step(future: Future[HostData], *start: FreshSlot) -> list[list[int]]:
+        p = penalties([0], [0], start)
+        made = sampling(1, greedy=True, penalties=p, rates=(9.0, 0.0, 1.0), host_data=masks((0, future)))
+        return read(sampler.sample(torch.tensor([[0.3, 0.2, 0.1, 0.0]]), made)).tokens
+
+    assert step(late, fresh(0, output=[1])) == [[]]
+    assert step(arrived()) == [[0]]
+    assert step(arrived()) == [[2]]
+
+
+def test_data_that_comes_while_the_forward_runs_is_used() -> None:
+    class Forward:
+        """Is over when its data has been delivered and it was looked at once more."""
+
+        num_looks = 0
+
+        def is_reached(self) -> bool:
+            self.num_looks += 1
+            if self.num_looks == 5:
+                late.set_result(arrived(8).result())
+            return self.num_looks > 5
+
+    late: Future[HostData] = Future()
+    device = CpuDevice()
+    device.record = Forward  # pyright: ignore[reportAttributeAccessIssue]
+    step = sampling(1, greedy=True, host_data=masks((0, late)))
+    assert read(Sampler(VOCAB, 1, device).sample(random_logits(1), step)).tokens == [[8]]
