@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from collections.abc import Sequence as Seq
+from concurrent.futures import Future
 from typing import Any
 
+from runtime.constraint import HostData, SequenceConstraint
 from runtime.request import Finish, Logprobs, Request
 from runtime.sampling_params import SamplingParams
 
@@ -20,6 +22,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "constraint",
         "finish",
         "ids",
         "index",
@@ -60,6 +63,8 @@ class Sequence:
         self.max_tokens = max_tokens  # prompt and output together, never more than the context
         self.stop_ids = stop_ids  # ends the sequence when sampled (empty with ignore_eos)
         self.seed = seed  # 64 bits; with the output position it fixes every random choice
+        constraint = request.constraint
+        self.constraint = None if constraint is None else SequenceConstraint(constraint, index)
         self.num_computed = 0
         self.num_pending = 0
         self.num_cached = -1  # prompt tokens found in the prefix tree at first admission; -1 before it
@@ -72,6 +77,19 @@ class Sequence:
         wanted = request.logprobs.start if request.logprobs is not None else -1
         self.next_logprob = wanted if wanted >= 0 else self.num_prompt  # first position still to be asked for
         self.prompt_logprobs: Logprobs | None = None  # gathered until the first output
+
+    @property
+    def output_ids(self) -> list[int]:
+        """The output tokens that are known."""
+        return self.ids[self.num_prompt :]
+
+    @property
+    def next_host_data(self) -> Future[HostData]:
+        """What the token behind the known ones waits for. Raises `RuntimeError` without a constraint."""
+        if self.constraint is None:
+            raise RuntimeError(f"{self!r} has no constraint.")
+        output_ids = self.output_ids
+        return self.constraint.data_after(len(output_ids), output_ids)
 
     @property
     def num_output(self) -> int:

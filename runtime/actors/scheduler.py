@@ -7,6 +7,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple
 
 from runtime.actors.adapted_runner import AdaptedRunner
@@ -47,6 +48,13 @@ class StopEarly(NamedTuple):
     index: int
 
 
+class Wake(NamedTuple):
+    """Host data came for a sequence that is in no step."""
+
+
+WAKE = Wake()
+
+
 class SchedulerActor:
     """Fill, launch, apply, for ever.
 
@@ -64,7 +72,7 @@ class SchedulerActor:
         emit: Callable[[list[Delta]], None],
         fail: Callable[[int, PenstockError], None],
     ) -> None:
-        self.inbox: Mailbox[Admit | Abort | StopEarly] = Mailbox()
+        self.inbox: Mailbox[Admit | Abort | StopEarly | Wake] = Mailbox()
         self.schedule = schedule
         self.progress = Progress(plan.log_interval_steps, page_size)
         self._runner: Runner = AdaptedRunner(runner)
@@ -89,8 +97,15 @@ class SchedulerActor:
             if self._in_flight and (batch is None or len(self._in_flight) > self._depth):
                 await self._finish_oldest()
             elif batch is None:
+                self._wake_with_host_data()
                 await self.inbox.wait()
                 await self._gather()
+
+    def _wake_with_host_data(self) -> None:
+        """Nothing can be computed: let the first host data that comes for a sequence end the wait."""
+        loop = asyncio.get_running_loop()
+        for future in self.schedule.awaited:
+            future.add_done_callback(lambda _: _call_soon(loop, self.inbox.put, WAKE))
 
     async def _gather(self) -> None:
         """Nothing is running: let those in who ask at the same moment, which takes microseconds.
@@ -166,7 +181,7 @@ class SchedulerActor:
                 deltas = self.schedule.abort(message.request_id, message.finish)
                 if deltas:
                     self._emit(deltas)
-            else:
+            elif isinstance(message, StopEarly):
                 self.schedule.finish_early(message.request_id, message.index)
 
     def _admit(self, sequences: list[Sequence]) -> None:
@@ -174,6 +189,11 @@ class SchedulerActor:
             self.schedule.add(*sequences)
         except PenstockError as error:
             self._fail(sequences[0].request.id, error)
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *args: object) -> None:
+    with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        loop.call_soon_threadsafe(call, *args)
 
 
 class Progress:

@@ -70,7 +70,11 @@ class BatchBuilder:
         decodes: list[Sequence] = []
         prompts: list[Sequence] = []
         num_decoding = 0
-        for sequence in self._running:
+        running: Iterable[Sequence] = self._running
+        if self._running.stalled:
+            self._running.resume()
+            running = [sequence for sequence in running if sequence not in self._running.stalled]
+        for sequence in running:
             computed = sequence.num_computed
             lacking = len(sequence.ids) + sequence.num_pending - computed
             if lacking == 1 and computed >= sequence.num_prompt:

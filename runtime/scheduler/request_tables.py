@@ -93,6 +93,7 @@ class Running:
         self.cache = cache
         self.tables = RequestTables(num_rows, vocab_size)
         self.full = False
+        self.stalled: set[Sequence] = set()  # in no further step until their host data has come
         self._sequences: dict[Sequence, None] = {}  # an ordered set
 
     def __len__(self) -> int:
@@ -109,6 +110,7 @@ class Running:
     def leave(self, sequence: Sequence, *, trusted: bool = True) -> None:
         """Free row and pages. What was computed stays in the prefix tree, unless it is not to be trusted."""
         del self._sequences[sequence]
+        self.stalled.discard(sequence)
         self.tables.leave(sequence)
         if trusted:
             self.cache.release(sequence)
@@ -125,12 +127,36 @@ class Running:
             pages += more
             self.tables.write_pages(sequence.sequence_index, have, more)
 
+    def rewind(self, sequence: Sequence) -> None:
+        """Compute its last known token again: host data was late, so its newest row yielded no token.
+
+        The sequence is in no further step before that data has come, and before the steps in flight are over
+        that were launched on the missing token: each of them is rewound in its turn.
+        """
+        if sequence.sequence_index < 0:  # retracted meanwhile
+            return
+        sequence.num_computed -= 1
+        keep = -(-sequence.num_computed // self.cache.page_size)
+        surplus = sequence.pages[keep:]
+        if surplus:
+            del sequence.pages[keep:]
+            self.tables.write_pages(sequence.sequence_index, keep, [0] * len(surplus))
+            self.cache.free(surplus)
+        self.stalled.add(sequence)
+
+    def resume(self) -> None:
+        """Let those go on whose host data has come."""
+        for sequence in list(self.stalled):
+            if not sequence.num_pending and sequence.next_host_data.done():
+                self.stalled.discard(sequence)
+
     def reset(self) -> list[Sequence]:
         """Take rows and pages from everybody and forget all prefixes; returns who was running, in order."""
         sequences = list(self._sequences)
         for sequence in sequences:
             self.tables.leave(sequence)
         self._sequences.clear()
+        self.stalled.clear()
         self.cache.reset(sequences)
         self.full = False
         return sequences

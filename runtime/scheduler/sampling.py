@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.batch import Bias, Floats, FreshSlot, Ints, Longs, Penalties, Sampling
+from runtime.batch import Bias, Floats, FreshSlot, Ints, Longs, Penalties, RowHostData, Sampling
 from runtime.sampling_params import ROW_ARRAYS
 from runtime.sequence import Sequence
 
@@ -44,7 +44,7 @@ class SamplingTables:
             name: np.full(num_rows, array.neutral, array.dtype) for name, array in ROW_ARRAYS.items()
         }
         self._num_users = dict.fromkeys(ROW_ARRAYS, 0)  # sequences whose value is not neutral
-        self._is_special = np.zeros(num_rows, np.bool_)  # has bias, penalties or logprobs
+        self._is_special = np.zeros(num_rows, np.bool_)  # has bias, penalties, logprobs or a constraint
         self._special: dict[int, Sequence] = {}  # those, by sequence index
         self._fresh: set[int] = set()  # penalised ones whose sequence has not sampled there yet
 
@@ -60,7 +60,7 @@ class SamplingTables:
         penalised = is_penalised(sequence)
         forbids = params.min_new_tokens > 0 and bool(sequence.stop_ids)
         logprobs = sequence.request.logprobs is not None
-        if penalised or forbids or logprobs or params.logit_bias:
+        if penalised or forbids or logprobs or params.logit_bias or sequence.constraint is not None:
             self._is_special[index] = True
             self._special[index] = sequence
         if penalised:
@@ -83,12 +83,13 @@ class SamplingTables:
         will have in its sequence.
         """
         positions = ends - self._num_prompt[indices]
-        bias = penalties = logprobs = None
+        bias = penalties = logprobs = host_data = None
         special = self._is_special[indices] if self._special else None
         if special is not None and special.any():
             held = [(row, self._special[int(indices[row])]) for row in np.flatnonzero(special).tolist()]
             bias = _gather_bias(held, positions, self._vocab_size)
             penalties = self._gather_penalties(held)
+            host_data = _gather_host_data(held, positions)
             if any(sequence.request.logprobs is not None for _, sequence in held):
                 wanted = {row: sequence.request.logprobs for row, sequence in held}
                 logprobs = tuple(wanted.get(row) for row in range(len(rows)))
@@ -100,6 +101,7 @@ class SamplingTables:
             bias=bias,
             penalties=penalties,
             logprobs=logprobs,
+            host_data=host_data,
         )
 
     def _gather_penalties(self, held: list[tuple[int, Sequence]]) -> Penalties | None:
@@ -119,6 +121,15 @@ class SamplingTables:
             slots=np.array([sequence.sequence_index for _, sequence in penalised], np.int64),
             fresh=tuple(fresh),
         )
+
+
+def _gather_host_data(held: list[tuple[int, Sequence]], positions: Longs) -> tuple[RowHostData, ...] | None:
+    found = []
+    for row, sequence in held:
+        if sequence.constraint is not None:
+            future = sequence.constraint.data_after(int(positions[row]), sequence.output_ids)
+            found.append(RowHostData(row, future))
+    return tuple(found) or None
 
 
 def is_penalised(sequence: Sequence) -> bool:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from concurrent.futures import Future
 from typing import NamedTuple
 
 from runtime.batch import Batch, StepOutput
 from runtime.config.plan import SchedulePlan
+from runtime.constraint import HostData
 from runtime.errors import ContextOverflow, EngineFailure, InvalidRequest, Overloaded
 from runtime.kv_cache.prefix_cache import PrefixCache
 from runtime.request import Delta, Finish, LogprobParams, Logprobs
@@ -74,7 +76,7 @@ class Scheduler:
     def fill(self) -> Batch | None:
         """The next step's work; None when nothing can be done before a result arrives or a sequence is added.
 
-        With None and no batch in flight there is nothing running and nothing waiting.
+        With None and no batch in flight there is nothing running and nothing waiting but for `awaited`.
         """
         if not self._choices:
             self._builder.new_token_ratio.reset()
@@ -92,7 +94,12 @@ class Scheduler:
         if batch.number != self._num_applied:
             raise EngineFailure(f"Step {batch.number} was applied when step {self._num_applied} was due.")
         self._num_applied += 1
-        return apply_output(batch, output, self._retire)
+        return apply_output(batch, output, self._retire, self._running.rewind)
+
+    @property
+    def awaited(self) -> list[Future[HostData]]:
+        """The host data without which some sequences are in no step."""
+        return [sequence.next_host_data for sequence in self._running.stalled]
 
     def abort(self, request_id: int, finish: Finish) -> list[Delta]:
         """End every choice of a request, wherever it is; a final Delta for each. Unknown ids are ignored."""
@@ -214,6 +221,8 @@ class Scheduler:
 
     def _retire(self, sequence: Sequence, finish: Finish, trusted: bool = True) -> None:
         sequence.finish = finish
+        if sequence.constraint is not None:
+            sequence.constraint.release()
         if sequence.sequence_index >= 0:
             self._running.leave(sequence, trusted=trusted)
         else:
