@@ -141,9 +141,10 @@ class Sampler:
 
     def _host_arrays(self, sampling: Sampling, arrived: Arrived) -> dict[str, np.ndarray]:
         """All that the device needs for these rows, by name."""
-        arrays: dict[str, np.ndarray] = {"greedy": sampling.greedy, "uniform": sampling.uniform}
+        arrays = {"greedy": sampling.greedy, "uniform": sampling.uniform, **sampling.params}
         for name in PARAMS:
-            arrays[name] = _row_array(sampling, name)
+            if name not in arrays:
+                arrays[name] = _neutral(name, len(sampling.rows))
         if sampling.penalties is not None:
             self._add_penalties(arrays, sampling, sampling.penalties, arrived.without_token)
         if sampling.bias is not None:
