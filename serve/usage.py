@@ -99,7 +99,7 @@ def _default_note(option: Option) -> str:
 def _outcome_note(option: Option) -> str:
     spec = option.spec
     if spec.outcome is Outcome.INERT:
-        return f" *No effect*: {spec.instead}."
+        return f" *No effect*: {spec.reason}."
     if spec.outcome is Outcome.PLANNED:
         return f" *Not built yet*{f': {spec.instead}' if spec.instead else ''}."
     if spec.built is None:

@@ -174,7 +174,7 @@ class Crew:
             forward.compile(device)
         if not graphs.sizes:
             if not device.is_host:
-                logger.info("No CUDA graphs are captured: %s.", plan.because.get("graphs.sizes", ""))
+                logger.info("No CUDA graphs are captured: %s.", graphs.reasons.get("sizes", ""))
             return forward, None
         captured = GraphedForward(
             forward,

@@ -95,7 +95,7 @@ def test_version_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("penstock ")
 
 
-def test_explain_shows_asked_done_and_because(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_shows_asked_done_and_the_reason(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["explain", "--model", model, "--page-size", "8", "--api-key", "hush-hush", "--sm-group-num", "4"]
     assert main(words) == 0
     text = capsys.readouterr().out
@@ -122,7 +122,7 @@ def test_explain_for_another_machine(model: str, capsys: pytest.CaptureFixture[s
     assert main(["explain", "--json", "--machine", "h200", "--model", model]) == 0
     rows = {row["option"]: row for row in json.loads(capsys.readouterr().out)["options"]}
     assert rows["--device"]["done"] == "cuda"
-    assert "H200" in rows["--device"]["because"]
+    assert "H200" in rows["--device"]["reason"]
 
 
 def test_explain_without_a_model_says_what_it_can() -> None:

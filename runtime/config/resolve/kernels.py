@@ -21,7 +21,7 @@ from ops.backends import (
 from ops.machine import Gpu, Machine
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import KernelPlan
-from runtime.config.resolve.plan_builder import PlanBuilder
+from runtime.config.resolve.plan_builder import Decision, PlanBuilder, build
 
 # Flags of an x86 processor, of which it needs one set whole: without them oneDNN refuses the dtype or is slow.
 ONEDNN_NEEDS: Mapping[str, Sequence[frozenset[str]]] = {
@@ -41,12 +41,14 @@ def kernel_plan(
     builder: PlanBuilder, machine: Machine, gpu: Gpu | None, dtype: str, facts: ModelFacts, page_size: int
 ) -> KernelPlan:
     attention = _chosen(builder, "attention_backend", ATTENTION, machine, gpu)
-    decode = _chosen(builder, "decode_attention_backend", ATTENTION, machine, gpu, otherwise=attention)
-    prefill = _chosen(builder, "prefill_attention_backend", ATTENTION, machine, gpu, otherwise=attention)
+    decode = _chosen(builder, "decode_attention_backend", ATTENTION, machine, gpu, otherwise=attention.value)
+    prefill = _chosen(
+        builder, "prefill_attention_backend", ATTENTION, machine, gpu, otherwise=attention.value
+    )
     sampling = _chosen(builder, "sampling_backend", SAMPLING, machine, gpu)
-    _refuse_idle_splitting(builder, decode)
-    for option, name in zip(_ATTENTION_OPTIONS, (attention, decode, prefill)):
-        if name in FLASHINFER and option in builder.args.said:
+    _refuse_idle_splitting(builder, decode.value)
+    for option, (name, _) in zip(_ATTENTION_OPTIONS, (attention, decode, prefill)):
+        if name in FLASHINFER and option in builder.args.explicitly_set:
             _refuse_for_flashinfer(builder, option, name, dtype, facts, page_size)
     small, lacking = first_that_runs(SMALL, machine, gpu)
     choices = dict.fromkeys((*SMALL_OPERATIONS, *GPU_OPERATIONS), SMALL[small].file)
@@ -54,9 +56,9 @@ def kernel_plan(
     if compiled:
         choices |= dict.fromkeys(FUSED, "native")
     choices |= {
-        "attention": ATTENTION[decode].file,
-        "prefill_attention": ATTENTION[prefill].file,
-        "sampling": SAMPLING[sampling].file,
+        "attention": ATTENTION[decode.value].file,
+        "prefill_attention": ATTENTION[prefill.value].file,
+        "sampling": SAMPLING[sampling.value].file,
     }
     reasons = ["attention and sampling as said there; of the small operations the first that runs here"]
     reasons += _sentences(lacking)
@@ -68,7 +70,7 @@ def kernel_plan(
             choices |= dict.fromkeys(("attention", "prefill_attention"), "with_onednn")
         reasons.append(why)
     weight_bits = _weight_bits(builder, gpu)
-    if weight_bits is None:
+    if weight_bits.value is None:
         choices["matmul"], why = _matmul(machine, gpu, dtype, compiled=compiled)
     else:
         choices["matmul"], why = "int8", "weights have 8 bits, and torch makes them wide for every product"
@@ -79,19 +81,18 @@ def kernel_plan(
         if in_cpp:
             fallback, choices, reasons = choices, choices | in_cpp, []
         reasons.append(why)
-    return KernelPlan(
-        choices=builder.decide("kernels.choices", choices, "; ".join(reasons)),
-        fallback=builder.decide(
-            "kernels.fallback", fallback, "where the kernels in C++ turn out not to compile"
-        ),
+    return build(
+        KernelPlan,
+        choices=Decision(choices, "; ".join(reasons)),
+        fallback=Decision(fallback, "where the kernels in C++ turn out not to compile"),
         weight_bits=weight_bits,
-        cpu_threads=builder.take("kernels.cpu_threads", "cpu_threads"),
+        cpu_threads=builder.follow("cpu_threads"),
         attention_backend=attention,
         prefill_attention_backend=prefill,
         decode_attention_backend=decode,
         sampling_backend=sampling,
-        triton_attention_num_kv_splits=builder.take(f"kernels.{_SPLITTING[0]}", _SPLITTING[0]),
-        triton_attention_split_tile_size=builder.take(f"kernels.{_SPLITTING[1]}", _SPLITTING[1]),
+        triton_attention_num_kv_splits=builder.follow(_SPLITTING[0]),
+        triton_attention_split_tile_size=builder.follow(_SPLITTING[1]),
     )
 
 
@@ -103,32 +104,32 @@ def _chosen(
     gpu: Gpu | None,
     *,
     otherwise: str | None = None,
-) -> str:
+) -> Decision[str]:
     """The backend's name: as asked, or else `otherwise`, or else the first that runs here."""
-    place, asked = f"kernels.{option}", builder.args.get(option)
+    asked = builder.args.get(option)
     if asked in backends:
         if not (reason := backends[asked].unmet(machine, gpu)):
-            return builder.decide(place, asked, "as asked")
+            return Decision(asked, "as asked")
         fallback, _ = first_that_runs(backends, machine, gpu)
         flag = "--" + option.replace("_", "-")
         builder.refuse(option, f"{flag} {asked} cannot be used: it {reason}; use {fallback}.")
-        return builder.decide(place, fallback, "what was asked for cannot be used")
+        return Decision(fallback, "what was asked for cannot be used")
     if otherwise is not None:
-        return builder.decide(place, otherwise, "that of --attention-backend")
+        return Decision(otherwise, "that of --attention-backend")
     name, lacking = first_that_runs(backends, machine, gpu)
     why = "; ".join(_sentences(lacking)) or "the first choice, and this machine runs it"
-    return builder.decide(place, name, why)
+    return Decision(name, why)
 
 
-def _weight_bits(builder: PlanBuilder, gpu: Gpu | None) -> int | None:
+def _weight_bits(builder: PlanBuilder, gpu: Gpu | None) -> Decision[int | None]:
     """8 where weights are to be rounded; that is refused on a GPU."""
     if builder.args.quant.quantization != "w8a8_int8":
-        return builder.decide("kernels.weight_bits", None, "the default")
+        return Decision(None, "the default")
     if gpu is not None:
         builder.refuse(
             "quantization", "--quantization w8a8_int8 is computed on a CPU only so far; say --device cpu."
         )
-    return builder.decide("kernels.weight_bits", 8, "as asked: w8a8_int8")
+    return Decision(8, "as asked: w8a8_int8")
 
 
 def _in_cpp(builder: PlanBuilder, machine: Machine, dtype: str) -> tuple[dict[str, str], str]:
@@ -140,7 +141,7 @@ def _in_cpp(builder: PlanBuilder, machine: Machine, dtype: str) -> tuple[dict[st
     if not machine.cpu_flags >= CPP_NEEDS:
         return {}, f"the kernels in C++ are slow on a processor without {'+'.join(sorted(CPP_NEEDS))}"
     operations: dict[str, str] = dict.fromkeys([*SMALL_OPERATIONS, "embedding", "matmul"], "with_cpp")
-    if any(name.endswith("attention_backend") for name in builder.args.said):
+    if any(name.endswith("attention_backend") for name in builder.args.explicitly_set):
         return operations, "C++ kernels compiled for this processor, but for attention, as asked"
     for rows in ("attention", "prefill_attention"):
         operations[rows] = "with_cpp"
@@ -149,7 +150,7 @@ def _in_cpp(builder: PlanBuilder, machine: Machine, dtype: str) -> tuple[dict[st
 
 def _attends_by_products(builder: PlanBuilder, machine: Machine, dtype: str) -> tuple[bool, str]:
     """Whether a CPU attends in batched products, and why."""
-    if any(name.endswith("attention_backend") for name in builder.args.said):
+    if any(name.endswith("attention_backend") for name in builder.args.explicitly_set):
         return False, "attention is plain torch as asked"
     if dtype != "bfloat16" or "amx_bf16" in machine.cpu_flags:
         return False, "attention is plain torch, the best there is so far"
@@ -187,7 +188,7 @@ def _sentences(lacking: Mapping[str, str]) -> list[str]:
 def _refuse_idle_splitting(builder: PlanBuilder, decode: str) -> None:
     """What only the Triton decode kernel reads must not be said in vain."""
     for option in _SPLITTING:
-        if option in builder.args.said and decode != "triton":
+        if option in builder.args.explicitly_set and decode != "triton":
             flag = "--" + option.replace("_", "-")
             builder.refuse(option, f"{flag} has a meaning for triton only, and output tokens use {decode}.")
 

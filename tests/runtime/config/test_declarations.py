@@ -15,7 +15,6 @@ from runtime.errors import ConfigurationError
 from surface_flags import FLAGS
 
 SNAPSHOT = Path(__file__).with_name("command_line.txt")
-SECTIONS = {name: kind for name, kind in get_type_hints(Plan).items() if name != "because"}
 each_option = pytest.mark.parametrize("option", options(), ids=lambda option: option.name)
 
 
@@ -58,7 +57,7 @@ def test_command_line_and_keywords_say_the_same(option: Option) -> None:
         value = other_value(option)
         parsed = Args.parse(words(option, value))
         assert parsed.get(option.name) == value
-        assert parsed.said == {option.name}
+        assert parsed.explicitly_set == {option.name}
         assert Args.of(**parsed.keywords()) == parsed == Args.of(**{option.name: value})
 
 
@@ -107,7 +106,7 @@ def test_inert_option_is_accepted_and_says_why_it_does_nothing(option: Option) -
     said = without_effect(args).get(option.name, "")
     assert bool(said) == (option.spec.outcome is Outcome.INERT)
     if said:
-        assert option.spec.instead in said
+        assert option.spec.reason in said
         assert not_built(args) == {}
 
 
@@ -127,10 +126,14 @@ def test_defaults_are_allowed_by_their_declarations() -> None:
             assert Args.of(**{option.name: option.default}).get(option.name) == option.default
 
 
-def test_named_places_of_the_plan_exist() -> None:
+def test_what_shows_an_option_is_a_field_of_the_plan() -> None:
     for option in options():
-        section, _, name = option.spec.plan.partition(".")
-        assert not section or name in {field.name for field in fields(SECTIONS[section])}, option.name
+        if option.spec.plan is not None:
+            section = option.spec.plan.__objclass__
+            assert section in get_type_hints(Plan).values(), option.name
+            assert option.spec.plan.__name__ in {field.name for field in fields(section)} - {"reasons"}, (
+                option.name
+            )
 
 
 def test_command_line_is_as_frozen() -> None:

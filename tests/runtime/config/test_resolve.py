@@ -35,10 +35,10 @@ def refusals(machine: Machine = CPU, facts: ModelFacts = FACTS, **keywords: Any)
 @pytest.mark.parametrize("machine", [CPU, H200])
 def test_every_value_has_its_reason(machine: Machine) -> None:
     made = plan(machine)
-    sections = {field.name: getattr(made, field.name) for field in fields(made) if field.name != "because"}
-    places = {f"{name}.{field.name}" for name, section in sections.items() for field in fields(section)}
-    assert set(made.because) == places
-    assert all(made.because.values())
+    for section in (getattr(made, field.name) for field in fields(made)):
+        names = {field.name for field in fields(section)} - {"reasons"}
+        assert section.reasons.keys() == names
+        assert all(section.reasons.values())
 
 
 def test_asked_values_are_done() -> None:
@@ -47,7 +47,7 @@ def test_asked_values_are_done() -> None:
     )
     assert (made.cache.page_size, made.schedule.max_running, made.serve.port) == (4, 3, 0)
     assert (made.model.dtype, made.model.random_seed, made.cache.prefix_cache) == ("float16", 7, False)
-    assert made.because["cache.page_size"] == made.because["cache.prefix_cache"] == "as asked"
+    assert made.cache.reasons["page_size"] == made.cache.reasons["prefix_cache"] == "as asked"
 
 
 def test_defaults_without_a_gpu() -> None:
@@ -130,7 +130,7 @@ def test_longest_prefix_first_needs_prefixes() -> None:
     assert plan(schedule_policy="lpm").schedule.policy == "lpm"
     made = plan(schedule_policy="lpm", disable_radix_cache=True)
     assert made.schedule.policy == "fcfs"
-    assert "without the prefix cache" in made.because["schedule.policy"]
+    assert "without the prefix cache" in made.schedule.reasons["policy"]
 
 
 def test_conservativeness_scales_what_is_reserved() -> None:
@@ -324,13 +324,13 @@ MATMUL: list[tuple[Machine, str, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("machine", "dtype", "backend", "because"), MATMUL)
+@pytest.mark.parametrize(("machine", "dtype", "backend", "reason"), MATMUL)
 def test_weights_are_packed_where_the_processor_and_the_dtype_allow_it(
-    machine: Machine, dtype: str, backend: str, because: str
+    machine: Machine, dtype: str, backend: str, reason: str
 ) -> None:
     made = plan(machine, dtype=dtype)
     assert made.kernels.choices["matmul"] == backend
-    assert because in made.because["kernels.choices"]
+    assert reason in made.kernels.reasons["choices"]
 
 
 @pytest.mark.parametrize(

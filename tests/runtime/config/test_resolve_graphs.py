@@ -54,7 +54,7 @@ def test_asked_sizes_are_captured():
 def test_attention_that_needs_the_host_is_not_captured(keywords: dict[str, Any], reason: str):
     made = plan(**keywords)
     assert made.graphs.sizes == ()
-    assert reason in made.because["graphs.sizes"]
+    assert reason in made.graphs.reasons["sizes"]
     assert reason in refusals(**keywords, cuda_graph_max_bs=8)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,19 +20,19 @@ MACHINES = ("cpu", *KNOWN_GPUS)
 H200 = Machine.named("h200")
 
 
-def decided(machine: Machine, **keywords: Any) -> tuple[KernelPlan, dict[str, str], dict[str, str]]:
+def decided(machine: Machine, **keywords: Any) -> tuple[KernelPlan, Mapping[str, str], dict[str, str]]:
     """The kernels' plan, the reasons and the refusals."""
     plan, builder = decide(Args.of(**{"model_path": "/models/small"} | keywords), machine, ANY_MODEL)
-    return plan.kernels, builder.because, builder.refusals
+    return plan.kernels, plan.kernels.reasons, builder.refusals
 
 
 def test_a_cpu_runs_plain_torch_and_says_why() -> None:
-    kernels, because, refusals = decided(Machine.named("cpu"))
+    kernels, reasons, refusals = decided(Machine.named("cpu"))
     assert {kernels.choices[operation] for operation in kernels.choices if operation != "matmul"} == {
         "native"
     }
     assert kernels.attention_backend == "torch_native"
-    assert "triton needs an NVIDIA GPU" in because["kernels.attention_backend"]
+    assert "triton needs an NVIDIA GPU" in reasons["attention_backend"]
     assert not refusals
 
 
@@ -128,10 +129,10 @@ def test_flashinfer_is_refused_for_heads_that_it_lacks(facts: dict[str, Any], to
 
 
 def test_prompts_and_output_may_differ() -> None:
-    kernels, because, _ = decided(H200, prefill_attention_backend="torch_native")
+    kernels, reasons, _ = decided(H200, prefill_attention_backend="torch_native")
     assert kernels.choices["prefill_attention"] == "native"
     assert kernels.choices["attention"] == "with_triton"
-    assert because["kernels.decode_attention_backend"] == "that of --attention-backend"
+    assert reasons["decode_attention_backend"] == "that of --attention-backend"
 
 
 def test_splitting_reaches_the_plan_and_is_refused_where_nobody_reads_it() -> None:
