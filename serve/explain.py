@@ -11,7 +11,7 @@ from textwrap import wrap
 import orjson
 
 from ops.machine import KNOWN_GPUS, Machine
-from runtime.config import Args, Option, options, shown, without_effect
+from runtime.config import Args, Option, Outcome, options, shown, without_effect
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import KernelPlan, Plan
 from runtime.config.resolve import ANY_MODEL, decide
@@ -104,6 +104,8 @@ def _rows(
         name = option.name
         asked = shown(option, args.get(name), _CELL_WIDTH) if name in args.explicitly_set else ""
         done, reason = _done(option, args, plan, has_model)
+        if asked and option.spec.outcome is Outcome.ALWAYS:
+            reason = option.spec.reason
         if name in idle:
             done, reason = "nothing", idle[name]
         if name in refusals:
@@ -121,7 +123,7 @@ def _done(option: Option, args: Args, plan: Plan, has_model: bool) -> tuple[str,
     """(the value in force, under its own name where the plan calls it differently from the option; its reason)"""
     field = option.spec.plan
     if field is None:
-        return shown(option, args.get(option.name), _CELL_WIDTH), option.spec.reason
+        return shown(option, args.get(option.name), _CELL_WIDTH), ""
     if not has_model and field.__objclass__ is not KernelPlan:  # the only section that no model changes
         return "unknown without a model", ""
     value, reason = plan.decision(field)

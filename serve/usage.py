@@ -26,7 +26,7 @@ command line an option is a flag, in a `--config` file a key with dashes or unde
 with underscores: `--page-size 16`, `page-size: 16`, `page_size=16`.
 
 What an option marked *not built yet* asks for is refused with a clear message, and so are such values. *No
-effect* marks what is accepted for compatibility only.
+effect* marks what is accepted for compatibility only, *always so* what asks for something that is so anyway.
 """
 
 
@@ -100,13 +100,21 @@ def _outcome_note(option: Option) -> str:
     spec = option.spec
     if spec.outcome is Outcome.INERT:
         return f" *No effect*: {spec.reason}."
+    if spec.outcome is Outcome.ALWAYS:
+        return f" *Always so*: {spec.reason}.{_later(option)}"
     if spec.outcome is Outcome.PLANNED:
         return f" *Not built yet*{f': {spec.instead}' if spec.instead else ''}."
-    if spec.built is None:
+    return _later(option)
+
+
+def _later(option: Option) -> str:
+    """The values that do not work yet."""
+    built, choices = option.spec.built, option.spec.choices
+    if built is None:
         return ""
-    if not spec.choices:
-        return f" *So far only* {' or '.join(str(value) for value in spec.built)}."
-    later = [str(choice) for choice in spec.choices if choice not in spec.built and choice != option.default]
+    if not choices:
+        return f" *So far only* {' or '.join(str(value) for value in built)}."
+    later = [str(choice) for choice in choices if choice not in built and choice != option.default]
     return f" *Not built yet*: {', '.join(later)}." if later else ""
 
 

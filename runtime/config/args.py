@@ -81,6 +81,10 @@ class Args:
         """The value of one option by its name. Raises `KeyError` for a name that does not exist."""
         return getattr(getattr(self, _OPTIONS[name].group), name)
 
+    def changed(self, name: str) -> bool:
+        """Whether the option has another value than its default. To set the default explicitly changes nothing."""
+        return self.get(name) != _OPTIONS[name].default
+
     def keywords(self) -> dict[str, Any]:
         """What was set explicitly, as keywords: `Args.of(**args.keywords()) == args`."""
         return {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from runtime.config.option_spec import Json, option, planned
+from runtime.config.option_spec import Json, always, option, planned
 from runtime.config.plan import CachePlan
 
 
@@ -63,9 +63,11 @@ class CacheArgs:
         above=0,
         high=1,
     )
-    disable_hybrid_swa_memory: bool = planned(
+    disable_hybrid_swa_memory: bool = always(
         False,
         "Give sliding-window layers a pool as large as the others' instead of a smaller one of their own.",
+        reason="all layers have pools of one size so far",
+        sglang="off: layers with a sliding window have a smaller pool",
     )
     max_mamba_cache_size: int | None = planned(
         None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from runtime.config.option_spec import Json, option, planned
+from runtime.config.option_spec import Json, always, option, planned
 from runtime.config.plan import KernelPlan, ModelPlan, TextPlan
 
 _LOAD_FORMATS = (
@@ -100,11 +100,12 @@ class ModelArgs:
         "Load the image or audio part of models whose text part is served alone by default.",
         built=(False,),
     )
-    model_impl: str = option(
+    model_impl: str = always(
         "auto",
         "Which code runs the model. auto and sglang: ours; transformers: the transformers library's.",
         choices=("auto", "sglang", "transformers"),
         built=("auto", "sglang"),
+        reason="every family that is supported has code of ours",
     )
     delete_ckpt_after_loading: bool = planned(
         False,

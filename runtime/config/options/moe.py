@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from runtime.config.option_spec import option, planned
+from runtime.config.option_spec import always, planned
 
-_RUNNER = "use --moe-runner-backend once it is built"
+_RUNNER = "use --moe-runner-backend auto"
 _MOE_RUNNER_BACKENDS = (
     "auto", "triton", "triton_kernel", "flashinfer_trtllm", "flashinfer_cutlass", "flashinfer_mxfp4",
     "flashinfer_cutedsl",
@@ -20,19 +20,26 @@ _EPLB_ALGORITHMS = (
 class MoeArgs:
     """Mixtures of experts."""
 
-    ep_size: int = option(
+    ep_size: int = always(
         1,
         "Expert parallelism: number of devices over which the experts are spread.",
         aliases=("--expert-parallel-size", "--ep"),
         low=1,
         built=(1,),
+        reason="each device holds its share of every expert",
     )
     moe_a2a_backend: str = planned(
         "none",
         "How tokens travel to the experts' devices. none: by sums over all devices.",
         choices=("none", "deepep"),
     )
-    moe_runner_backend: str = planned("auto", "Kernels that run the experts.", choices=_MOE_RUNNER_BACKENDS)
+    moe_runner_backend: str = always(
+        "auto",
+        "Kernels that run the experts.",
+        choices=_MOE_RUNNER_BACKENDS,
+        built=("auto", "triton"),
+        reason="Triton's kernels run them on every GPU that it compiles for, and plain torch elsewhere",
+    )
     flashinfer_mxfp4_moe_precision: str = planned(
         "default",
         "Precision of activations in FlashInfer's mxfp4 experts. default: mxfp8.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from runtime.config.option_spec import inert, option, planned
+from runtime.config.option_spec import always, inert, option, planned
 from runtime.config.plan import ModelPlan, ParallelPlan, SchedulePlan
 
 
@@ -105,8 +105,11 @@ class ParallelArgs:
     tbo_token_distribution_threshold: float = planned(
         0.48, "Imbalance of the two halves from which one sequence may be cut between them.", low=0
     )
-    disable_custom_all_reduce: bool = planned(
-        False, "Sum over devices with NCCL instead of a kernel of our own."
+    disable_custom_all_reduce: bool = always(
+        False,
+        "Sum over devices with NCCL instead of a kernel of our own.",
+        reason="there is no kernel of our own",
+        sglang="off: a kernel of its own sums small tensors",
     )
     enable_nccl_nvls: bool = planned(False, "Let NCCL sum inside the NVLink switch.")
     enable_symm_mem: bool = planned(False, "Use NCCL's symmetric memory for sums over devices.")

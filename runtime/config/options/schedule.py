@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-from runtime.config.option_spec import inert, option, planned
+from runtime.config.option_spec import always, inert, option, planned
 from runtime.config.plan import SchedulePlan
 
 
@@ -45,7 +45,6 @@ class ScheduleArgs:
         "Order of the waiting queue. fcfs: first come, first served; lpm: longest cached prefix first; "
         "dfs-weight: by the prefix tree; lof: longest output first; random.",
         choices=("fcfs", "lpm", "random", "dfs-weight", "lof"),
-        built=("fcfs", "lpm"),
         plan=SchedulePlan.policy,
     )
     schedule_conservativeness: float = option(
@@ -79,12 +78,17 @@ class ScheduleArgs:
         "output. On by default.",
         plan=SchedulePlan.mixed,
     )
-    sleep_on_idle: bool = option(
-        False, "Use no processor time while nothing is to be done. This is always so here."
+    sleep_on_idle: bool = always(
+        False,
+        "Use no processor time while nothing is to be done.",
+        reason="the event loop waits without computing",
     )
     prefill_only_one_req: bool = planned(False, "Take on at most one new request in each step.", const=True)
-    stream_output: bool = planned(
-        False, "Without a tokenizer: send only the new token ids with each piece instead of all so far."
+    stream_output: bool = always(
+        False,
+        "Without a tokenizer: send only the new token ids with each piece instead of all so far.",
+        reason="each piece of a stream has the new token ids only",
+        sglang="off: without a tokenizer each piece has all token ids so far",
     )
     num_continuous_decode_steps: int = inert(
         1,

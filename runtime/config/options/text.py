@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from runtime.config.option_spec import inert, option, planned
+from runtime.config.option_spec import always, inert, option, planned
 from runtime.config.plan import TextPlan
 
 _REASONING_PARSERS = (
@@ -41,12 +41,14 @@ class TextArgs:
         "tokenizer.",
         plan=TextPlan.chat_template,
     )
-    grammar_backend: str | None = option(
+    grammar_backend: str | None = always(
         None,
         "What enforces JSON schemas, regular expressions and grammars on the output. none: requests that ask "
         "for it are answered with status 400. Default: none.",
         choices=("xgrammar", "outlines", "llguidance", "none"),
         built=("none",),
+        reason="no grammar can be enforced yet",
+        sglang="xgrammar",
     )
     tokenizer_worker_num: int = planned(
         1, "Number of tokenizer workers. One thread tokenizes for all by default.", low=1

@@ -76,7 +76,7 @@ def _none_here(builder: PlanBuilder, gpu: Gpu | None, decode_attention: str) -> 
 def _refuse_idle(builder: PlanBuilder, reason: str) -> None:
     """What only captures read must not be said in vain."""
     for option in _CAPTURING:
-        if option in builder.args.explicitly_set and builder.args.get(option):
+        if builder.args.changed(option):
             flag = "--" + option.replace("_", "-")
             builder.refuse(option, f"{flag} has no effect here: {reason}.")
 
@@ -85,7 +85,7 @@ def _compiled(builder: PlanBuilder, machine: Machine, gpu: Gpu | None) -> Decisi
     """Rows of one token that are compiled for, at most; 0: nothing is."""
     args, parallel = builder.args.graphs, builder.args.parallel
     if not args.enable_torch_compile:
-        if "torch_compile_max_bs" in builder.args.explicitly_set:
+        if builder.args.changed("torch_compile_max_bs"):
             builder.refuse(
                 "torch_compile_max_bs",
                 "--torch-compile-max-bs has a meaning only with --enable-torch-compile.",

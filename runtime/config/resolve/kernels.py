@@ -53,6 +53,11 @@ def kernel_plan(
     small, lacking = first_that_runs(SMALL, machine, gpu)
     choices = dict.fromkeys((*SMALL_OPERATIONS, *GPU_OPERATIONS), SMALL[small].file)
     compiled = builder.args.graphs.enable_torch_compile
+    if builder.args.moe.moe_runner_backend == "triton" and choices["moe"] != "with_triton":
+        builder.refuse(
+            "moe_runner_backend",
+            f"--moe-runner-backend triton cannot be used: it {lacking['triton']}; use auto.",
+        )
     if compiled:
         choices |= dict.fromkeys(FUSED, "native")
     choices |= {
@@ -188,7 +193,7 @@ def _sentences(lacking: Mapping[str, str]) -> list[str]:
 def _refuse_idle_splitting(builder: PlanBuilder, decode: str) -> None:
     """What only the Triton decode kernel reads must not be said in vain."""
     for option in _SPLITTING:
-        if option in builder.args.explicitly_set and decode != "triton":
+        if builder.args.changed(option) and decode != "triton":
             flag = "--" + option.replace("_", "-")
             builder.refuse(option, f"{flag} has a meaning for triton only, and output tokens use {decode}.")
 

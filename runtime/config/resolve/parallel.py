@@ -12,6 +12,8 @@ from runtime.config.resolve.plan_builder import Decision, PlanBuilder, build
 from runtime.errors import ConfigurationError
 
 JOIN_TIMEOUT_S = 600.0
+ACROSS_MACHINES = ("node_rank", "dist_init_addr", "nccl_port")
+ONE_MACHINE = "there is one machine, whose ranks meet in a file"
 TORCHRUN = "TORCHELASTIC_RUN_ID"  # set by torchrun in what it starts
 
 
@@ -31,7 +33,7 @@ def parallel_plan(builder: PlanBuilder, machine: Machine, facts: ModelFacts, dev
         nnodes=builder.follow("nnodes"),
         node_rank=builder.follow("node_rank"),
         meeting=_meeting(builder),
-        store_port=builder.follow("nccl_port"),
+        store_port=builder.follow("nccl_port") if args.nnodes > 1 else Decision(None, ONE_MACHINE),
         join_timeout_s=Decision(JOIN_TIMEOUT_S, "long enough to read a large model")
         if timeout is None
         else Decision(float(timeout), "as asked"),
@@ -41,11 +43,13 @@ def parallel_plan(builder: PlanBuilder, machine: Machine, facts: ModelFacts, dev
 def _meeting(builder: PlanBuilder) -> Decision[tuple[str, int] | None]:
     args = builder.args.parallel
     if args.nnodes == 1:
-        for option in ("node_rank", "dist_init_addr", "nccl_port"):
-            if value := builder.args.get(option):
-                flag = "--" + option.replace("_", "-")
-                builder.refuse(option, f"{flag} {value} is for several machines; say --nnodes too.")
-        return Decision(None, "there is one machine")
+        # Scripts for any number of machines set these for one machine too; without --nnodes it was forgotten.
+        idle = ("node_rank",) if "nnodes" in builder.args.explicitly_set else ACROSS_MACHINES
+        for option in idle:
+            if builder.args.changed(option):
+                flag, value = "--" + option.replace("_", "-"), builder.args.get(option)
+                builder.refuse(option, f"{flag} {value} is for several machines; set --nnodes too.")
+        return Decision(None, ONE_MACHINE)
     if args.node_rank >= args.nnodes:
         builder.refuse("node_rank", f"--node-rank {args.node_rank}: it must be below --nnodes {args.nnodes}.")
     if args.tp_size * args.pp_size % args.nnodes:
@@ -95,7 +99,7 @@ def _check_devices(builder: PlanBuilder, machine: Machine, device: str) -> None:
     needed = args.tp_size * args.pp_size * args.dp_size // args.nnodes
     if not device.startswith("cuda"):
         for option in ("base_gpu_id", "gpu_id_step"):
-            if option in builder.args.explicitly_set:
+            if builder.args.changed(option):
                 builder.refuse(option, f"--{option.replace('_', '-')} needs GPUs; the model runs on the CPU.")
         return
     if needed == 1:

@@ -75,6 +75,7 @@ def _chunk_tokens(builder: PlanBuilder, gpu: Gpu | None, page_size: int) -> Deci
 
 
 def _policy(builder: PlanBuilder) -> Decision[str]:
-    if builder.args.schedule.schedule_policy == "lpm" and builder.args.cache.disable_radix_cache:
+    by_prefix = builder.args.schedule.schedule_policy in ("lpm", "dfs-weight")
+    if by_prefix and builder.args.cache.disable_radix_cache:
         return Decision("fcfs", "without the prefix cache no prompt has a cached prefix")
     return builder.follow("schedule_policy")

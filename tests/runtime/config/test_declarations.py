@@ -9,6 +9,7 @@ from typing import Any, get_type_hints
 
 import pytest
 
+from option_values import other_value
 from runtime.config import Args, Json, Option, Outcome, not_built, options, without_effect
 from runtime.config.plan import Plan
 from runtime.errors import ConfigurationError
@@ -16,24 +17,6 @@ from surface_flags import FLAGS
 
 SNAPSHOT = Path(__file__).with_name("command_line.txt")
 each_option = pytest.mark.parametrize("option", options(), ids=lambda option: option.name)
-
-
-def other_value(option: Option) -> Any:
-    """A valid value that is not the default."""
-    spec = option.spec
-    if option.type is bool:
-        one: Any = not option.default
-    elif spec.choices:
-        one = next(choice for choice in reversed(spec.choices) if choice != option.default)
-    elif option.type in (int, float):
-        step = 1 if option.type is int else 0.125
-        low = spec.low if spec.low is not None else spec.above if spec.above is not None else 0
-        one = option.type(next(v for v in (low + step, low + 2 * step) if v != option.default))
-    elif option.type is Json:
-        one = {"temperature": 0.5}
-    else:
-        one = "something"
-    return (one,) if option.many else one
 
 
 def words(option: Option, value: Any) -> list[str]:
