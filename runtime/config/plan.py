@@ -66,26 +66,14 @@ class KernelPlan(Section):
     # token where "prefill_attention" differs from it.
     choices: Mapping[str, str] = field(default_factory=dict)
     fallback: Mapping[str, str] | None = None  # instead, where the kernels in C++ turn out not to compile
-    weight_bits: int | None = None  # 8: weights are rounded when they are loaded; None: they stay as they are
-    cpu_threads: int | None = None  # of those in C++; None: as many as torch uses
+    settings: Mapping[str, Mapping[str, Any]] = field(
+        default_factory=dict
+    )  # what backends are made with, by file
     # The same as users call it: "torch_native", "triton", ...
     attention_backend: str = "torch_native"
     prefill_attention_backend: str = "torch_native"  # of rows of several tokens
     decode_attention_backend: str = "torch_native"  # of rows of one token
     sampling_backend: str = "pytorch"
-    triton_attention_num_kv_splits: int = 8  # parts of a row's keys, at most
-    triton_attention_split_tile_size: int | None = None  # or tokens of each part
-
-    @property
-    def settings(self) -> dict[str, dict[str, int | None]]:
-        """What backends are made with, by file role."""
-        return {
-            "with_cpp": {"num_threads": self.cpu_threads, "weight_bits": self.weight_bits},
-            "with_triton": {
-                "num_kv_splits": self.triton_attention_num_kv_splits,
-                "split_tile_tokens": self.triton_attention_split_tile_size,
-            },
-        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from ops.backends import ATTENTION
 from runtime.config.option_spec import inert, option, planned
 from runtime.config.plan import KernelPlan
 
-ATTENTION = (
-    "triton", "torch_native", "cutlass_mla", "fa3", "flashinfer", "flashmla", "trtllm_mla", "trtllm_mha",
-    "dual_chunk_flash_attn", "hybrid_linear_attn", "aiter", "wave", "intel_amx", "ascend",
-)  # fmt: skip
-BUILT = ("torch_native", "triton", "flashinfer", "fa3", "trtllm_mha")
 _LATENT = "a model with multi-head latent attention, which none of the supported families has, and"
-ATTENTION_NEEDS = {
+_NOT_BUILT = {
     "cutlass_mla": f"{_LATENT} an NVIDIA Blackwell GPU",
-    "fa3": "an NVIDIA Hopper GPU",
     "flashmla": f"{_LATENT} an NVIDIA Hopper GPU",
     "trtllm_mla": f"{_LATENT} an NVIDIA Blackwell GPU",
-    "trtllm_mha": "an NVIDIA Blackwell GPU",
     "dual_chunk_flash_attn": "an NVIDIA GPU",
     "hybrid_linear_attn": "an NVIDIA GPU",
     "aiter": "an AMD GPU",
@@ -26,6 +21,15 @@ ATTENTION_NEEDS = {
     "intel_amx": "an Intel CPU with AMX",
     "ascend": "an Ascend accelerator",
 }
+_ATTENTION: dict[str, Any] = {
+    "choices": (*ATTENTION, *_NOT_BUILT),
+    "built": tuple(ATTENTION),
+    "needs": _NOT_BUILT,
+}
+_KERNELS = ", ".join(
+    f"{name} ({backend.kernels}{f'; needs {backend.needs}' if backend.needs else ''})"
+    for name, backend in ATTENTION.items()
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,33 +41,24 @@ class KernelArgs:
         "Threads that compute a step on a CPU. Default: as many as torch uses, which is one for each "
         "processor unless OMP_NUM_THREADS says otherwise.",
         low=1,
-        plan=KernelPlan.cpu_threads,
     )
     attention_backend: str | None = option(
         None,
-        "Implementation of attention. torch_native is plain torch and runs everywhere, triton and flashinfer "
-        "need an NVIDIA GPU, fa3 one of Hopper's generation, trtllm_mha one of Blackwell's. Default: triton "
-        "where it runs.",
-        choices=ATTENTION,
-        built=BUILT,
-        needs=ATTENTION_NEEDS,
+        f"Implementation of attention: {_KERNELS}. Default: the first of them that runs here.",
+        **_ATTENTION,
         plan=KernelPlan.attention_backend,
     )
     prefill_attention_backend: str | None = option(
         None,
         "Implementation of attention for prompts only, that is where a step computes several tokens of a "
         "sequence. Default: that of --attention-backend.",
-        choices=ATTENTION,
-        built=BUILT,
-        needs=ATTENTION_NEEDS,
+        **_ATTENTION,
         plan=KernelPlan.prefill_attention_backend,
     )
     decode_attention_backend: str | None = option(
         None,
         "Implementation of attention for output tokens only. Default: that of --attention-backend.",
-        choices=ATTENTION,
-        built=BUILT,
-        needs=ATTENTION_NEEDS,
+        **_ATTENTION,
         plan=KernelPlan.decode_attention_backend,
     )
     mm_attention_backend: str | None = planned(
@@ -73,14 +68,12 @@ class KernelArgs:
         8,
         "Largest number of parts into which the Triton decode kernel splits one sequence.",
         low=1,
-        plan=KernelPlan.triton_attention_num_kv_splits,
     )
     triton_attention_split_tile_size: int | None = option(
         None,
         "Tokens in each part of a sequence in the Triton decode kernel. Default: "
         "--triton-attention-num-kv-splits decides.",
         low=1,
-        plan=KernelPlan.triton_attention_split_tile_size,
     )
     triton_attention_reduce_in_fp32: bool = inert(
         False,

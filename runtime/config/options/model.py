@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from runtime.config.option_spec import Json, always, option, planned
-from runtime.config.plan import KernelPlan, ModelPlan, TextPlan
+from runtime.config.plan import ModelPlan, TextPlan
 
 _LOAD_FORMATS = (
     "auto", "safetensors", "pt", "dummy", "npcache", "sharded_state", "gguf", "bitsandbytes", "layered",
@@ -142,7 +142,6 @@ class QuantArgs:
         "Default: as they are in the checkpoint.",
         choices=_QUANTIZATIONS,
         built=("w8a8_int8",),
-        plan=KernelPlan.weight_bits,
     )
     quantization_param_path: str | None = planned(
         None, "JSON file with the scales of an FP8 KV cache.", none_text=True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ops.backends import SAMPLING
 from runtime.config.option_spec import Json, option, planned
 from runtime.config.plan import KernelPlan, ServePlan
 
@@ -15,8 +16,8 @@ class SamplingArgs:
     sampling_backend: str | None = option(
         None,
         "Implementation of top-k, top-p and min-p sampling. Default: pytorch.",
-        choices=("flashinfer", "pytorch", "triton"),
-        built=("pytorch", "triton"),
+        choices=(*SAMPLING, "flashinfer"),
+        built=tuple(SAMPLING),
         needs={"flashinfer": "an NVIDIA GPU and the flashinfer package"},
         instead="FlashInfer draws random numbers of its own and keeps all of equal tokens, and here a seed "
         "gives the same tokens with every implementation; use pytorch or triton",

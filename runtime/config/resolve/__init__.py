@@ -70,7 +70,7 @@ def decide(
     gpu = chosen_gpu(model.device, machine)
     cache = cache_plan(builder, gpu, model.dtype)
     schedule = schedule_plan(builder, gpu, cache.page_size)
-    kernels = kernel_plan(builder, machine, gpu, model.dtype, facts, cache.page_size)
+    kernels = kernel_plan(builder, machine, gpu, model.dtype, facts, cache)
     plan = Plan(
         model=model,
         cache=cache,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ops.backends import ATTENTION
 from ops.machine import Gpu, Machine
 from runtime.config.plan import GraphPlan
 from runtime.config.resolve.graph_sizes import Buckets, buckets
@@ -14,9 +15,6 @@ _CAPTURING = (
     "enable_profile_cuda_graph",
     "enable_cudagraph_gc",
 )
-# What captures: it reads the rows' lengths on the device.
-CAPTURED_ATTENTION = "triton"
-SPLIT_TILE = "triton_attention_split_tile_size"
 
 
 def graph_plan(
@@ -63,13 +61,16 @@ def _none_here(builder: PlanBuilder, gpu: Gpu | None, decode_attention: str) -> 
         return "CUDA graphs need an NVIDIA GPU, and this model runs on the CPU"
     if parallel.tp_size * parallel.pp_size > 1:
         return "CUDA graphs are captured on one rank only so far"
-    if decode_attention != CAPTURED_ATTENTION:
+    backend = ATTENTION[decode_attention]
+    if not backend.captured:
+        others = " or ".join(name for name, other in ATTENTION.items() if other.captured)
         return (
             f"attention by {decode_attention} reads the lengths of rows on the host, so that no CUDA graph "
-            f"can hold it; {CAPTURED_ATTENTION} does not"
+            f"can hold it; {others} does not"
         )
-    if builder.args.get(SPLIT_TILE) is not None:
-        return f"with --{SPLIT_TILE.replace('_', '-')} the longest row decides what is launched"
+    for option, reason in backend.uncaptured_with.items():
+        if builder.args.changed(option):
+            return f"with --{option.replace('_', '-')} {reason}"
     return ""
 
 
