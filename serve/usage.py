@@ -53,6 +53,17 @@ def markdown() -> str:
     return "\n".join(parts)
 
 
+def differences() -> str:
+    """The table in docs/migration.md: the options whose default is not that of SGLang."""
+    rows = ["| option | in SGLang | here |", "|---|---|---|"]
+    rows += [
+        f"| `{option.flag}` | {option.spec.sglang} | {_default_in_words(option)} |"
+        for option in options()
+        if option.spec.sglang
+    ]
+    return "\n".join(rows) + "\n"
+
+
 def _by_group() -> Iterable[tuple[str, list[Option]]]:
     for title, group in groupby(options(), key=lambda option: option.title):
         yield title, list(group)
@@ -86,6 +97,15 @@ def _values(option: Option, *, built_only: bool = False) -> str:
         choices = tuple(choice for choice in choices if choice in option.spec.built)
     one = "{" + ",".join(map(str, choices)) + "}" if choices else _METAVARS.get(option.type, "BOOL")
     return f"{one} ..." if option.many else one
+
+
+def _default_in_words(option: Option) -> str:
+    """What holds where the option is not set."""
+    if option.spec.outcome is Outcome.ALWAYS and option.type is bool:
+        return f"always on: {option.spec.reason}"
+    if option.default is True:
+        return "on"
+    return option.spec.help.partition("Default: ")[2].rstrip(".") or shown(option, option.default)
 
 
 def _default_note(option: Option) -> str:

@@ -16,7 +16,7 @@ class Outcome(StrEnum):
     WORKS = "works"
     PLANNED = "planned"  # refused unless it keeps its default
     ALWAYS = "always"  # accepted, and nothing reads it: what it asks for is so whether it is set or not
-    INERT = "inert"  # accepted for compatibility, without effect; said in help and logged once
+    INERT = "inert"  # accepted for compatibility, without effect; noted in help and logged once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

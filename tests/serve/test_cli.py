@@ -16,7 +16,7 @@ from ops.machine import Machine
 from runtime.config import Args, options
 from serve import cli, explain, guard
 from serve.__main__ import main
-from serve.usage import markdown
+from serve.usage import differences, markdown
 
 ROOT = Path(__file__).parent.parent.parent
 CONFIG = {
@@ -153,6 +153,11 @@ def test_table_in_the_documentation_is_current() -> None:
     assert written == markdown(), (
         "write it with: python -m serve explain --table markdown > docs/arguments.md"
     )
+
+
+def test_differences_in_the_documentation_are_current() -> None:
+    written = (ROOT / "docs" / "migration.md").read_text(encoding="utf-8")
+    assert differences() in written, "write them with: python -m serve explain --table differences"
 
 
 def test_own_packages_pass_the_guard() -> None:

@@ -19,6 +19,7 @@ class CacheArgs:
         "memory that is free once the weights are loaded.",
         above=0,
         high=1,
+        sglang="on a GPU the same; on a CPU 0.88 of all memory",
         plan=CachePlan.mem_fraction,
     )
     max_total_tokens: int | None = option(
@@ -34,6 +35,7 @@ class CacheArgs:
         "and large ones are read faster. Default: 16.",
         low=1,
         high=1024,
+        sglang="1, or what the attention backend needs",
         plan=CachePlan.page_size,
     )
     kv_cache_dtype: str = option(

@@ -15,7 +15,7 @@ class HttpArgs:
     config: str | None = option(
         None,
         "YAML file (.yaml or .yml) with options, one `name: value` each, with dashes or underscores. What is "
-        "said on the command line wins over the file.",
+        "set on the command line wins over the file.",
     )
     host: str = option(
         "127.0.0.1",

@@ -30,6 +30,8 @@ _KERNELS = ", ".join(
     f"{name} ({backend.kernels}{f'; needs {backend.needs}' if backend.needs else ''})"
     for name, backend in ATTENTION.items()
 )
+# Those that need something, and the first that runs everywhere.
+_DEFAULT = " where it runs, else ".join(list(ATTENTION)[: list(ATTENTION).index("torch_native") + 1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +46,9 @@ class KernelArgs:
     )
     attention_backend: str | None = option(
         None,
-        f"Implementation of attention: {_KERNELS}. Default: the first of them that runs here.",
+        f"Implementation of attention: {_KERNELS}. Default: {_DEFAULT}.",
         **_ATTENTION,
+        sglang="fa3 on Hopper, else flashinfer where it is installed, else triton; on a CPU intel_amx or torch_native",
         plan=KernelPlan.attention_backend,
     )
     prefill_attention_backend: str | None = option(

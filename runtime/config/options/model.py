@@ -23,8 +23,9 @@ class ModelArgs:
 
     model_path: str | None = option(
         None,
-        "Folder with the weights and config.json, or a repository name on the Hugging Face Hub. Without it "
-        "the small demo model that ships with Penstock is served.",
+        "Folder with the weights and config.json, or a repository name on the Hugging Face Hub. Default: the "
+        "small demo model that ships with Penstock.",
+        sglang="must be given",
         aliases=("--model",),
         plan=ModelPlan.path,
     )
@@ -67,8 +68,9 @@ class ModelArgs:
     )
     dtype: str = option(
         "auto",
-        "Precision of weights and activations. auto keeps the checkpoint's, except that a float32 checkpoint "
-        "becomes bfloat16 on a GPU; half is float16, float is float32.",
+        "Precision of weights and activations. half is float16, float is float32. Default: auto, which keeps the "
+        "checkpoint's, except that a float32 checkpoint becomes bfloat16 on a GPU.",
+        sglang="auto, with which a float32 checkpoint becomes float16 (bfloat16 for Gemma) everywhere",
         choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
         plan=ModelPlan.dtype,
     )

@@ -21,6 +21,7 @@ class SamplingArgs:
         needs={"flashinfer": "an NVIDIA GPU and the flashinfer package"},
         instead="FlashInfer draws random numbers of its own and keeps all of equal tokens, and here a seed "
         "gives the same tokens with every implementation; use pytorch or triton",
+        sglang="flashinfer where it is installed, else pytorch",
         plan=KernelPlan.sampling_backend,
     )
     preferred_sampling_params: Json | None = option(

@@ -18,6 +18,7 @@ class ScheduleArgs:
         "Largest number of sequences that run together. Default: 256 on a CPU and 2048 on a GPU, and never "
         "more than the KV cache can hold.",
         low=1,
+        sglang="half as many as the KV cache has tokens, at most 2048 to 4096 by the length of the context",
         plan=SchedulePlan.max_running,
     )
     max_queued_requests: int = option(
@@ -76,6 +77,7 @@ class ScheduleArgs:
         True,
         "Let prompts and running sequences share a step, so that a long prompt does not stop the others' "
         "output. On by default.",
+        sglang="off",
         plan=SchedulePlan.mixed,
     )
     sleep_on_idle: bool = always(

@@ -88,6 +88,6 @@ def _where(builder: PlanBuilder, demo_path: str | None) -> str:
     path = builder.args.model.model_path or demo_path
     if path is None:
         builder.refuse(
-            "model_path", "No model is given and there is no demo model here; say --model-path FOLDER."
+            "model_path", "No model is given and there is no demo model here; set --model-path FOLDER."
         )
     return path or ""

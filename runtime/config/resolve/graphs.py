@@ -36,7 +36,7 @@ def _sizes(
 ) -> Decision[tuple[int, ...]]:
     args = builder.args.graphs
     if args.disable_cuda_graph:
-        _refuse_idle(builder, "--disable-cuda-graph is said too")
+        _refuse_idle(builder, "--disable-cuda-graph is set too")
         return Decision((), "as asked")
     reason = _none_here(builder, gpu, decode_attention)
     if gpu is None or reason:
@@ -75,7 +75,7 @@ def _none_here(builder: PlanBuilder, gpu: Gpu | None, decode_attention: str) -> 
 
 
 def _refuse_idle(builder: PlanBuilder, reason: str) -> None:
-    """What only captures read must not be said in vain."""
+    """Refuse what only captures read, where nothing is captured."""
     for option in _CAPTURING:
         if builder.args.changed(option):
             flag = "--" + option.replace("_", "-")

@@ -166,7 +166,7 @@ def _settings(
     own = {keyword: builder.args.get(option) for option, keyword in backend.decode_settings.items()}
     cpp = {"num_threads": builder.args.kernels.cpu_threads, "weight_bits": weight_bits}
     return Decision(
-        {"with_cpp": cpp} | ({backend.file: own} if own else {}), "as the options of each backend say"
+        {"with_cpp": cpp} | ({backend.file: own} if own else {}), "by the options of each backend"
     )
 
 

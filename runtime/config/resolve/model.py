@@ -105,7 +105,7 @@ def _dtype(builder: PlanBuilder, gpu: Gpu | None, facts: ModelFacts) -> Decision
         return Decision(dtype, "as asked")
     if facts.dtype not in DTYPES.values():
         builder.refuse(
-            "dtype", f"Checkpoints in {facts.dtype} are not supported yet; say --dtype to convert it."
+            "dtype", f"Checkpoints in {facts.dtype} are not supported yet; set --dtype to convert it."
         )
         return Decision("float32", "what was asked for cannot be used")
     return _auto_dtype(gpu, facts.dtype)

@@ -91,7 +91,7 @@ def _check_stages(builder: PlanBuilder, facts: ModelFacts) -> None:
             "pp_size", f"--pp-size {args.pp_size}: the model has only {facts.num_layers} layers to share."
         )
     if args.max_micro_batch_size is not None and args.pp_size == 1:
-        builder.refuse("max_micro_batch_size", "--max-micro-batch-size needs a pipeline; say --pp-size too.")
+        builder.refuse("max_micro_batch_size", "--max-micro-batch-size needs a pipeline; set --pp-size too.")
 
 
 def _check_devices(builder: PlanBuilder, machine: Machine, device: str) -> None:
@@ -123,7 +123,7 @@ def with_torchrun(args: Args, environment: Mapping[str, str]) -> Args:
         return args
     if environment.get("LOCAL_WORLD_SIZE", "1") != "1":
         raise ConfigurationError(
-            "Say --nproc-per-node 1 to torchrun: Penstock starts the other processes of a machine itself."
+            "Give torchrun --nproc-per-node 1: Penstock starts the other processes of a machine itself."
         )
     nnodes = int(environment.get("WORLD_SIZE", "1"))
     if nnodes == 1:

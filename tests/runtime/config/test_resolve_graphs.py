@@ -72,7 +72,7 @@ def test_what_only_captures_read_is_refused_without_any(option: dict[str, Any]):
     [name] = option
     flag = "--" + name.replace("_", "-")
     assert f"{flag} has no effect here: CUDA graphs need an NVIDIA GPU" in refusals(CPU, **option)
-    assert "--disable-cuda-graph is said too" in refusals(disable_cuda_graph=True, **option)
+    assert "--disable-cuda-graph is set too" in refusals(disable_cuda_graph=True, **option)
     assert plan(CPU, disable_cuda_graph=True).graphs.sizes == ()
 
 
