@@ -158,17 +158,5 @@ GPU_OPERATIONS = ("embedding", "moe")  # likewise on a GPU; on a CPU plain torch
 SMALL: Mapping[str, Backend] = {name: ATTENTION[name] for name in ("triton", "torch_native")}
 
 
-def first_that_runs(
-    backends: Mapping[str, Backend], machine: Machine, gpu: Gpu | None
-) -> tuple[str, dict[str, str]]:
-    """The name of the first backend that this machine runs, and of those before it what each lacks."""
-    lacking: dict[str, str] = {}
-    for name, backend in backends.items():
-        if not (reason := backend.unmet(machine, gpu)):
-            return name, lacking
-        lacking[name] = reason
-    raise LookupError("every operation has a backend that runs anywhere")
-
-
 def _listed(values: tuple[int, ...]) -> str:
     return ", ".join(map(str, values))
