@@ -10,7 +10,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 import tiny_tokenizers
 from runtime.tokenizer.backend import FastBackend
-from runtime.tokenizer.pieces import pieces_of
+from runtime.tokenizer.token_bytes import token_bytes_of
 from runtime.tokenizer.tokenizer import Tokenizer
 
 REPLACE = decoders.Replace("▁", " ")
@@ -49,7 +49,7 @@ TABLED = {
 @given(st.sampled_from(sorted(TABLED)), st.lists(st.integers(0, 520), max_size=12), st.booleans())
 def test_table_says_what_the_decoder_says(name, ids, skip):
     tokenizer = Tokenizer(FastBackend(TABLED[name]), {})
-    assert tokenizer.pieces is not None
+    assert tokenizer.bytes_of is not None
     whole = tokenizer.backend.decode(ids, skip)
     if name != "gemma" or "\ufffd" not in whole:  # a broken byte: ours shows the characters around it
         assert tokenizer.decode(ids, skip_special_tokens=skip) == whole
@@ -67,4 +67,4 @@ def test_table_says_what_the_decoder_says(name, ids, skip):
     ],
 )
 def test_decoder_that_looks_further_than_a_token_has_no_table(decoder):
-    assert pieces_of(FastBackend(with_decoder("metaspace", decoder))) is None
+    assert token_bytes_of(FastBackend(with_decoder("metaspace", decoder))) is None

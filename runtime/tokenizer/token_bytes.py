@@ -16,7 +16,7 @@ from runtime.tokenizer.backend import Backend, FastBackend
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
-class Pieces:
+class TokenBytes:
     """Bytes of token ids, found when first asked for and kept. Ids beyond the vocabulary are empty.
 
     `rest[i]` is token i anywhere but at the very beginning of a text, `first[i]` at the beginning; the
@@ -48,7 +48,7 @@ class _Table(dict[int, bytes]):
         return found
 
 
-def pieces_of(backend: Backend) -> Pieces | None:
+def token_bytes_of(backend: Backend) -> TokenBytes | None:
     """The table for this tokenizer; None where its decoder looks at more than one token at a time."""
     if not isinstance(backend, FastBackend):
         return None
@@ -85,7 +85,7 @@ def _is_sentencepiece(stages: list[dict[str, Any]]) -> bool:
     return True
 
 
-def _byte_level(backend: FastBackend) -> Pieces:
+def _byte_level(backend: FastBackend) -> TokenBytes:
     alphabet = _byte_of_character()
 
     def find(token_id: int) -> bytes:
@@ -95,10 +95,10 @@ def _byte_level(backend: FastBackend) -> Pieces:
         except KeyError:  # an added token written in plain text
             return token.encode()
 
-    return Pieces(backend, find, find)
+    return TokenBytes(backend, find, find)
 
 
-def _probed(backend: FastBackend, *, byte_fallback: bool) -> Pieces:
+def _probed(backend: FastBackend, *, byte_fallback: bool) -> TokenBytes:
     """Ask the decoder itself: a token's text alone, and what it adds behind another token."""
     anchor = _anchor(backend, byte_fallback)
     before = len(backend.decode([anchor], False))
@@ -115,7 +115,7 @@ def _probed(backend: FastBackend, *, byte_fallback: bool) -> Pieces:
             return byte
         return backend.decode([anchor, token_id], False)[before:].encode()
 
-    return Pieces(backend, first, rest)
+    return TokenBytes(backend, first, rest)
 
 
 def _anchor(backend: FastBackend, byte_fallback: bool) -> int:
@@ -137,4 +137,4 @@ def _byte_of_character() -> dict[str, int]:
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(byte): byte for byte in printable}
     others = sorted(set(range(256)) - set(printable))
-    return table | {chr(0x100 + place): byte for place, byte in enumerate(others)}
+    return table | {chr(0x100 + index): byte for index, byte in enumerate(others)}
