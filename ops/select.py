@@ -99,19 +99,15 @@ def select(
 
 def _executor(num_threads: int | None = None, compiler: str | None = None) -> Executor:
     """Runs the kernels in C++, on as many threads as torch uses unless told."""
-    from ops.cpp.build import BuildError, build
+    from ops.cpp.build import BuildError
     from ops.cpp.executor import Executor
-    from ops.cpp.library import Library
+    from ops.cpp.library import load
 
     machine = Machine.probe()
     compiler = compiler or machine.compiler
     if compiler is None:
         raise BuildError("There is no C++ compiler.")
-    path = build(compiler, machine.cpu_flags)
-    try:
-        library = Library(path)
-    except OSError as error:  # from a disk of which nothing may be run, say
-        raise BuildError(f"What {compiler} made cannot be loaded: {error}.") from error
+    library = load(compiler, machine.cpu_flags)
     return Executor(library, num_threads or torch.get_num_threads())
 
 

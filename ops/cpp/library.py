@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Collection, Sequence
 from ctypes import Structure, c_float, c_int64, c_void_p
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from ops.cpp.build import FLAGS, BuildError, build
 
 TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}  # what the kernels compute in
 
@@ -190,6 +193,7 @@ class Library:
     """The kernels by name and type. Raises RuntimeError where they and this file differ about a structure."""
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         self._library = ctypes.CDLL(str(path))
         self.run = self._library.run  # run(pool, nodes, count, step); no lock of Python's is held
         self.run.argtypes = (c_void_p, c_void_p, c_int64, c_void_p)
@@ -218,6 +222,22 @@ class Library:
     def name_of(self, kernel: int) -> str:
         """The name of a kernel that was asked for, by its address."""
         return next(name for (name, _), known in self._addresses.items() if known == kernel)
+
+
+def load(compiler: str, processor: Collection[str], flags: Sequence[str] = FLAGS) -> Library:
+    """The library for a processor of these flags, compiled where the cache has none that can be loaded.
+
+    Raises `BuildError`.
+    """
+    path = build(compiler, processor, flags)
+    try:
+        return Library(path)
+    except OSError:
+        path.unlink(missing_ok=True)
+    try:
+        return Library(build(compiler, processor, flags))
+    except OSError as error:  # from a disk of which nothing may be run, say
+        raise BuildError(f"What {compiler} made cannot be loaded: {error}.") from error
 
 
 def address(tensor: Tensor | None) -> int | None:
