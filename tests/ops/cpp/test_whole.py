@@ -54,7 +54,7 @@ def load() -> Iterator[None]:
     def compute() -> None:
         x = np.ones((200, 200))
         while not ended.is_set():
-            x @ x
+            _ = x @ x
 
     threads = [threading.Thread(target=compute) for _ in range(2)]
     for thread in threads:
