@@ -16,6 +16,7 @@ from cpp_kernels import library
 from ops.cpp import build as building
 from ops.cpp.build import DIGEST_BYTES, FLAGS, BuildError, build, cache_directory, library_path
 from ops.cpp.library import load
+from ops.machine import Machine
 from ops.select import select
 
 Fake = Callable[[str], str]
@@ -90,6 +91,12 @@ def test_another_processor_compiler_flag_or_source_has_another_library(
     paths.add(library_path(compiler, ["avx2"]))
     assert len(paths) == 6
     assert library_path(compiler, ["a", "b"]) == library_path(compiler, frozenset(["b", "a"]))
+
+
+def test_tests_load_the_library_that_an_engine_loads(real: Path) -> None:
+    machine = Machine.probe()
+    assert machine.compiler is not None
+    assert real.name == library_path(machine.compiler, machine.cpu_flags).name
 
 
 def test_of_several_processes_one_compiles(fake: Fake, tmp_path: Path) -> None:
@@ -231,8 +238,6 @@ def test_without_a_compiler_kernels_in_cpp_are_refused(monkeypatch: pytest.Monke
 
 @pytest.mark.slow
 def test_sources_give_no_warnings(tmp_path: Path) -> None:
-    from ops.machine import Machine
-
     compiler = Machine.probe().compiler
     if compiler is None:
         pytest.skip("there is no C++ compiler")
