@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ops.attention import AttentionInputs
-from ops.cpp.library import TYPES, Library, Node, Rotate, RotateStore, Step, Store, address
+from ops.cpp.library import TYPES, KernelDescription, Library, Node, Rotate, RotateStore, Step, Store, address
 
 CACHE_LINE = 64
 
@@ -44,6 +44,18 @@ class Executor:
     def close(self) -> None:
         """End the threads, after the run that another thread is in; nothing can be run any more."""
         self._close()
+
+    @property
+    def description(self) -> KernelDescription:
+        """Which arithmetic the kernels use."""
+        library = self.library
+        return KernelDescription(
+            kernels="C++",
+            library=library.path.name,
+            num_threads=self.num_threads,
+            instruction_set=library.instruction_set,
+            matrix_unit=library.uses_matrix_unit,
+        )
 
     @property
     def dtypes(self) -> Collection[torch.dtype]:

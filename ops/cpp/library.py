@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Collection, Sequence
-from ctypes import Structure, c_float, c_int64, c_void_p
+from ctypes import Structure, c_bool, c_char_p, c_float, c_int64, c_void_p
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -189,6 +190,31 @@ STRUCTURES = (
 )  # fmt: skip
 
 
+class KernelDescription(NamedTuple):
+    """Which arithmetic a CPU's kernels use: two engines that differ in it may round differently.
+
+    As text it is one line for a table or a bug report.
+    """
+
+    kernels: str  # "C++" or "torch"
+    library: (
+        str  # the name of the compiled file, in which stands the hash of what was compiled; torch's version
+    )
+    num_threads: int
+    instruction_set: str  # such as "avx512f avx512_vnni avx512_bf16"
+    matrix_unit: (
+        bool | None
+    )  # whether the system has granted AMX to kernels that use it; None where torch decides
+
+    def __str__(self) -> str:
+        text = f"{self.kernels}, {self.library}, {self.num_threads} threads, {self.instruction_set}"
+        if self.matrix_unit is None:
+            return text
+        if not self.matrix_unit and "amx" in self.instruction_set:
+            return f"{text}, without the matrix unit, which the system refuses"
+        return f"{text}, {'with' if self.matrix_unit else 'without'} matrix unit"
+
+
 class Library:
     """The kernels by name and type. Raises RuntimeError where they and this file differ about a structure."""
 
@@ -209,6 +235,10 @@ class Library:
         self.panel_width = int(self._library.panel_width())
         self.byte_step = int(self._library.byte_step())  # to whole ones depths are filled up in 8 bits
         self.max_byte_depth = int(self._library.max_byte_depth())
+        self._library.instruction_set.restype = c_char_p
+        self._library.uses_matrix_unit.restype = c_bool
+        self.instruction_set: str = self._library.instruction_set().decode()
+        self.uses_matrix_unit: bool = self._library.uses_matrix_unit()
         self._addresses: dict[tuple[str, torch.dtype], int] = {}
 
     def kernel(self, name: str, dtype: torch.dtype) -> int:
