@@ -129,9 +129,7 @@ def _make(folder: Path, compiler: str, processor: Collection[str], flags: Sequen
         path = folder / _name(sources, compiler, processor, flags)
         try:
             made = _compile(compiler, flags, sources, os.cpu_count() or 1)
-        except (
-            BuildError
-        ) as error:  # it may have been killed because memory was short, or have run out of time
+        except BuildError as error:  # killed for want of memory, say, or out of time
             logger.warning("Compiling the kernels in C++ is tried again, one unit at a time: %s", error)
             made = _compile(compiler, flags, sources, 1)
         with made.open("r+b") as file:
