@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from runtime.errors import ConfigurationError
+from serve.bench import PROGRAM
 from serve.bench.vocabulary import Vocabulary
 from serve.bench.workload import (
     Prompt,
@@ -31,9 +32,9 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
         return super()._get_help_string(action)
 
 
-def new_parser(command: str, description: str) -> argparse.ArgumentParser:
+def new_parser(command: str, description: str, *, program: str = PROGRAM) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
-        prog=f"python -m serve.bench {command}",
+        prog=f"{program} {command}",
         description=description,
         formatter_class=_Formatter,
         allow_abbrev=False,

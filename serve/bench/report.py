@@ -13,6 +13,7 @@ from typing import Any
 import orjson
 
 from ops.machine import Machine
+from serve.bench import PROGRAM
 from serve.bench.machine import describe_machine, describe_versions
 from serve.bench.metrics import Summary
 
@@ -55,7 +56,13 @@ def text_of(value: Any) -> str:
 
 
 def document(
-    benchmark: str, settings: Mapping[str, Any], results: Any, details: Any = None, argv: Sequence[str] = ()
+    benchmark: str,
+    settings: Mapping[str, Any],
+    results: Any,
+    details: Any = None,
+    argv: Sequence[str] = (),
+    *,
+    program: str = PROGRAM,
 ) -> dict[str, Any]:
     """The result file's content: enough to repeat the run and to compare it with another."""
     machine = Machine.probe()
@@ -63,7 +70,7 @@ def document(
         "schema_version": SCHEMA_VERSION,
         "benchmark": benchmark,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", "serve.bench", benchmark, *without_secrets(argv)]),
+        "command": f"{program} {shlex.join([benchmark, *without_secrets(argv)])}",
         "machine": describe_machine(machine),
         "versions": describe_versions(machine),
         "settings": _public(settings),
