@@ -52,7 +52,7 @@ bench *options:
 # Studies for developers, of costs, accuracy, kernels and GPUs: `just study --help`.
 [positional-arguments]
 study *options:
-    PYTHONPATH=tests {{bin}}/python -m bench "$@"
+    PYTHONPATH=tests:notebooks {{bin}}/python -m bench "$@"
 
 # Ours and every installed peer on this machine's CPU, in turns: `just bench-cpu --shapes S --rows 1 2`.
 [positional-arguments]
@@ -72,6 +72,7 @@ notebooks:
 docs:
     {{bin}}/python -m serve explain --table markdown > docs/arguments.md
 
-# Train the embedded demo model anew (one to two hours on two cores, minutes on a GPU).
+# Train the demo model anew (one to two hours on two cores, minutes on a GPU): `just demo-model --help`.
+[positional-arguments]
 demo-model *options:
-    {{bin}}/python -m serve.demo.recipe all {{options}}
+    PYTHONPATH=notebooks {{bin}}/python -m demo_model "$@"

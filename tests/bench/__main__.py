@@ -1,4 +1,4 @@
-"""`just study COMMAND ...`, which is `PYTHONPATH=tests python -m bench COMMAND ...`."""
+"""`just study COMMAND ...`, which is `PYTHONPATH=tests:notebooks python -m bench COMMAND ...`."""
 
 from __future__ import annotations
 

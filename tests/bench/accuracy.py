@@ -149,7 +149,7 @@ def reference(path: str, num_prompts: int, new_tokens: int) -> list[Expected]:
 
 def prompts(tokenizer: Any, count: int) -> list[list[int]]:
     """Held-out questions of every skill in turns, as token ids."""
-    from serve.demo.recipe.evaluation import EXAMS, SEED
+    from demo_model.evaluation import EXAMS, SEED
 
     drawn = []
     for exam in EXAMS:

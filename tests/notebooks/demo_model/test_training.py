@@ -9,13 +9,13 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from serve.demo.recipe import export, vocabulary
-from serve.demo.recipe.conversation import Prose, render
-from serve.demo.recipe.corpus import Encoded, documents, encode
-from serve.demo.recipe.muon import orthogonalise
-from serve.demo.recipe.network import Group, Network, Shape
-from serve.demo.recipe.steps import Mixture
-from serve.demo.recipe.training import Schedule, Trainer
+from demo_model import export, vocabulary
+from demo_model.conversation import Prose, render
+from demo_model.corpus import Encoded, documents, encode
+from demo_model.muon import orthogonalise
+from demo_model.network import Group, Network, Shape
+from demo_model.steps import Mixture
+from demo_model.training import Schedule, Trainer
 
 TINY = Shape(vocab=400, width=32, layers=2, heads=2, kv_heads=1, head_dim=16, mlp=64)
 SHORT = Schedule(steps=30, tokens_per_step=512, learnt_per_step=256, matrix_lr=0.01, other_lr=0.01)

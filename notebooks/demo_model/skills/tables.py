@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-from serve.demo.recipe.conversation import Conversation, Document, Message, Split, ask
-from serve.demo.recipe.lexicon import DAYS, MONTHS
-from serve.demo.recipe.phrasing import Patterns, maybe_system
-from serve.demo.recipe.question import Question, says
+from demo_model.conversation import Conversation, Document, Message, Split, ask
+from demo_model.lexicon import DAYS, MONTHS
+from demo_model.phrasing import Patterns, maybe_system
+from demo_model.question import Question, says
 
 
 @dataclass(frozen=True)

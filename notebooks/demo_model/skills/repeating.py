@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
-from serve.demo.recipe.conversation import Conversation, Document, Message, Prose, Split, ask
-from serve.demo.recipe.lexicon import (
+from demo_model.conversation import Conversation, Document, Message, Prose, Split, ask
+from demo_model.lexicon import (
     ANIMALS,
     CITIES,
     COLOURS,
@@ -16,8 +16,8 @@ from serve.demo.recipe.lexicon import (
     invented,
     number,
 )
-from serve.demo.recipe.phrasing import Patterns
-from serve.demo.recipe.question import Question, says
+from demo_model.phrasing import Patterns
+from demo_model.question import Question, says
 
 WORDS = (*ANIMALS, *CITIES, *COLOURS, *FIRST_NAMES, *FOODS, *ITEMS, *JOBS)
 REPEAT = Patterns(

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from serve.demo.recipe.conversation import Document, Prose, Split, render
-from serve.demo.recipe.skills import (
+from demo_model.conversation import Document, Prose, Split, render
+from demo_model.skills import (
     arguments,
     arithmetic,
     conversions,

@@ -6,9 +6,9 @@ import re
 from dataclasses import dataclass
 from random import Random
 
-from serve.demo.recipe.conversation import Document, Prose, Split, ask
-from serve.demo.recipe.lexicon import ANIMALS, COLOURS, FIRST_NAMES, FOODS
-from serve.demo.recipe.phrasing import Patterns
+from demo_model.conversation import Document, Prose, Split, ask
+from demo_model.lexicon import ANIMALS, COLOURS, FIRST_NAMES, FOODS
+from demo_model.phrasing import Patterns
 
 PLACES = (
     "forest",

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from serve.demo.recipe.muon import Muon
-from serve.demo.recipe.network import Group, Network, Shape
-from serve.demo.recipe.steps import Layout, Mixture
+from demo_model.muon import Muon
+from demo_model.network import Group, Network, Shape
+from demo_model.steps import Layout, Mixture
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from random import Random
 
-from serve.demo.recipe.conversation import Conversation, Document, Message, Split, ask
-from serve.demo.recipe.lexicon import CITIES, invented, last_name
-from serve.demo.recipe.phrasing import Patterns, maybe_system
-from serve.demo.recipe.question import Question, says
+from demo_model.conversation import Conversation, Document, Message, Split, ask
+from demo_model.lexicon import CITIES, invented, last_name
+from demo_model.phrasing import Patterns, maybe_system
+from demo_model.question import Question, says
 
 ANSWER = "I am a small demo model and do not know that."
 ASKED = Patterns(

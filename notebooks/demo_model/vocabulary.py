@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from serve.demo.recipe.conversation import MARKS, SPECIAL, TEMPLATE
+from demo_model.conversation import MARKS, SPECIAL, TEMPLATE
 
 PIECES = r"\n+| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|[^\S\n]+(?!\S)|[^\S\n]+"
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from random import Random
 
-from serve.demo.recipe.answering import Backend
-from serve.demo.recipe.conversation import Conversation, Message
-from serve.demo.recipe.question import Question
-from serve.demo.recipe.skills import (
+from demo_model.answering import Backend
+from demo_model.conversation import Conversation, Message
+from demo_model.question import Question
+from demo_model.skills import (
     arguments,
     arithmetic,
     conversions,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-from serve.demo.recipe.conversation import Split
+from demo_model.conversation import Split
 
 OPENINGS = (
     "Please: ",

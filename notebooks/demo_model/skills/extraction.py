@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from serve.demo.recipe.conversation import Conversation, Document, Message, Split, ask
-from serve.demo.recipe.lexicon import (
+from demo_model.conversation import Conversation, Document, Message, Split, ask
+from demo_model.lexicon import (
     ANIMALS,
     COLOURS,
     DAYS,
@@ -23,9 +23,9 @@ from serve.demo.recipe.lexicon import (
     last_name,
     number,
 )  # fmt: skip
-from serve.demo.recipe.phrasing import Patterns, maybe_system
-from serve.demo.recipe.question import Question
-from serve.demo.recipe.skills.sentences import FORMS
+from demo_model.phrasing import Patterns, maybe_system
+from demo_model.question import Question
+from demo_model.skills.sentences import FORMS
 
 Values = dict[str, Any]
 ASKED = Patterns(

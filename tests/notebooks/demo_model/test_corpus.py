@@ -9,11 +9,11 @@ from random import Random
 
 import pytest
 
-from serve.demo.recipe.conversation import Conversation, Document, render
-from serve.demo.recipe.corpus import SKILLS, documents
-from serve.demo.recipe.evaluation import EXAMS
-from serve.demo.recipe.phrasing import Patterns
-from serve.demo.recipe.skills import arithmetic
+from demo_model.conversation import Conversation, Document, render
+from demo_model.corpus import SKILLS, documents
+from demo_model.evaluation import EXAMS
+from demo_model.phrasing import Patterns
+from demo_model.skills import arithmetic
 
 
 def text_of(document: Document) -> str:

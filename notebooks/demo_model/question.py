@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from serve.demo.recipe.conversation import Conversation
+from demo_model.conversation import Conversation
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
-from serve.demo.recipe import vocabulary
-from serve.demo.recipe.network import Shape
-from serve.demo.recipe.training import shape_of
+from demo_model import vocabulary
+from demo_model.network import Shape
+from demo_model.training import shape_of
 
 CONTEXT = 2048
 

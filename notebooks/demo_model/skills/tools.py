@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from serve.demo.recipe.conversation import Conversation, Document, Message, Split, call_text
-from serve.demo.recipe.lexicon import ANIMALS, COLOURS, DAYS, FOODS, ITEMS, city, first_name, invented, number
-from serve.demo.recipe.phrasing import Patterns, decorate
-from serve.demo.recipe.question import Question
-from serve.demo.recipe.skills import penstock, refusal
+from demo_model.conversation import Conversation, Document, Message, Split, call_text
+from demo_model.lexicon import ANIMALS, COLOURS, DAYS, FOODS, ITEMS, city, first_name, invented, number
+from demo_model.phrasing import Patterns, decorate
+from demo_model.question import Question
+from demo_model.skills import penstock, refusal
 
 Values = dict[str, Any]
 SYSTEMS = (

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from functools import cache
 from random import Random
 
+from demo_model.conversation import Conversation, Document, Message, Prose, Split, ask
+from demo_model.lexicon import invented
+from demo_model.phrasing import Patterns, maybe_system
+from demo_model.question import Question
 from runtime.config import Option, options, shown
-from serve.demo.recipe.conversation import Conversation, Document, Message, Prose, Split, ask
-from serve.demo.recipe.lexicon import invented
-from serve.demo.recipe.phrasing import Patterns, maybe_system
-from serve.demo.recipe.question import Question
 
 ASKED = Patterns(
     (

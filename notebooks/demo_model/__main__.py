@@ -1,4 +1,4 @@
-"""Make the demo model: `python -m serve.demo.recipe all`, or one stage after the other.
+"""Make the demo model: `just demo-model`, or one stage after the other with `just demo-model STAGE`.
 
 corpus: documents and tokenizer; train: weights; export: the folder that is served; evaluate: the table.
 """
@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
+from demo_model import evaluation, export, vocabulary
+from demo_model.answering import Server, Transformers
+from demo_model.conversation import render
+from demo_model.corpus import SKILLS, Encoded, documents, encode
+from demo_model.network import Shape
+from demo_model.steps import Mixture
+from demo_model.training import Schedule, Trainer
 from serve.demo import WEIGHTS
-from serve.demo.recipe import evaluation, export, vocabulary
-from serve.demo.recipe.answering import Server, Transformers
-from serve.demo.recipe.conversation import render
-from serve.demo.recipe.corpus import SKILLS, Encoded, documents, encode
-from serve.demo.recipe.network import Shape
-from serve.demo.recipe.steps import Mixture
-from serve.demo.recipe.training import Schedule, Trainer
 
 SHARES = {  # of the tokens; skill by skill
     "arguments": 0.12,
@@ -143,18 +143,13 @@ def evaluate(options: argparse.Namespace) -> None:
                 )
 
 
-def everything(options: argparse.Namespace) -> None:
-    """All stages."""
-    make_corpus(options)
-    train(options)
-    write(options)
-    evaluate(options)
+STAGES = {"corpus": make_corpus, "train": train, "export": write, "evaluate": evaluate}  # in their order
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    top = argparse.ArgumentParser(prog="python -m serve.demo.recipe", description=__doc__)
-    top.add_argument("stage", choices=("all", "corpus", "train", "export", "evaluate"))
+    top = argparse.ArgumentParser(prog="just demo-model", description=__doc__)
+    top.add_argument("stage", nargs="?", choices=("all", *STAGES), default="all", help="all when left out")
     top.add_argument(
         "--work", type=Path, default=Path("build/demo-model"), help="where corpus and checkpoints live"
     )
@@ -183,8 +178,8 @@ def main() -> None:
     options = parser().parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
-    stages = {"all": everything, "corpus": make_corpus, "train": train, "export": write, "evaluate": evaluate}
-    stages[options.stage](options)
+    for name in STAGES if options.stage == "all" else (options.stage,):
+        STAGES[name](options)
 
 
 if __name__ == "__main__":

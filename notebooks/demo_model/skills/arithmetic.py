@@ -7,10 +7,10 @@ from collections.abc import Callable
 from random import Random
 from typing import Literal
 
-from serve.demo.recipe.conversation import Conversation, Document, Message, Prose, Split, ask
-from serve.demo.recipe.lexicon import first_name, number
-from serve.demo.recipe.phrasing import Patterns, maybe_system
-from serve.demo.recipe.question import Question
+from demo_model.conversation import Conversation, Document, Message, Prose, Split, ask
+from demo_model.lexicon import first_name, number
+from demo_model.phrasing import Patterns, maybe_system
+from demo_model.question import Question
 
 Sign = Literal["+", "-", "*"]
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from serve.demo.recipe.conversation import Conversation, Document, Message, Split
-from serve.demo.recipe.lexicon import ANIMALS, COLOURS, FOODS, JOBS, city, first_name, invented, number
-from serve.demo.recipe.phrasing import Patterns
-from serve.demo.recipe.question import Question, says
-from serve.demo.recipe.skills import arguments, arithmetic, conversions, penstock, refusal, tables
+from demo_model.conversation import Conversation, Document, Message, Split
+from demo_model.lexicon import ANIMALS, COLOURS, FOODS, JOBS, city, first_name, invented, number
+from demo_model.phrasing import Patterns
+from demo_model.question import Question, says
+from demo_model.skills import arguments, arithmetic, conversions, penstock, refusal, tables
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ MEMORIES: dict[str, Memory] = {
         "You are a {v}.",
     ),
 }
-WRITTEN = Path(__file__).parents[4] / "tests/serve/demo/dialogues.json"
+WRITTEN = Path(__file__).parents[1] / "dialogues.json"
 ACKNOWLEDGED = "I will remember that."
 
 

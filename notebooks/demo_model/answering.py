@@ -12,7 +12,7 @@ import httpx
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from serve.demo.recipe.conversation import Conversation, call_text
+from demo_model.conversation import Conversation, call_text
 
 MOST_TOKENS = 160
 BATCH = 32

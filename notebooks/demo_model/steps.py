@@ -8,7 +8,7 @@ from random import Random
 
 import numpy as np
 
-from serve.demo.recipe.corpus import Encoded
+from demo_model.corpus import Encoded
 
 GRAIN = 16  # lengths are padded to a multiple of this
 

@@ -10,11 +10,11 @@ from random import Random
 import httpx
 import pytest
 
-from serve.demo.recipe import evaluation
-from serve.demo.recipe.answering import Server, without_thought
-from serve.demo.recipe.conversation import Conversation, Message
-from serve.demo.recipe.question import says
-from serve.demo.recipe.skills import arguments, arithmetic, dialogue, extraction, tables, tools
+from demo_model import evaluation
+from demo_model.answering import Server, without_thought
+from demo_model.conversation import Conversation, Message
+from demo_model.question import says
+from demo_model.skills import arguments, arithmetic, dialogue, extraction, tables, tools
 
 
 def test_an_argument_answer_is_right_only_for_its_own_argument() -> None:
