@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 
 from runtime.errors import ConfigurationError
 from serve.bench import PROGRAM
-from serve.bench.vocabulary import Vocabulary
 from serve.bench.workload import (
     Prompt,
     RandomLengths,
     SharedPrefixes,
+    Vocabulary,
     file_prompts,
     random_prompts,
     shared_prefix_prompts,
@@ -119,14 +120,7 @@ def build_warmup(
     known, seed = _need(vocabulary, as_text=as_text), options.seed + WARMUP_SEED
     if options.dataset_name == "random":
         return random_prompts(_lengths(options), number, seed, known, as_text=as_text)
-    shape = _prefixes(options)
-    one_each = SharedPrefixes(
-        groups=number,
-        prompts_per_group=1,
-        system_prompt_tokens=shape.system_prompt_tokens,
-        question_tokens=shape.question_tokens,
-        output_tokens=shape.output_tokens,
-    )
+    one_each = replace(_prefixes(options), groups=number, prompts_per_group=1)
     return shared_prefix_prompts(one_each, seed, known, as_text=as_text)
 
 

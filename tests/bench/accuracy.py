@@ -19,9 +19,8 @@ import anyio
 from bench import PROGRAM
 from runtime.errors import ConfigurationError
 from serve.bench import report
-from serve.bench.in_process import Generator, parse
+from serve.bench.load import Generator, Progress, parse
 from serve.bench.options import add_output_options, new_parser
-from serve.bench.progress import Progress
 from serve.demo import demo_path
 
 if TYPE_CHECKING:

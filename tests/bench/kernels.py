@@ -19,7 +19,7 @@ from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import Plan
 from runtime.errors import ConfigurationError
 from serve.bench import report
-from serve.bench.in_process import parse
+from serve.bench.load import parse
 from serve.bench.options import add_output_options, new_parser
 
 

@@ -20,9 +20,8 @@ from ops.machine import Machine
 from runtime.config.plan import Plan
 from runtime.errors import ConfigurationError
 from serve.bench import report
-from serve.bench.in_process import parse
+from serve.bench.load import Progress, parse
 from serve.bench.options import add_output_options, new_parser
-from serve.bench.progress import Progress
 
 if TYPE_CHECKING:
     from runtime.batch import Batch

@@ -9,7 +9,7 @@ from safetensors import safe_open
 
 from bench.checkpoints import SHAPES, Shape, main, model_config, parameter_sizes, write_checkpoint
 from runtime.models.config import read_facts
-from serve.bench.vocabulary import Vocabulary
+from serve.bench.workload import Vocabulary
 
 TINY = Shape(hidden=16, layers=2, heads=4, kv_heads=2, head_dim=4, mlp=24, vocab=400, tied=False, context=64)
 TINY_QWEN = Shape(

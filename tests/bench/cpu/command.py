@@ -36,7 +36,7 @@ from bench.cpu.work import FIGURES, ROWS, measures_of
 from runtime.errors import ConfigurationError
 from serve.bench import report
 from serve.bench.options import new_parser
-from serve.bench.vocabulary import Vocabulary
+from serve.bench.workload import Vocabulary
 
 STREAM_ROW, START_ROW = 5, 6
 

@@ -14,10 +14,8 @@ from bench.cpu.work import OUTPUT, STREAM_FIGURES, Ids, WorkError
 from serve.bench.client import Client, ExchangeError, Response
 from serve.bench.load import drive
 from serve.bench.metrics import Outcome, measure
-from serve.bench.protocol import BACKENDS, Asking
-from serve.bench.timeline import failed, observe
-from serve.bench.vocabulary import Vocabulary
-from serve.bench.workload import Prompt
+from serve.bench.protocol import BACKENDS, RequestDefaults, failed, observe
+from serve.bench.workload import Prompt, Vocabulary
 
 BACKEND = BACKENDS["openai"]
 
@@ -56,9 +54,9 @@ def _prompt(ids: Ids, vocabulary: Vocabulary, as_text: bool) -> Prompt:
 async def _stream(url: str, prompts: Sequence[Prompt], vocabulary: Vocabulary) -> tuple[list[Outcome], float]:
     async with Client(url) as client:
         listed = orjson.loads((await client.get("/v1/models")).body)
-        asking = Asking(model=listed["data"][0]["id"])
+        defaults = RequestDefaults(model=listed["data"][0]["id"])
         await client.connect(len(prompts))
-        bodies = {id(prompt): orjson.dumps(BACKEND.ask(prompt, asking)) for prompt in prompts}
+        bodies = {id(prompt): orjson.dumps(BACKEND.request_body(prompt, defaults)) for prompt in prompts}
 
         async def send(prompt: Prompt, start_s: float) -> _Answer:
             sent_s = perf_counter()

@@ -10,7 +10,7 @@ from bench.cpu.process import Runner
 from bench.cpu.streams import stream_all
 from bench.cpu.turns import Contest
 from bench.cpu.work import LAG, STREAMED, decode
-from serve.bench.vocabulary import Vocabulary
+from serve.bench.workload import Vocabulary
 
 TINY = Shape(hidden=32, layers=2, heads=2, kv_heads=1, head_dim=16, mlp=48, vocab=320, tied=True, context=256)
 

@@ -17,8 +17,7 @@ from bench.gpu.limits import Limits
 from runtime.config import Args
 from runtime.errors import EngineFailure
 from serve.bench.offline import throughput
-from serve.bench.vocabulary import Vocabulary
-from serve.bench.workload import RandomLengths, random_prompts
+from serve.bench.workload import RandomLengths, Vocabulary, random_prompts
 from serve.engine import Engine
 
 Result = TypeVar("Result")

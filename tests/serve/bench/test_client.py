@@ -10,7 +10,7 @@ import pytest
 
 from runtime.errors import ConfigurationError
 from serve.bench.client import Client, ExchangeError
-from serve.bench.timeline import split_events
+from serve.bench.protocol import split_events
 
 Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -153,11 +153,11 @@ async def test_cancellation_closes_the_connection() -> None:
 
     answering = asyncio.Event()
     async with raw_server(answer) as url, Client(url) as client:
-        asking = asyncio.create_task(client.get("/"))
+        defaults = asyncio.create_task(client.get("/"))
         await answering.wait()
-        asking.cancel()
+        defaults.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await asking
+            await defaults
         await asyncio.wait_for(gone.wait(), 10)
 
 

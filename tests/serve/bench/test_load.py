@@ -11,9 +11,8 @@ import pytest
 
 from runtime.errors import ConfigurationError, StepFailed
 from serve.bench import latency, offline
-from serve.bench.in_process import ask, model_vocabulary, parse
-from serve.bench.vocabulary import Vocabulary
-from serve.bench.workload import Prompt, RandomLengths, random_prompts
+from serve.bench.load import generate_arguments, model_vocabulary, parse
+from serve.bench.workload import Prompt, RandomLengths, Vocabulary, random_prompts
 
 
 class ScriptedEngine:
@@ -94,13 +93,13 @@ def test_every_repetition_gets_prompts_of_its_own() -> None:
 def test_asking_is_greedy_and_as_long_as_wanted() -> None:
     sampling = {"temperature": 0.0, "max_new_tokens": 3, "ignore_eos": True}
     text = Prompt(text="hi", prompt_tokens=1, output_tokens=3)
-    assert ask(text) == {"prompt": "hi", "sampling_params": sampling}
-    assert ask(text, ignore_eos=False)["sampling_params"]["ignore_eos"] is False
+    assert generate_arguments(text) == {"prompt": "hi", "sampling_params": sampling}
+    assert generate_arguments(text, ignore_eos=False)["sampling_params"]["ignore_eos"] is False
 
 
 def test_messages_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="not messages"):
-        ask(Prompt(messages=({"role": "user"},), prompt_tokens=None, output_tokens=1))
+        generate_arguments(Prompt(messages=({"role": "user"},), prompt_tokens=None, output_tokens=1))
 
 
 def test_options_that_the_benchmark_does_not_know_are_the_engines() -> None:
