@@ -16,7 +16,7 @@ COMMANDS = {
     "accuracy": ("bench.accuracy", "bfloat16 and 8 bits against transformers in float32"),
     "gpu": ("bench.gpu.command", "a GPU with random weights of real shapes, beside its limits"),
     "cpu": ("bench.cpu.command", "ours and its peers on this machine's CPU, in turns"),
-    "cpu-peers": ("bench.cpu.environments", "install the peers that `cpu` compares with"),
+    "cpu-peers": ("bench.cpu.engines", "install the peers that `cpu` compares with"),
     "checkpoint": ("bench.checkpoints", "write a random checkpoint of a known shape"),
 }
 

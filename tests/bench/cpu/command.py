@@ -13,7 +13,6 @@ from tempfile import TemporaryDirectory
 
 from bench import PROGRAM
 from bench.checkpoints import SHAPES
-from bench.cpu.cost import Limits
 from bench.cpu.engines import (
     OURS,
     PEERS,
@@ -27,7 +26,7 @@ from bench.cpu.engines import (
     our_environment,
     peer_command,
 )
-from bench.cpu.limits import measured
+from bench.cpu.limits import Limits, measured
 from bench.cpu.process import Runner
 from bench.cpu.result import Part, Result, join, limits_text, render, sitting
 from bench.cpu.streams import stream_all

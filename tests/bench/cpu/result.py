@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 
 from bench import PROGRAM
 from bench.checkpoints import SHAPES
-from bench.cpu.compare import by_figure, compare, disturbed, streamed_share
-from bench.cpu.cost import Cost, Limits
-from bench.cpu.table import table
+from bench.cpu.compare import by_figure, compare, disturbed, streamed_share, table
+from bench.cpu.limits import Cost, Limits
 from bench.cpu.turns import Failure, Turn
 from bench.cpu.work import FIGURES
 from runtime.errors import ConfigurationError

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from bench.cpu import command
-from bench.cpu.cost import Limits
+from bench.cpu.limits import Limits
 from runtime.errors import ConfigurationError
 
 

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from bench.cpu.compare import Goal, Ratio, by_figure, compare, disturbed, streamed_share
+from bench.cpu.compare import Goal, Line, Ratio, by_figure, compare, disturbed, streamed_share, table
 from bench.cpu.turns import Turn
-from bench.cpu.work import START
+from bench.cpu.work import FIGURES, START
 
 PREFILL, FIRST = "prefill 512", "HTTP, first token p50"
 
@@ -73,3 +73,17 @@ def test_streams_are_set_against_the_same_engine_in_process() -> None:
     measured = turns_of("HTTP, 16 streams", ours=[45.0]) + turns_of("concurrency 16", ours=[50.0])
     assert streamed_share(by_figure(measured)) == 0.9
     assert streamed_share(by_figure(measured[:1])) is None
+
+
+def test_a_line_has_everybodys_median_the_ratio_the_share_and_the_goal() -> None:
+    figure = FIGURES["concurrency 8"]
+    lines = [
+        Line(figure, {"ours": 1234.5, "openvino": 1000.0}, Ratio("openvino", 1.23, 1.2, 1.3), 0.456),
+        Line(FIGURES["peak memory"], {"openvino": 45.67}, None, None),
+    ]
+    assert table("S, bf16", lines).splitlines() == [
+        "| row | S, bf16 | ours | openvino | ratio to the best peer | of the limit | goals |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
+        "| 3 | concurrency 8, tok/s | 1,234 | **1,000** | 1.23 (1.20 to 1.30) | 46% | 1.2 reached |",
+        "| 6 | peak memory, MiB |  | 45.7 |  |  |  |",
+    ]

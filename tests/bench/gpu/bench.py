@@ -12,8 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import anyio
 
 from bench.checkpoints import SHAPES, Shape, write_description
-from bench.gpu.cost import Cost
-from bench.gpu.limits import Limits
+from bench.gpu.limits import Cost, Limits
 from runtime.config import Args
 from runtime.errors import EngineFailure
 from serve.bench.offline import throughput

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from statistics import median
 
 from bench.gpu.bench import SEED, Bench, Model, warm_up
-from bench.gpu.cost import Job
 from bench.gpu.figure import Figure
+from bench.gpu.limits import Job
 from serve.bench.latency import Repetition, time_batch
 from serve.bench.metrics import Results, measure
 from serve.bench.offline import throughput

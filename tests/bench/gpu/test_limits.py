@@ -6,8 +6,7 @@ import pytest
 
 from bench.checkpoints import SHAPES, Shape
 from bench.gpu.bench import MODELS
-from bench.gpu.cost import Cost, Job, Work
-from bench.gpu.limits import Limits, measure_limits
+from bench.gpu.limits import Cost, Job, Limits, Work, measure_limits
 
 UNIT = Shape(hidden=1, layers=1, heads=1, kv_heads=1, head_dim=1, mlp=1, vocab=10, tied=True)
 MATMUL, HEAD, NORMS = 7, 10, 3  # weights: q, k, v, o, gate, up, down; the vocabulary; two norms and the last

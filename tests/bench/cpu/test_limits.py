@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from bench.checkpoints import SHAPES, Shape, parameter_sizes
-from bench.cpu.cost import Cost, Limits
+from bench.cpu.limits import Cost, Limits
 from bench.cpu.work import FIGURES
 
 TINY = Shape(hidden=8, layers=2, heads=2, kv_heads=1, head_dim=4, mlp=16, vocab=100, tied=True)
