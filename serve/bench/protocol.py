@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from runtime.errors import ConfigurationError
-from serve.bench.client import Piece, Response
+from serve.bench.client import Received, Response
 from serve.bench.metrics import Outcome
 from serve.bench.workload import Prompt
 
@@ -171,7 +171,7 @@ class Stamped(NamedTuple):
     data: bytes
 
 
-def split_events(pieces: Iterable[Piece]) -> list[Stamped]:
+def split_events(received: Iterable[Received]) -> list[Stamped]:
     """Server-sent events, however the network cut them. Comments and other fields than `data` are skipped.
 
     An event that the stream's end cuts off is dropped, as the format's specification demands.
@@ -179,8 +179,8 @@ def split_events(pieces: Iterable[Piece]) -> list[Stamped]:
     events: list[Stamped] = []
     data: list[bytes] = []
     rest = b""
-    for at_s, received in pieces:
-        *lines, rest = (rest + received).split(b"\n")
+    for at_s, part in received:
+        *lines, rest = (rest + part).split(b"\n")
         for line in lines:
             line = line.removesuffix(b"\r")
             if line.startswith(b"data:"):
@@ -276,7 +276,7 @@ def _read_stream(line: Timeline, response: Response) -> None:
         words = response.body[:MAX_ERROR_CHARS].decode("utf-8", errors="replace")
         raise StreamError(f"HTTP {response.status}: {words}")
     done = False
-    for at_s, data in split_events(response.pieces):
+    for at_s, data in split_events(response.received):
         if data == DONE:
             done = True
             break

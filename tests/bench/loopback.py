@@ -22,7 +22,7 @@ from serve.server import uvicorn_config
 
 
 @asynccontextmanager
-async def open_door(core: EngineCore) -> AsyncIterator[str]:
+async def serve_on_loopback(core: EngineCore) -> AsyncIterator[str]:
     """Serve a running core; yields its URL. Connections that are still open at the end are cut."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         config = uvicorn_config(core)

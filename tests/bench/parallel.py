@@ -1,7 +1,7 @@
 """What a second process costs: a step of two ranks against the same step in one process, in its parts.
 
 message      the engine's loop encodes the batch and sends it; a worker decodes it
-collective   sums and gathers over the ranks, each counted as its fastest call seen in this place of the step
+collective   sums and gathers over the ranks, each counted as its fastest call of all steps at its position
 wait         the rest of the time in them: the other rank was not there yet, or the processor was elsewhere
 """
 
@@ -61,12 +61,12 @@ class Meter:
 
     def parts(self) -> tuple[int, float, float]:
         """(calls per step, seconds of a step's calls at their fastest, median seconds beyond that)."""
-        by_place: dict[int, list[float]] = defaultdict(list)
+        by_index: dict[int, list[float]] = defaultdict(list)
         for step in self.steps:
-            for place, seconds in enumerate(step):
-                by_place[place].append(seconds)
-        fastest = sum(min(seconds) for seconds in by_place.values())
-        return len(by_place), fastest, median(sum(step) for step in self.steps) - fastest
+            for index, seconds in enumerate(step):
+                by_index[index].append(seconds)
+        fastest = sum(min(seconds) for seconds in by_index.values())
+        return len(by_index), fastest, median(sum(step) for step in self.steps) - fastest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +136,7 @@ async def _decode(replica: Replica, vocab_size: int, rows: int, steps: int) -> C
 
 
 def _row(number: int, steps: int, vocab_size: int) -> Row:
-    ids = tuple((number * 7 + place) % vocab_size for place in range(16))
+    ids = tuple((number * 7 + position) % vocab_size for position in range(16))
     new = steps + 2 * WARM_UP_STEPS
     sampling = SamplingParams(max_new_tokens=new, temperature=0.0, ignore_eos=True)
     request = Request(ids=ids, sampling=sampling)

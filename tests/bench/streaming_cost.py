@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import anyio
 
 from bench.checkpoints import SHAPES, write_description
-from bench.loopback import measure_from_outside, open_door
+from bench.loopback import measure_from_outside, serve_on_loopback
 from bench.scheduling_cost import scripted_tokens
 from ops.machine import Machine
 from runtime.actors.assemble import prepare
@@ -180,7 +180,7 @@ async def serving(core: EngineCore) -> AsyncIterator[str]:
         group.start_soon(core.run, up.set)
         await up.wait()
         try:
-            async with open_door(core) as url:
+            async with serve_on_loopback(core) as url:
                 yield url
         finally:
             group.cancel_scope.cancel()

@@ -40,10 +40,10 @@ def peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Peer:
 
 
 def test_a_checkpoint_is_converted_once(peer: Peer, tmp_path: Path) -> None:
-    places = (tmp_path / "peers", tmp_path / "models")
-    directory = converted(peer, *places, "T", "bf16")
+    folders = (tmp_path / "peers", tmp_path / "models")
+    directory = converted(peer, *folders, "T", "bf16")
     assert (directory / "from").read_text() == str(tmp_path / "models" / "T" / "checkpoint")
-    assert converted(peer, *places, "T", "bf16") == directory
+    assert converted(peer, *folders, "T", "bf16") == directory
 
 
 def test_an_unfinished_conversion_is_begun_again(peer: Peer, tmp_path: Path) -> None:

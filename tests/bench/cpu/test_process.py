@@ -31,10 +31,10 @@ class Counting:
 def server_command(options, port):
     return [sys.executable, "-c", '''
 import http.server, sys
-class Door(http.server.BaseHTTPRequestHandler):
+class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200); self.send_header("Content-Length", "0"); self.end_headers()
-http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Door).serve_forever()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 ''', str(port)]
 
 answering.main(("pytest",), lambda options: None, Counting, server_command)

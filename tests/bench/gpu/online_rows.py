@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench.gpu.bench import SEED, Bench, Model, warm_up
 from bench.gpu.figure import Figure
-from bench.loopback import measure_from_outside, open_door
+from bench.loopback import measure_from_outside, serve_on_loopback
 from runtime.actors.engine_core import EngineCore
 from runtime.errors import ConfigurationError
 from serve.bench.metrics import percentile
@@ -29,7 +29,7 @@ def online(bench: Bench) -> list[Figure]:
 
     async def work(engine: Engine) -> list[dict[str, Any]]:
         await warm_up(engine, model, int(max(bench.sizes.rates)))
-        async with _door(engine) as url:
+        async with _serving(engine) as url:
             return [await _at_rate(bench, model, url, rate) for rate in bench.sizes.rates]
 
     found = bench.run(model, work)
@@ -90,7 +90,7 @@ def occupancy(bench: Bench) -> list[Figure]:
             *("--random-range-ratio", "1", "--random-input-len", str(length)),
             *("--random-output-len", str(output), "--warmup-requests", "0", "--seed", str(SEED)),
         ]
-        async with _door(engine) as url:
+        async with _serving(engine) as url:
             measured = measured_runner(engine.core).measure()
             await measure_from_outside(url, options)
         return measured
@@ -128,12 +128,12 @@ def busy_percentages(measured: Occupancy) -> dict[str, float]:
 
 
 @asynccontextmanager
-async def _door(engine: Engine) -> AsyncIterator[str]:
+async def _serving(engine: Engine) -> AsyncIterator[str]:
     """The engine's application, with the garbage collector as calm as a server's; yields its URL."""
     before = gc.get_threshold()
     calm_collector()
     try:
-        async with open_door(engine.core) as url:
+        async with serve_on_loopback(engine.core) as url:
             yield url
     finally:
         gc.unfreeze()

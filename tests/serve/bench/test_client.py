@@ -43,7 +43,7 @@ def chat_body(words: str, num: int) -> bytes:
 async def test_streamed_pieces_come_in_order_of_time(fake_server) -> None:
     async with Client(fake_server.url) as client:
         response = await client.post("/v1/chat/completions", chat_body("go", 5))
-    times = [at_s for at_s, _ in split_events(response.pieces)]
+    times = [at_s for at_s, _ in split_events(response.received)]
     assert response.status == 200
     assert len(times) == 8  # the empty first one, five texts, usage, [DONE]
     assert times == sorted(times)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.errors import ConfigurationError
-from serve.bench.client import Piece, Response
+from serve.bench.client import Received, Response
 from serve.bench.metrics import Outcome
 from serve.bench.protocol import BACKENDS, RequestDefaults, observe, split_events
 from serve.bench.workload import Prompt
@@ -66,8 +66,8 @@ def frame(event: dict[str, Any] | str) -> bytes:
 
 
 def seen(backend: str, events: Sequence[tuple[float, dict[str, Any] | str]], status: int = 200) -> Outcome:
-    pieces = [Piece(at_s, frame(event)) for at_s, event in events]
-    response = Response(status=status, pieces=pieces, ended_s=pieces[-1].at_s)
+    received = [Received(at_s, frame(event)) for at_s, event in events]
+    response = Response(status=status, received=received, ended_s=received[-1].at_s)
     return observe(PROMPT, response, BACKENDS[backend], sent_s=10.0, start_s=9.0)
 
 
@@ -85,13 +85,13 @@ def native(total: int, ids: list[int], finish: str | None = None) -> dict[str, A
 def test_events_do_not_depend_on_how_the_network_cut_them(cuts: list[int]) -> None:
     stream = b": hello\n\ndata: one\r\n\r\nevent: x\ndata: two\ndata: lines\n\ndata:[DONE]\n\n"
     edges = [0, *sorted(cuts), len(stream)]
-    pieces = [Piece(float(n), stream[a:b]) for n, (a, b) in enumerate(pairwise(edges))]
-    assert [event.data for event in split_events(pieces)] == [b"one", b"two\nlines", b"[DONE]"]
+    received = [Received(float(n), stream[a:b]) for n, (a, b) in enumerate(pairwise(edges))]
+    assert [event.data for event in split_events(received)] == [b"one", b"two\nlines", b"[DONE]"]
 
 
 def test_an_event_has_the_time_of_its_last_byte() -> None:
-    pieces = [Piece(1.0, b"data: a"), Piece(2.0, b"b\n\nda"), Piece(3.0, b"ta: c\n\ndata: cut")]
-    assert split_events(pieces) == [(2.0, b"ab"), (3.0, b"c")]
+    received = [Received(1.0, b"data: a"), Received(2.0, b"b\n\nda"), Received(3.0, b"ta: c\n\ndata: cut")]
+    assert split_events(received) == [(2.0, b"ab"), (3.0, b"c")]
 
 
 def test_chat_latencies_start_with_the_first_text() -> None:
@@ -136,8 +136,8 @@ def test_reasoning_and_tool_calls_are_output() -> None:
 
 
 def test_without_usage_the_given_counter_counts() -> None:
-    pieces = [Piece(11.0, frame(chat("a b"))), Piece(12.0, frame(chat(" c", "stop")))]
-    response = Response(status=200, pieces=pieces, ended_s=12.0)
+    received = [Received(11.0, frame(chat("a b"))), Received(12.0, frame(chat(" c", "stop")))]
+    response = Response(status=200, received=received, ended_s=12.0)
     backend = BACKENDS["openai-chat"]
     counted = observe(PROMPT, response, backend, sent_s=0, start_s=0, count=lambda text: len(text.split()))
     assert (counted.output_tokens, counted.prompt_tokens, counted.cached_tokens) == (3, 4, None)

@@ -154,9 +154,9 @@ class Batched:
             self._lib.llama_memory_seq_cp(self._memory, 0, number, -1, -1)
         outputs: list[list[int]] = [[] for _ in prompts]
         todo = [
-            (id, place, number + 1, place + 1 == len(prompt))
+            (id, position, number + 1, position + 1 == len(prompt))
             for number, prompt in enumerate(prompts)
-            for place, id in list(enumerate(prompt))[len(prefix) :]
+            for position, id in list(enumerate(prompt))[len(prefix) :]
         ]
         for step in range(new_tokens):
             for number, id in self._compute(todo):
@@ -170,7 +170,7 @@ class Batched:
         if prefix == self._kept and prefix:
             return
         self._lib.llama_memory_seq_rm(self._memory, 0, -1, -1)
-        list(self._compute([(id, place, 0, False) for place, id in enumerate(prefix)]))
+        list(self._compute([(id, position, 0, False) for position, id in enumerate(prefix)]))
         self._kept = prefix
 
     def _compute(self, todo: Sequence[tuple[int, int, int, bool]]) -> list[tuple[int, int]]:
@@ -181,8 +181,8 @@ class Batched:
         for start in range(0, len(todo), BATCH_TOKENS):
             part = todo[start : start + BATCH_TOKENS]
             batch.n_tokens = len(part)
-            for i, (id, place, number, wanted) in enumerate(part):
-                batch.token[i], batch.pos[i], batch.logits[i] = id, place, wanted
+            for i, (id, position, number, wanted) in enumerate(part):
+                batch.token[i], batch.pos[i], batch.logits[i] = id, position, wanted
                 batch.n_seq_id[i], batch.seq_id[i][0] = 1, number
             if self._lib.llama_decode(self._context, batch):
                 raise RuntimeError("llama_decode failed")
