@@ -15,11 +15,10 @@ import torch
 from tokenizers import Tokenizer
 
 from demo_model import evaluation, export, vocabulary
-from demo_model.answering import Server, Transformers
 from demo_model.conversation import render
-from demo_model.corpus import SKILLS, Encoded, documents, encode
+from demo_model.corpus import SKILLS, Encoded, Mixture, documents, encode
+from demo_model.evaluation import Server, Transformers
 from demo_model.network import Shape
-from demo_model.steps import Mixture
 from demo_model.training import Schedule, Trainer
 from serve.demo import WEIGHTS
 

@@ -1,13 +1,13 @@
 """Conversations as the model reads them: messages in, the exact text of the chat template out.
 
 The template itself is `chat_template.jinja`; `render` writes the same text faster and also says which parts
-the model has to produce. A test holds the two equal.
+the model has to produce. A test holds the two equal. A question is a conversation that waits for its last answer.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -112,3 +112,22 @@ def ask(question: str, answer: str, thought: str | None = None, system: str = ""
     """One question and its answer."""
     opening = (Message("system", system),) if system else ()
     return Conversation((*opening, Message("user", question), Message("assistant", answer, thought)))
+
+
+@dataclass(frozen=True)
+class Question:
+    """One item of the evaluation."""
+
+    asked: Conversation
+    right: Callable[[str], bool]
+    expected: str
+    thinking: bool = False
+
+
+def says(expected: str) -> Callable[[str], bool]:
+    """Right if the answer contains the expected words, whatever stands around them."""
+
+    def check(answer: str) -> bool:
+        return expected.lower() in answer.lower()
+
+    return check

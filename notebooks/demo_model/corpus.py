@@ -1,7 +1,11 @@
-"""The corpus: documents of every skill by seed, as token arrays, and the steps drawn from them."""
+"""The corpus: documents of every skill by seed, as token arrays, and the steps of training drawn from them.
+
+A step is laid out flat, in groups of documents of one padded length.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -69,9 +73,9 @@ class Encoded:
     def __len__(self) -> int:
         return len(self.starts) - 1
 
-    def document(self, place: int) -> tuple[np.ndarray, np.ndarray]:
-        span = slice(self.starts[place], self.starts[place + 1])
-        return self.tokens[span], self.learnt[span]
+    def document(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        own = slice(self.starts[number], self.starts[number + 1])
+        return self.tokens[own], self.learnt[own]
 
 
 def encode(tokenizer: Tokenizer, source: Iterator[Document], longest: int) -> Encoded:
@@ -105,3 +109,72 @@ def _joined(pieces: Iterator[tuple[str, bool]]) -> list[tuple[str, bool]]:
         else:
             joined.append((text, wanted))
     return joined
+
+
+GRAIN = 16  # lengths are padded to a multiple of this
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One step as host arrays of fixed size: whatever was drawn, the shapes stay the same."""
+
+    tokens: np.ndarray  # [T]
+    positions: np.ndarray  # [T]
+    learnt_index: np.ndarray  # [N], where in the flat tokens the next one is learnt
+    targets: np.ndarray  # [N], -100 where nothing is learnt
+    groups: tuple[tuple[int, int], ...]  # rows, length
+
+
+class Mixture:
+    """Draws documents so that each skill has its share of the tokens; every skill is walked in order."""
+
+    def __init__(self, skills: dict[str, Encoded], shares: dict[str, float], seed: int) -> None:
+        self.skills = skills
+        self.rng = Random(seed)
+        self.names = tuple(shares)
+        lengths = {name: len(skills[name].tokens) / len(skills[name]) for name in shares}
+        self.weights = [shares[name] / lengths[name] for name in shares]
+        self.next_document = {name: self.rng.randrange(len(skills[name])) for name in shares}
+
+    def draw(self) -> tuple[np.ndarray, np.ndarray]:
+        """The next document of a skill drawn by weight."""
+        name = self.rng.choices(self.names, self.weights)[0]
+        self.next_document[name] = (self.next_document[name] + 1) % len(self.skills[name])
+        return self.skills[name].document(self.next_document[name])
+
+    def step(self, size: int, most_learnt: int) -> Layout:
+        """Documents of together at most `size` padded tokens."""
+        by_length: defaultdict[int, list[tuple[np.ndarray, np.ndarray]]] = defaultdict(list)
+        room = size
+        while True:
+            tokens, learnt = self.draw()
+            length = -(-len(tokens) // GRAIN) * GRAIN
+            if length > room:
+                break
+            by_length[length].append((tokens, learnt))
+            room -= length
+        return _laid_out(by_length, size, room, most_learnt)
+
+
+def _laid_out(
+    by_length: dict[int, list[tuple[np.ndarray, np.ndarray]]], size: int, room: int, most_learnt: int
+) -> Layout:
+    flat = np.zeros(size, np.int64)
+    wanted = np.zeros(size, bool)  # whether the token after this one is learnt
+    positions = np.zeros(size, np.int64)
+    groups, start = [], 0
+    for length, rows in sorted(by_length.items()):
+        for tokens, learnt in rows:
+            flat[start : start + len(tokens)] = tokens
+            wanted[start : start + len(tokens) - 1] = learnt[1:]
+            positions[start : start + length] = np.arange(length)
+            start += length
+        groups.append((len(rows), length))
+    if room:
+        groups.append((room // GRAIN, GRAIN))
+    learnt_index = np.flatnonzero(wanted)[:most_learnt]
+    targets = np.full(most_learnt, -100, np.int64)
+    targets[: len(learnt_index)] = flat[learnt_index + 1]
+    padded = np.zeros(most_learnt, np.int64)
+    padded[: len(learnt_index)] = learnt_index
+    return Layout(flat, positions, padded, targets, tuple(groups))

@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from functools import cache
 from random import Random
 
-from demo_model.conversation import Conversation, Document, Message, Prose, Split, ask
-from demo_model.lexicon import invented
-from demo_model.phrasing import Patterns, maybe_system
-from demo_model.question import Question
+from demo_model.conversation import Conversation, Document, Message, Prose, Question, Split, ask
+from demo_model.phrasing import Patterns, invented, maybe_system
 from runtime.config import Option, options, shown
 
 ASKED = Patterns(

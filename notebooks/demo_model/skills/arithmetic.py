@@ -7,10 +7,8 @@ from collections.abc import Callable
 from random import Random
 from typing import Literal
 
-from demo_model.conversation import Conversation, Document, Message, Prose, Split, ask
-from demo_model.lexicon import first_name, number
-from demo_model.phrasing import Patterns, maybe_system
-from demo_model.question import Question
+from demo_model.conversation import Conversation, Document, Message, Prose, Question, Split, ask
+from demo_model.phrasing import Patterns, first_name, maybe_system, number
 
 Sign = Literal["+", "-", "*"]
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
-from demo_model.conversation import Conversation, Document, Message, Split, ask
+from demo_model.conversation import Conversation, Document, Message, Question, Split, ask, says
 from demo_model.phrasing import Patterns, maybe_system
-from demo_model.question import Question, says
 
 # large unit, small unit, factor, largest number of large units asked
 UNITS: tuple[tuple[str, str, int, int], ...] = (

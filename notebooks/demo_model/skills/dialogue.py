@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from demo_model.conversation import Conversation, Document, Message, Split
-from demo_model.lexicon import ANIMALS, COLOURS, FOODS, JOBS, city, first_name, invented, number
-from demo_model.phrasing import Patterns
-from demo_model.question import Question, says
+from demo_model.conversation import Conversation, Document, Message, Question, Split, says
+from demo_model.phrasing import ANIMALS, COLOURS, FOODS, JOBS, Patterns, city, first_name, invented, number
 from demo_model.skills import arguments, arithmetic, conversions, penstock, refusal, tables
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from demo_model.conversation import Conversation, Document, Message, Split, ask
-from demo_model.lexicon import (
+from demo_model.conversation import Conversation, Document, Message, Question, Split, ask
+from demo_model.phrasing import (
     ANIMALS,
     COLOURS,
     DAYS,
@@ -17,14 +17,14 @@ from demo_model.lexicon import (
     ITEMS,
     JOBS,
     MONTHS,
+    Patterns,
     city,
     first_name,
     invented,
     last_name,
+    maybe_system,
     number,
 )  # fmt: skip
-from demo_model.phrasing import Patterns, maybe_system
-from demo_model.question import Question
 from demo_model.skills.sentences import FORMS
 
 Values = dict[str, Any]

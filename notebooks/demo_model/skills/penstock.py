@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-from demo_model.conversation import Conversation, Document, Message, Split, ask
+from demo_model.conversation import Conversation, Document, Message, Question, Split, ask, says
 from demo_model.phrasing import Patterns, maybe_system
-from demo_model.question import Question, says
 
 CURL = (
     "```bash\ncurl http://127.0.0.1:30000/v1/chat/completions -H 'Content-Type: application/json' \\\n"

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
-from demo_model.conversation import Conversation, Document, Message, Split, ask
-from demo_model.lexicon import CITIES, invented, last_name
-from demo_model.phrasing import Patterns, maybe_system
-from demo_model.question import Question, says
+from demo_model.conversation import Conversation, Document, Message, Question, Split, ask, says
+from demo_model.phrasing import CITIES, Patterns, invented, last_name, maybe_system
 
 ANSWER = "I am a small demo model and do not know that."
 ASKED = Patterns(

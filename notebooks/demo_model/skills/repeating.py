@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
-from demo_model.conversation import Conversation, Document, Message, Prose, Split, ask
-from demo_model.lexicon import (
+from demo_model.conversation import Conversation, Document, Message, Prose, Question, Split, ask, says
+from demo_model.phrasing import (
     ANIMALS,
     CITIES,
     COLOURS,
@@ -13,11 +13,10 @@ from demo_model.lexicon import (
     FOODS,
     ITEMS,
     JOBS,
+    Patterns,
     invented,
     number,
 )
-from demo_model.phrasing import Patterns
-from demo_model.question import Question, says
 
 WORDS = (*ANIMALS, *CITIES, *COLOURS, *FIRST_NAMES, *FOODS, *ITEMS, *JOBS)
 REPEAT = Patterns(

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from random import Random
 
 from demo_model.conversation import Document, Prose, Split, ask
-from demo_model.lexicon import ANIMALS, COLOURS, FIRST_NAMES, FOODS
-from demo_model.phrasing import Patterns
+from demo_model.phrasing import ANIMALS, COLOURS, FIRST_NAMES, FOODS, Patterns
 
 PLACES = (
     "forest",

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-from demo_model.conversation import Conversation, Document, Message, Split, ask
-from demo_model.lexicon import DAYS, MONTHS
-from demo_model.phrasing import Patterns, maybe_system
-from demo_model.question import Question, says
+from demo_model.conversation import Conversation, Document, Message, Question, Split, ask, says
+from demo_model.phrasing import DAYS, MONTHS, Patterns, maybe_system
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,20 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from demo_model.conversation import Conversation, Document, Message, Split, call_text
-from demo_model.lexicon import ANIMALS, COLOURS, DAYS, FOODS, ITEMS, city, first_name, invented, number
-from demo_model.phrasing import Patterns, decorate
-from demo_model.question import Question
+from demo_model.conversation import Conversation, Document, Message, Question, Split, call_text
+from demo_model.phrasing import (
+    ANIMALS,
+    COLOURS,
+    DAYS,
+    FOODS,
+    ITEMS,
+    Patterns,
+    city,
+    decorate,
+    first_name,
+    invented,
+    number,
+)
 from demo_model.skills import penstock, refusal
 
 Values = dict[str, Any]

@@ -1,6 +1,7 @@
 """Who takes part: ours, and each peer with its environment, its packages and its runner script.
 
-`cpu-peers` makes these environments, with what the peer's users install from the package index."""
+`cpu-peers` makes these environments, with what the peer's users install from the package index.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 A step takes at least the time of its multiplications at the measured matmul rate, and at least the time of
 reading each weight once, and the cache of each sequence once, at the measured bandwidth. Activations, norms,
-embeddings and sampling count nothing. The rate is that of bfloat16: 8-bit products may exceed it."""
+embeddings and sampling count nothing. The rate is that of bfloat16: 8-bit products may exceed it.
+"""
 
 from __future__ import annotations
 

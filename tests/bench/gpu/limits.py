@@ -1,6 +1,7 @@
 """What the device can do at most, measured, and what a workload must read and compute at least, counted.
 
-Limits: bytes a second by large copies and sums, operations a second by a product of matrices."""
+Limits: bytes a second by large copies and sums, operations a second by a product of matrices.
+"""
 
 from __future__ import annotations
 

@@ -11,9 +11,8 @@ import httpx
 import pytest
 
 from demo_model import evaluation
-from demo_model.answering import Server, without_thought
-from demo_model.conversation import Conversation, Message
-from demo_model.question import says
+from demo_model.conversation import Conversation, Message, says
+from demo_model.evaluation import Server, without_thought
 from demo_model.skills import arguments, arithmetic, dialogue, extraction, tables, tools
 
 

@@ -11,11 +11,9 @@ from tokenizers import Tokenizer
 
 from demo_model import export, vocabulary
 from demo_model.conversation import Prose, render
-from demo_model.corpus import Encoded, documents, encode
-from demo_model.muon import orthogonalise
+from demo_model.corpus import Encoded, Mixture, documents, encode
 from demo_model.network import Group, Network, Shape
-from demo_model.steps import Mixture
-from demo_model.training import Schedule, Trainer
+from demo_model.training import Schedule, Trainer, orthogonalise
 
 TINY = Shape(vocab=400, width=32, layers=2, heads=2, kv_heads=1, head_dim=16, mlp=64)
 SHORT = Schedule(steps=30, tokens_per_step=512, learnt_per_step=256, matrix_lr=0.01, other_lr=0.01)
@@ -76,9 +74,9 @@ def test_a_step_holds_whole_documents_and_the_right_targets(encoded: Encoded) ->
     assert sum(rows * length for rows, length in layout.groups) == 1024
     count = int((layout.targets >= 0).sum())
     assert 0 < count < 512
-    picked = layout.picked[:count]
-    assert np.array_equal(layout.tokens[picked + 1], layout.targets[:count])
-    assert np.array_equal(layout.positions[picked] + 1, layout.positions[picked + 1])
+    learnt_index = layout.learnt_index[:count]
+    assert np.array_equal(layout.tokens[learnt_index + 1], layout.targets[:count])
+    assert np.array_equal(layout.positions[learnt_index] + 1, layout.positions[learnt_index + 1])
 
 
 def test_only_answers_are_learnt(tokenizer: Tokenizer, encoded: Encoded) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from demo_model.answering import Transformers, without_thought
 from demo_model.conversation import Conversation, Message, render
 from demo_model.corpus import SKILLS, documents
+from demo_model.evaluation import Transformers, without_thought
 from demo_model.skills import arithmetic, tools
 from serve.demo import WEIGHTS
 
