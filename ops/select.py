@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ops.attention.divided import divide
+from ops.backends import ATTENTION, SAMPLING
 from ops.cpp.library import KernelDescription
 from ops.machine import Machine
 from ops.sampling import Choose, Penalize, Score
@@ -21,19 +22,20 @@ if TYPE_CHECKING:
 
 PREFILL = "prefill_attention"  # in choices: attention of rows of several tokens
 
-BY_FLASHINFER = ("with_flashinfer", "with_fa3", "with_trtllm")
-
 # operation -> (the Kernels fields its backend file provides, the backend files there are)
 OPERATIONS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "activation": (("gate",), ("native", "with_cpp", "with_triton")),
-    "attention": (("attend",), ("native", "with_cpp", "with_onednn", "with_triton", *BY_FLASHINFER)),
+    "attention": (
+        ("attend",),
+        ("with_cpp", "with_onednn", *(backend.file for backend in ATTENTION.values())),
+    ),
     "embedding": (("embed", "reads", "as_logits"), ("native", "with_cpp", "with_triton")),
     "kv": (("store", "copy_pages"), ("native", "with_cpp", "with_triton")),
     "matmul": (("prepare", "linear", "logits"), ("native", "int8", "with_cpp", "with_onednn")),
     "moe": (("route", "mix"), ("native", "with_triton")),
     "norm": (("rms_norm", "add_rms_norm"), ("native", "with_cpp", "with_triton")),
     "rope": (("rotate",), ("native", "with_cpp", "with_triton")),
-    "sampling": (("choose", "penalize", "score"), ("native", "with_triton")),
+    "sampling": (("choose", "penalize", "score"), tuple(backend.file for backend in SAMPLING.values())),
 }
 
 

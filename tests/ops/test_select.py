@@ -2,12 +2,14 @@ from __future__ import annotations
 
 from dataclasses import fields
 from functools import partial
+from importlib.util import find_spec
 
 import pytest
 import torch
 
 from cpp_kernels import library
 from ops.attention import native
+from ops.backends import ATTENTION, SAMPLING
 from ops.machine import Machine
 from ops.select import OPERATIONS, Kernels, select
 
@@ -40,6 +42,13 @@ def test_settings_reach_the_backend_they_name() -> None:
     bound = select({"attention": "with_triton"}, {"with_triton": {"num_kv_splits": 2}}).attend
     assert isinstance(bound, partial)
     assert bound.keywords["num_kv_splits"] == 2
+
+
+def test_every_backend_has_its_file() -> None:
+    for operation, declared in (("attention", ATTENTION), ("sampling", SAMPLING)):
+        for backend in declared.values():
+            assert backend.file in OPERATIONS[operation][1]
+            assert find_spec(f"ops.{operation}.{backend.file}") is not None
 
 
 def test_each_engine_has_its_own_flashinfer() -> None:
