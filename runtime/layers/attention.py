@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from ops.attention import AttentionInputs
 from ops.select import Kernels
 from runtime.errors import CheckpointError
-from runtime.layers.linear import Linear, Part
+from runtime.layers.linear import Linear, SubLayer
 from runtime.layers.norm import RMSNorm
 from runtime.layers.rope import Rope
-from runtime.layers.sharding import Team, span, whole_span
-from runtime.layers.weight import Piece, whole
+from runtime.layers.sharding import TensorParallelGroup, shard_range, whole_range
+from runtime.layers.weight import Shard, whole
 
 
 class Attention(nn.Module):
@@ -51,15 +51,15 @@ class Attention(nn.Module):
         self.soft_cap = soft_cap
         self.kernels = kernels
         self.rope = rope
-        q = Part(f"{name}.q_proj", num_heads * head_dim, "heads", head_dim)
+        q = SubLayer(f"{name}.q_proj", num_heads * head_dim, "heads", head_dim)
         k, v = (
-            Part(f"{name}.{part}", num_kv_heads * head_dim, "kv_heads", head_dim)
+            SubLayer(f"{name}.{part}", num_kv_heads * head_dim, "kv_heads", head_dim)
             for part in ("k_proj", "v_proj")
         )
         self.qkv = Linear(size, (q, k, v), kernels, bias=bias)
         self.out = Linear(
             num_heads * head_dim,
-            [Part(f"{name}.o_proj", size)],
+            [SubLayer(f"{name}.o_proj", size)],
             kernels,
             bias=out_bias,
             in_axis="heads",
@@ -69,19 +69,19 @@ class Attention(nn.Module):
         if qk_norm_eps is not None:
             self.q_norm = RMSNorm(f"{name}.q_norm", head_dim, qk_norm_eps, kernels)
             self.k_norm = RMSNorm(f"{name}.k_norm", head_dim, qk_norm_eps, kernels)
-        self._heads = whole_span(num_heads)
+        self._heads = whole_range(num_heads)
         self.sinks = nn.Parameter(torch.empty(num_heads), requires_grad=False) if sinks else None  # [H]
         self.kv_scales = KVScales(name)
 
-    def split(self, team: Team) -> None:
+    def split(self, group: TensorParallelGroup) -> None:
         """Keep this rank's heads; the linear layers are cut by themselves."""
-        self._heads = span("heads", self.num_heads, 1, team.rank, team.size)
+        self._heads = shard_range("heads", self.num_heads, 1, group.rank, group.size)
         self.num_heads = self._heads.size
         if self.sinks is not None:
             self.sinks = nn.Parameter(self.sinks.new_empty(self.num_heads), requires_grad=False)
-        self.num_kv_heads = span("kv_heads", self.num_kv_heads, 1, team.rank, team.size).size
+        self.num_kv_heads = shard_range("kv_heads", self.num_kv_heads, 1, group.rank, group.size).size
 
-    def pieces(self) -> Iterator[Piece]:
+    def shards(self) -> Iterator[Shard]:
         if self.sinks is not None:
             yield whole(f"{self.name}.sinks", self.sinks, ("heads",), self._heads)
 
@@ -125,14 +125,14 @@ class KVScales(nn.Module):
         self.v_scale: nn.Parameter | None = nn.Parameter(torch.ones(1), requires_grad=False)
         self._values: Mapping[str, float] = {}
 
-    def pieces(self) -> Iterator[Piece]:
+    def shards(self) -> Iterator[Shard]:
         for part, scale in (("k_scale", self.k_scale), ("v_scale", self.v_scale)):
             if scale is not None:
                 yield whole(f"{self.name}.{part}", scale, (None,))._replace(default=1.0)
 
     def prepare(self) -> None:
         """Raises CheckpointError for scales that are no positive numbers."""
-        self._values = {piece.name.rpartition(".")[2]: piece.target.item() for piece in self.pieces()}
+        self._values = {shard.name.rpartition(".")[2]: shard.target.item() for shard in self.shards()}
         for part, value in self._values.items():
             if not (math.isfinite(value) and value > 0):
                 raise CheckpointError(f"{self.name}.{part} must be a positive number, not {value:g}.")

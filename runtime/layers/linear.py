@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from ops.select import Kernels
-from runtime.layers.sharding import Span, Team, span, whole_span
-from runtime.layers.weight import Piece
+from runtime.layers.sharding import ShardRange, TensorParallelGroup, shard_range, whole_range
+from runtime.layers.weight import Shard
 
 
-class Part(NamedTuple):
+class SubLayer(NamedTuple):
     """One of the checkpoint's linear layers: its name, output size, and the logical axis of its output.
 
     Where the output is cut over ranks, `unit` rows stay together: those of a head.
@@ -35,7 +35,7 @@ class Linear(nn.Module):
     def __init__(
         self,
         in_size: int,
-        parts: Sequence[Part],
+        parts: Sequence[SubLayer],
         kernels: Kernels,
         *,
         bias: bool = False,
@@ -47,18 +47,18 @@ class Linear(nn.Module):
         self.in_axis = in_axis
         self.in_unit = in_unit
         self.kernels = kernels
-        self._rows = tuple(whole_span(part.size) for part in parts)
-        self._columns = whole_span(in_size)
-        self._summed_over: Team | None = None
+        self._rows = tuple(whole_range(part.size) for part in parts)
+        self._columns = whole_range(in_size)
+        self._summed_over: TensorParallelGroup | None = None
         size = sum(part.size for part in parts)
         self.weight = nn.Parameter(torch.empty(size, in_size), requires_grad=False)  # [O, I]
         self.bias = nn.Parameter(torch.empty(size), requires_grad=False) if bias else None
 
-    def split(self, team: Team) -> None:
+    def split(self, group: TensorParallelGroup) -> None:
         """Keep this rank's rows of each part and this rank's columns."""
 
-        def share(axis: str | None, size: int, unit: int) -> Span:
-            return span(axis, size, unit, team.rank, team.size)
+        def share(axis: str | None, size: int, unit: int) -> ShardRange:
+            return shard_range(axis, size, unit, group.rank, group.size)
 
         self._rows = tuple(share(part.axis, part.size, part.unit) for part in self.parts)
         self._columns = share(self.in_axis, self._columns.full, self.in_unit)
@@ -67,22 +67,22 @@ class Linear(nn.Module):
         if self.bias is not None:
             self.bias = nn.Parameter(self.bias.new_empty(size), requires_grad=False)
         if not self._columns.whole:
-            self._summed_over = team
+            self._summed_over = group
 
-    def pieces(self) -> Iterator[Piece]:
+    def shards(self) -> Iterator[Shard]:
         row = 0
         for (name, _, axis, _), rows in zip(self.parts, self._rows, strict=True):
             axes = (axis, self.in_axis)
-            yield Piece(f"{name}.weight", self.weight, row, rows.size, axes, (rows, self._columns))
+            yield Shard(f"{name}.weight", self.weight, row, rows.size, axes, (rows, self._columns))
             if self.bias is not None:
-                yield Piece(f"{name}.bias", self.bias, row, rows.size, (axis,), (rows,))
+                yield Shard(f"{name}.bias", self.bias, row, rows.size, (axis,), (rows,))
             row += rows.size
 
     def prepare(self) -> None:
         self.weight = nn.Parameter(self.kernels.prepare(self.weight), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        team = self._summed_over
-        if team is None:
+        group = self._summed_over
+        if group is None:
             return self.kernels.linear(x, self.weight, self.bias)
-        return team.all_reduce(self.kernels.linear(x, self.weight, self.bias if team.rank == 0 else None))
+        return group.all_reduce(self.kernels.linear(x, self.weight, self.bias if group.rank == 0 else None))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from ops.select import Kernels
-from runtime.layers.linear import Linear, Part
+from runtime.layers.linear import Linear, SubLayer
 
 
 class GatedMLP(nn.Module):
@@ -17,9 +17,11 @@ class GatedMLP(nn.Module):
         super().__init__()
         self.activation = activation
         self.kernels = kernels
-        gate, up = (Part(f"{name}.{part}", inner_size, "mlp") for part in ("gate_proj", "up_proj"))
+        gate, up = (SubLayer(f"{name}.{part}", inner_size, "mlp") for part in ("gate_proj", "up_proj"))
         self.gate_up = Linear(size, (gate, up), kernels, bias=bias)
-        self.down = Linear(inner_size, [Part(f"{name}.down_proj", size)], kernels, bias=bias, in_axis="mlp")
+        self.down = Linear(
+            inner_size, [SubLayer(f"{name}.down_proj", size)], kernels, bias=bias, in_axis="mlp"
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.kernels.gate(self.gate_up(x), self.activation))

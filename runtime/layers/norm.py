@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ops.select import Kernels
-from runtime.layers.weight import Piece, whole
+from runtime.layers.weight import Shard, whole
 
 
 class RMSNorm(nn.Module):
@@ -24,7 +24,7 @@ class RMSNorm(nn.Module):
         self.kernels = kernels
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
 
-    def pieces(self) -> Iterator[Piece]:
+    def shards(self) -> Iterator[Shard]:
         yield whole(f"{self.name}.weight", self.weight, (None,))
 
     def forward(self, x: Tensor) -> Tensor:

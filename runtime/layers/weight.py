@@ -7,16 +7,16 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from runtime.layers.sharding import Span, whole_span
+from runtime.layers.sharding import ShardRange, whole_range
 
 Axes = tuple[str | None, ...]
 
 
-class Piece(NamedTuple):
+class Shard(NamedTuple):
     """One tensor of a checkpoint and the rows of a parameter that it fills.
 
     `axes` names the logical axis of each dimension ("heads", "kv_heads", "mlp", "vocab", or None for what is
-    never split), so that parallelism is added from outside; `spans` says which part of each dimension of the
+    never split), so that parallelism is added from outside; `ranges` says which part of each dimension of the
     tensor is taken, () for all of it. With a `default` the checkpoint need not have the tensor.
     """
 
@@ -25,20 +25,20 @@ class Piece(NamedTuple):
     first_row: int
     num_rows: int
     axes: Axes
-    spans: tuple[Span, ...] = ()
+    ranges: tuple[ShardRange, ...] = ()
     default: float | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the tensor in the checkpoint."""
-        if self.spans:
-            return tuple(span.full for span in self.spans)
+        if self.ranges:
+            return tuple(each.full for each in self.ranges)
         return (self.num_rows, *self.parameter.shape[1:])
 
     @property
     def cut(self) -> tuple[slice, ...]:
         """What is taken of the tensor; () for all of it."""
-        return () if all(span.whole for span in self.spans) else tuple(span.slice for span in self.spans)
+        return () if all(each.whole for each in self.ranges) else tuple(each.slice for each in self.ranges)
 
     @property
     def target(self) -> Tensor:
@@ -47,9 +47,9 @@ class Piece(NamedTuple):
 
 @runtime_checkable
 class Weighted(Protocol):
-    """A layer with parameters of its own; its pieces cover each of their rows exactly once."""
+    """A layer with parameters of its own; its shards cover each of their rows exactly once."""
 
-    def pieces(self) -> Iterator[Piece]: ...
+    def shards(self) -> Iterator[Shard]: ...
 
 
 @runtime_checkable
@@ -62,7 +62,7 @@ class Prepared(Protocol):
     def prepare(self) -> None: ...
 
 
-def whole(name: str, parameter: nn.Parameter, axes: Axes, rows: Span | None = None) -> Piece:
-    """The piece of a parameter that is one checkpoint tensor, or `rows` of one."""
-    spans = () if rows is None else (rows, *(whole_span(size) for size in parameter.shape[1:]))
-    return Piece(name, parameter, 0, parameter.shape[0], axes, spans)
+def whole(name: str, parameter: nn.Parameter, axes: Axes, rows: ShardRange | None = None) -> Shard:
+    """The shard of a parameter that is one checkpoint tensor, or `rows` of one."""
+    ranges = () if rows is None else (rows, *(whole_range(size) for size in parameter.shape[1:]))
+    return Shard(name, parameter, 0, parameter.shape[0], axes, ranges)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ops.attention import AttentionInputs
 from ops.select import Kernels
-from runtime.layers.embed import Embedding, Head
+from runtime.layers.embedding import Embedding, LMHead
 from runtime.layers.norm import RMSNorm
 from runtime.layers.rope import Rope
 from runtime.layers.rope_parameters import RopeParameters
@@ -44,12 +44,14 @@ class Build:
 class Decoder(nn.Module):
     """Computes hidden states of a flat batch of tokens over a paged cache, and logits of chosen ones."""
 
-    def __init__(self, embedding: Embedding, layers: Sequence[nn.Module], norm: RMSNorm, head: Head) -> None:
+    def __init__(
+        self, embedding: Embedding, layers: Sequence[nn.Module], norm: RMSNorm, head: LMHead
+    ) -> None:
         super().__init__()
         self.embedding: Embedding | None = embedding
         self.layers = nn.ModuleList(layers)
         self.norm: RMSNorm | None = norm
-        self.head: Head | None = head
+        self.head: LMHead | None = head
         self.hidden_size = embedding.weight.shape[1]
 
     def keep(self, stage: Stage) -> None:
@@ -107,5 +109,5 @@ def assemble(config: Config, build: Build) -> Decoder:
         embedding,
         [layer(config, index, build) for index in range(config.num_layers)],
         RMSNorm("model.norm", config.hidden_size, config.norm_eps, build.kernels),
-        Head("lm_head", embedding, build.kernels, tied=config.flag("tie_word_embeddings")),
+        LMHead("lm_head", embedding, build.kernels, tied=config.flag("tie_word_embeddings")),
     )

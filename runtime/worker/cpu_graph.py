@@ -33,7 +33,7 @@ def chooses_greedily(sampling: Sampling) -> bool:
     )
 
 
-class StepTape:
+class CpuGraph:
     """Computes steps of up to `capacity` tokens and `max_rows` rows. Belongs to the thread that computes.
 
     Raises `NotRecordable` for a model of which torch computes a part.

@@ -23,7 +23,7 @@ logger = logging.getLogger("penstock.core")
 PROFILE_ROWS = 20  # of the table that --enable-profile-cuda-graph prints
 
 
-class GraphedForward:
+class CudaGraphRunner:
     """Replays a captured step where every row computes one token and a graph is large enough; else `eager`.
 
     A graph reads fixed buffers, into which a step's inputs are copied. Rows beyond the step's own write to the

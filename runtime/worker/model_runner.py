@@ -12,7 +12,7 @@ from runtime.batch import Batch, Tokens
 from runtime.distributed.mesh import Mesh
 from runtime.kv_cache.pools import KVPool
 from runtime.models.decoder import Decoder
-from runtime.worker.cpu_graph import StepTape
+from runtime.worker.cpu_graph import CpuGraph
 from runtime.worker.device import Device, open_device
 from runtime.worker.device_stream import DeviceStream, Ticket
 from runtime.worker.forward import EagerForward, Forward
@@ -78,7 +78,7 @@ class ModelRunner:
         mesh: Mesh | None = None,
         forward: Forward | None = None,
         improve: Callable[[], bool] | None = None,
-        tape: StepTape | None = None,
+        tape: CpuGraph | None = None,
     ) -> None:
         if isinstance(device, str):
             device = open_device(torch.device(device))

@@ -26,7 +26,7 @@ from runtime.kv_cache.pools import KVPool
 from runtime.models.config import read_facts
 from runtime.models.decoder import Decoder
 from runtime.models.loader import load_model
-from runtime.worker.cuda_graph import GraphedForward
+from runtime.worker.cuda_graph import CudaGraphRunner
 from runtime.worker.device import CpuDevice, Device
 from runtime.worker.device_stream import Collect
 from runtime.worker.forward import EagerForward, Forward
@@ -110,10 +110,10 @@ class Steps:
         self._collects: deque[Collect[Tokens] | OutOfMemory] = deque()
         self._make_launcher()
 
-    def use_graphs(self, buckets: Buckets, **options: Any) -> GraphedForward:
+    def use_graphs(self, buckets: Buckets, **options: Any) -> CudaGraphRunner:
         """As `use_forward`, with graphs over what there was."""
         options = {"max_pages": CONTEXT // PAGE_SIZE} | options
-        graphs = GraphedForward(self.forward, self.pool, self.device, buckets, **options)
+        graphs = CudaGraphRunner(self.forward, self.pool, self.device, buckets, **options)
         self.use_forward(graphs)
         return graphs
 

@@ -21,8 +21,8 @@ from runtime.errors import CheckpointError
 from runtime.layers.attention import Attention
 from runtime.layers.rope import Rope
 from runtime.layers.rope_parameters import RopeParameters
-from runtime.layers.sharding import Team
-from runtime.models.loader import collect_pieces, split
+from runtime.layers.sharding import TensorParallelGroup
+from runtime.models.loader import collect_shards, split
 
 SIZE, HEADS, KV_HEADS, DIM = 12, 4, 2, 6
 TENSORS = {
@@ -49,15 +49,18 @@ class Together:
 
 
 def layer(
-    sinks: bool, team: Team | None = None, kernels: Any = None, tensors: Mapping[str, Tensor] = TENSORS
+    sinks: bool,
+    group: TensorParallelGroup | None = None,
+    kernels: Any = None,
+    tensors: Mapping[str, Tensor] = TENSORS,
 ) -> Attention:
     rope = Rope(RopeParameters(theta=100.0, dim=DIM, max_position=32), 32, select(), torch.device("cpu"))
     made = Attention("a", SIZE, HEADS, KV_HEADS, DIM, kernels or select(), rope=rope, sinks=sinks)
-    if team is not None:
-        split(made, team)
-    for name, piece in collect_pieces(made).items():
+    if group is not None:
+        split(made, group)
+    for name, shard in collect_shards(made).items():
         if name in tensors:
-            piece.target.copy_(tensors[name][piece.cut])
+            shard.target.copy_(tensors[name][shard.cut])
     for part in (made, made.kv_scales):
         part.prepare()
     return made
@@ -82,7 +85,7 @@ def test_sinks_take_part_in_the_softmax() -> None:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_sinks_are_cut_with_their_heads(size: int) -> None:
-    parts = [run(layer(sinks=True, team=Together(rank, size))) for rank in range(size)]
+    parts = [run(layer(sinks=True, group=Together(rank, size))) for rank in range(size)]
     torch.testing.assert_close(torch.stack(parts).sum(0), run(layer(sinks=True)), atol=1e-5, rtol=1e-5)
 
 

@@ -9,9 +9,9 @@ from torch import Tensor
 from ops.select import select
 from runtime.errors import CheckpointError
 from runtime.layers.moe import MoE
-from runtime.layers.sharding import Team
+from runtime.layers.sharding import TensorParallelGroup
 from runtime.models.config import Config
-from runtime.models.loader import collect_pieces, split
+from runtime.models.loader import collect_shards, split
 from runtime.models.qwen3_moe import has_experts
 
 SIZE, INNER, EXPERTS = 6, 8, 5
@@ -39,14 +39,14 @@ class Together:
         raise NotImplementedError
 
 
-def layer(team: Team | None = None) -> MoE:
+def layer(group: TensorParallelGroup | None = None) -> MoE:
     made = MoE("m", SIZE, INNER, EXPERTS, 2, "silu", select(), renormalise=True)
-    if team is not None:
-        split(made, team)
-    pieces = collect_pieces(made)
-    assert pieces.keys() == TENSORS.keys()
-    for name, piece in pieces.items():
-        piece.target.copy_(TENSORS[name][piece.cut])
+    if group is not None:
+        split(made, group)
+    shards = collect_shards(made)
+    assert shards.keys() == TENSORS.keys()
+    for name, shard in shards.items():
+        shard.target.copy_(TENSORS[name][shard.cut])
     return made
 
 

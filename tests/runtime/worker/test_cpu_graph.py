@@ -21,7 +21,7 @@ from ops.select import Kernels, select
 from runtime.batch import UNKNOWN, Batch, LogprobParams, PromptLogprobs, Sampling
 from runtime.kv_cache.pools import KVPool
 from runtime.models.decoder import Decoder
-from runtime.worker.cpu_graph import StepTape, chooses_greedily
+from runtime.worker.cpu_graph import CpuGraph, chooses_greedily
 
 CPP: dict[str, str] = dict.fromkeys(("activation", "attention", "kv", "matmul", "norm", "rope"), "with_cpp")
 MAX_ROWS, CAPACITY, NUM_PAGES = 4, 40, 64
@@ -103,7 +103,7 @@ def test_a_tape_is_the_kernels_one_by_one_is_plain_torch(
     if page_size == 1:
         steps = [[min(count, 4) for count in step] for step in steps]
     pools = [paged_forward.pool_for(model, NUM_PAGES, page_size) for model in (recorded, alone, native)]
-    tape = StepTape(recorded, pools[0], two, CAPACITY, MAX_ROWS)
+    tape = CpuGraph(recorded, pools[0], two, CAPACITY, MAX_ROWS)
     sequences = Sequences(page_size, seed)
     for counts in steps:
         if not any(counts):
@@ -123,10 +123,10 @@ def test_a_tape_is_the_kernels_one_by_one_is_plain_torch(
         assert torch.equal(last_tokens[batch.slots[batch.sampling.rows]], ids)
 
 
-def a_tape(family: str = "llama") -> tuple[StepTape, KVPool, Kernels]:
+def a_tape(family: str = "llama") -> tuple[CpuGraph, KVPool, Kernels]:
     recorded, two, _, _ = models(family, "float32", None)
     pool = paged_forward.pool_for(recorded, NUM_PAGES, 16)
-    return StepTape(recorded, pool, two, CAPACITY, MAX_ROWS), pool, two
+    return CpuGraph(recorded, pool, two, CAPACITY, MAX_ROWS), pool, two
 
 
 def batch_of(counts: list[int], **changes: Any) -> Batch:
@@ -163,7 +163,7 @@ def test_a_row_without_finite_logits_is_not_sound_and_hurts_no_other(broken: flo
     model = paged_forward.load(path, kernels=own)
     with torch.no_grad():
         paged_forward.embedded(model)[7] = broken
-    tape = StepTape(model, paged_forward.pool_for(model, NUM_PAGES, 16), own, CAPACITY, MAX_ROWS)
+    tape = CpuGraph(model, paged_forward.pool_for(model, NUM_PAGES, 16), own, CAPACITY, MAX_ROWS)
     batch = batch_of([1, 1, 1], token_ids=np.array([3, 7, 9], np.int32))
     _, sound = tape.choose(batch, torch.zeros(MAX_ROWS, dtype=torch.int64))
     assert sound.tolist() == [True, False, True]
@@ -187,4 +187,4 @@ def test_a_model_of_which_torch_computes_a_part_is_not_recorded() -> None:
     partly = select({**CPP, "norm": "native"}, {"with_cpp": {"num_threads": 1}})
     model = paged_forward.load(tiny_checkpoints.cached("llama", head_dim=16), kernels=partly)
     with pytest.raises(NotRecordable, match="computed by torch"):
-        StepTape(model, paged_forward.pool_for(model, 4, 16), partly, CAPACITY, MAX_ROWS)
+        CpuGraph(model, paged_forward.pool_for(model, 4, 16), partly, CAPACITY, MAX_ROWS)

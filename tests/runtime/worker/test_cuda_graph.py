@@ -15,7 +15,7 @@ from fake_device import LateDevice
 from late_steps import PAGE_SIZE, Steps
 from runtime.batch import Batch, Sampling
 from runtime.config.resolve.graph_sizes import Buckets
-from runtime.worker.cuda_graph import GraphedForward
+from runtime.worker.cuda_graph import CudaGraphRunner
 
 NUM_PAGES = 12
 PROMPTS = [([3 + i, 9, 4 + 3 * i, 7, 5 + i][: 1 + i % 5], 3 + 2 * (i * 7 % 5)) for i in range(9)]
@@ -171,12 +171,12 @@ def test_profile_of_each_capture_is_logged(caplog: pytest.LogCaptureFixture):
 
 
 def test_inputs_that_are_bound_anew_instead_of_copied_are_noticed(monkeypatch: pytest.MonkeyPatch):
-    def rebind(self: GraphedForward, token_ids: torch.Tensor, inputs: Any) -> None:
+    def rebind(self: CudaGraphRunner, token_ids: torch.Tensor, inputs: Any) -> None:
         self._buffers = inputs._replace(token_ids=token_ids)
 
     expected = late_steps.outputs(PROMPTS)
     assert late_steps.outputs(PROMPTS, device=LateDevice(Random(0)), sizes=(4,)) == expected
-    monkeypatch.setattr(GraphedForward, "_fill", rebind)
+    monkeypatch.setattr(CudaGraphRunner, "_fill", rebind)
     assert late_steps.outputs(PROMPTS, device=LateDevice(Random(0)), sizes=(4,)) != expected
 
 
@@ -184,5 +184,5 @@ def test_padding_that_keeps_writing_to_pages_of_others_is_noticed(monkeypatch: p
     expected = late_steps.outputs(PROMPTS, num_pages=NUM_PAGES)
     options: dict[str, Any] = {"sizes": (4,), "num_pages": NUM_PAGES, "capture_every": 1}
     assert late_steps.outputs(PROMPTS, device=LateDevice(Random(0)), **options) == expected
-    monkeypatch.setattr(GraphedForward, "_reset", lambda self, first: None)
+    monkeypatch.setattr(CudaGraphRunner, "_reset", lambda self, first: None)
     assert late_steps.outputs(PROMPTS, device=LateDevice(Random(0)), **options) != expected

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ops.select import select
-from runtime.layers.embed import Embedding, Head
+from runtime.layers.embedding import Embedding, LMHead
 
 
 def embedding() -> Embedding:
@@ -17,33 +17,33 @@ def embedding() -> Embedding:
 
 def test_tied_head_has_no_weights_of_its_own() -> None:
     embed = embedding()
-    head = Head("lm_head", embed, select(), tied=True)
+    head = LMHead("lm_head", embed, select(), tied=True)
     hidden = torch.randn(3, 4)
-    assert list(head.pieces()) == list(head.parameters()) == []
+    assert list(head.shards()) == list(head.parameters()) == []
     torch.testing.assert_close(head(hidden), hidden @ embed.weight.T)
 
 
 def test_logits_are_scaled_then_capped() -> None:
     embed = embedding()
     hidden = torch.randn(3, 4)
-    head = Head("lm_head", embed, select(), tied=True, scale=3.0, soft_cap=2.0)
+    head = LMHead("lm_head", embed, select(), tied=True, scale=3.0, soft_cap=2.0)
     expected = 2 * torch.tanh(hidden @ embed.weight.T * 3 / 2)
     torch.testing.assert_close(head(hidden), expected)
     assert head(hidden).abs().max() <= 2
 
 
 def test_logits_are_float32_whatever_the_weights_are() -> None:
-    head = Head("lm_head", embedding().bfloat16(), select(), tied=True)
+    head = LMHead("lm_head", embedding().bfloat16(), select(), tied=True)
     assert head(torch.randn(1, 4).bfloat16()).dtype == torch.float32
 
 
 def test_a_tied_head_in_another_layout_leaves_the_embedding_and_claims_no_tensor() -> None:
     embed = embedding()
-    head = Head("lm_head", embed, replace(select(), prepare=torch.clone), tied=True)
+    head = LMHead("lm_head", embed, replace(select(), prepare=torch.clone), tied=True)
     head.prepare()
     assert head.weight is not None
     assert head.weight.data_ptr() != embed.weight.data_ptr()
-    assert list(head.pieces()) == []
+    assert list(head.shards()) == []
     hidden = torch.randn(3, 4)
     torch.testing.assert_close(head(hidden), hidden @ embed.weight.T)
 
@@ -64,7 +64,7 @@ def test_a_tied_head_in_a_layout_that_the_embedding_reads_is_held_once() -> None
     )
     embed = embedding()
     embed.kernels = kernels
-    head = Head("lm_head", embed, kernels, tied=True)
+    head = LMHead("lm_head", embed, kernels, tied=True)
     plain, hidden = embed.weight.clone(), torch.randn(3, 4)
     head.prepare()
     assert head.weight is None
@@ -76,7 +76,7 @@ def test_a_tied_head_in_a_layout_that_the_embedding_reads_is_held_once() -> None
 def test_a_head_with_weights_of_its_own_leaves_the_embedding_alone() -> None:
     embed = embedding()
     kernels = replace(select(), prepare=torch.clone, reads=lambda prepared: True)
-    head = Head("lm_head", embed, kernels, tied=False)
+    head = LMHead("lm_head", embed, kernels, tied=False)
     before = embed.weight
     head.prepare()
     assert embed.weight is before

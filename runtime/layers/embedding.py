@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ops.select import Kernels
-from runtime.layers.sharding import Span, Team, span, whole_span
-from runtime.layers.weight import Piece, whole
+from runtime.layers.sharding import ShardRange, TensorParallelGroup, shard_range, whole_range
+from runtime.layers.weight import Shard, whole
 
 
 class Embedding(nn.Module):
@@ -21,24 +21,24 @@ class Embedding(nn.Module):
         self.name = name
         self.kernels = kernels
         self.weight = nn.Parameter(torch.empty(vocab_size, size), requires_grad=False)  # [V, E]
-        self._ids = whole_span(vocab_size)
-        self._team: Team | None = None
+        self._ids = whole_range(vocab_size)
+        self._group: TensorParallelGroup | None = None
 
-    def split(self, team: Team) -> None:
+    def split(self, group: TensorParallelGroup) -> None:
         """Keep this rank's part of the vocabulary."""
-        self._ids, self.weight = _own_rows(self.weight, team)
-        self._team = team
+        self._ids, self.weight = _own_rows(self.weight, group)
+        self._group = group
 
-    def pieces(self) -> Iterator[Piece]:
+    def shards(self) -> Iterator[Shard]:
         yield whole(f"{self.name}.weight", self.weight, ("vocab", None), self._ids)
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        if self._team is None:
+        if self._group is None:
             return self.kernels.embed(token_ids, self.weight)
-        return self._team.all_reduce(self.kernels.embed(token_ids, self.weight, self._ids.start))
+        return self._group.all_reduce(self.kernels.embed(token_ids, self.weight, self._ids.start))
 
 
-class Head(nn.Module):
+class LMHead(nn.Module):
     """hidden [R, E] -> float32 logits [R, V], with weights of its own or the embedding's (`tied`).
 
     Logits are multiplied by `scale`, then bounded to soft_cap * tanh(logit / soft_cap). Cut over ranks, each
@@ -63,16 +63,16 @@ class Head(nn.Module):
         self.kernels = kernels
         self._embedding = [embedding]  # in a list: a submodule only once in the tree
         self.weight = None if tied else nn.Parameter(torch.empty_like(embedding.weight), requires_grad=False)
-        self._ids = whole_span(len(embedding.weight))
-        self._team: Team | None = None
+        self._ids = whole_range(len(embedding.weight))
+        self._group: TensorParallelGroup | None = None
 
-    def split(self, team: Team) -> None:
+    def split(self, group: TensorParallelGroup) -> None:
         """Keep this rank's part of the vocabulary."""
-        self._team = team
+        self._group = group
         if self.weight is not None:
-            self._ids, self.weight = _own_rows(self.weight, team)
+            self._ids, self.weight = _own_rows(self.weight, group)
 
-    def pieces(self) -> Iterator[Piece]:
+    def shards(self) -> Iterator[Shard]:
         if self.weight is not None and not self.tied:
             yield whole(f"{self.name}.weight", self.weight, ("vocab", None), self._ids)
 
@@ -96,26 +96,26 @@ class Head(nn.Module):
     @property
     def is_plain(self) -> bool:
         """Whether logits are products and nothing more, all of them on this rank."""
-        return self._team is None and self.scale is None and self.soft_cap is None
+        return self._group is None and self.scale is None and self.soft_cap is None
 
     def forward(self, hidden: Tensor) -> Tensor:
         products = self.kernels.logits(hidden, self._weight())
         logits = self.kernels.as_logits(products, scale=self.scale, soft_cap=self.soft_cap)
-        return logits if self._team is None else _gather(logits, self._ids.full, self._team)
+        return logits if self._group is None else _gather(logits, self._ids.full, self._group)
 
     def _weight(self) -> Tensor:
         return self._embedding[0].weight if self.weight is None else self.weight
 
 
-def _own_rows(weight: nn.Parameter, team: Team) -> tuple[Span, nn.Parameter]:
-    ids = span("vocab", len(weight), 1, team.rank, team.size)
+def _own_rows(weight: nn.Parameter, group: TensorParallelGroup) -> tuple[ShardRange, nn.Parameter]:
+    ids = shard_range("vocab", len(weight), 1, group.rank, group.size)
     return ids, nn.Parameter(weight.new_empty(ids.size, weight.shape[1]), requires_grad=False)
 
 
-def _gather(logits: Tensor, vocab_size: int, team: Team) -> Tensor:
+def _gather(logits: Tensor, vocab_size: int, group: TensorParallelGroup) -> Tensor:
     """logits [R, own] -> [R, V] on rank 0. Parts may differ by one id; they travel at one width."""
-    sizes = [span("vocab", vocab_size, 1, rank, team.size).size for rank in range(team.size)]
-    parts = team.gather(F.pad(logits, (0, max(sizes) - logits.shape[1])))
+    sizes = [shard_range("vocab", vocab_size, 1, rank, group.size).size for rank in range(group.size)]
+    parts = group.gather(F.pad(logits, (0, max(sizes) - logits.shape[1])))
     if parts is None:
         return logits
     return torch.cat([part[:, :size] for part, size in zip(parts, sizes, strict=True)], dim=1)
