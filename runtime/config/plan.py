@@ -20,6 +20,9 @@ class ModelPlan:
     random_seed: int
     mmap: bool = True
     num_load_threads: int = 1
+    quantization: str | None = (
+        None  # how weights are rounded when they are loaded; None: they stay as they are
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +62,6 @@ class KernelPlan:
     # token where "prefill_attention" differs from it.
     choices: Mapping[str, str] = field(default_factory=dict)
     fallback: Mapping[str, str] | None = None  # instead, where the kernels in C++ turn out not to compile
-    weight_bits: int | None = None  # 8: weights are rounded when they are loaded; None: they stay as they are
     cpu_threads: int | None = None  # of those in C++; None: as many as torch uses
     # The same as users call it: "torch_native", "triton", ...
     attention_backend: str = "torch_native"
@@ -73,7 +75,7 @@ class KernelPlan:
     def settings(self) -> dict[str, dict[str, int | None]]:
         """What backends are made with, by file role."""
         return {
-            "with_cpp": {"num_threads": self.cpu_threads, "weight_bits": self.weight_bits},
+            "with_cpp": {"num_threads": self.cpu_threads},
             "with_triton": {
                 "num_kv_splits": self.triton_attention_num_kv_splits,
                 "split_tile_tokens": self.triton_attention_split_tile_size,

@@ -24,7 +24,7 @@ class QuantArgs:
                 "qoq", "w4afp8", "mxfp4",
             ),
             built=("w8a8_int8",),
-            plan="kernels.weight_bits",
+            plan="model.quantization",
         ),
     ] = None  # fmt: skip
     quantization_param_path: Annotated[

@@ -67,8 +67,7 @@ def kernel_plan(
         if by_products:  # it hands rows of several tokens to plain torch itself
             choices |= dict.fromkeys(("attention", "prefill_attention"), "with_onednn")
         reasons.append(why)
-    weight_bits = _weight_bits(builder, gpu)
-    if weight_bits is None:
+    if builder.args.quant.quantization is None:
         choices["matmul"], why = _matmul(machine, gpu, dtype, compiled=compiled)
     else:
         choices["matmul"], why = "int8", "weights have 8 bits, and torch makes them wide for every product"
@@ -84,7 +83,6 @@ def kernel_plan(
         fallback=builder.decide(
             "kernels.fallback", fallback, "where the kernels in C++ turn out not to compile"
         ),
-        weight_bits=weight_bits,
         cpu_threads=builder.take("kernels.cpu_threads", "cpu_threads"),
         attention_backend=attention,
         prefill_attention_backend=prefill,
@@ -118,17 +116,6 @@ def _chosen(
     name, lacking = first_that_runs(backends, machine, gpu)
     why = "; ".join(_sentences(lacking)) or "the first choice, and this machine runs it"
     return builder.decide(place, name, why)
-
-
-def _weight_bits(builder: PlanBuilder, gpu: Gpu | None) -> int | None:
-    """8 where weights are to be rounded; that is refused on a GPU."""
-    if builder.args.quant.quantization != "w8a8_int8":
-        return builder.decide("kernels.weight_bits", None, "the default")
-    if gpu is not None:
-        builder.refuse(
-            "quantization", "--quantization w8a8_int8 is computed on a CPU only so far; say --device cpu."
-        )
-    return builder.decide("kernels.weight_bits", 8, "as asked: w8a8_int8")
 
 
 def _in_cpp(builder: PlanBuilder, machine: Machine, dtype: str) -> tuple[dict[str, str], str]:

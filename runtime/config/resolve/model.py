@@ -34,6 +34,7 @@ def model_plan(builder: PlanBuilder, machine: Machine, facts: ModelFacts) -> Mod
         random_seed=_random_seed(builder),
         mmap=builder.take("model.mmap", "weight_loader_disable_mmap", not args.weight_loader_disable_mmap),
         num_load_threads=_num_load_threads(builder),
+        quantization=_quantization(builder, chosen_gpu(device, machine)),
     )
 
 
@@ -136,6 +137,18 @@ def _context_length(builder: PlanBuilder, facts: ModelFacts) -> int:
             f"made for; use at most {facts.context_length}.",
         )
     return builder.decide("model.context_length", min(asked, facts.context_length), "as asked")
+
+
+def _quantization(builder: PlanBuilder, gpu: Gpu | None) -> str | None:
+    """How weights are rounded; refused on a GPU."""
+    asked = builder.args.quant.quantization
+    if asked is None:
+        return builder.decide("model.quantization", None, "the default")
+    if gpu is not None:
+        builder.refuse(
+            "quantization", f"--quantization {asked} is computed on a CPU only so far; say --device cpu."
+        )
+    return builder.decide("model.quantization", asked, "as asked")
 
 
 def _random_seed(builder: PlanBuilder) -> int:
