@@ -11,24 +11,23 @@ from typing import TYPE_CHECKING, Any
 from runtime.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from torch import nn
-
+    from runtime.layers.build import Build
     from runtime.models.config import Config
-    from runtime.models.decoder import Build
+    from runtime.models.decoder import Decoder
 
-    BuildLayer = Callable[[Config, int, Build], nn.Module]
+    BuildDecoder = Callable[[Config, Build], Decoder]
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
     """A family's file, and the values its configuration takes where config.json is silent."""
 
-    family: str
+    family: str  # the file in this folder; in config.json "model_type" is the same
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
-    def layer(self) -> BuildLayer:
-        """The family's function that builds layer i."""
-        return import_module(f"runtime.models.{self.family}").layer
+    def decoder(self) -> BuildDecoder:
+        """The family's function that builds the whole model, its parameters not yet filled."""
+        return import_module(f"runtime.models.{self.family}").decoder
 
 
 _QWEN = {
