@@ -38,7 +38,7 @@ from runtime.worker.compiled import CompiledForward
 from runtime.worker.cpu_graph import CpuGraph
 from runtime.worker.cuda_graph import CudaGraphRunner
 from runtime.worker.device import Device, open_device
-from runtime.worker.forward import EagerForward, Forward
+from runtime.worker.forward_batch import Forward
 from runtime.worker.model_runner import ModelRunner, ModelStep, PipelinedStep
 from runtime.worker.sampler import Sampler
 from runtime.worker.worker import Member
@@ -168,7 +168,7 @@ class Crew:
         """How steps are computed, and what makes them faster while the engine runs."""
         plan = self._plan
         graphs = plan.graphs
-        forward: Forward = EagerForward(model, pool)
+        forward: Forward = model
         if graphs.compile_max_rows:
             forward = CompiledForward(model, pool, graphs.compile_max_rows)
             forward.compile(device)

@@ -29,7 +29,7 @@ from runtime.models.loader import load_model
 from runtime.worker.cuda_graph import CudaGraphRunner
 from runtime.worker.device import CpuDevice, Device
 from runtime.worker.device_stream import Collect
-from runtime.worker.forward import EagerForward, Forward
+from runtime.worker.forward_batch import Forward
 from runtime.worker.launch import Launcher
 from runtime.worker.rank import Rank
 from runtime.worker.sampler import Sampler
@@ -103,7 +103,7 @@ class Steps:
             torch.float32,
             "cpu",
         )
-        self.forward: Forward = EagerForward(model(), self.pool)
+        self.forward: Forward = model()
         self.vocab_size = VOCAB_SIZE
         self._num_slots = num_slots
         self._batches: deque[Batch] = deque()

@@ -44,8 +44,8 @@ no_eps = put("mlp_norm", eps=0.0)
 
 
 def turned_head(model: Decoder) -> None:
-    head: Any = model.head
-    head.weight = torch.nn.Parameter(paged_forward.embedded(model).flip(0), requires_grad=False)
+    embedding: Any = model.embedding
+    embedding.head_weight = torch.nn.Parameter(embedding.weight.flip(0), requires_grad=False)
 
 
 class Variant(NamedTuple):
@@ -232,18 +232,14 @@ def test_every_logit_equals_transformers(name: str, page_size: int) -> None:
 def test_every_logit_equals_transformers_with_packed_weights(name: str) -> None:
     model = load(name, choices={"matmul": "with_onednn"})
     assert model.head is not None
-    assert model.head.weight is not None
-    assert model.head.weight.is_mkldnn
+    assert model.head.prepared.is_mkldnn
     assert largest_error(name, model, 16) < THRESHOLD
-
-
-CPP: dict[str, str] = dict.fromkeys(("activation", "attention", "kv", "matmul", "norm", "rope"), "with_cpp")
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_logit_equals_transformers_with_kernels_in_cpp(name: str) -> None:
     cpp_kernels.library()
-    model = load(name, choices=CPP)
+    model = load(name, choices=cpp_kernels.CHOICES)
     assert model.head is not None
     assert isinstance(model.head.prepared, Panels)
     assert largest_error(name, model, 16) < THRESHOLD
@@ -254,7 +250,7 @@ def test_every_logit_equals_transformers_with_kernels_in_cpp(name: str) -> None:
 def test_every_logit_equals_transformers_with_attention_in_cpp(family: str, page_size: int) -> None:
     cpp_kernels.library()
     path = tiny_checkpoints.cached(family, head_dim=16)
-    model = paged_forward.load(path, kernels=select(CPP))
+    model = paged_forward.load(path, kernels=select(cpp_kernels.CHOICES))
     generator = torch.Generator().manual_seed(3)
     sequences = [torch.randint(3, 128, (length,), generator=generator).tolist() for length in LENGTHS]
     found = paged_forward.all_logits(model, sequences, page_size)

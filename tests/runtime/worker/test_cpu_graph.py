@@ -13,36 +13,35 @@ from hypothesis import strategies as st
 
 import paged_forward
 import tiny_checkpoints
-from cpp_kernels import library
+from cpp_kernels import CHOICES, library
 from greedy import RECORDABLE
-from ops.attention import AttentionInputs, token_positions
 from ops.cpp.executor import NotRecordable
 from ops.select import Kernels, select
 from runtime.batch import UNKNOWN, Batch, LogprobParams, PromptLogprobs, Sampling
 from runtime.kv_cache.pools import KVPool
 from runtime.models.decoder import Decoder
 from runtime.worker.cpu_graph import CpuGraph, chooses_greedily
+from runtime.worker.device import CpuDevice
+from runtime.worker.forward_batch import Staging, prepare
 
-CPP: dict[str, str] = dict.fromkeys(("activation", "attention", "kv", "matmul", "norm", "rope"), "with_cpp")
 MAX_ROWS, CAPACITY, NUM_PAGES = 4, 40, 64
 STEPS = st.lists(st.lists(st.integers(0, 9), min_size=MAX_ROWS, max_size=MAX_ROWS), min_size=1, max_size=4)
 
 
-def kernels(num_threads: int, weight_bits: int | None = None) -> Kernels:
+def kernels(num_threads: int) -> Kernels:
     library()  # skips where there is no compiler
-    return select(CPP, {"with_cpp": {"num_threads": num_threads, "weight_bits": weight_bits}})
+    return select(CHOICES, {"with_cpp": {"num_threads": num_threads}})
 
 
 @cache
-def models(family: str, dtype: str, weight_bits: int | None) -> tuple[Decoder, Kernels, Decoder, Decoder]:
+def models(family: str, dtype: str, quantization: str | None) -> tuple[Decoder, Kernels, Decoder, Decoder]:
     """One whose steps are recorded on two threads, one for one thread, and plain torch."""
     path = tiny_checkpoints.cached(family, head_dim=16, tie_word_embeddings=family == "qwen3")
-    two, one = kernels(2, weight_bits), kernels(1, weight_bits)
-    load = paged_forward.load
+    two, one, load = kernels(2), kernels(1), paged_forward.load
     return (
-        load(path, kernels=two, dtype=dtype),
+        load(path, kernels=two, dtype=dtype, quantization=quantization),
         two,
-        load(path, kernels=one, dtype=dtype),
+        load(path, kernels=one, dtype=dtype, quantization=quantization),
         load(path, dtype=dtype),
     )
 
@@ -78,28 +77,21 @@ def greedy(rows: np.ndarray) -> Sampling:
 
 def eager(model: Decoder, pool: KVPool, batch: Batch, last_tokens: torch.Tensor) -> torch.Tensor:
     """The logits of the sampling rows, operation by operation."""
-    starts, counts = batch.starts.tolist(), batch.counts.tolist()
-    inputs = AttentionInputs.build(starts, counts, batch.page_table, pool.page_size)
-    ids = torch.from_numpy(batch.token_ids.astype(np.int64))
-    owners = torch.from_numpy(np.repeat(batch.slots, batch.counts).astype(np.int64))
-    ids = torch.where(ids == UNKNOWN, last_tokens[owners], ids)
-    positions = torch.from_numpy(token_positions(starts, counts))
-    hidden = model(ids, positions, inputs, pool)
-    assert batch.sampling is not None
-    return model.logits(hidden[np.cumsum(batch.counts)[batch.sampling.rows] - 1])
+    inputs = prepare(batch, pool, Staging(CpuDevice()), last_tokens)
+    return model.logits(model(inputs.forward)[inputs.last_index])
 
 
 @pytest.mark.parametrize(
-    ("dtype", "weight_bits", "apart"),
-    [("float32", None, 1e-4), ("bfloat16", None, None), ("bfloat16", 8, None)],
+    ("dtype", "quantization", "apart"),
+    [("float32", None, 1e-4), ("bfloat16", None, None), ("bfloat16", "w8a8_int8", None)],
 )
 @pytest.mark.parametrize("family", RECORDABLE)
 @given(steps=STEPS, page_size=st.sampled_from([1, 3, 16]), seed=st.integers(0, 99))
 @settings(max_examples=12)
 def test_a_tape_is_the_kernels_one_by_one_is_plain_torch(
-    family, dtype, weight_bits, apart, steps, page_size, seed
+    family, dtype, quantization, apart, steps, page_size, seed
 ) -> None:
-    recorded, two, alone, native = models(family, dtype, weight_bits)
+    recorded, two, alone, native = models(family, dtype, quantization)
     if page_size == 1:
         steps = [[min(count, 4) for count in step] for step in steps]
     pools = [paged_forward.pool_for(model, NUM_PAGES, page_size) for model in (recorded, alone, native)]
@@ -184,7 +176,7 @@ def test_only_plain_greedy_rows_are_chosen_on_the_tape() -> None:
 
 def test_a_model_of_which_torch_computes_a_part_is_not_recorded() -> None:
     library()
-    partly = select({**CPP, "norm": "native"}, {"with_cpp": {"num_threads": 1}})
+    partly = select({**CHOICES, "norm": "native"}, {"with_cpp": {"num_threads": 1}})
     model = paged_forward.load(tiny_checkpoints.cached("llama", head_dim=16), kernels=partly)
     with pytest.raises(NotRecordable, match="computed by torch"):
         CpuGraph(model, paged_forward.pool_for(model, 4, 16), partly, CAPACITY, MAX_ROWS)
