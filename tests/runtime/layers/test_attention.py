@@ -82,6 +82,43 @@ def run(made: Attention, pool_dtype: torch.dtype = torch.float32) -> Tensor:
     return made(x, batch)
 
 
+class Remembered:
+    """Another kind of cache: the keys and values of one row in plain tensors, of which only a window is kept."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.k, self.v = torch.empty(2, 0, KV_HEADS, DIM)
+
+    def store(self, kernels: Any, k: Tensor, v: Tensor, batch: ForwardBatch, scales: Any) -> None:
+        self.k, self.v = torch.cat([self.k, k]), torch.cat([self.v, v])
+
+    def attend(
+        self, kernels: Any, q: Tensor, batch: ForwardBatch, scales: Any, *, scale: float, **_: Any
+    ) -> Tensor:
+        self.k, self.v = self.k[-self.size :], self.v[-self.size :]
+        keys, values = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (self.k, self.v))
+        scores = torch.einsum("thd,shd->hts", q, keys) * scale
+        return torch.einsum("hts,shd->thd", scores.softmax(-1), values)
+
+
+def test_a_layer_never_knows_the_kind_of_its_cache() -> None:
+    made, cache, size = layer(sinks=False), Remembered(3), 3
+    x = torch.randn(7, SIZE)
+    pools = torch.zeros(2, 2, KV_HEADS, 4, DIM)
+    windowed = layer(sinks=False)
+    windowed.window = size
+    for position in range(7):
+        values: dict[str, Any] = {
+            "token_ids": torch.zeros(1, dtype=torch.int64),
+            "positions": torch.tensor([position]),
+            "attention": AttentionInputs.build([position], [1], np.array([[0, 1]], np.int32), 4),
+        }
+        token = x[position : position + 1]
+        found = made(token, ForwardBatch(**values, cache={INDEX: cache}))
+        wanted = windowed(token, ForwardBatch(**values, cache={INDEX: PagedKVCache(*pools)}))
+        torch.testing.assert_close(found, wanted)
+
+
 def test_sinks_take_part_in_the_softmax() -> None:
     wanted = replace(
         select(), attend=lambda *args, **o: select().attend(*args, **{**o, "sinks": TENSORS["a.sinks"]})
