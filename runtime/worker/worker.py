@@ -86,6 +86,7 @@ class Member:
             local.head_dim,
             getattr(torch, join["kv_dtype"]),
             self.device,
+            first_layer=self.mesh.place.share(self.facts.num_layers).layers.start,
         )
 
     def _store(self, join: Mapping[str, Any]) -> Any:

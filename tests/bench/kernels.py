@@ -71,7 +71,7 @@ def measure(options: argparse.Namespace, facts: ModelFacts, plan: Plan) -> list[
     from ops.select import select
     from runtime.kv_cache.pools import KVPool
     from runtime.models.loader import load_model
-    from runtime.worker.cpu_graph import StepTape
+    from runtime.worker.cpu_graph import CpuGraph
 
     kernels = select(plan.kernels.choices, plan.kernels.settings)
     model = load_model(facts, plan.model, kernels)
@@ -82,7 +82,7 @@ def measure(options: argparse.Namespace, facts: ModelFacts, plan: Plan) -> list[
         facts.num_layers, num_pages, page_size, facts.num_kv_heads, facts.head_dim, dtype, plan.model.device
     )
     try:
-        tape = StepTape(model, pool, kernels, rows * options.new_len, rows)
+        tape = CpuGraph(model, pool, kernels, rows * options.new_len, rows)
     except NotRecordable as reason:
         raise ConfigurationError(f"This model has no step of C++ kernels alone: {reason}.") from None
     last_tokens = torch.zeros(rows, dtype=torch.int64)

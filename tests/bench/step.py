@@ -129,7 +129,7 @@ def _runner(
     from ops.select import select
     from runtime.kv_cache.pools import KVPool
     from runtime.models.loader import load_model
-    from runtime.worker.cpu_graph import StepTape
+    from runtime.worker.cpu_graph import CpuGraph
     from runtime.worker.model_runner import ModelRunner
     from runtime.worker.sampler import Sampler
 
@@ -156,7 +156,7 @@ def _runner(
     tape = None
     if kernels.executor is not None:
         try:
-            tape = StepTape(model, pool, kernels, num_rows * length, num_rows)
+            tape = CpuGraph(model, pool, kernels, num_rows * length, num_rows)
         except NotRecordable as reason:
             report.say(f"Steps are computed operation by operation: {reason}.")
     return ModelRunner(model, pool, sampler, num_slots=num_rows, device=device, tape=tape)
