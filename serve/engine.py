@@ -20,10 +20,9 @@ from runtime.errors import ConfigurationError, EngineClosed, InvalidRequest, fir
 from runtime.request import Chunk
 from serve.decode import decode
 from serve.demo import demo_path
-from serve.hosted import Hosted
+from serve.event_loop_thread import BackgroundTask, event_loop_thread
 from serve.native.answers import Answers
 from serve.native.schema import GenerateBody, requests_of
-from serve.portal import open_portal
 from serve.replies import close_all, each, submit_all
 
 Prompt = str | Sequence[str]
@@ -60,7 +59,7 @@ class Engine:
     def _init(self, args: Args) -> None:
         self._args = args
         self._core: EngineCore | None = None
-        self._hosted = Hosted(self._run)
+        self._task = BackgroundTask(self._run)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -71,18 +70,18 @@ class Engine:
 
     async def start(self) -> None:
         """Load the model; return when requests are taken. Cancelled or failed, nothing is left behind."""
-        if self._hosted.running:
+        if self._task.running:
             raise EngineClosed("The engine is already started.")
-        await self._hosted.start()
+        await self._task.start()
 
     async def aclose(self) -> None:
         """End every request and give back memory, threads and files. Does nothing the second time."""
-        await self._hosted.stop()
+        await self._task.stop()
         self._core = None
 
     async def wait(self) -> None:
         """Until the engine ends; raises what ended it."""
-        await self._hosted.wait()
+        await self._task.wait()
 
     async def _run(self, started: Callable[[], None]) -> None:
         prepared = partial(prepare, self._args, Machine.probe(), demo_path=demo_path())
@@ -216,7 +215,7 @@ class SyncEngine:
         if self._portal is not None:
             raise EngineClosed("The engine is already started.")
         with ExitStack() as stack:
-            portal = stack.enter_context(open_portal("penstock-sync"))
+            portal = stack.enter_context(event_loop_thread("penstock-sync"))
             portal.call(self._engine.start)
             stack.callback(portal.call, self._engine.aclose)
             self._portal = portal

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import anyio
 import pytest
 
-from serve.hosted import Hosted
+from serve.event_loop_thread import BackgroundTask
 
 
 class Main:
@@ -34,18 +34,18 @@ async def in_another_task(coroutine_function: Callable) -> None:
 
 async def test_tree_is_entered_and_left_by_its_own_task_whoever_signals():
     main = Main()
-    hosted = Hosted(main)
-    await in_another_task(hosted.start)
-    assert hosted.running
-    await in_another_task(hosted.stop)
+    background = BackgroundTask(main)
+    await in_another_task(background.start)
+    assert background.running
+    await in_another_task(background.stop)
     assert main.left.is_set()
-    assert not hosted.running
+    assert not background.running
     assert main.tasks[0] is main.tasks[1] is not asyncio.current_task()
 
 
 async def test_failure_to_start_is_raised_to_the_starter():
     with pytest.raises(ExceptionGroup) as caught:
-        await Hosted(Main(fail=ValueError("no weights"))).start()
+        await BackgroundTask(Main(fail=ValueError("no weights"))).start()
     assert caught.group_contains(ValueError, match="no weights")
 
 
@@ -59,7 +59,7 @@ async def test_cancelled_start_leaves_nothing_running():
         finally:
             main_left.set()
 
-    starting = asyncio.create_task(Hosted(never_up).start())
+    starting = asyncio.create_task(BackgroundTask(never_up).start())
     await reached.wait()
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -68,7 +68,7 @@ async def test_cancelled_start_leaves_nothing_running():
 
 
 async def test_stop_twice_does_nothing_the_second_time():
-    hosted = Hosted(Main())
-    await hosted.start()
-    await hosted.stop()
-    await hosted.stop()
+    background = BackgroundTask(Main())
+    await background.start()
+    await background.stop()
+    await background.stop()

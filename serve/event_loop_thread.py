@@ -1,18 +1,24 @@
-"""One task holds the engine's tree; others only signal it.
+"""Where an engine runs: a background task on its caller's event loop, or an event loop in a thread of its own.
 
-A task group must be left by the task that entered it. Notebook cells, fixtures and web frameworks enter in
-one task and leave in another, so the tree gets a task of its own here.
+`Engine` uses `BackgroundTask`: a task group must be left by the task that entered it, while notebook cells,
+fixtures and web frameworks enter in one task and leave in another. `SyncEngine` uses `event_loop_thread`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from threading import Thread
+
+import anyio
+from anyio.from_thread import BlockingPortal
 
 from runtime.errors import EngineClosed
 
 
-class Hosted:
+class BackgroundTask:
     """Runs `main(started)` in its own task from `start` to `stop`.
 
     `main` calls `started()` when it is up and then runs until it is cancelled.
@@ -52,7 +58,7 @@ class Hosted:
             await asyncio.shield(self._task)
 
     async def stop(self) -> None:
-        """Cancel `main` and wait until it is gone. What it died of is not raised again here."""
+        """Cancel `main` and wait until it has ended. What it raised is not raised again here."""
         task, self._task = self._task, None
         if task is None:
             return
@@ -60,3 +66,27 @@ class Hosted:
         await asyncio.wait([task])
         if not task.cancelled():
             task.exception()
+
+
+@contextmanager
+def event_loop_thread(name: str) -> Iterator[BlockingPortal]:
+    """Run a new event loop in a new thread; yields the portal that calls into it.
+
+    Leaving the context ends the loop and the thread. The thread is a daemon, unlike that of anyio's own
+    portals, so that an interpreter can exit while the context is still open.
+    """
+    opened: Future[BlockingPortal] = Future()
+    thread = Thread(target=anyio.run, args=(_run_portal, opened), name=name, daemon=True)
+    thread.start()
+    portal = opened.result()
+    try:
+        yield portal
+    finally:
+        portal.call(portal.stop)
+        thread.join()
+
+
+async def _run_portal(opened: Future[BlockingPortal]) -> None:
+    async with BlockingPortal() as portal:
+        opened.set_result(portal)
+        await portal.sleep_until_stopped()
