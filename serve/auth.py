@@ -1,4 +1,4 @@
-"""The API key: every request carries it, but for health checks, metrics, the page and CORS preflights."""
+"""The API key: every request must carry it, except health checks, metrics, the chat page and CORS preflights."""
 
 from __future__ import annotations
 

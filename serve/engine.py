@@ -16,14 +16,13 @@ from ops.machine import Machine
 from runtime.actors.assemble import assemble, prepare
 from runtime.actors.engine_core import EngineCore, Status
 from runtime.config import Args
-from runtime.errors import ConfigurationError, EngineClosed, InvalidRequest, first_error
-from runtime.request import Chunk
+from runtime.errors import ConfigurationError, EngineClosed, InvalidRequest
 from serve.decode import decode
 from serve.demo import demo_path
 from serve.event_loop_thread import BackgroundTask, event_loop_thread
-from serve.native.answers import Answers
+from serve.native.generate import GenerateAnswers
 from serve.native.schema import GenerateBody, requests_of
-from serve.replies import close_all, each, submit_all
+from serve.output_streams import read_all, submit_all
 
 Prompt = str | Sequence[str]
 Ids = Sequence[int] | Sequence[Sequence[int]]
@@ -80,7 +79,7 @@ class Engine:
         self._core = None
 
     async def wait(self) -> None:
-        """Until the engine ends; raises what ended it."""
+        """Wait until the engine ends; raises what ended it."""
         await self._task.wait()
 
     async def _run(self, started: Callable[[], None]) -> None:
@@ -95,7 +94,7 @@ class Engine:
 
     @property
     def core(self) -> EngineCore:
-        """What the doors talk to. Raises `EngineClosed` before the start and after the end."""
+        """The engine core, as HTTP handlers use it. Raises `EngineClosed` before the start and after the end."""
         if self._core is None:
             raise EngineClosed("The engine is not running: use `async with Engine(...)`, or start it.")
         return self._core
@@ -118,20 +117,8 @@ class Engine:
         body = _body(prompt, sampling_params, input_ids, options)
         requests = requests_of(body, self.core)
         single = not body.is_batch and requests[0].sampling.n == 1
-        answers = self._answers(requests, indexed=not single)
-        replies = submit_all(self.core, requests)
-        chunks: list[list[Chunk]] = [[] for _ in replies]
-
-        async def read(place: int) -> None:
-            chunks[place] = await replies[place].whole()
-
-        try:
-            await each(read, len(replies))
-        except ExceptionGroup as errors:
-            raise first_error(errors) from None
-        finally:
-            close_all(replies)
-        found = answers.whole(chunks)
+        answers = GenerateAnswers(self.core, requests, indexed=not single)
+        found = answers.whole(await read_all(submit_all(self.core, requests)))
         return found[0] if single else found
 
     async def stream(
@@ -152,26 +139,16 @@ class Engine:
         if body.is_batch:
             raise InvalidRequest("stream takes one prompt; start one stream for each.", param="text")
         [request] = requests_of(body, self.core)
-        answers = self._answers([request], indexed=True)
+        answers = GenerateAnswers(self.core, [request], indexed=True)
         texts = [""] * request.sampling.n
-        [reply] = submit_all(self.core, [request])
-        async with aclosing(reply.chunks()) as arrivals:
+        async with aclosing(self.core.submit(request).chunks()) as arrivals:
             async for chunks in arrivals:
                 for chunk in chunks:
                     [piece] = answers.whole([[chunk]])
                     texts[chunk.index] += chunk.text
                     yield {**piece, "delta": chunk.text, "text": texts[chunk.index], "index": chunk.index}
 
-    def _answers(self, requests: Sequence[Any], *, indexed: bool) -> Answers:
-        core = self.core
-        return Answers(
-            requests,
-            indexed=indexed,
-            weight_version=core.plan.serve.weight_version,
-            token_text=core.tokenizer.token_text if core.tokenizer else None,
-        )
-
-    # --- the rest ---
+    # --- managing ---
 
     def abort(self, rid: str = "", *, abort_all: bool = False) -> int:
         """Abort the requests whose `rid` begins so, or all; returns how many."""

@@ -1,4 +1,4 @@
-"""The server process: engine, application and socket, from start to the last answer."""
+"""The server process: socket, engine and web application, from the start to a graceful shutdown."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ async def _serve(engine: Engine, listening: socket.socket) -> int:
 
 
 class _Server(uvicorn.Server):
-    """Says when it is ready, and where."""
+    """Logs its address when it is ready."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -93,10 +93,7 @@ class _Server(uvicorn.Server):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket on the address, taken before anything heavy happens.
-
-    Raises `ConfigurationError` when that is not possible.
-    """
+    """A socket bound to the address, before a model is loaded. Raises `ConfigurationError` if that fails."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, protocol)
@@ -114,19 +111,19 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 async def warm_up(core: EngineCore) -> None:
-    """Compute a few tokens, so that the first user does not pay for what happens only once."""
+    """Generate a few tokens, so that the first request does not wait for work that is done once."""
     sampling = SamplingParams(max_new_tokens=WARM_UP_TOKENS, temperature=0, ignore_eos=True)
     prompt = (0,) * min(4, core.plan.model.context_length - WARM_UP_TOKENS)
     if not prompt:
         return
     [chunk] = await core.submit(Request(ids=prompt, sampling=sampling, label="WARM_UP")).whole()
     if len(chunk.ids) != WARM_UP_TOKENS:
-        raise EngineFailure("The warm-up request did not come back whole.")
+        raise EngineFailure("The warm-up request ended early.")
     core.flush_cache()
 
 
 def uvicorn_config(core: EngineCore) -> uvicorn.Config:
-    """How uvicorn serves this core, on the loop that runs."""
+    """How uvicorn serves this core on the running event loop."""
     plan = core.plan.serve
     return uvicorn.Config(
         build_app(core),
@@ -151,10 +148,10 @@ def _loop_factory() -> Any:
 
 
 def calm_collector() -> None:
-    """Keep the garbage collector from walking all of torch while tokens stream.
+    """Keep the garbage collector from walking all objects of torch while tokens stream.
 
-    What is alive now stays for the life of the process, so it is taken out of the collector's sight; and
-    requests make few cycles, so a sweep every 700 allocations finds nothing. For the server's process alone.
+    Objects alive now live as long as the process, so the collector stops tracking them. Requests make few
+    reference cycles, so it runs every 20,000 allocations instead of every 700. Only for the server's process.
     """
     gc.collect()
     gc.freeze()
@@ -162,7 +159,7 @@ def calm_collector() -> None:
 
 
 def _configure_logging(args: Args) -> None:
-    """For the server's process alone; used as a library, the engine leaves logging to its user."""
+    """Only for the server's process: an `Engine` leaves the configuration of logging to its user."""
     level = args.observe.log_level.upper()
     level_http = (args.observe.log_level_http or args.observe.log_level).upper()
     handlers: dict[str, Any] = {"handlers": ["stderr"], "propagate": False}
@@ -183,7 +180,7 @@ def _configure_logging(args: Args) -> None:
 
 
 def _raise_file_limit() -> None:
-    """One descriptor per connection; the usual limit of 1,024 is reached quickly."""
+    """Each connection needs a file descriptor, and the usual limit is 1,024."""
     with suppress(ImportError, OSError, ValueError):
         import resource
 

@@ -120,7 +120,7 @@ class FakeStatus:
 
 
 class FakeCore:
-    """See serve.core.EngineCore. What it was asked is in `submitted`, whom it aborted in `aborted` (our ids)."""
+    """See runtime's EngineCore. Requests are in `submitted`, ids of aborted ones in `aborted`."""
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ import fake_core
 from runtime.request import Chunk, Request
 from runtime.tokenizer.tokenizer import Tokenizer
 from serve.connection import BODY_WRITER
-from serve.errors import Dialect, native_body
+from serve.errors import NATIVE
 from serve.sse import DONE, PING, EventStream
 from served_core import Serve, Served
 
@@ -144,7 +144,7 @@ class Sent:
 class Plain:
     """Events that are just the text."""
 
-    def events(self, place: int, chunks: Any) -> bytes:
+    def events(self, request_index: int, chunks: Any) -> bytes:
         return b"".join(chunk.text.encode() for chunk in chunks)
 
     def closing(self) -> bytes:
@@ -173,7 +173,7 @@ def open_stream(
     **options: Any,
 ) -> asyncio.Task[None]:
     replies = [core.submit(Request(text="a")) for _ in range(num_requests)]
-    stream = EventStream(replies, Plain(), Dialect(native_body), **options)
+    stream = EventStream(replies, Plain(), NATIVE, **options)
     scope: dict[str, Any] = {"type": "http", BODY_WRITER: writer}
     return asyncio.create_task(stream(scope, client.receive, client.send))
 
@@ -262,14 +262,14 @@ async def test_error_of_an_encoder_in_the_middle_ends_its_stream_alone(tokenizer
     class Broken(Plain):
         num_events = 0
 
-        def events(self, place: int, chunks: Sequence[Chunk]) -> bytes:
+        def events(self, request_index: int, chunks: Sequence[Chunk]) -> bytes:
             self.num_events += 1
             if self.num_events == 3:
                 raise KeyError("inside")
-            return super().events(place, chunks)
+            return super().events(request_index, chunks)
 
     core, client, other = fake_core.FakeCore(tokenizer, held=True), Sent(), Sent()
-    stream = EventStream([core.submit(Request(text="a"))], Broken(), Dialect(native_body))
+    stream = EventStream([core.submit(Request(text="a"))], Broken(), NATIVE)
     scope = {"type": "http", BODY_WRITER: Direct(client)}
     broken = asyncio.create_task(stream(scope, client.receive, client.send))
     sound = open_stream(core, other, writer=Direct(other))
@@ -323,11 +323,11 @@ async def test_broken_connection_ends_the_stream_quietly(tokenizer: Tokenizer) -
 
 async def test_error_of_an_encoder_is_ours(tokenizer: Tokenizer) -> None:
     class Broken(Plain):
-        def events(self, place: int, chunks: Sequence[Chunk]) -> bytes:
+        def events(self, request_index: int, chunks: Sequence[Chunk]) -> bytes:
             raise KeyError("inside")
 
     core, client = fake_core.FakeCore(tokenizer, held=True), Sent()
-    stream = EventStream([core.submit(Request(text="a"))], Broken(), Dialect(native_body))
+    stream = EventStream([core.submit(Request(text="a"))], Broken(), NATIVE)
     core.step()
     await stream({"type": "http"}, client.receive, client.send)
     assert client.messages[0]["status"] == 500
