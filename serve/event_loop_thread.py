@@ -58,14 +58,29 @@ class BackgroundTask:
             await asyncio.shield(self._task)
 
     async def stop(self) -> None:
-        """Cancel `main` and wait until it has ended. What it raised is not raised again here."""
-        task, self._task = self._task, None
+        """Cancel `main` and wait until it has ended. What it raised is not raised again here.
+
+        The wait is shielded: cancelled, however often, it still ends only when `main` has ended, and raises
+        `CancelledError` then.
+        """
+        task = self._task
         if task is None:
             return
-        task.cancel()
-        await asyncio.wait([task])
+        if not task.cancelling():  # a second cancellation would interrupt the shutdown of `main`
+            task.cancel()
+        cancelled: asyncio.CancelledError | None = None
+        with anyio.CancelScope(shield=True):
+            while not task.done():
+                try:
+                    await asyncio.wait([task])
+                except asyncio.CancelledError as error:
+                    cancelled = error
+        if self._task is task:  # not started again meanwhile
+            self._task = None
         if not task.cancelled():
-            task.exception()
+            task.exception()  # marks it as retrieved
+        if cancelled is not None:
+            raise cancelled
 
 
 @contextmanager

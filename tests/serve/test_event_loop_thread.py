@@ -72,3 +72,61 @@ async def test_stop_twice_does_nothing_the_second_time():
     await background.start()
     await background.stop()
     await background.stop()
+
+
+class SlowToLeave:
+    """Needs several turns of the event loop to shut down, and notes when it has done so."""
+
+    def __init__(self) -> None:
+        self.leaving, self.may_leave, self.left = asyncio.Event(), asyncio.Event(), False
+
+    async def __call__(self, started: Callable[[], None]) -> None:
+        started()
+        try:
+            await anyio.sleep_forever()
+        finally:
+            self.leaving.set()
+            await self.may_leave.wait()
+            self.left = True
+
+
+async def test_stop_that_is_cancelled_repeatedly_still_ends_the_task():
+    main = SlowToLeave()
+    background = BackgroundTask(main)
+    await background.start()
+    stopping = asyncio.create_task(background.stop())
+    await main.leaving.wait()
+    for _ in range(3):
+        stopping.cancel()
+        await asyncio.sleep(0)
+    assert not stopping.done()
+    main.may_leave.set()
+    with pytest.raises(asyncio.CancelledError):
+        await stopping
+    assert main.left
+    assert not background.running
+
+
+async def test_stop_in_a_cancelled_scope_still_ends_the_task():
+    main = SlowToLeave()
+    background = BackgroundTask(main)
+    await background.start()
+    with anyio.CancelScope() as scope:
+        scope.cancel()
+        asyncio.get_running_loop().call_later(0.01, main.may_leave.set)
+        await background.stop()
+    assert main.left
+
+
+async def test_second_stop_waits_for_the_first():
+    main = SlowToLeave()
+    background = BackgroundTask(main)
+    await background.start()
+    first = asyncio.create_task(background.stop())
+    await main.leaving.wait()
+    second = asyncio.create_task(background.stop())
+    await asyncio.sleep(0)
+    assert not second.done()
+    main.may_leave.set()
+    await asyncio.gather(first, second)
+    assert main.left
