@@ -17,8 +17,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from runtime.actors.output_stream import OutputStream
 from runtime.errors import InvalidRequest, PayloadTooLarge
 from runtime.request import Chunk
+from serve.background import background_tasks
 from serve.errors import ErrorFormat
-from serve.output_streams import close_all, read_all, tasks_of
+from serve.output_streams import close_all, read_all
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
@@ -102,13 +103,14 @@ def require_json(request: HttpRequest) -> None:
 async def read_all_or_disconnect(streams: Sequence[OutputStream], receive: Receive) -> list[list[Chunk]]:
     """As `read_all`. Raises `ClientGoneError`, with every request aborted, when the client disconnects first."""
     try:
-        async with tasks_of(read_all(streams), until_disconnect(receive)) as (reading, gone):
+        async with background_tasks(read_all(streams), until_disconnect(receive)) as (reading, gone):
             await asyncio.wait((reading, gone), return_when=asyncio.FIRST_COMPLETED)
     finally:
         close_all(streams)  # a task that was cancelled before its first step has not done it
-    if reading.cancelled():
-        raise ClientGoneError
-    return reading.result()
+    if not reading.cancelled():
+        return reading.result()
+    gone.result()  # raises what `receive` raised
+    raise ClientGoneError
 
 
 async def until_disconnect(receive: Receive) -> None:

@@ -17,9 +17,9 @@ from runtime.actors.assemble import assemble, prepare
 from runtime.actors.engine_core import EngineCore, Status
 from runtime.config import Args
 from runtime.errors import ConfigurationError, EngineClosed, InvalidRequest
+from serve.background import BackgroundTask, event_loop_thread
 from serve.decode import decode
 from serve.demo import demo_path
-from serve.event_loop_thread import BackgroundTask, event_loop_thread
 from serve.native.generate import GenerateAnswers
 from serve.native.schema import GenerateBody, requests_of
 from serve.output_streams import read_all, submit_all

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -62,19 +60,3 @@ async def run_each(function: Callable[[int], Coroutine[Any, Any, None]], count: 
     async with anyio.create_task_group() as group:
         for index in range(count):
             group.start_soon(function, index)
-
-
-@asynccontextmanager
-async def tasks_of(*work: Coroutine[Any, Any, Any]) -> AsyncIterator[tuple[asyncio.Task[Any], ...]]:
-    """Tasks that are cancelled when the block ends, which need not wait for any.
-
-    Used for every HTTP request instead of an anyio task group: a group and its scopes cost as much as reading the
-    request, and each task that they cancel leaves a reference cycle that holds the request's memory.
-    """
-    tasks = tuple(asyncio.create_task(one) for one in work)
-    try:
-        yield tasks
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)

@@ -23,10 +23,11 @@ from starlette.types import Receive, Scope, Send
 from runtime.actors.output_stream import OutputStream
 from runtime.errors import first_error
 from runtime.request import Chunk
+from serve.background import background_tasks
 from serve.connection import BODY_WRITER, BodyWriter
 from serve.endpoint import until_disconnect
 from serve.errors import ErrorFormat
-from serve.output_streams import close_all, run_each, tasks_of
+from serve.output_streams import close_all, run_each
 
 PING_S = 15.0
 PING = ServerSentEvent(comment="ping", sep="\n").encode()
@@ -77,7 +78,7 @@ class EventStream:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._writer = scope.get(BODY_WRITER)
         try:
-            async with tasks_of(self._relay_all(send), until_disconnect(receive)) as (relay, gone):
+            async with background_tasks(self._relay_all(send), until_disconnect(receive)) as (relay, gone):
                 await self._ping_until_done(send, (relay, gone))
         finally:
             close_all(self._streams)

@@ -1,16 +1,17 @@
-"""Where an engine runs: a background task on its caller's event loop, or an event loop in a thread of its own.
+"""Tasks and event loops in the background that end, completely, when their owner says so.
 
-`Engine` uses `BackgroundTask`: a task group must be left by the task that entered it, while notebook cells,
-fixtures and web frameworks enter in one task and leave in another. `SyncEngine` uses `event_loop_thread`.
+`Engine` runs in a `BackgroundTask`: a task group must be left by the task that entered it, while notebook cells,
+fixtures and web frameworks enter in one task and leave in another. `SyncEngine` runs in an `event_loop_thread`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from threading import Thread
+from typing import Any
 
 import anyio
 from anyio.from_thread import BlockingPortal
@@ -58,29 +59,54 @@ class BackgroundTask:
             await asyncio.shield(self._task)
 
     async def stop(self) -> None:
-        """Cancel `main` and wait until it has ended. What it raised is not raised again here.
+        """Cancel `main` and return when it has ended. What it raised is not raised again here.
 
-        The wait is shielded: cancelled, however often, it still ends only when `main` has ended, and raises
-        `CancelledError` then.
+        Cancelled, however often, it still waits until `main` has ended, and raises `CancelledError` then.
         """
-        task = self._task
-        if task is None:
+        if (task := self._task) is None:
             return
-        if not task.cancelling():  # a second cancellation would interrupt the shutdown of `main`
+        try:
+            await cancel_and_wait(task)
+        finally:
+            if self._task is task:  # not started again meanwhile
+                self._task = None
+
+
+@asynccontextmanager
+async def background_tasks(*work: Coroutine[Any, Any, Any]) -> AsyncIterator[tuple[asyncio.Task[Any], ...]]:
+    """Tasks that are cancelled when the block ends, which need not wait for any.
+
+    Used for every HTTP request instead of an anyio task group: a group and its scopes cost as much as reading the
+    request, and each task that they cancel leaves a reference cycle that holds the request's memory.
+    """
+    tasks = tuple(asyncio.create_task(one) for one in work)
+    try:
+        yield tasks
+    finally:
+        await cancel_and_wait(*tasks)
+
+
+async def cancel_and_wait(*tasks: asyncio.Task[Any]) -> None:
+    """Cancel the tasks and return when all have ended. What they raised is left to their other readers.
+
+    The wait is shielded: cancelled, however often, it still ends only when the tasks have ended, and raises
+    `CancelledError` then.
+    """
+    for task in tasks:
+        if not task.cancelling():  # a second cancellation would interrupt its shutdown
             task.cancel()
-        cancelled: asyncio.CancelledError | None = None
+    try:
+        await asyncio.wait(tasks)
+    except asyncio.CancelledError:
         with anyio.CancelScope(shield=True):
-            while not task.done():
-                try:
-                    await asyncio.wait([task])
-                except asyncio.CancelledError as error:
-                    cancelled = error
-        if self._task is task:  # not started again meanwhile
-            self._task = None
-        if not task.cancelled():
-            task.exception()  # marks it as retrieved
-        if cancelled is not None:
-            raise cancelled
+            while not all(task.done() for task in tasks):
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait(tasks)
+        raise
+    finally:
+        for task in tasks:
+            if task.done() and not task.cancelled():
+                task.exception()  # else asyncio reports it as never retrieved
 
 
 @contextmanager

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable
 
 import anyio
 import pytest
 
-from serve.event_loop_thread import BackgroundTask
+from serve.background import BackgroundTask, background_tasks
 
 
 class Main:
@@ -130,3 +131,36 @@ async def test_second_stop_waits_for_the_first():
     main.may_leave.set()
     await asyncio.gather(first, second)
     assert main.left
+
+
+async def test_block_that_is_cancelled_repeatedly_still_ends_its_tasks():
+    main = SlowToLeave()
+
+    async def block() -> None:
+        async with background_tasks(main(lambda: None)):
+            await anyio.sleep_forever()
+
+    task = asyncio.create_task(block())
+    for _ in range(4):
+        await asyncio.sleep(0)
+        task.cancel()
+    assert not task.done()
+    main.may_leave.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert main.left
+
+
+async def test_task_that_fails_when_cancelled_is_not_reported_as_unretrieved():
+    async def fails_when_cancelled() -> None:
+        try:
+            await anyio.sleep_forever()
+        finally:
+            raise ValueError("nobody asks for this")
+
+    reports: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: reports.append(context["message"]))
+    async with background_tasks(fails_when_cancelled()):
+        await asyncio.sleep(0)
+    gc.collect()  # a task reports when it is deleted
+    assert reports == []
