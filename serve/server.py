@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 from contextlib import suppress
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -23,6 +24,7 @@ from runtime.distributed.node import run_node
 from runtime.errors import ConfigurationError, EngineFailure
 from runtime.request import Request, SamplingParams
 from serve.app import build_app
+from serve.background import background_tasks
 from serve.connection import Connection
 from serve.demo import demo_path
 from serve.engine import Engine
@@ -36,10 +38,11 @@ GC_ALLOCATIONS = 20_000
 
 
 def run(args: Args) -> int:
-    """Serve until a signal ends it; returns the exit status.
+    """Serve until a signal; returns the exit status.
 
-    SIGTERM and SIGINT let what runs finish; a second one ends it at once. Raises `ConfigurationError` for
-    what cannot be done here.
+    The first SIGTERM or SIGINT refuses new connections and lets running requests finish: status 0. A second one
+    ends them with an error: 128 + its number. An engine that fails ends the server: 1. Interrupted while it
+    starts: 130. Raises `ConfigurationError` for what cannot be done here.
     """
     _configure_logging(args)
     args = with_torchrun(args, os.environ)
@@ -66,23 +69,41 @@ async def _main(args: Args) -> int:
 
 
 async def _serve(engine: Engine, listening: socket.socket) -> int:
+    """Serve until a signal or the end of the engine; returns the exit status."""
     server = _Server(uvicorn_config(engine.core))
-    serving = asyncio.create_task(server.serve(sockets=[listening]))
-    engine_ended = asyncio.create_task(engine.wait())
-    await asyncio.wait([serving, engine_ended], return_when=asyncio.FIRST_COMPLETED)
-    if not serving.done():
-        logger.critical("The engine died; the server ends.")
-        server.should_exit = True
-        await serving
-        return 1
-    engine_ended.cancel()
-    await asyncio.wait([engine_ended])
-    await serving
-    return 0
+    work = (server.serve(sockets=[listening]), server.forced.wait(), engine.wait())
+    async with background_tasks(*work) as (serving, forced, engine_ended):
+        await asyncio.wait((serving, forced, engine_ended), return_when=asyncio.FIRST_COMPLETED)
+        if engine_ended.done():
+            error = None if engine_ended.cancelled() else engine_ended.exception()
+            logger.critical("The engine failed; the server ends.", exc_info=error)
+            server.should_exit = True
+            await asyncio.wait((serving, forced), return_when=asyncio.FIRST_COMPLETED)
+            return 1
+        if serving.done():
+            serving.result()
+            return 0
+        return 128 + server.last_signal
 
 
 class _Server(uvicorn.Server):
-    """Logs its address when it is ready."""
+    """Logs its address when it is ready. The first signal starts the shutdown, a second one sets `forced`.
+
+    uvicorn raises the signals again after the shutdown, which would kill the process before its engine is closed
+    and give a status other than 0; here it does not learn of them.
+    """
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.forced = asyncio.Event()
+        self.last_signal = 0
+        self._loop = asyncio.get_running_loop()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.last_signal = sig
+        if self.should_exit:
+            self._loop.call_soon_threadsafe(self.forced.set)
+        self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
