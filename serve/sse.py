@@ -69,6 +69,7 @@ class EventStream:
         self._encoder = encoder
         self._error_format = error_format
         self._ping_s = ping_s
+        self._encoding = asyncio.Lock()  # held while the encoder is in use, perhaps in a thread
         self._starting = asyncio.Lock()
         self._started = False
         self._writer: BodyWriter | None = None
@@ -115,10 +116,11 @@ class EventStream:
         async def read(index: int) -> None:
             async with aclosing(self._streams[index].chunks(partial(self._push, index))) as arrivals:
                 async for chunks in arrivals:
-                    if chunks[0].prompt_logprobs is None:
-                        events = self._encoder.events(index, chunks)
-                    else:  # thousands of numbers, once
-                        events = await anyio.to_thread.run_sync(self._encoder.events, index, chunks)
+                    async with self._encoding:
+                        if chunks[0].prompt_logprobs is None:
+                            events = self._encoder.events(index, chunks)
+                        else:  # thousands of numbers, once
+                            events = await anyio.to_thread.run_sync(self._encoder.events, index, chunks)
                     if events:
                         await self._write(send, events)
 
@@ -136,7 +138,7 @@ class EventStream:
         writer = self._writer
         if writer is None or not self._started or self._num_writing or not writer.ready:
             return False
-        if chunk.prompt_logprobs is not None:
+        if chunk.prompt_logprobs is not None or self._encoding.locked():
             return False
         if events := self._encoder.events(index, (chunk,)):
             self._last_write_s = time.monotonic()

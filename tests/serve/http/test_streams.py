@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 import fake_core
-from runtime.request import Chunk, Request
+from runtime.request import Chunk, LogprobParams, Request
 from runtime.tokenizer.tokenizer import Tokenizer
 from serve.connection import BODY_WRITER
 from serve.errors import NATIVE
@@ -237,6 +238,47 @@ async def test_chunks_are_written_at_once_while_the_client_keeps_up(tokenizer: T
     await task
     assert b"".join(client.bodies).decode() == fake_core.TEXT + DONE.decode()
     assert core.aborted == []
+
+
+@pytest.mark.parametrize("keeps_up", [True, False])
+async def test_encoder_is_used_by_one_thread_at_a_time(tokenizer: Tokenizer, keeps_up: bool) -> None:
+    """Prompt logprobs are encoded in a thread, while chunks of the response's other requests arrive."""
+    in_thread, may_leave = threading.Event(), threading.Event()
+
+    class Exclusive(Plain):
+        entered = overlapped = False
+
+        def events(self, request_index: int, chunks: Sequence[Chunk]) -> bytes:
+            self.overlapped = self.overlapped or self.entered
+            self.entered = True
+            if threading.current_thread() is not threading.main_thread():
+                in_thread.set()
+                assert may_leave.wait(10)
+            self.entered = False
+            return super().events(request_index, chunks)
+
+    core, client, encoder = fake_core.FakeCore(tokenizer, held=True), Sent(), Exclusive()
+    writer = Direct(client)
+    writer.ready = keeps_up
+    streams = [core.submit(Request(text="a"))]
+    response = EventStream(streams, encoder, NATIVE)
+    task = asyncio.create_task(response({"type": "http", BODY_WRITER: writer}, client.receive, client.send))
+    streams += [core.submit(Request(text="a", logprobs=LogprobParams(start=0)))]
+    await asyncio.sleep(0)
+    core.step()
+    await until(in_thread.is_set)
+    for _ in range(5):
+        core.step()
+        for _ in range(5):
+            await asyncio.sleep(0)
+    assert not encoder.overlapped
+    may_leave.set()
+    while core.num_open:
+        core.step()
+        await asyncio.sleep(0)
+    await task
+    assert not encoder.overlapped
+    assert sorted(b"".join(client.bodies).decode()) == sorted(2 * fake_core.TEXT + DONE.decode())
 
 
 async def test_nothing_overtakes_what_is_being_sent(tokenizer: Tokenizer) -> None:
