@@ -63,6 +63,16 @@ def renamed(error: AnyRequestError, param: str) -> AnyRequestError:
 
 
 def openai_body(failure: Failure) -> dict[str, Any]:
+    """Both shapes that clients of this API read: the fields flat, and again in `error`."""
+    fields = _fields(failure)
+    return {**fields, "error": fields}
+
+
+def native_body(failure: Failure) -> dict[str, Any]:
+    return openai_body(failure) if failure.status >= 500 else {"error": _fields(failure)}
+
+
+def _fields(failure: Failure) -> dict[str, Any]:
     return {
         "object": "error",
         "message": failure.message,
@@ -70,14 +80,6 @@ def openai_body(failure: Failure) -> dict[str, Any]:
         "param": failure.param,
         "code": failure.status,
     }
-
-
-def native_body(failure: Failure) -> dict[str, Any]:
-    if failure.status >= 500:
-        return openai_body(failure)
-    body = openai_body(failure)
-    del body["object"]
-    return {"error": body}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +106,7 @@ class ErrorFormat:
 
     def event(self, error: Exception) -> bytes:
         """One server-sent event, `{"error": {...}}`, for a stream that has begun."""
-        body = self.body(self.failure(error))
-        event = {"error": body.get("error", body)}
+        event = {"error": self.body(self.failure(error))["error"]}
         return ServerSentEvent(orjson.dumps(event).decode(), sep="\n").encode()
 
 
