@@ -159,7 +159,7 @@ class Engine:
         return self.core.flush_cache()
 
     def status(self) -> Status:
-        """Counts of requests, pages and tokens now."""
+        """Counts of requests, pages and tokens now, and in `kernels` what computes the model."""
         return self.core.status()
 
 

@@ -117,10 +117,11 @@ class FakeStatus:
     num_used_tokens: int = 0
     max_total_tokens: int = 4096
     gen_throughput: float = 0.0
+    kernels: str = "C++ kernels of a test"
 
 
 class FakeCore:
-    """See runtime's EngineCore. Requests are in `submitted`, ids of aborted ones in `aborted`."""
+    """See serve.core.EngineCore. What it was asked is in `submitted`, whom it aborted in `aborted` (our ids)."""
 
     def __init__(
         self,

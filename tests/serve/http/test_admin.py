@@ -59,6 +59,7 @@ async def test_server_info_tells_the_plan_but_no_secret(serve: Serve, path: str)
     assert info["max_total_num_tokens"] == 4096
     [state] = info["internal_states"]
     assert (state["num_running"], state["last_gen_throughput"], state["load"]) == (0, 0.0, 0)
+    assert state["kernels"] == "C++ kernels of a test"
 
 
 async def test_cache_is_flushed_only_when_idle(serve: Serve) -> None:
