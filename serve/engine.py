@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, aclosing
+from dataclasses import replace
 from functools import partial
 from typing import Any, Self
 from weakref import finalize
@@ -17,6 +18,7 @@ from runtime.actors.assemble import assemble, prepare
 from runtime.actors.engine_core import EngineCore, Status
 from runtime.config import Args
 from runtime.errors import ConfigurationError, EngineClosed, InvalidRequest
+from runtime.request import SamplingParams
 from serve.background import BackgroundTask, event_loop_thread
 from serve.decode import decode
 from serve.demo import demo_path
@@ -39,8 +41,12 @@ class Engine:
 
     Keyword names are the names of the server's options; without `model_path` it serves the embedded demo
     model. Raises `ConfigurationError` with everything that cannot be done here. Cancelling a call, or leaving
-    a stream's loop, frees what its request held. Use it on one event loop; it starts no process and touches
-    no global state, and `aclose` gives everything back.
+    a stream's loop, frees what its request held. Use it on one event loop. `aclose` ends all that it started.
+
+    On one device it computes in this process; only compilers run beside it, where kernels must be built. With `tp_size` or `pp_size` above 1 each further rank is a child process. Several
+    ranks or replicas on one CPU share its cores: unless OMP_NUM_THREADS is set, torch's number of threads is
+    lowered in this process and stays so. Nothing else outside the engine changes: no signal handler, logging
+    configuration, start method or event loop policy.
     """
 
     def __init__(self, model_path: str | None = None, **options: Any) -> None:
@@ -148,6 +154,29 @@ class Engine:
                     texts[chunk.index] += chunk.text
                     yield {**piece, "delta": chunk.text, "text": texts[chunk.index], "index": chunk.index}
 
+    async def encode(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        input_ids: Ids | None = None,
+        rid: str | Sequence[str] | None = None,
+    ) -> Any:
+        """The vector of one prompt as a dict, or of a list of prompts as a list of dicts. Nothing is generated.
+
+        Each holds `embedding`, the model's last hidden state of the prompt's last token scaled to length 1 (a list
+        of E floats, E the model's hidden size; None where the request was aborted), and `meta_info`. Raises
+        `InvalidRequest` naming the parameter.
+        """
+        body = _body(prompt, None, input_ids, {} if rid is None else {"rid": rid})
+        sampling = SamplingParams(max_new_tokens=0)
+        requests = [
+            replace(request, sampling=sampling, wants_embedding=True)
+            for request in requests_of(body, self.core)
+        ]
+        answers = GenerateAnswers(self.core, requests, indexed=False)
+        found = answers.embeddings(await read_all(submit_all(self.core, requests)))
+        return found if body.is_batch else found[0]
+
     # --- managing ---
 
     def abort(self, rid: str = "", *, abort_all: bool = False) -> int:
@@ -222,6 +251,10 @@ class SyncEngine:
                 if self._portal is not None:
                     self._call(pieces.aclose)
                 raise
+
+    def encode(self, *args: Any, **options: Any) -> Any:
+        """See `Engine.encode`."""
+        return self._call(partial(self._engine.encode, *args, **options))
 
     def _call(self, function: Callable[[], Any]) -> Any:
         """Call on the engine's loop and wait. Interrupted, it cancels the call."""

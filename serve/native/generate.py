@@ -82,6 +82,14 @@ class GenerateAnswers:
             for chunk in chunks
         ]
 
+    def embeddings(self, answers: Sequence[Sequence[Chunk]]) -> list[dict[str, Any]]:
+        """Prompt by prompt, for requests that want a vector."""
+        return [
+            {"embedding": chunk.embedding, "meta_info": self._meta(request, chunk)}
+            for request, chunks in zip(self._requests, answers, strict=True)
+            for chunk in chunks
+        ]
+
     # --- streaming: see serve.sse.Encoder ---
 
     def events(self, request_index: int, chunks: Sequence[Chunk]) -> bytes:
