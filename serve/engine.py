@@ -43,10 +43,11 @@ class Engine:
     model. Raises `ConfigurationError` with everything that cannot be done here. Cancelling a call, or leaving
     a stream's loop, frees what its request held. Use it on one event loop. `aclose` ends all that it started.
 
-    On one device it computes in this process; only compilers run beside it, where kernels must be built. With `tp_size` or `pp_size` above 1 each further rank is a child process. Several
-    ranks or replicas on one CPU share its cores: unless OMP_NUM_THREADS is set, torch's number of threads is
-    lowered in this process and stays so. Nothing else outside the engine changes: no signal handler, logging
-    configuration, start method or event loop policy.
+    On one device it computes in this process; only compilers run beside it, where kernels must be built. With
+    `tp_size` or `pp_size` above 1 each further rank is a child process. Several ranks or replicas on one CPU share
+    its cores: unless OMP_NUM_THREADS is set, torch's number of threads is lowered in this process and stays so.
+    Nothing else outside the engine changes: no signal handler, logging configuration, start method or event loop
+    policy.
     """
 
     def __init__(self, model_path: str | None = None, **options: Any) -> None:
