@@ -54,7 +54,8 @@ def _tokenize(core: EngineCore, raw: bytes) -> dict[str, Any]:
     tokenizer = _tokenizer(core)
     if value.get("messages") is not None and value.get("prompt") is None:
         chat = decode(TokenizeChatBody, value)
-        texts, is_list, special = [render(core, chat)], False, chat.add_special_tokens
+        text = render(core, chat, add_generation_prompt=chat.add_generation_prompt)
+        texts, is_list, special = [text], False, chat.add_special_tokens
     else:
         body = decode(TokenizeBody, value)
         is_list, special = isinstance(body.prompt, list), body.add_special_tokens

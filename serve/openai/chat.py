@@ -87,8 +87,8 @@ def _read(core: EngineCore, raw: bytes) -> _Call:
 # --- the prompt ---
 
 
-def render(core: EngineCore, body: ChatBody) -> str:
-    """The prompt's text. Raises `InvalidRequest` naming the message that is wrong."""
+def render(core: EngineCore, body: ChatBody, *, add_generation_prompt: bool = True) -> str:
+    """The prompt's text; without `add_generation_prompt` it ends with the last message. Raises `InvalidRequest` naming the message that is wrong."""
     if core.tokenizer is None:
         raise InvalidRequest("This server has no tokenizer; use /generate with input_ids.", param="messages")
     if core.tokenizer.template is None:
@@ -101,7 +101,7 @@ def render(core: EngineCore, body: ChatBody) -> str:
         )
     return core.tokenizer.template.render(
         messages,
-        add_generation_prompt=not body.continue_final_message,
+        add_generation_prompt=add_generation_prompt and not body.continue_final_message,
         continue_final_message=body.continue_final_message,
         **_template_kwargs(body),
     )

@@ -133,6 +133,9 @@ async def test_messages_are_tokenized_through_the_template(served: Served) -> No
     found = await served.post("/tokenize", messages=messages)
     text = (await served.post("/detokenize", tokens=found["tokens"], skip_special_tokens=False))["text"]
     assert text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    shorter = await served.post("/tokenize", messages=messages, add_generation_prompt=False)
+    text = (await served.post("/detokenize", tokens=shorter["tokens"], skip_special_tokens=False))["text"]
+    assert text == "<|im_start|>user\nHi<|im_end|>\n"
 
 
 @pytest.mark.parametrize("tokens", [[99999], [-1], [[5], [512]]])
