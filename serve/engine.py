@@ -140,7 +140,7 @@ class Engine:
 
         Each piece is a dict with the new text as `delta`, all text so far as `text`, the new ids as
         `output_ids`, and `meta_info`, whose `finish_reason` is None until the last piece. With n > 1 the
-        choices interleave, told apart by `index`. Leaving the loop frees the request.
+        choices interleave, distinguished by `index`. Leaving the loop frees the request.
         """
         body = _body(prompt, sampling_params, input_ids, options)
         if body.is_batch:

@@ -1,4 +1,4 @@
-"""Which errors a client is told about, and the JSON they are told in.
+"""What a client learns of an error, and the JSON that says so.
 
 OPENAI  {"object": "error", "message", "type", "param", "code"}
 NATIVE  {"error": {"message", "type", "param", "code"}} for the sender's mistakes, as OPENAI for ours
@@ -37,7 +37,7 @@ class Failure(NamedTuple):
 
 
 def describe(error: Exception) -> Failure:
-    """What to tell the client. Messages of foreign exceptions are logged with their traceback and not told."""
+    """What to tell the client. Messages of foreign exceptions are logged with their traceback and not sent."""
     if isinstance(error, RequestError):
         headers = {"connection": "close"} if error.status == 413 else None
         return Failure(error.status, error.kind, error.message, error.param, headers)

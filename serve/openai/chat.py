@@ -88,7 +88,10 @@ def _read(core: EngineCore, raw: bytes) -> _Call:
 
 
 def render(core: EngineCore, body: ChatBody, *, add_generation_prompt: bool = True) -> str:
-    """The prompt's text; without `add_generation_prompt` it ends with the last message. Raises `InvalidRequest` naming the message that is wrong."""
+    """The prompt's text; without `add_generation_prompt` it ends with the last message.
+
+    Raises `InvalidRequest` naming the message that is wrong.
+    """
     if core.tokenizer is None:
         raise InvalidRequest("This server has no tokenizer; use /generate with input_ids.", param="messages")
     if core.tokenizer.template is None:
