@@ -51,6 +51,7 @@ class Status:
     num_steps: int
     num_generated: int
     gen_throughput: float
+    kernels: str = ""  # what computes the model
 
 
 class EngineCore:

@@ -105,7 +105,6 @@ def make_plan(**serve: Any) -> Plan:
             chat_template=None,
         ),
         serve=ServePlan(**given | serve),
-        because={},
     )
 
 
@@ -117,6 +116,7 @@ class FakeStatus:
     num_used_tokens: int = 0
     max_total_tokens: int = 4096
     gen_throughput: float = 0.0
+    kernels: str = "C++ kernels of a test"
 
 
 class FakeCore:
