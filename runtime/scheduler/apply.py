@@ -27,7 +27,7 @@ def apply_output(batch: Batch, output: StepOutput, retire: Retire) -> list[Delta
     for row, (sequence, tokens) in enumerate(zip(batch.sequences, output.tokens)):
         if sequence.finish is not None:
             continue
-        if not tokens or row in failed:
+        if not tokens or (failed and row in failed):
             finish = _finish_without_token(batch, row, failed)
             if finish is not None:
                 retire(sequence, finish, row not in failed)

@@ -11,7 +11,7 @@ from runtime.actors import scheduler
 from runtime.actors.engine_core import EngineCore
 from runtime.actors.output_stream import OutputStream
 from runtime.errors import EngineClosed, EngineFailure, InvalidRequest, OutOfMemory, Overloaded, StepFailed
-from runtime.request import Request, SamplingParams
+from runtime.request import Finish, Request, SamplingParams
 
 
 def request(*ids: int, new: int = 8, seed: int = 1, n: int = 1) -> Request:
@@ -78,7 +78,7 @@ async def test_failed_step_loses_its_requests_and_nothing_else():
         [chunk] = await waiting.whole()
         assert chunk.ids == expected((5, 6))
         assert core.status().state == "ready"
-        core.schedule.check()
+        core.check()
         assert core.status().num_used_pages == 0
 
 
@@ -95,7 +95,7 @@ async def test_step_without_memory_costs_its_newest_request_alone():
             [chunk] = await reply.whole()
             assert chunk.ids == expected((3, 4), new=20, seed=seed)
         assert core.status().state == "ready"
-        core.schedule.check()
+        core.check()
 
 
 async def test_hanging_step_ends_the_engine_with_a_clear_error():
@@ -125,18 +125,27 @@ async def test_full_queue_refuses_the_newest_alone():
             assert len(chunk.ids) == 8
 
 
+async def test_an_embedding_reaches_its_output():
+    async with scripted_core.running(chunk_tokens=4) as (core, _):
+        sequence = fake_runner.make_sequence(range(3, 13), wants_embedding=True)
+        asked = core.submit(Request(ids=tuple(range(3, 13)), wants_embedding=True))
+        [chunk] = await asked.whole()
+        assert chunk.embedding == fake_runner.reference_embedding(sequence)
+        assert (chunk.finish, chunk.usage.output, chunk.ids) == (Finish("stop"), 0, [])
+
+
 @pytest.mark.parametrize("num_turns", range(12))
 async def test_abort_at_any_moment_ends_the_reply_and_frees_the_pages(num_turns: int):
     async with scripted_core.running() as (core, _):
         reply = core.submit(request(n=3, new=50))
         for _ in range(num_turns):
             await asyncio.sleep(0)
-        core.abort(reply.request.id)
+        core.abort(reply.request_id)
         chunks = await reply.whole()
         assert [chunk.finish.kind for chunk in chunks if chunk.finish] == ["abort"] * 3
         await until(lambda: core.status().num_requests == 0)
         assert core.status().num_used_pages == 0
-        core.schedule.check()
+        core.check()
 
 
 async def test_abort_by_label_takes_those_that_begin_so():
