@@ -18,7 +18,7 @@ CHOICE_STRIDE = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: far apart for neighb
 
 
 class InputProcessor:
-    """Knows the vocabulary, the context length, the stop tokens and the seeds."""
+    """Knows the vocabulary, the context length, the stop tokens and the seeds. Every prompt is scanned once."""
 
     def __init__(self, plan: Plan, facts: ModelFacts, tokenizer: Tokenizer | None) -> None:
         self._context_length = plan.model.context_length

@@ -67,13 +67,14 @@ class TokenizerActor:
         self._hand_on(live, await anyio.to_thread.run_sync(self._encode, live.request, limiter=limiter))
 
     def _encode(self, request: Request) -> tuple[int, ...] | PenstockError:
-        """The ids of the text, or what is wrong with it."""
+        """The ids of the text, all of them in the vocabulary; or what is wrong with it."""
         if self._tokenizer is None:
             return InvalidRequest("This engine has no tokenizer: send input_ids.", param="text")
         try:
             [ids] = self._tokenizer.encode_batch(
                 [request.text or ""], add_special_tokens=request.add_special_tokens
             )
+            self._processor.check_ids(ids)
         except PenstockError as error:
             return error
         except Exception:  # a foreign library on a client's text: this request's border

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from runtime.batch import Batch, StepOutput
 from runtime.config.plan import SchedulePlan
-from runtime.errors import ContextOverflow, EngineFailure, InvalidRequest, Overloaded
+from runtime.errors import ContextOverflow, EngineFailure, Overloaded
 from runtime.kv_cache.prefix_cache import PrefixCache
 from runtime.request import Delta, Finish, LogprobParams, Logprobs
 from runtime.scheduler.apply import apply_output, final_delta
@@ -46,7 +46,6 @@ class Scheduler:
     ) -> None:
         self._cache = cache
         self._max_queued = plan.max_queued
-        self._vocab_size = vocab_size
         self._max_tokens = min(context_length, cache.num_tokens)
         self._running = Running(plan.max_running, cache, vocab_size)
         self._waiting = WaitingQueue(plan.policy, cache)
@@ -225,8 +224,6 @@ class Scheduler:
 
     def _check_length(self, sequence: Sequence) -> None:
         num_prompt = sequence.num_prompt
-        if min(sequence.ids) < 0 or max(sequence.ids) >= self._vocab_size:
-            raise InvalidRequest(f"Token ids must be in [0, {self._vocab_size}).", param="input_ids")
         needed = num_prompt + (sequence.max_tokens > num_prompt)
         if needed > self._max_tokens:
             raise ContextOverflow(

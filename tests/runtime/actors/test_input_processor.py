@@ -5,11 +5,26 @@ from typing import Any
 import pytest
 
 import fake_core
+import fake_runner
 from runtime.actors.input_processor import InputProcessor
 from runtime.errors import ContextOverflow, InvalidRequest
 from runtime.request import LogprobParams, Request, SamplingParams
 
 PROCESSOR = InputProcessor(fake_core.make_plan(), fake_core.make_facts(eos_ids=frozenset({2})), None)
+
+
+class CountedId(int):
+    """A token id that counts its comparisons, as a scan for the smallest and the largest makes them."""
+
+    num_compared = 0
+
+    def __lt__(self, other: int) -> bool:
+        CountedId.num_compared += 1
+        return int(self) < int(other)
+
+    def __gt__(self, other: int) -> bool:
+        CountedId.num_compared += 1
+        return int(self) > int(other)
 
 
 def request(
@@ -43,6 +58,19 @@ def test_logprobs_behind_the_prompt_are_refused():
     with pytest.raises(InvalidRequest) as caught:
         PROCESSOR.prepare(request(1, 2, logprobs=LogprobParams(start=2)), (1, 2))
     assert caught.value.param == "logprob_start_len"
+
+
+def test_a_prompt_is_scanned_once_however_many_choices_it_has():
+    counts = []
+    for n in (1, 64):
+        CountedId.num_compared = 0
+        ids = tuple(CountedId(3 + number) for number in range(100))
+        asked = request(*ids, n=n)
+        PROCESSOR.check(asked)
+        _, sequences = PROCESSOR.prepare(asked, ids)
+        fake_runner.Drive(vocab_size=512).add(*sequences)
+        counts.append(CountedId.num_compared)
+    assert counts[0] == counts[1] <= 4 * 100
 
 
 def test_choices_have_seeds_of_their_own_and_end_at_the_models_tokens():
