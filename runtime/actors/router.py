@@ -60,6 +60,7 @@ class Router:
         self._policy = balance_policy(balance_method)
         self._requests = requests
         self._detokenizer = detokenizer
+        self._num_given_up = 0
         # By the replica's index; None while it is started again, and once it is given up.
         self._schedulers: list[SchedulerActor | None] = [self._actor(replica) for replica in replicas]
 
@@ -90,7 +91,9 @@ class Router:
                 self._schedulers[index] = None
                 self._move_requests(scheduler, error)
                 await scheduler.close()
-                if not await self._restart(index) and not self.alive:
+                if not await self._restart(index):
+                    self._num_given_up += 1
+                if self._num_given_up == len(self._schedulers):
                     raise
 
     async def _restart(self, index: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,7 @@ import fake_runner
 import scripted_core
 from runtime.actors import router
 from runtime.actors.output_stream import OutputStream
+from runtime.actors.replica import Replica
 from runtime.actors.router import PREFIX_SLACK, ReplicaLoad, balance_policy
 from runtime.errors import EngineFailure, WorkerFailed
 from runtime.request import Request, SamplingParams
@@ -118,6 +120,29 @@ async def test_hanging_replica_is_replaced():
         found = await asyncio.gather(*map(whole, replies))
         assert found == [expected((3, 4, place)) for place in range(4)]
         await until(lambda: len(runners) == 3)
+
+
+async def test_a_replica_that_is_given_up_does_not_end_one_that_may_return(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(router, "RESTART_DELAY_S", 0.0)
+    async with scripted_core.running_several(2, restarts=1) as (core, runners):
+        may_start = asyncio.Event()
+        actor: Any = core._scheduler
+        start = actor._start_replica
+
+        async def start_late(index: int) -> Replica:
+            if index == 0:
+                raise EngineFailure("Never again.")
+            await may_start.wait()
+            return await start(index)
+
+        actor._start_replica = start_late
+        for runner in list(runners):
+            runner.die(DEATH)
+        await until(lambda: actor._num_given_up == 1)
+        output = core.submit(request(3, 4))
+        may_start.set()
+        assert await whole(output) == expected((3, 4))
+        assert core.status().state == "ready"
 
 
 async def test_engine_ends_when_no_replica_can_be_started(monkeypatch):
