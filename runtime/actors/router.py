@@ -12,7 +12,7 @@ import anyio
 from runtime.actors.detokenizer import DetokenizerActor
 from runtime.actors.live_requests import LiveRequest, LiveRequests
 from runtime.actors.scheduler import SchedulerActor
-from runtime.errors import EngineFailure, PenstockError
+from runtime.errors import EngineFailure
 from runtime.scheduler.apply import final_delta
 
 if TYPE_CHECKING:
@@ -90,11 +90,17 @@ class Router:
                 logger.error("Replica %d failed: %s", index, error.message)
                 self._schedulers[index] = None
                 self._move_requests(scheduler, error)
-                await scheduler.close()
+                await self._close(index, scheduler)
                 if not await self._restart(index):
                     self._num_given_up += 1
                 if self._num_given_up == len(self._schedulers):
                     raise
+
+    async def _close(self, index: int, scheduler: SchedulerActor) -> None:
+        try:
+            await scheduler.close()
+        except Exception:  # the replica's border: what is left of it must not end the healthy ones
+            logger.exception("Replica %d could not be closed.", index)
 
     async def _restart(self, index: int) -> bool:
         """Start a replica again; False when every attempt failed."""
@@ -103,8 +109,8 @@ class Router:
                 await anyio.sleep(RESTART_DELAY_S * 2 ** (attempt - 1))
             try:
                 replica = await self._start_replica(index)
-            except PenstockError as error:
-                logger.error("Replica %d could not be started again: %s", index, error)
+            except Exception:  # the replica's border: a device without memory must not end the healthy ones
+                logger.exception("Replica %d could not be started again.", index)
                 continue
             self._schedulers[index] = self._actor(replica)
             logger.warning("Replica %d is alive again.", index)

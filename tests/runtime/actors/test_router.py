@@ -122,6 +122,18 @@ async def test_hanging_replica_is_replaced():
         await until(lambda: len(runners) == 3)
 
 
+async def test_a_restart_that_fails_in_any_way_leaves_the_others_alone(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(router, "RESTART_DELAY_S", 0.0)
+    full = OSError("no space left on the device")
+    async with scripted_core.running_several(2, restarts=0, failure=full) as (core, runners):
+        runners[0].die(DEATH)
+        await until(lambda: runners[0].closed)
+        for place in range(4):
+            assert await whole(core.submit(request(3, 4, place))) == expected((3, 4, place))
+        assert core.status().state == "ready"
+        assert core.status().num_pages == scripted_core.NUM_PAGES
+
+
 async def test_a_replica_that_is_given_up_does_not_end_one_that_may_return(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(router, "RESTART_DELAY_S", 0.0)
     async with scripted_core.running_several(2, restarts=1) as (core, runners):
