@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+
 from runtime.actors.live_requests import LiveRequest, LiveRequests
 from runtime.actors.mailbox import Mailbox
 from runtime.actors.output_stream import join_logprobs
+from runtime.errors import EngineFailure
 from runtime.request import Chunk, Delta, Finish, Logprobs, Request
 from runtime.scheduler.apply import first_logprobs
 from runtime.tokenizer.incremental import Incremental
 from runtime.tokenizer.stop import StopMatcher
 from runtime.tokenizer.tokenizer import Tokenizer
+
+logger = logging.getLogger("penstock.detokenizer")
 
 
 class DetokenizerActor:
@@ -39,11 +44,16 @@ class DetokenizerActor:
             live = get(delta.request_id)
             if live is None:
                 continue
-            decoders = live.decoders or self._start(live)
-            decoder = decoders[delta.index]
-            if decoder.ended:
+            try:
+                decoders = live.decoders or self._start(live)
+                decoder = decoders[delta.index]
+                if decoder.ended:
+                    continue
+                chunk = decoder.push(delta)
+            except Exception:  # a foreign library on one request's output: this request's border
+                logger.exception("decoding the output of request %s failed", live.request.label)
+                self._requests.fail(delta.request_id, EngineFailure("The output could not be decoded."))
                 continue
-            chunk = decoder.push(delta)
             if chunk is None:
                 continue
             live.output.put(chunk)

@@ -7,6 +7,7 @@ import pytest
 from runtime.actors import detokenizer as detokenizer_module
 from runtime.actors.detokenizer import DetokenizerActor
 from runtime.actors.live_requests import LiveRequest, LiveRequests
+from runtime.errors import EngineFailure
 from runtime.request import Delta, Finish, Request, SamplingParams, Usage
 
 END = Finish("length", length=2)
@@ -63,6 +64,20 @@ def delta(
     live: LiveRequest, token: int, finish: Finish | None = None, index: int = 0, **values: Any
 ) -> Delta:
     return Delta(live.request.id, index, [token], finish, Usage(1, 1, 0), **values)
+
+
+async def test_output_that_cannot_be_decoded_costs_its_request_alone(
+    requests: LiveRequests, actor: DetokenizerActor
+):
+    scheduler = Scheduled()
+    good, bad = start(requests, scheduler), start(requests, scheduler)
+    actor.process([delta(bad, BAD), delta(good, 97)])
+    actor.process([delta(bad, 97), delta(good, 98, END)])
+    with pytest.raises(EngineFailure, match="could not be decoded"):
+        await bad.output.whole()
+    assert [chunk.text for chunk in await good.output.whole()] == ["ab"]
+    assert scheduler.aborted == [bad.request.id]
+    assert len(requests) == 0
 
 
 async def test_scheduler_learns_of_a_stop_string(requests: LiveRequests, actor: DetokenizerActor):
