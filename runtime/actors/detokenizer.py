@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from time import monotonic
 
 from runtime.actors.live_requests import LiveRequest, LiveRequests
 from runtime.actors.mailbox import Mailbox
@@ -15,6 +17,9 @@ from runtime.tokenizer.stop import StopMatcher
 from runtime.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger("penstock.detokenizer")
+
+TURN_S = 0.002  # of work before the loop gets a turn
+TURN_DELTAS = 16  # between looks at the clock
 
 
 class DetokenizerActor:
@@ -32,10 +37,16 @@ class DetokenizerActor:
         self._stream_interval = stream_interval
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Until cancelled. However many deltas a step has, others get the loop every few milliseconds."""
         while True:
-            for deltas in await self.inbox.take_all():
-                self.process(deltas)
+            lists = await self.inbox.take_all()
+            began = monotonic()
+            for deltas in lists:
+                for start in range(0, len(deltas), TURN_DELTAS):
+                    self.process(deltas[start : start + TURN_DELTAS])
+                    if monotonic() - began > TURN_S:
+                        await asyncio.sleep(0)
+                        began = monotonic()
 
     def process(self, deltas: list[Delta]) -> None:
         """Turn deltas into chunks; deltas of requests that are gone are dropped."""

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import asyncio
+from itertools import count
 from typing import Any
 
 import pytest
 
 from runtime.actors import detokenizer as detokenizer_module
-from runtime.actors.detokenizer import DetokenizerActor
+from runtime.actors.detokenizer import TURN_DELTAS, DetokenizerActor
 from runtime.actors.live_requests import LiveRequest, LiveRequests
 from runtime.errors import EngineFailure
 from runtime.request import Delta, Finish, Request, SamplingParams, Usage
@@ -78,6 +80,26 @@ async def test_output_that_cannot_be_decoded_costs_its_request_alone(
     assert [chunk.text for chunk in await good.output.whole()] == ["ab"]
     assert scheduler.aborted == [bad.request.id]
     assert len(requests) == 0
+
+
+async def test_others_get_the_loop_while_a_step_of_many_streams_is_decoded(
+    requests: LiveRequests, actor: DetokenizerActor, monkeypatch: pytest.MonkeyPatch
+):
+    clock = count()
+    monkeypatch.setattr(detokenizer_module, "monotonic", lambda: next(clock))  # a second for every look
+    streams = [start(requests) for _ in range(4 * TURN_DELTAS)]
+    running = asyncio.create_task(actor.run())
+    await asyncio.sleep(0)
+    actor.inbox.put([delta(live, 97) for live in streams])
+    actor.inbox.put([delta(live, 98, END) for live in streams])
+    seen = []
+    while len(requests):
+        await asyncio.sleep(0)
+        seen.append(len(requests))
+    running.cancel()
+    assert {0, TURN_DELTAS, 2 * TURN_DELTAS, 3 * TURN_DELTAS} <= set(seen)
+    for live in streams:  # and no stream's pieces changed their order
+        assert [chunk.text for chunk in await live.output.whole()] == ["ab"]
 
 
 async def test_scheduler_learns_of_a_stop_string(requests: LiveRequests, actor: DetokenizerActor):
