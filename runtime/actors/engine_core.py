@@ -126,11 +126,12 @@ class EngineCore:
     def submit(self, request: Request) -> OutputStream:
         """Take a request in.
 
-        Raises `InvalidRequest` or `EngineClosed` at once; what is found later reaches the output.
+        Raises `InvalidRequest`, `Overloaded` or `EngineClosed` at once; what is found later reaches the output.
         """
         if self._state != "ready":
             raise EngineClosed(f"The engine is {self._state}.")
         self._processor.check(request)
+        self._tokenizer.check_room(request)
         live = self._requests.add(request)
         self._tokenizer.submit(live)
         return live.output

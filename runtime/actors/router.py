@@ -60,6 +60,7 @@ class Router:
         self._policy = balance_policy(balance_method)
         self._requests = requests
         self._detokenizer = detokenizer
+        self._max_queued = replicas[0].plan.schedule.max_queued
         self._num_given_up = 0
         # By the replica's index; None while it is started again, and once it is given up.
         self._schedulers: list[SchedulerActor | None] = [self._actor(replica) for replica in replicas]
@@ -67,6 +68,13 @@ class Router:
     @property
     def alive(self) -> list[SchedulerActor]:
         return [scheduler for scheduler in self._schedulers if scheduler is not None]
+
+    @property
+    def room(self) -> int:
+        """How many more choices the queues take. Requests wait here while no replica is alive."""
+        if alive := self.alive:
+            return sum(scheduler.room for scheduler in alive)
+        return self._max_queued - sum(len(live.sequences) for live in self._requests)
 
     def admit(self, live: LiveRequest) -> None:
         """Give a request to a replica; to the first that is alive again, if none is."""

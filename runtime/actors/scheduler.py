@@ -79,6 +79,7 @@ class SchedulerActor:
         self._requests = requests
         self._detokenizer = detokenizer
         self._inbox: Mailbox[Admit | Abort | EndChoice] = Mailbox()
+        self._num_arriving = 0  # choices in the inbox
         self._in_flight: deque[tuple[Batch, asyncio.Future[StepOutput]]] = deque()
 
     @classmethod
@@ -91,6 +92,7 @@ class SchedulerActor:
     def admit(self, live: LiveRequest) -> None:
         """Compute a request from now on."""
         live.scheduler = self
+        self._num_arriving += len(live.sequences)
         self._inbox.put(Admit(live))
 
     def abort(self, live: LiveRequest) -> None:
@@ -100,6 +102,11 @@ class SchedulerActor:
     def end_choice(self, live: LiveRequest, index: int) -> None:
         """End the choice with this index without another delta."""
         self._inbox.put(EndChoice(live, index))
+
+    @property
+    def room(self) -> int:
+        """How many more choices the queue takes, those under way to it deducted."""
+        return self.scheduler.room - self._num_arriving
 
     @property
     def alive(self) -> list[SchedulerActor]:
@@ -216,6 +223,7 @@ class SchedulerActor:
         for message in self._inbox.take():
             live = message.live
             if isinstance(message, Admit):
+                self._num_arriving -= len(live.sequences)
                 try:
                     self.scheduler.add(*live.sequences)
                 except PenstockError as error:

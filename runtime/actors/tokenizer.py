@@ -11,7 +11,7 @@ import anyio.to_thread
 from runtime.actors.input_processor import InputProcessor
 from runtime.actors.live_requests import LiveRequest, LiveRequests
 from runtime.actors.mailbox import Mailbox
-from runtime.errors import EngineFailure, InvalidRequest, PenstockError
+from runtime.errors import EngineFailure, InvalidRequest, Overloaded, PenstockError
 from runtime.request import Request
 from runtime.tokenizer.tokenizer import Tokenizer
 
@@ -23,6 +23,7 @@ logger = logging.getLogger("penstock.tokenizer")
 
 INLINE_CHARS = 2048  # about 0.5 ms of encoding; a thread's round trip costs as much
 ENCODER_THREADS = 2
+MAX_WAITING_CHARS = 256 * 1024 * 1024  # about a minute of encoding
 
 
 class TokenizerActor:
@@ -40,9 +41,20 @@ class TokenizerActor:
         self._requests = requests
         self._scheduler = scheduler
         self._inbox: Mailbox[LiveRequest] = Mailbox()
+        self._num_waiting = 0  # choices of requests that are not handed on yet
+        self._num_waiting_chars = 0
+
+    def check_room(self, request: Request) -> None:
+        """Raise `Overloaded` where those that wait to be tokenized will already fill the scheduler's queue."""
+        if self._num_waiting >= self._scheduler.room:
+            raise Overloaded("The request queue is full.")
+        if self._num_waiting_chars and self._num_waiting_chars + _num_chars(request) > MAX_WAITING_CHARS:
+            raise Overloaded("Too much text is waiting to be tokenized.")
 
     def submit(self, live: LiveRequest) -> None:
         """Take a request of which the text or the ids are known."""
+        self._num_waiting += live.request.sampling.n
+        self._num_waiting_chars += _num_chars(live.request)
         self._inbox.put(live)
 
     async def run(self) -> None:
@@ -54,7 +66,7 @@ class TokenizerActor:
                 for live in await self._inbox.take_all():
                     if live.request.ids is not None:
                         self._hand_on(live, live.request.ids)
-                    elif len(live.request.text or "") <= INLINE_CHARS:
+                    elif _num_chars(live.request) <= INLINE_CHARS:
                         short.append(live)
                     else:
                         tasks.start_soon(self._encode_on_thread, live, limiter)
@@ -85,6 +97,8 @@ class TokenizerActor:
     def _hand_on(self, live: LiveRequest, found: tuple[int, ...] | PenstockError) -> None:
         """Have a request scheduled, or fail it."""
         request = live.request
+        self._num_waiting -= request.sampling.n
+        self._num_waiting_chars -= _num_chars(request)
         if live.output.finished:  # aborted meanwhile
             return
         try:
@@ -95,3 +109,7 @@ class TokenizerActor:
             self._requests.fail(request.id, error)
         else:
             self._scheduler.admit(live)
+
+
+def _num_chars(request: Request) -> int:
+    return len(request.text or "")

@@ -53,14 +53,18 @@ class Scheduler:
         self._num_filled = 0
         self._num_applied = 0
 
+    @property
+    def room(self) -> int:
+        """How many more sequences may be added; those for which a row is free at the next fill do not queue."""
+        entering = 0 if self._running.full else self._running.tables.num_free
+        return self._max_queued + entering - len(self._waiting)
+
     def add(self, *sequences: Sequence) -> None:
         """Queue the sequences of one request, all or none; `max_tokens` is lowered to what the pool can hold.
 
         Raises `Overloaded` when the queue is full, and `ContextOverflow` when the prompt cannot fit even alone.
         """
-        # Who finds a free row at the next fill does not queue.
-        entering = 0 if self._running.full else self._running.tables.num_free
-        if len(self._waiting) >= self._max_queued + entering:
+        if self.room <= 0:
             raise Overloaded("The request queue is full.")
         for sequence in sequences:
             self._check_length(sequence)

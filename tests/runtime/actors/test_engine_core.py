@@ -7,7 +7,7 @@ import pytest
 
 import fake_runner
 import scripted_core
-from runtime.actors import scheduler
+from runtime.actors import scheduler, tokenizer
 from runtime.actors.engine_core import EngineCore
 from runtime.actors.output_stream import OutputStream
 from runtime.errors import EngineClosed, EngineFailure, InvalidRequest, OutOfMemory, Overloaded, StepFailed
@@ -116,13 +116,39 @@ async def test_full_queue_refuses_the_newest_alone():
         ]
         await until(lambda: core.status().num_running == scripted_core.NUM_SLOTS)
         queued = [core.submit(request(seed=seed)) for seed in (20, 21)]
-        refused = core.submit(request())
+        with pytest.raises(Overloaded, match="queue is full"):
+            core.submit(request())
         runner.open.set()
-        with pytest.raises(Overloaded):
-            await refused.whole()
         for reply in running + queued:
             [chunk] = await reply.whole()
             assert len(chunk.ids) == 8
+
+
+async def test_requests_of_one_moment_fill_the_queue_to_its_limit_and_no_further():
+    async with scripted_core.running(max_queued=2) as (core, _):
+        limit = scripted_core.NUM_SLOTS + 2
+        taken = [core.submit(request(seed=seed)) for seed in range(limit)]
+        with pytest.raises(Overloaded) as caught:
+            core.submit(request())
+        assert caught.value.retry_after_s > 0
+        assert core.status().num_requests == limit
+        for output in taken:
+            [chunk] = await output.whole()
+            assert len(chunk.ids) == 8
+        await core.submit(request()).whole()
+
+
+async def test_too_much_text_at_once_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tokenizer, "MAX_WAITING_CHARS", 10)
+    async with scripted_core.running() as (core, _):
+        outputs = [core.submit(Request(text="a" * length)) for length in (6, 4)]
+        with pytest.raises(Overloaded, match="text"):
+            core.submit(Request(text="a"))
+        for output in outputs:
+            with pytest.raises(InvalidRequest, match="no tokenizer"):
+                await output.whole()
+        with pytest.raises(InvalidRequest, match="no tokenizer"):  # alone it may be of any length
+            await core.submit(Request(text="a" * 11)).whole()
 
 
 async def test_an_embedding_reaches_its_output():
