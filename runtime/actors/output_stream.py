@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from runtime.actors.live_requests import LiveRequests
 
 Push = Callable[[Chunk], bool]
-MAX_UNREAD_CHARS = 4 * 1024 * 1024  # of a stream whose reader does not keep up; then the request is aborted
+MAX_UNREAD_BYTES = 16 * 1024 * 1024  # of a stream whose reader does not keep up; then the request is aborted
+ID_BYTES = 32  # of a Python integer in a list
+LOGPROB_BYTES = 96  # of a pair of a float and an integer
 
 
 class OutputStream:
@@ -30,7 +32,7 @@ class OutputStream:
         "_push_error",
         "_requests",
         "_unread",
-        "_unread_chars",
+        "_unread_bytes",
         "_waiter",
         "_whole",
         "request_id",
@@ -41,7 +43,7 @@ class OutputStream:
         self._requests = requests
         self._num_open = num_choices
         self._unread: dict[int, _Coalesced] = {}
-        self._unread_chars = 0
+        self._unread_bytes = 0
         self._error: PenstockError | None = None
         self._push: Push | None = None
         self._push_error: Exception | None = None  # what a push raised
@@ -73,8 +75,12 @@ class OutputStream:
             if self._num_open == 0:
                 self._wake()
             return
-        self._unread_chars += len(chunk.text)
-        if self._unread_chars > MAX_UNREAD_CHARS:
+        self._unread_bytes += len(chunk.text) + ID_BYTES * len(chunk.ids)
+        if chunk.logprobs is not None:
+            self._unread_bytes += _num_bytes(chunk.logprobs)
+        if chunk.prompt_logprobs is not None:
+            self._unread_bytes += _num_bytes(chunk.prompt_logprobs)
+        if self._unread_bytes > MAX_UNREAD_BYTES:
             self._requests.abort(self.request_id)
         self._wake()
 
@@ -151,7 +157,7 @@ class OutputStream:
 
     def _take(self) -> list[Chunk]:
         unread, self._unread = self._unread, {}
-        self._unread_chars = 0
+        self._unread_bytes = 0
         return [coalesced.chunk() for coalesced in unread.values()]
 
 
@@ -199,3 +205,11 @@ def join_logprobs(parts: list[Logprobs]) -> Logprobs | None:
         joined.top.extend(part.top)
         joined.picked.extend(part.picked)
     return joined
+
+
+def _num_bytes(logprobs: Logprobs) -> int:
+    """About what they take in memory."""
+    pairs = len(logprobs.chosen)
+    pairs += sum(len(others) for others in logprobs.top if others is not None)
+    pairs += sum(len(others) for others in logprobs.picked if others is not None)
+    return LOGPROB_BYTES * pairs

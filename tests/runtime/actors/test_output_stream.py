@@ -89,13 +89,26 @@ async def test_failure_is_raised_to_the_reader():
 
 
 async def test_reader_that_does_not_keep_up_is_aborted(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(output_stream_module, "MAX_UNREAD_CHARS", 10)
+    bytes_of_a_chunk = 1 + output_stream_module.ID_BYTES + output_stream_module.LOGPROB_BYTES
+    monkeypatch.setattr(output_stream_module, "MAX_UNREAD_BYTES", 10 * bytes_of_a_chunk)
     reply, aborted = make_reply()
     for _ in range(10):
         reply.put(chunk("a"))
     assert not aborted
     reply.put(chunk("a"))
     assert aborted == [reply.request_id]
+
+
+async def test_ids_and_logprobs_without_text_are_bounded_too(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(output_stream_module, "MAX_UNREAD_BYTES", 100_000)
+    for wanted in (None, Logprobs([(-0.5, 7)] * 10, [[(-0.5, 7)] * 20] * 10, [])):
+        reply, aborted = make_reply()
+        limit = 100_000 // (10 * output_stream_module.ID_BYTES)
+        if wanted is not None:
+            limit //= 8  # 21 pairs for each id
+        for _ in range(limit + 1):
+            reply.put(chunk("", ids=(7,) * 10)._replace(logprobs=wanted))
+        assert aborted[:1] == [reply.request_id]
 
 
 async def test_what_a_push_takes_wakes_nobody():
