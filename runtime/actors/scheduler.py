@@ -16,6 +16,7 @@ from runtime.actors.mailbox import Mailbox
 from runtime.batch import Batch, Runner, StepOutput
 from runtime.config.plan import SchedulePlan
 from runtime.errors import EngineFailure, OutOfMemory, PenstockError, StepFailed, WorkerFailed
+from runtime.request import Delta
 from runtime.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -189,7 +190,7 @@ class SchedulerActor:
         deltas = self.scheduler.apply(batch, output)
         if deltas:
             self._detokenizer.inbox.put(deltas)
-        self.progress.note_applied(batch, len(batch.sequences))
+        self.progress.note_applied(batch, deltas)
 
     async def _output(self, future: asyncio.Future[StepOutput]) -> StepOutput:
         """The result of the oldest step in flight. Gives the loop a turn; cancelled, the step goes on."""
@@ -266,10 +267,10 @@ class Progress:
                 load.num_waiting,
             )
 
-    def note_applied(self, batch: Batch, num_tokens: int) -> None:
-        """After every applied step, which yielded about `num_tokens` tokens."""
+    def note_applied(self, batch: Batch, deltas: list[Delta]) -> None:
+        """After every applied step, with what it added to the outputs."""
         self.num_steps += 1
-        self.num_generated += num_tokens
+        self.num_generated += sum([len(delta.ids) for delta in deltas])
         self.last_step_s = time.monotonic()
         if batch.stats.num_prompt_tokens:
             return

@@ -151,6 +151,17 @@ async def test_too_much_text_at_once_is_refused(monkeypatch: pytest.MonkeyPatch)
             await core.submit(Request(text="a" * 11)).whole()
 
 
+async def test_generated_tokens_are_those_of_the_outputs():
+    async with scripted_core.running(chunk_tokens=4, log_interval_steps=1) as (core, _):
+        ids = tuple(range(3, 43))  # ten steps of which only the last yields a token
+        [chunk] = await core.submit(request(*ids, new=5)).whole()
+        assert len(chunk.ids) == 5
+        await until(lambda: core.status().num_requests == 0)
+        assert core.status().num_generated == 5
+        assert core.status().num_steps >= 14
+        assert core.status().gen_throughput > 0
+
+
 async def test_an_embedding_reaches_its_output():
     async with scripted_core.running(chunk_tokens=4) as (core, _):
         sequence = fake_runner.make_sequence(range(3, 13), wants_embedding=True)
