@@ -50,6 +50,7 @@ class Status:
     num_steps: int
     num_generated: int
     gen_throughput: float
+    kernels: str = ""  # what computes the model
 
 
 class EngineCore:
@@ -188,6 +189,7 @@ class EngineCore:
             num_steps=sum(actor.progress.num_steps for actor in alive),
             num_generated=sum(actor.progress.num_generated for actor in alive),
             gen_throughput=sum(actor.progress.gen_throughput for actor in alive),
+            kernels=getattr(alive[0].runner, "kernels", "") if alive else "",
         )
 
 

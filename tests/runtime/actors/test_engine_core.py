@@ -171,6 +171,13 @@ async def test_an_embedding_reaches_its_output():
         assert (chunk.finish, chunk.usage.output, chunk.ids) == (Finish("stop"), 0, [])
 
 
+async def test_status_names_the_kernels_of_the_runner():
+    async with scripted_core.running() as (core, runner):
+        assert core.status().kernels == ""
+        runner.kernels = "C++, AVX2"
+        assert core.status().kernels == "C++, AVX2"
+
+
 @pytest.mark.parametrize("num_turns", range(12))
 async def test_abort_at_any_moment_ends_the_reply_and_frees_the_pages(num_turns: int):
     async with scripted_core.running() as (core, _):
