@@ -152,8 +152,8 @@ class Router:
                 count[0] += 1
                 count[1] += sum(s.num_tokens for s in live.sequences if s.finish is None)
         return [
-            ReplicaLoad(*counts[scheduler], scheduler.scheduler.num_cached(new.sequences[0]))
-            for scheduler in alive
+            ReplicaLoad(num_requests, num_tokens, scheduler.scheduler.num_cached(new.sequences[0]))
+            for scheduler, (num_requests, num_tokens) in counts.items()
         ]
 
     def _actor(self, replica: Replica) -> SchedulerActor:
