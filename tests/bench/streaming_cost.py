@@ -20,11 +20,12 @@ import anyio
 
 from bench.checkpoints import SHAPES, write_description
 from bench.loopback import measure_from_outside, serve_on_loopback
-from bench.scheduling_cost import scripted_tokens
+from bench.scheduling_cost import scripted_output
 from ops.machine import Machine
 from runtime.actors.assemble import prepare
 from runtime.actors.engine_core import EngineCore
-from runtime.batch import Batch, Tokens
+from runtime.actors.replica import Replica
+from runtime.batch import Batch, StepOutput
 from runtime.config import Args
 from runtime.errors import ConfigurationError, EngineFailure
 from runtime.kv_cache.prefix_cache import PrefixCache
@@ -69,18 +70,6 @@ class StreamingCost(NamedTuple):
         return self.token_us <= BUDGET_US
 
 
-class ScriptedStep:
-    """A launched batch whose tokens are ready at a given time of the loop's clock."""
-
-    def __init__(self, batch: Batch, due_s: float) -> None:
-        self._batch = batch
-        self._due_s = due_s
-
-    async def tokens(self) -> Tokens:
-        await asyncio.sleep(max(self._due_s - asyncio.get_running_loop().time(), 0))
-        return scripted_tokens(self._batch)
-
-
 class ScriptedRunner:
     """A device that needs `step_s` for every step and computes nothing."""
 
@@ -88,9 +77,19 @@ class ScriptedRunner:
         self._step_s = step_s
         self._due_s = 0.0
 
-    def launch(self, batch: Batch) -> ScriptedStep:
-        self._due_s = max(self._due_s, asyncio.get_running_loop().time()) + self._step_s
-        return ScriptedStep(batch, self._due_s)
+    def launch(self, batch: Batch) -> asyncio.Future[StepOutput]:
+        loop = asyncio.get_running_loop()
+        self._due_s = max(self._due_s, loop.time()) + self._step_s
+        future: asyncio.Future[StepOutput] = loop.create_future()
+        loop.call_at(self._due_s, self._finish, future, batch)
+        return future
+
+    def _finish(self, future: asyncio.Future[StepOutput], batch: Batch) -> None:
+        if not future.done():
+            future.set_result(scripted_output(batch))
+
+    def finish_oldest(self) -> None:
+        """Steps end by themselves."""
 
     async def watch(self) -> None:
         """Nothing of it can die."""
@@ -168,7 +167,7 @@ def make_core(directory: Path, streams: int, output_tokens: int) -> EngineCore:
         context_length=plan.model.context_length,
     )
     runner = ScriptedRunner(max(streams * STEP_S_PER_STREAM, MIN_STEP_S))
-    return EngineCore(plan, facts, Tokenizer.load(plan.text, facts), schedule, runner)
+    return EngineCore(plan, facts, Tokenizer.load(plan.text, facts), [Replica(plan, schedule, runner)])
 
 
 @asynccontextmanager
