@@ -78,6 +78,18 @@ class Sequence:
         self.next_logprob = wanted if wanted >= 0 else self.num_prompt  # first position still to be asked for
         self.prompt_logprobs: Logprobs | None = None  # gathered until the first output
 
+    def restarted(self) -> Sequence:
+        """The same work from the start, for another scheduler."""
+        return Sequence(
+            self.request,
+            self.index,
+            self.ids[: self.num_prompt],
+            max_tokens=self.max_tokens,
+            stop_ids=self.stop_ids,
+            seed=self.seed,
+            namespace=self.namespace,
+        )
+
     @property
     def output_ids(self) -> list[int]:
         """The output tokens that are known."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import anyio
 
 from ops.machine import GIB
-from runtime.actors.scheduler import Runner
+from runtime.batch import Runner
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import Plan
 from runtime.errors import first_error

@@ -30,7 +30,7 @@ def apply_output(batch: Batch, output: StepOutput, retire: Retire, rewind: Rewin
     for row, (sequence, tokens) in enumerate(zip(batch.sequences, output.tokens)):
         if sequence.finish is not None:
             continue
-        if not tokens or row in failed:
+        if not tokens or (failed and row in failed):
             finish = _finish_without_token(batch, row, failed)
             if finish is not None:
                 retire(sequence, finish, row not in failed)
@@ -49,6 +49,7 @@ def apply_output(batch: Batch, output: StepOutput, retire: Retire, rewind: Rewin
             finish = Finish("length", length=sequence.max_tokens - num_prompt)
         if finish is not None:
             retire(sequence, finish, True)
+        logprobs = None if logprobs_of_rows is None else logprobs_of_rows[row]
         deltas.append(
             Delta(
                 sequence.request.id,
@@ -56,7 +57,7 @@ def apply_output(batch: Batch, output: StepOutput, retire: Retire, rewind: Rewin
                 tokens,
                 finish,
                 Usage(num_prompt, num_tokens - num_prompt, sequence.num_cached),
-                None if logprobs_of_rows is None else first_logprobs(logprobs_of_rows[row], len(tokens)),
+                None if logprobs is None else first_logprobs(logprobs, len(tokens)),
                 sequence.prompt_logprobs,
             )
         )
@@ -85,9 +86,9 @@ def final_delta(sequence: Sequence, finish: Finish, embedding: list[float] | Non
     return Delta(sequence.request.id, sequence.index, [], finish, usage, None, prompt_logprobs, embedding)
 
 
-def first_logprobs(logprobs: Logprobs | None, count: int) -> Logprobs | None:
+def first_logprobs(logprobs: Logprobs, count: int) -> Logprobs:
     """Of the first `count` tokens."""
-    if logprobs is None or len(logprobs.chosen) <= count:
+    if len(logprobs.chosen) <= count:
         return logprobs
     return Logprobs(logprobs.chosen[:count], logprobs.top[:count], logprobs.picked[:count])
 

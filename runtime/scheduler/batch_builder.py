@@ -70,6 +70,8 @@ class BatchBuilder:
         decodes: list[Sequence] = []
         prompts: list[Sequence] = []
         num_decoding = 0
+        # In a pipeline only who is in no other micro-batch decodes, so that these need not wait for each other.
+        one_at_a_time = self._plan.micro_batches > 1
         running: Iterable[Sequence] = self._running
         if self._running.stalled:
             self._running.resume()
@@ -80,15 +82,11 @@ class BatchBuilder:
             if lacking == 1 and computed >= sequence.num_prompt:
                 if computed + 1 < sequence.max_tokens:  # else its last token is under way
                     num_decoding += 1
-                    if self._free_to_decode(sequence):
+                    if not (one_at_a_time and sequence.num_pending):
                         decodes.append(sequence)
             elif lacking:
                 prompts.append(sequence)
         return decodes[: self._micro_batch(num_decoding)], prompts
-
-    def _free_to_decode(self, sequence: Sequence) -> bool:
-        """In a pipeline only who is in no other micro-batch, so that these need not wait for each other."""
-        return self._plan.micro_batches == 1 or not sequence.num_pending
 
     def _micro_batch(self, num_decoding: int) -> int:
         """How many decode rows a step may have: of a pipeline's micro-batch its even share."""

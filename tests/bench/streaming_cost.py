@@ -20,9 +20,11 @@ import anyio
 
 from bench.checkpoints import SHAPES, write_description
 from bench.loopback import measure_from_outside, serve_on_loopback
+from bench.scheduling_cost import scripted_output
 from ops.machine import Machine
 from runtime.actors.assemble import prepare
 from runtime.actors.engine_core import EngineCore
+from runtime.actors.replica import Replica
 from runtime.batch import Batch, StepOutput
 from runtime.config import Args
 from runtime.errors import ConfigurationError, EngineFailure
@@ -165,7 +167,7 @@ def make_core(directory: Path, streams: int, output_tokens: int) -> EngineCore:
         context_length=plan.model.context_length,
     )
     runner = ScriptedRunner(max(streams * STEP_S_PER_STREAM, MIN_STEP_S))
-    return EngineCore(plan, facts, Tokenizer.load(plan.text, facts), schedule, runner)
+    return EngineCore(plan, facts, Tokenizer.load(plan.text, facts), [Replica(plan, schedule, runner)])
 
 
 @asynccontextmanager

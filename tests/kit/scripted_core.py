@@ -1,4 +1,4 @@
-"""A real core on a runner without a model, whose steps a test can hold, fail or let go."""
+"""A real engine core on a runner without a model, whose steps a test can hold, fail or let go."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ class ScriptedRunner:
         self.failures = 0
         self.failure: Exception = ValueError("the device has a bad day: secret detail")
         self.sizes: list[int] = []  # rows of each step
+        self.kernels = ""
         self.closed = False
         self._steps: set[asyncio.Task[StepOutput]] = set()
         self.death: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
@@ -88,9 +89,17 @@ async def running(**schedule: Any) -> AsyncIterator[tuple[EngineCore, ScriptedRu
 
 @contextlib.asynccontextmanager
 async def running_several(
-    num_replicas: int, *, balance: str = "round_robin", restarts: int = 100, **schedule: Any
+    num_replicas: int,
+    *,
+    balance: str = "round_robin",
+    restarts: int = 100,
+    failure: Exception | None = None,
+    **schedule: Any,
 ) -> AsyncIterator[tuple[EngineCore, list[ScriptedRunner]]]:
-    """As `running`, over several replicas, each of which can be started again; all runners ever made."""
+    """As `running`, over several replicas, each of which can be started again; all runners ever made.
+
+    After `restarts` starting one raises `failure`.
+    """
     facts = fake_core.make_facts()
     given = fake_core.make_plan()
     plan = replace(
@@ -101,21 +110,20 @@ async def running_several(
     )
     runners: list[ScriptedRunner] = []
 
-    async def make(place: int = 0) -> Replica:
+    async def start(index: int = 0) -> Replica:
         if len(runners) >= num_replicas + restarts:
-            raise EngineFailure("No more of these.")
-        pages = Scheduler(
+            raise failure or EngineFailure("No more of these.")
+        scheduler = Scheduler(
             plan.schedule,
             PrefixCache(NUM_PAGES, PAGE_SIZE),
             vocab_size=facts.vocab_size,
             context_length=plan.model.context_length,
         )
         runners.append(ScriptedRunner(facts.vocab_size))
-        return Replica(plan, pages, runners[-1])
+        return Replica(plan, scheduler, runners[-1])
 
-    first, *others = [await make() for _ in range(num_replicas)]
-    renew = make if others else None
-    core = EngineCore(plan, facts, None, first.schedule, first.runner, others=others, renew=renew)
+    replicas = [await start() for _ in range(num_replicas)]
+    core = EngineCore(plan, facts, None, replicas, start if num_replicas > 1 else None)
     started = asyncio.Event()
     task = asyncio.create_task(core.run(started.set))
     await started.wait()

@@ -89,6 +89,11 @@ def ids_of(chunks: list[Chunk]) -> list[int]:
     return [token_id for chunk in chunks for token_id in chunk.ids]
 
 
+def awaited(core: EngineCore) -> list[Future[HostData]]:
+    """The host data without which rows are in no step."""
+    return [future for actor in core._scheduler.alive for future in actor.scheduler.awaited]
+
+
 @asynccontextmanager
 async def running(**options: Any) -> AsyncIterator[EngineCore]:
     """An engine whose ledger is exact at the end."""
@@ -96,7 +101,7 @@ async def running(**options: Any) -> AsyncIterator[EngineCore]:
         yield engine.core
         status = engine.status()
         assert (status.num_running, status.num_waiting, status.num_used_pages) == (0, 0, 0)
-        engine.core.schedule.check()
+        engine.core.check()
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -134,7 +139,7 @@ async def test_an_engine_that_only_waits_for_a_mask_rests_until_it_comes():
     masks = LateHostData(VOCAB, allowed, is_held=lambda output_ids: len(output_ids) == 2)
     async with running() as core:
         slow = core.submit(request(3, masks))
-        while not (core.schedule.awaited and masks.num_held):
+        while not (masks.num_held and awaited(core)):
             await asyncio.sleep(0)
         steps = -1
         while steps != core.status().num_steps:  # what is in flight ends
@@ -192,10 +197,11 @@ async def test_a_constraint_that_raises_ends_its_request_and_no_other(at_once: b
 async def test_a_request_that_waits_for_a_mask_can_be_aborted():
     masks = LateHostData(VOCAB, allowed, is_held=lambda output_ids: len(output_ids) == 2)
     async with running() as core:
-        slow = core.submit(request(3, masks))
-        while not core.schedule.awaited:
+        asked = request(3, masks)
+        slow = core.submit(asked)
+        while not (masks.num_held and awaited(core)):
             await asyncio.sleep(0)
-        core.abort(slow.request.id)
+        core.abort(asked.id)
         chunks = await slow.whole()
         assert ids_of(chunks) == masked_reference(3)[:2]
         masks.deliver_all()

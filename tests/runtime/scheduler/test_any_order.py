@@ -143,25 +143,26 @@ class AnyOrder(RuleBasedStateMachine):
         self.drive.apply()
 
     @precondition(lambda self: self.added)
-    @rule(which=st.integers(0, 1000), how=st.sampled_from(["abort", "finish_early", "fail"]))
+    @rule(which=st.integers(0, 1000), how=st.sampled_from(["abort", "end_choice", "fail"]))
     def interrupt(self, which: int, how: str):
         sequence = self.added[which % len(self.added)]
         if how == "abort":
             self._abort(sequence.request)
-        elif how == "finish_early":
-            self._finish_early(sequence)
+        elif how == "end_choice":
+            self._end_choice(sequence)
         else:
             self._interrupt([s for s in self.added if s.request is sequence.request], "failed")
             self.drive.runner.failed_requests.add(sequence.request.id)
 
     def _abort(self, request: Request):
-        self._interrupt([s for s in self.added if s.request is request], "aborted")
-        self.drive.deltas += self.drive.schedule.abort(request.id, Finish("abort", message="gone"))
+        choices = [s for s in self.added if s.request is request]
+        self._interrupt(choices, "aborted")
+        self.drive.deltas += self.drive.schedule.abort(choices, Finish("abort", message="gone"))
         self.drive.schedule.check()
 
-    def _finish_early(self, sequence: Sequence):
+    def _end_choice(self, sequence: Sequence):
         self._interrupt([sequence], "stopped")
-        self.drive.schedule.finish_early(sequence.request.id, sequence.index)
+        self.drive.schedule.end(sequence)
         self.drive.schedule.check()
 
     @rule(flush=st.booleans())

@@ -91,7 +91,7 @@ def test_a_pending_token_of_a_retracted_sequence_still_arrives():
         drive.step()
     assert long.num_pending > 0
     num_known = len(long.ids)
-    drive.schedule.abort(short.request.id, Finish("abort"))
+    drive.schedule.abort([short], Finish("abort"))
     drive.step()  # there is room now, but its last tokens are not known yet
     assert long.sequence_index < 0
     drive.run()
@@ -134,7 +134,7 @@ def test_what_a_retracted_sequence_computed_is_found_again():
     drive.add(long, short)
     while not drive.schedule.num_retracted:
         drive.step()
-    drive.schedule.abort(short.request.id, Finish("abort"))
+    drive.schedule.abort([short], Finish("abort"))
     before = drive.runner.num_tokens_computed
     drive.run()
     num_decoded = 9 - (len(long.ids) - long.num_prompt)
