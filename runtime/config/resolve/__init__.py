@@ -10,7 +10,7 @@ from ops.machine import Machine
 from runtime.config import Args, not_built
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import Plan
-from runtime.config.resolve.cache import cache_plan, chosen_page_size, max_running, num_pages, size_pool
+from runtime.config.resolve.cache import cache_plan, chosen_page_size
 from runtime.config.resolve.graphs import graph_plan
 from runtime.config.resolve.kernels import kernel_plan
 from runtime.config.resolve.model import chosen_gpu, model_plan
@@ -20,7 +20,7 @@ from runtime.config.resolve.schedule import schedule_plan
 from runtime.config.resolve.serving import serve_plan, text_plan
 from runtime.errors import ConfigurationError
 
-__all__ = ["ANY_MODEL", "check", "decide", "max_running", "num_pages", "resolve", "size_pool"]
+__all__ = ["ANY_MODEL", "check", "decide", "resolve"]
 
 # Stands for a model whose facts are not known yet: nothing is refused because of it.
 ANY_MODEL = ModelFacts(

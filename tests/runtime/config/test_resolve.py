@@ -14,9 +14,9 @@ from ops.machine import GIB, Gpu, Machine
 from runtime.config import Args, options
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import Plan
-from runtime.config.resolve import check, decide, max_running, num_pages, resolve, size_pool
+from runtime.config.resolve import check, decide, resolve
 from runtime.errors import ConfigurationError
-from small_facts import FACTS, TOKEN_BYTES
+from small_facts import FACTS
 
 CPU = Machine.named("cpu")
 H200 = Machine.named("h200")
@@ -30,10 +30,6 @@ def refusals(machine: Machine = CPU, facts: ModelFacts = FACTS, **keywords: Any)
     with pytest.raises(ConfigurationError) as caught:
         plan(machine, facts, **keywords)
     return str(caught.value)
-
-
-def pages(made: Plan, *, available: int = 10 * GIB, total: int = 10 * GIB, weights: int = 0) -> int:
-    return num_pages(made, FACTS, available_bytes=available, total_bytes=total, weight_bytes=weights)
 
 
 @pytest.mark.parametrize("machine", [CPU, H200])
@@ -210,47 +206,6 @@ def test_check_refuses_what_needs_no_model() -> None:
         check(Args.of(model_path="m", enable_dp_attention=True, device="cuda"), CPU)
 
 
-def test_pool_takes_a_modest_share_without_a_gpu() -> None:
-    made = plan(max_running_requests=10**6)
-    assert pages(made, available=10 * GIB, total=100 * GIB) == int(3 * GIB) // (16 * TOKEN_BYTES)
-
-
-def test_pool_is_not_larger_than_what_can_be_used() -> None:
-    assert pages(plan(max_running_requests=2), available=100 * GIB) == 2 * 2048 // 16
-    assert pages(plan(max_running_requests=2, page_size=100), available=100 * GIB) == 2 * 21
-
-
-def test_asked_fraction_holds_weights_and_cache() -> None:
-    made = plan(mem_fraction_static=0.5)
-    page = 16 * TOKEN_BYTES
-    assert pages(made, available=8 * GIB, weights=2 * GIB) == 3 * GIB // page  # 8 free, 5 stay free
-    assert (
-        pages(made, available=10 * GIB, weights=2 * GIB) == 3 * GIB // page
-    )  # mapped weights do not show as used
-
-
-def test_asked_tokens_cap_the_pool() -> None:
-    assert pages(plan(max_total_tokens=1000, max_running_requests=1)) == 62
-    made = plan(max_total_tokens=10**12)
-    count, why = size_pool(made, FACTS, available_bytes=GIB, total_bytes=GIB, weight_bytes=0)
-    assert count == int(0.3 * GIB) // (16 * TOKEN_BYTES)
-    assert "less than --max-total-tokens asks for" in why
-    assert "less than one page" in refusals(max_total_tokens=15)
-
-
-def test_pool_without_room_is_refused() -> None:
-    with pytest.raises(
-        ConfigurationError, match=r"^Not enough memory\. Please try to increase --mem-fraction-static\.$"
-    ):
-        pages(plan(mem_fraction_static=0.1), weights=2 * GIB)
-
-
-def test_running_sequences_are_bounded_by_the_pool() -> None:
-    assert max_running(plan(), 10) == 80
-    assert max_running(plan(max_running_requests=3), 10) == 3
-    assert max_running(plan(page_size=1), 1) == 1
-
-
 VALUES: dict[str, st.SearchStrategy[Any]] = {
     "device": st.text(max_size=8) | st.sampled_from(["cpu", "cuda", "cuda:0", "cuda:7", "xpu:1"]),
     "chat_template": st.text(max_size=8),
@@ -302,8 +257,6 @@ def test_nothing_but_refusals_is_ever_raised(keywords: dict[str, Any], machine: 
         assert made.cache.page_size >= 1
         assert 0 < made.cache.mem_fraction <= 1
         assert made.schedule.chunk_tokens is None or made.schedule.chunk_tokens % made.cache.page_size == 0
-        with suppress(ConfigurationError):
-            assert pages(made) >= 1
 
 
 @pytest.mark.parametrize(
