@@ -42,6 +42,7 @@ class Batch:
     page_table: Ints  # [B, pages of the longest row], padded with 0 beyond a row's own pages
     sampling: Sampling | None  # None: no row reaches its end
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    embedding_rows: Ints | None = None  # rows whose last position's hidden state is wanted, as a unit vector
 
 
 @dataclass(frozen=True, slots=True, eq=False)
