@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ops.attention import AttentionInputs
 from runtime.batch import Batch
-from runtime.worker.device import Device, Mark
+from runtime.worker.device import Device, Event
 
 
 class StepInputs(NamedTuple):
@@ -81,7 +81,7 @@ class Staging:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._buffers = [device.pinned(0) for _ in range(self.NUM_BUFFERS)]
-        self._read: list[Mark | None] = [None] * self.NUM_BUFFERS
+        self._read: list[Event | None] = [None] * self.NUM_BUFFERS
         self._turn = 0
 
     def copy(self, arrays: dict[str, np.ndarray]) -> dict[str, Tensor]:
@@ -107,9 +107,9 @@ class Staging:
         return self._buffers[self._turn]
 
     def _wait_until_read(self) -> None:
-        mark = self._read[self._turn]
-        if mark is not None:
-            mark.wait()  # three steps old: done long ago
+        event = self._read[self._turn]
+        if event is not None:
+            event.wait()  # three steps old: done long ago
 
     def _places(self, arrays: dict[str, np.ndarray]) -> tuple[dict[str, slice], int]:
         """Where each array's bytes lie, and how many there are in all."""

@@ -8,8 +8,7 @@ import socket
 import numpy as np
 import pytest
 
-from runtime.distributed.link import Link, LinkClosed, WorkerLink
-from runtime.distributed.message import encode
+from runtime.distributed.link import Link, LinkClosed, WorkerLink, encode
 
 
 def pair() -> tuple[Link, WorkerLink]:

@@ -7,7 +7,8 @@ import pytest
 
 import fake_runner
 from runtime.batch import Batch
-from runtime.distributed.message import HEAD, Frame, decode, decode_batch, encode, encode_batch
+from runtime.distributed.group_runner import decode_batch, encode_batch
+from runtime.distributed.link import HEAD, Frame, decode, encode
 from runtime.request import LogprobParams
 
 
