@@ -101,15 +101,6 @@ class PromptLogprobs(NamedTuple):
     params: LogprobParams
 
 
-class Tokens(NamedTuple):
-    """What a step produced, on the host."""
-
-    ids: list[int]  # [B]; UNKNOWN where the row did not sample
-    broken: list[int]  # rows whose logits were not finite numbers
-    logprobs: list[Logprobs | None] | None = None  # [B], of the sampled token
-    prompt_logprobs: list[tuple[int, Logprobs]] = []  # (row, of its wanted prompt positions)  # noqa: RUF012
-
-
 class StepOutput(NamedTuple):
     """What a step produced, on the host. B rows, as in its batch."""
 

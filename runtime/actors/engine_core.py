@@ -14,9 +14,10 @@ import anyio
 
 from runtime.actors.detokenizer import DetokenizerActor
 from runtime.actors.output_stream import OutputStream
-from runtime.actors.replica import DeviceRunner, Replica
+from runtime.actors.replica import Replica
 from runtime.actors.router import Renew, Router
 from runtime.actors.tokenizer import TokenizerActor
+from runtime.batch import Runner
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import Plan
 from runtime.errors import ContextOverflow, EngineClosed, EngineFailure, InvalidRequest, PenstockError
@@ -67,7 +68,7 @@ class EngineCore:
         facts: ModelFacts,
         tokenizer: Tokenizer | None,
         schedule: Scheduler,
-        runner: DeviceRunner,
+        runner: Runner,
         *,
         others: Seq[Replica] = (),
         renew: Renew | None = None,
@@ -171,7 +172,7 @@ class EngineCore:
         return not self._replies and self._fleet.flush()
 
     @property
-    def runners(self) -> list[DeviceRunner]:
+    def runners(self) -> list[Runner]:
         """Of the replicas that are alive, for measurements."""
         return [replica.runner for replica in self._fleet.replicas]
 
@@ -331,4 +332,4 @@ def _failure(group: BaseExceptionGroup) -> EngineFailure:
     return EngineFailure("An actor of the engine died.")
 
 
-__all__ = ["DeviceRunner", "EngineCore", "Status"]
+__all__ = ["EngineCore", "Status"]

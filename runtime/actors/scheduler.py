@@ -7,10 +7,10 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from runtime.actors.mailbox import Mailbox
-from runtime.batch import Batch, Tokens
+from runtime.batch import Batch, Runner, StepOutput
 from runtime.config.plan import SchedulePlan
 from runtime.errors import OutOfMemory, PenstockError, StepFailed, WorkerFailed
 from runtime.request import Delta, Finish
@@ -24,22 +24,6 @@ ARRIVAL_TURNS = 3
 MAX_ARRIVAL_TURNS = 50  # however many keep coming
 
 NO_MEMORY = "The device ran out of memory; this request came last and was given up for the others."
-
-
-class Step(Protocol):
-    """A launched batch."""
-
-    async def tokens(self) -> Tokens:
-        """Its tokens, when they are on the host. Raises what the forward raised."""
-        ...
-
-
-class Runner(Protocol):
-    """Runs batches in order, beside the loop."""
-
-    def launch(self, batch: Batch) -> Step:
-        """Enqueue the batch; returns at once."""
-        ...
 
 
 class Admit(NamedTuple):
@@ -87,7 +71,7 @@ class SchedulerActor:
         self._depth = plan.micro_batches - 1 if plan.micro_batches > 1 else int(plan.overlap)
         self._emit = emit
         self._fail = fail
-        self._in_flight: deque[tuple[Batch, Step]] = deque()
+        self._in_flight: deque[tuple[Batch, asyncio.Future[StepOutput]]] = deque()
 
     @property
     def busy_since(self) -> float | None:
@@ -130,17 +114,25 @@ class SchedulerActor:
     async def _complete(self) -> None:
         batch, step = self._in_flight[0]
         try:
-            tokens = await step.tokens()
+            output = await self._wait(step)
         except WorkerFailed:  # nothing can be computed any more: the owner decides
             raise
         except Exception as error:  # the step boundary: whatever the forward raised costs only its requests
             await self._recover(error)
             return
         self._in_flight.popleft()
-        deltas = self.schedule.apply(batch, tokens)
+        deltas = self.schedule.apply(batch, output)
         if deltas:
             self._emit(deltas)
         self.progress.note_applied(self.schedule, len(batch.sequences))
+
+    async def _wait(self, step: asyncio.Future[StepOutput]) -> StepOutput:
+        """The output of the oldest step in flight. Always gives the loop a turn."""
+        self._runner.finish_oldest()
+        if step.done():
+            await asyncio.sleep(0)
+            return step.result()
+        return await asyncio.shield(step)
 
     async def _recover(self, error: Exception) -> None:
         """A step failed: what was in flight is lost, the ledger is as new, everything else goes on.
@@ -150,7 +142,7 @@ class SchedulerActor:
         logger.error("a step failed", exc_info=error)
         for _, step in list(self._in_flight)[1:]:
             try:
-                await step.tokens()
+                await self._wait(step)
             except Exception as another:  # they ran behind a failed step; their outcome does not matter
                 logger.error("a step behind it failed too: %s", another)
         batches = [batch for batch, _ in self._in_flight]

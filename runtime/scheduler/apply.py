@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from runtime.batch import Batch, Tokens
+from runtime.batch import Batch, StepOutput
 from runtime.request import Delta, Finish, Logprobs, Usage
 from runtime.sequence import Sequence
 
@@ -13,25 +13,26 @@ NOT_FINITE = "The model computed values that are not finite numbers."
 Retire = Callable[[Sequence, Finish, bool], None]  # the last value: whether its KV is to be trusted
 
 
-def apply_tokens(batch: Batch, tokens: Tokens, retire: Retire) -> list[Delta]:
+def apply_tokens(batch: Batch, output: StepOutput, retire: Retire) -> list[Delta]:
     """Append the sampled tokens and end the sequences that are done; rows of ended sequences are dropped.
 
     A retracted sequence is not ended: its pending token arrives here as any other.
     """
-    for row, logprobs in tokens.prompt_logprobs:
+    for row, logprobs in output.prompt_logprobs:
         _append_prompt_logprobs(batch.sequences[row], logprobs)
-    broken = frozenset(tokens.broken)
-    logprobs_of_rows = tokens.logprobs
+    broken = frozenset(output.failed)
+    logprobs_of_rows = output.logprobs
     deltas: list[Delta] = []
-    for row, (sequence, token) in enumerate(zip(batch.sequences, tokens.ids)):
+    for row, (sequence, new) in enumerate(zip(batch.sequences, output.tokens)):
         if sequence.finish is not None:
             continue
-        if token < 0 or row in broken:
+        if not new or row in broken:
             finish = _finish_without_token(batch, row, broken)
             if finish is not None:
                 retire(sequence, finish, row not in broken)
                 deltas.append(final_delta(sequence, finish))
             continue
+        [token] = new
         ids = sequence.ids
         ids.append(token)
         sequence.num_pending -= 1

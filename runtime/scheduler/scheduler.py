@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from runtime.batch import Batch, Tokens
+from runtime.batch import Batch, StepOutput
 from runtime.config.plan import SchedulePlan
 from runtime.errors import ContextOverflow, EngineFailure, InvalidRequest, Overloaded
 from runtime.kv_cache.prefix_cache import PrefixCache
@@ -99,7 +99,7 @@ class Scheduler:
             self._cache.give(pages)
         return batch
 
-    def apply(self, batch: Batch, tokens: Tokens) -> list[Delta]:
+    def apply(self, batch: Batch, output: StepOutput) -> list[Delta]:
         """Take in the results of the oldest batch in flight; at most one Delta per sequence.
 
         Rows of sequences that have ended meanwhile are dropped. Raises `EngineFailure` out of order.
@@ -107,7 +107,7 @@ class Scheduler:
         if batch.number != self._num_applied:
             raise EngineFailure(f"Step {batch.number} was applied when step {self._num_applied} was due.")
         self._num_applied += 1
-        return apply_tokens(batch, tokens, self._retire)
+        return apply_tokens(batch, output, self._retire)
 
     def abort(self, request_id: int, finish: Finish) -> list[Delta]:
         """End every choice of a request, wherever it is; a final Delta for each. Unknown ids are ignored."""

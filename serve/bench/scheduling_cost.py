@@ -6,7 +6,7 @@ from collections import deque
 from time import thread_time_ns
 from typing import NamedTuple
 
-from runtime.batch import UNKNOWN, Batch, Tokens
+from runtime.batch import Batch, StepOutput
 from runtime.config.plan import SchedulePlan
 from runtime.kv_cache.prefix_cache import PrefixCache
 from runtime.request import Request, SamplingParams
@@ -56,9 +56,9 @@ def measure_scheduling(*, running: int, page_size: int, steps: int) -> Schedulin
         if len(in_flight) <= DEPTH:
             continue
         oldest = in_flight.popleft()
-        tokens = scripted_tokens(oldest)
+        output = scripted_output(oldest)
         apply_began = thread_time_ns()
-        schedule.apply(oldest, tokens)
+        schedule.apply(oldest, output)
         applies.append((thread_time_ns() - apply_began) / 1e3)
         fills.append((filled - began) / 1e3)
     totals = summarize(fill + apply for fill, apply in zip(fills, applies))
@@ -68,13 +68,13 @@ def measure_scheduling(*, running: int, page_size: int, steps: int) -> Schedulin
     return SchedulingCost(running, page_size, steps, totals, fill_us, apply_us)
 
 
-def scripted_tokens(batch: Batch) -> Tokens:
+def scripted_output(batch: Batch) -> StepOutput:
     """One token for every row that samples, decided by the step's number; never a special one."""
-    ids = [UNKNOWN] * len(batch.sequences)
+    tokens: list[list[int]] = [[] for _ in batch.sequences]
     if batch.sampling is not None:
         for row in batch.sampling.rows.tolist():
-            ids[row] = FIRST_WORD + (batch.number * 31 + row) % (VOCAB - FIRST_WORD)
-    return Tokens(ids, [])
+            tokens[row] = [FIRST_WORD + (batch.number * 31 + row) % (VOCAB - FIRST_WORD)]
+    return StepOutput(tokens, [])
 
 
 def _fill_up(running: int, page_size: int, steps: int) -> Scheduler:
@@ -104,7 +104,7 @@ def _fill_up(running: int, page_size: int, steps: int) -> Scheduler:
         batch = schedule.fill()
         if batch is None:
             raise RuntimeError("The schedule did not take every sequence.")
-        schedule.apply(batch, scripted_tokens(batch))
+        schedule.apply(batch, scripted_output(batch))
     return schedule
 
 

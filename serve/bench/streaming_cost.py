@@ -21,7 +21,7 @@ import anyio
 from ops.machine import Machine
 from runtime.actors.assemble import prepare
 from runtime.actors.engine_core import EngineCore
-from runtime.batch import Batch, Tokens
+from runtime.batch import Batch, StepOutput
 from runtime.config import Args
 from runtime.errors import ConfigurationError, EngineFailure
 from runtime.kv_cache.prefix_cache import PrefixCache
@@ -29,7 +29,7 @@ from runtime.scheduler.scheduler import Scheduler
 from runtime.tokenizer.tokenizer import Tokenizer
 from serve.bench.checkpoints import SHAPES, write_description
 from serve.bench.loopback import measure_from_outside, open_door
-from serve.bench.scheduling_cost import scripted_tokens
+from serve.bench.scheduling_cost import scripted_output
 from serve.server import calm_collector
 
 BUDGET_US = 25.0
@@ -69,18 +69,6 @@ class StreamingCost(NamedTuple):
         return self.token_us <= BUDGET_US
 
 
-class ScriptedStep:
-    """A launched batch whose tokens are ready at a given time of the loop's clock."""
-
-    def __init__(self, batch: Batch, due_s: float) -> None:
-        self._batch = batch
-        self._due_s = due_s
-
-    async def tokens(self) -> Tokens:
-        await asyncio.sleep(max(self._due_s - asyncio.get_running_loop().time(), 0))
-        return scripted_tokens(self._batch)
-
-
 class ScriptedRunner:
     """A device that needs `step_s` for every step and computes nothing."""
 
@@ -88,9 +76,15 @@ class ScriptedRunner:
         self._step_s = step_s
         self._due_s = 0.0
 
-    def launch(self, batch: Batch) -> ScriptedStep:
-        self._due_s = max(self._due_s, asyncio.get_running_loop().time()) + self._step_s
-        return ScriptedStep(batch, self._due_s)
+    def launch(self, batch: Batch) -> asyncio.Future[StepOutput]:
+        loop = asyncio.get_running_loop()
+        self._due_s = max(self._due_s, loop.time()) + self._step_s
+        step: asyncio.Future[StepOutput] = loop.create_future()
+        loop.call_at(self._due_s, lambda: step.done() or step.set_result(scripted_output(batch)))
+        return step
+
+    def finish_oldest(self) -> None:
+        """There are no stages."""
 
     async def watch(self) -> None:
         """Nothing of it can die."""

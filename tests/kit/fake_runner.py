@@ -14,7 +14,7 @@ from zlib import crc32
 
 import numpy as np
 
-from runtime.batch import UNKNOWN, Batch, Tokens
+from runtime.batch import UNKNOWN, Batch, StepOutput
 from runtime.config.plan import SchedulePlan
 from runtime.kv_cache.prefix_cache import PrefixCache
 from runtime.request import Delta, LogprobParams, Logprobs, Request, SamplingParams
@@ -75,7 +75,7 @@ class FakeRunner:
         self.last_batch = batch
         self._queue.append(batch)
 
-    def finish_oldest(self) -> tuple[Batch, Tokens]:
+    def finish_oldest(self) -> tuple[Batch, StepOutput]:
         """Run the oldest step in flight and return its batch and tokens."""
         batch = self._queue.popleft()
         return batch, self._run(batch)
@@ -88,7 +88,7 @@ class FakeRunner:
         self._tokens.fill(UNKNOWN)
         return batches
 
-    def _run(self, batch: Batch) -> Tokens:
+    def _run(self, batch: Batch) -> StepOutput:
         places = [self._places(batch, row) for row in range(len(batch.sequences))]
         self._store(batch, places)
         states = [self._attend(batch, row, places[row]) for row in range(len(batch.sequences))]
@@ -132,8 +132,8 @@ class FakeRunner:
             for place, state in zip(row_places, row_states):
                 assert self._states[place] == state, "a page holds another history than its reader has"
 
-    def _sample(self, batch: Batch, states: list[list[int]]) -> Tokens:
-        ids = [UNKNOWN] * len(batch.sequences)
+    def _sample(self, batch: Batch, states: list[list[int]]) -> StepOutput:
+        tokens: list[list[int]] = [[] for _ in batch.sequences]
         broken = [
             row for row, sequence in enumerate(batch.sequences) if sequence.request.id in self.broken_requests
         ]
@@ -143,14 +143,15 @@ class FakeRunner:
             if wanted is not None:
                 logprobs = [None for _ in batch.sequences]
             for index, row in enumerate(batch.sampling.rows.tolist()):
-                ids[row] = next_token(states[row][-1], batch.sequences[row].seed, self.vocab_size)
-                self._last[int(batch.slots[row])] = ids[row]
+                token = next_token(states[row][-1], batch.sequences[row].seed, self.vocab_size)
+                tokens[row] = [token]
+                self._last[int(batch.slots[row])] = token
                 if logprobs is not None and wanted is not None and wanted[index] is not None:
-                    logprobs[row] = _logprobs([ids[row]], wanted[index])
+                    logprobs[row] = _logprobs([token], wanted[index])
         prompts = [
             (asked.row, _logprobs(asked.targets.tolist(), asked.params)) for asked in batch.prompt_logprobs
         ]
-        return Tokens(ids, broken, logprobs, prompts)
+        return StepOutput(tokens, broken, logprobs, prompts)
 
 
 def _logprobs(ids: list[int], params: LogprobParams | None) -> Logprobs:

@@ -12,7 +12,7 @@ import fake_core
 import fake_runner
 from runtime.actors.engine_core import EngineCore
 from runtime.actors.replica import Replica
-from runtime.batch import Batch, Tokens
+from runtime.batch import Batch, StepOutput
 from runtime.errors import EngineFailure
 from runtime.kv_cache.prefix_cache import PrefixCache
 from runtime.scheduler.scheduler import Scheduler
@@ -31,12 +31,20 @@ class ScriptedRunner:
         self.failure: Exception = ValueError("the device has a bad day: secret detail")
         self.sizes: list[int] = []  # rows of each step
         self.closed = False
+        self._loop = asyncio.get_running_loop()
+        self._steps: list[asyncio.Task[StepOutput]] = []
         self.death: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
 
-    def launch(self, batch: Batch) -> ScriptedStep:
+    def launch(self, batch: Batch) -> asyncio.Future[StepOutput]:
         self.sizes.append(len(batch.sequences))
         self.fake.launch(batch)
-        return ScriptedStep(self)
+        step = asyncio.ensure_future(self._output())
+        step.add_done_callback(lambda step: step.cancelled() or step.exception())
+        self._steps.append(step)
+        return step
+
+    def finish_oldest(self) -> None:
+        """There are no stages."""
 
     @property
     def num_launched(self) -> int:
@@ -52,23 +60,19 @@ class ScriptedRunner:
 
     def close(self) -> None:
         self.closed = True
+        for step in self._steps:
+            self._loop.call_soon_threadsafe(step.cancel)
 
-
-class ScriptedStep:
-    def __init__(self, runner: ScriptedRunner) -> None:
-        self._runner = runner
-
-    async def tokens(self) -> Tokens:
-        runner = self._runner
+    async def _output(self) -> StepOutput:
         await asyncio.sleep(0)
-        await runner.open.wait()
-        if runner.failures:
-            runner.failures -= 1
-            runner.fake.drop()
-            raise runner.failure
-        if not runner.fake.num_in_flight:
+        await self.open.wait()
+        if self.failures:
+            self.failures -= 1
+            self.fake.drop()
+            raise self.failure
+        if not self.fake.num_in_flight:
             raise ValueError("a step before this one failed")
-        return runner.fake.finish_oldest()[1]
+        return self.fake.finish_oldest()[1]
 
 
 @contextlib.asynccontextmanager
