@@ -10,8 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+import fake_core
+from runtime.config.plan import ParallelPlan
 from runtime.distributed.link import encode
-from runtime.distributed.worker_group import RemoteError, WorkerProcess
+from runtime.distributed.worker_group import RemoteError, WorkerGroup, WorkerProcess
 from runtime.errors import WorkerFailed
 
 NONSENSE = {
@@ -49,6 +51,28 @@ async def test_worker_ends_with_its_link():
     worker.close_link()
     await asyncio.to_thread(worker.reap)
     assert not psutil.pid_exists(worker.process_id or 0)
+
+
+async def test_worker_that_sends_what_is_no_message_is_named_with_the_reason():
+    ours, theirs = socket.socketpair()
+    worker = WorkerProcess(2, ours, "10.0.0.7")
+    theirs.sendall(b"\xff" * 64)
+    with pytest.raises(WorkerFailed, match=r"Rank 2 \(on 10.0.0.7\) sent what is no message") as caught:
+        await worker.receive()
+    assert isinstance(caught.value.__cause__, ValueError)
+    theirs.close()
+
+
+async def test_a_group_names_the_failed_rank_and_ends_the_others():
+    group = WorkerGroup()
+    await group.start(ParallelPlan(tp_size=3), fake_core.make_facts(), {})
+    watching = asyncio.create_task(group.watch())
+    group.workers[1].kill()
+    with pytest.raises(WorkerFailed, match=r"Rank 2 .* was killed by SIGKILL"):
+        await watching
+    assert "Rank 2" in group.failure.result().message
+    await group.close()
+    assert not any(psutil.pid_exists(worker.process_id or 0) for worker in group.workers)
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
