@@ -18,7 +18,7 @@ from ops.machine import Machine
 from runtime.actors.assemble import prepare
 from runtime.actors.engine_core import EngineCore
 from runtime.config import Args
-from runtime.config.torchrun import with_torchrun
+from runtime.config.resolve.parallel import with_torchrun
 from runtime.distributed.worker_group import run_node
 from runtime.errors import ConfigurationError, EngineFailure
 from runtime.request import Request, SamplingParams

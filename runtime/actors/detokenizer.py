@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from runtime.actors.mailbox import Mailbox
 from runtime.actors.output_stream import OutputStream, join_logprobs
 from runtime.request import Chunk, Delta, Finish, Logprobs
-from runtime.tokenizer.incremental import Incremental
+from runtime.tokenizer.incremental import IncrementalDecoder
 from runtime.tokenizer.stop import StopMatcher
 from runtime.tokenizer.tokenizer import Tokenizer
 
@@ -105,10 +105,9 @@ class _Choice:
         self._held_ids: list[int] = []
         self._held_logprobs: list[Logprobs] = []
         self._prompt_logprobs: Logprobs | None = None
-        self._incremental: Incremental | None = None
+        self._incremental: IncrementalDecoder | None = None
         if tokenizer is not None:
-            self._incremental = Incremental(
-                tokenizer,
+            self._incremental = tokenizer.decoder(
                 request.ids or (),
                 sampling.skip_special_tokens,
                 sampling.spaces_between_special_tokens,
@@ -153,7 +152,7 @@ class _Choice:
         return chunk
 
     def _decode(
-        self, incremental: Incremental, ids: list[int], finish: Finish | None
+        self, incremental: IncrementalDecoder, ids: list[int], finish: Finish | None
     ) -> tuple[str, list[int], Finish | None]:
         """Text that is certain, its ids, and the finish, which a stop string may replace."""
         shown = ids
@@ -166,7 +165,7 @@ class _Choice:
 
     def _match(
         self,
-        incremental: Incremental,
+        incremental: IncrementalDecoder,
         matcher: StopMatcher,
         shown: list[int],
         ids: list[int],

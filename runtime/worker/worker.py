@@ -93,7 +93,7 @@ class ModelWorker:
         self.facts = setup.facts
         self.device = torch.device(model.device)
         self.mesh = Mesh(setup.rank_info, self.device)
-        self.kernels, self.kernels_description = _select(setup.kernels)
+        self.kernels = _select(setup.kernels)
         if setup.compiled:
             self.kernels = compilable(self.kernels)
         layers = setup.rank_info.stage_layers(self.facts.num_layers)
@@ -102,6 +102,14 @@ class ModelWorker:
         self._model: Decoder | None = decoder
         self._pool: KVPool | None = None
         self._cache: CacheSetup | None = None
+
+    @property
+    def kernels_description(self) -> str:
+        """Which implementation of each operation runs, and which arithmetic it uses, in one line."""
+        backends = ", ".join(
+            f"{operation} {file}" for operation, file in sorted(self.kernels.backends.items())
+        )
+        return f"{self.kernels.description}; {backends}"
 
     def memory(self) -> dict[str, int]:
         """What the size of the KV pool depends on, in bytes."""
@@ -253,7 +261,7 @@ class ModelWorker:
             forward.compile(device)
         if not graphs.sizes:
             if not device.is_host:
-                logger.info("No CUDA graphs are captured: %s.", plan.because.get("graphs.sizes", ""))
+                logger.info("No CUDA graphs are captured: %s.", graphs.reasons.get("sizes", ""))
             return forward, None
         captured = CudaGraphRunner(
             forward,
@@ -267,22 +275,12 @@ class ModelWorker:
         return captured, captured.capture_next
 
 
-def _select(plan: KernelPlan) -> tuple[Kernels, str]:
-    """The chosen kernels, or the second choice where those in C++ cannot be compiled; and which they are."""
-    choices = plan.choices
+def _select(plan: KernelPlan) -> Kernels:
+    """The chosen kernels, or the second choice where those in C++ cannot be compiled."""
     try:
-        kernels = select(choices, plan.settings)
+        return select(plan.choices, plan.settings)
     except BuildError as error:
         if plan.fallback is None:
             raise
         logger.warning("The kernels in C++ cannot be used, torch's are slower: %s", error)
-        choices = plan.fallback
-        kernels = select(choices, plan.settings)
-    return kernels, describe(kernels, choices)
-
-
-def describe(kernels: Kernels, choices: Mapping[str, str]) -> str:
-    """Which implementation of each operation runs, and on how many threads, in one line."""
-    files = ", ".join(f"{operation} {file}" for operation, file in sorted(choices.items()))
-    details = getattr(kernels, "description", "")  # of the C++ library: its file, flags and matrix unit
-    return "; ".join(part for part in (files or "all native", details) if part)
+        return select(plan.fallback, plan.settings)

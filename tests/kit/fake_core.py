@@ -105,7 +105,6 @@ def make_plan(**serve: Any) -> Plan:
             chat_template=None,
         ),
         serve=ServePlan(**given | serve),
-        because={},
     )
 
 

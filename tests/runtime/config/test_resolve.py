@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ops.machine import GIB, Gpu, Machine
-from runtime.config import Args, options
+from runtime.config import Args, Option, options
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import Plan
 from runtime.config.resolve import check, decide, resolve
@@ -35,10 +35,10 @@ def refusals(machine: Machine = CPU, facts: ModelFacts = FACTS, **keywords: Any)
 @pytest.mark.parametrize("machine", [CPU, H200])
 def test_every_value_has_its_reason(machine: Machine) -> None:
     made = plan(machine)
-    sections = {field.name: getattr(made, field.name) for field in fields(made) if field.name != "because"}
-    places = {f"{name}.{field.name}" for name, section in sections.items() for field in fields(section)}
-    assert set(made.because) == places
-    assert all(made.because.values())
+    for section in (getattr(made, field.name) for field in fields(made)):
+        names = {field.name for field in fields(section)} - {"reasons"}
+        assert section.reasons.keys() == names
+        assert all(section.reasons.values())
 
 
 def test_asked_values_are_done() -> None:
@@ -47,7 +47,7 @@ def test_asked_values_are_done() -> None:
     )
     assert (made.cache.page_size, made.schedule.max_running, made.serve.port) == (4, 3, 0)
     assert (made.model.dtype, made.model.random_seed, made.cache.prefix_cache) == ("float16", 7, False)
-    assert made.because["cache.page_size"] == made.because["cache.prefix_cache"] == "as asked"
+    assert made.cache.reasons["page_size"] == made.cache.reasons["prefix_cache"] == "as asked"
 
 
 def test_defaults_without_a_gpu() -> None:
@@ -124,13 +124,6 @@ def test_chunk_is_a_multiple_of_the_page() -> None:
     assert plan(chunked_prefill_size=100, page_size=10).schedule.chunk_tokens == 100
     assert plan(chunked_prefill_size=-1).schedule.chunk_tokens is None
     assert plan(page_size=100).schedule.chunk_tokens == 4000
-
-
-def test_longest_prefix_first_needs_prefixes() -> None:
-    assert plan(schedule_policy="lpm").schedule.policy == "lpm"
-    made = plan(schedule_policy="lpm", disable_radix_cache=True)
-    assert made.schedule.policy == "fcfs"
-    assert "without the prefix cache" in made.because["schedule.policy"]
 
 
 def test_conservativeness_scales_what_is_reserved() -> None:
@@ -296,14 +289,37 @@ def test_gpus_from_a_number_on_and_at_a_distance() -> None:
         ({"nnodes": 2, "tp_size": 2, "dist_init_addr": "h:1", "node_rank": 2}, "must be below --nnodes 2"),
         ({"nnodes": 2, "dist_init_addr": "h:1"}, "must divide --tp-size 1 x --pp-size 1"),
         ({"nnodes": 2, "tp_size": 2, "dp_size": 2, "dist_init_addr": "h:1"}, "start one server on each"),
-        ({"node_rank": 1}, "say --nnodes too"),
-        ({"nccl_port": 5}, "say --nnodes too"),
+        ({"node_rank": 1}, "set --nnodes too"),
+        ({"nccl_port": 5}, "set --nnodes too"),
+        ({"dist_init_addr": "h:1"}, "set --nnodes too"),
         ({"pp_size": 5}, "has only 4 layers"),
         ({"max_micro_batch_size": 2}, "needs a pipeline"),
     ],
 )
 def test_sizes_that_make_no_sense_are_refused(options: dict[str, Any], reason: str) -> None:
     assert reason in refusals(**options)
+
+
+def test_one_machine_may_be_described_as_several_are() -> None:
+    made = plan(nnodes=1, node_rank=0, dist_init_addr="h:1", nccl_port=5)
+    assert (made.parallel.meeting, made.parallel.store_port) == (None, None)
+    assert "there is one machine" in made.parallel.reasons["meeting"]
+
+
+@pytest.mark.parametrize("machine", [CPU, H200])
+@pytest.mark.parametrize("option", options(), ids=lambda option: option.name)
+def test_no_default_is_refused_where_it_is_set_explicitly(option: Option, machine: Machine) -> None:
+    if option.default is not None and option.name != "config":
+        _, builder = decide(Args.of(**{"model_path": "m"} | {option.name: option.default}), machine, FACTS)
+        assert builder.refusals == {}
+
+
+@pytest.mark.parametrize("policy", ["lpm", "dfs-weight"])
+def test_orders_by_cached_prefix_need_prefixes(policy: str) -> None:
+    assert plan(schedule_policy=policy).schedule.policy == policy
+    made = plan(schedule_policy=policy, disable_radix_cache=True)
+    assert made.schedule.policy == "fcfs"
+    assert "without the prefix cache" in made.schedule.reasons["policy"]
 
 
 def test_address_of_version_six_is_taken_apart() -> None:
@@ -324,13 +340,13 @@ MATMUL: list[tuple[Machine, str, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("machine", "dtype", "backend", "because"), MATMUL)
+@pytest.mark.parametrize(("machine", "dtype", "backend", "reason"), MATMUL)
 def test_weights_are_packed_where_the_processor_and_the_dtype_allow_it(
-    machine: Machine, dtype: str, backend: str, because: str
+    machine: Machine, dtype: str, backend: str, reason: str
 ) -> None:
     made = plan(machine, dtype=dtype)
     assert made.kernels.choices["matmul"] == backend
-    assert because in made.because["kernels.choices"]
+    assert reason in made.kernels.reasons["choices"]
 
 
 @pytest.mark.parametrize(
