@@ -55,7 +55,7 @@ class Kernels:
     as_logits: Callable[..., Tensor]
     route: Callable[..., tuple[Tensor, Tensor]]
     mix: Callable[..., Tensor]
-    prepare: Callable[[Tensor], Tensor]
+    prepare: Callable[..., Tensor]
     linear: Callable[..., Tensor]
     logits: Callable[[Tensor, Tensor], Tensor]
     choose: Choose
@@ -88,8 +88,7 @@ def select(
     operation or backend that does not exist, and `ops.cpp.build.BuildError` where kernels in C++ cannot be compiled.
     """
     choices, settings = dict(choices or {}), dict(settings or {})
-    cpp = dict(settings.pop("with_cpp", {}))
-    weight_bits, executor = cpp.pop("weight_bits", None), None
+    cpp, executor = settings.pop("with_cpp", {}), None
     if "with_cpp" in choices.values():
         executor = _executor(**cpp)
         settings["with_cpp"] = {"executor": executor}
@@ -107,8 +106,7 @@ def select(
         if operation == "attention":
             continue
         if file == "with_cpp":
-            options = {"weight_bits": weight_bits} if operation == "matmul" else {}
-            callables.update(module.make(executor, **options))
+            callables.update(module.make(executor))
         else:
             callables.update({field: getattr(module, field) for field in fields})
     callables["attend"] = _attention(backends["attention"], prefill, settings)

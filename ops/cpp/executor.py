@@ -40,6 +40,7 @@ class Executor:
         self._pool = _Pool(library, num_threads)
         self._close = weakref.finalize(self, self._pool.close)
         self._tape: Tape | None = None
+        self._recorded: Step | None = None  # what recorded kernels may read of rows
 
     def close(self) -> None:
         """End the threads, after the run that another thread is in; nothing can be run any more."""
@@ -81,6 +82,8 @@ class Executor:
     ) -> None:
         """Run a kernel now, for the rows in `step` if it reads any; or note it."""
         if self._tape is not None:
+            if step is not None and self._recorded is not None:
+                _check_same(step, self._recorded)
             self._tape.note(kernel, dtype, operands)
             return
         node = Node(self.library.kernel(kernel, dtype), ctypes.addressof(operands))
@@ -90,13 +93,15 @@ class Executor:
         """Run so many nodes from an address on. Raises RuntimeError after `close`."""
         self._pool.run(nodes, count, ctypes.addressof(step))
 
-    def record(self, capacity: int, forward: Callable[[], object]) -> Tape:
+    def record(self, capacity: int, forward: Callable[[], object], step: Step | None = None) -> Tape:
         """What `forward` launches for steps of up to `capacity` tokens.
 
-        Raises `NotRecordable` where torch itself would have to compute something.
+        Raises `NotRecordable` where torch itself would have to compute something. With a `step`, whose buffers every
+        step that is run will have, also where a kernel is given token ids, positions, slots or the rows' borders that
+        are not in those buffers.
         """
         tape = Tape(self, capacity)
-        self._tape = tape
+        self._tape, self._recorded = tape, step
         try:
             with _ViewsOnly():
                 forward()
@@ -107,6 +112,14 @@ class Executor:
 
 
 _NO_STEP = Step()
+_BUFFERS = ("token_ids", "positions", "slots", "query_starts")
+
+
+def _check_same(given: Step, recorded: Step) -> None:
+    """Raise `NotRecordable` where a kernel was given buffers that the recorded step does not have."""
+    for name in _BUFFERS:
+        if getattr(given, name) not in (None, getattr(recorded, name)):
+            raise NotRecordable(f"an operation reads {name} that are not the step's own")
 
 
 class _Pool:

@@ -46,7 +46,7 @@ class Node(Structure):
 
 
 class Embed(Structure):
-    _fields_ = (("weight", c_void_p), ("out", c_void_p), ("size", c_int64))
+    _fields_ = (("weight", c_void_p), ("out", c_void_p), ("size", c_int64), ("scale", c_float))
 
 
 class Norm(Structure):

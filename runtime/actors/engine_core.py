@@ -52,6 +52,7 @@ class Status:
     num_steps: int
     num_generated: int
     gen_throughput: float
+    kernels: str = ""  # what computes the model
 
 
 class EngineCore:

@@ -27,6 +27,9 @@ class ModelPlan(Section):
     random_seed: int
     mmap: bool = True
     num_load_threads: int = 1
+    quantization: str | None = (
+        None  # how weights are rounded when they are loaded; None: they stay as they are
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor, nn
 
-from ops.select import Kernels
-from runtime.layers.linear import Linear, SubLayer
+from runtime.layers.build import Build
+from runtime.layers.forward_batch import ForwardBatch
+from runtime.layers.linear import Linear
 from runtime.layers.sharding import TensorParallelGroup, shard_range, whole_range
-from runtime.layers.weight import Shard
+from runtime.layers.weight import Shard, SubLayer, parameter
 
 
 class MoE(nn.Module):
     """x [T, E] -> [T, E]: a router sends each token to `top_k` of the experts, each a gated MLP.
 
-    Experts are weighted by the softmax of the router's logits, with `renormalise` divided by their sum. Cut over ranks,
-    each holds its part of every expert's inner dimension, and the sum over ranks is everybody's.
+    Experts are weighted by the softmax of the router's logits, with `renormalise` divided by their sum. The router
+    is never quantised: a rounded logit is another expert. Cut over ranks, each holds its part of every expert's inner
+    dimension, and the sum over ranks is everybody's.
     """
 
     def __init__(
@@ -28,7 +29,7 @@ class MoE(nn.Module):
         num_experts: int,
         top_k: int,
         activation: str,
-        kernels: Kernels,
+        build: Build,
         *,
         renormalise: bool,
     ) -> None:
@@ -39,24 +40,19 @@ class MoE(nn.Module):
         self.top_k = top_k
         self.activation = activation
         self.renormalise = renormalise
-        self.kernels = kernels
-        self.router = Linear(size, [SubLayer(f"{name}.gate", num_experts)], kernels)
+        self.kernels = build.kernels
+        self.router = Linear(size, [SubLayer(f"{name}.gate", num_experts)], build, quantized=False)
         self._inner = whole_range(inner_size)
         self._summed_over: TensorParallelGroup | None = None
-        gate_up, down = (
-            torch.empty(num_experts * 2 * inner_size, size),
-            torch.empty(num_experts * size, inner_size),
-        )
-        self.gate_up = nn.Parameter(gate_up, requires_grad=False)  # [X * 2F, E]
-        self.down = nn.Parameter(down, requires_grad=False)  # [X * E, F]
+        self.gate_up = parameter(num_experts * 2 * inner_size, size)  # [X * 2F, E]
+        self.down = parameter(num_experts * size, inner_size)  # [X * E, F]
 
     def split(self, group: TensorParallelGroup) -> None:
         """Keep this rank's part of every expert; the router stays whole."""
         self._inner = shard_range("mlp", self._inner.full, 1, group.rank, group.size)
-        inner_size, rows = self._inner.size, len(self.down)
-        gate_up = self.gate_up.new_empty(self.num_experts * 2 * inner_size, self.size)
-        self.gate_up = nn.Parameter(gate_up, requires_grad=False)
-        self.down = nn.Parameter(self.down.new_empty(rows, inner_size), requires_grad=False)
+        inner_size = self._inner.size
+        self.gate_up = parameter(self.num_experts * 2 * inner_size, self.size)
+        self.down = parameter(self.num_experts * self.size, inner_size)
         if not self._inner.whole:
             self._summed_over = group
 
@@ -71,8 +67,10 @@ class MoE(nn.Module):
             row = expert * self.size
             yield Shard(f"{name}.down_proj.weight", self.down, row, self.size, (None, "mlp"), (outer, inner))
 
-    def forward(self, x: Tensor) -> Tensor:
-        weights, experts = self.kernels.route(self.router(x), self.top_k, renormalise=self.renormalise)
+    def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """x [T, E] -> [T, E]."""
+        logits = self.router(x, batch)
+        weights, experts = self.kernels.route(logits, self.top_k, renormalise=self.renormalise)
         gate_up = self.gate_up.view(self.num_experts, -1, self.size)
         down = self.down.view(self.num_experts, self.size, -1)
         mixed = self.kernels.mix(x, gate_up, down, weights, experts, self.activation)

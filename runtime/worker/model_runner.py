@@ -22,10 +22,9 @@ from runtime.distributed.mesh import Mesh
 from runtime.errors import OutOfMemory
 from runtime.kv_cache.pools import KVPool
 from runtime.models.decoder import Decoder
-from runtime.worker.cpu_graph import CpuGraph, chooses_greedily
+from runtime.worker.cpu_graph import NOBODY, CpuGraph, chooses_greedily
 from runtime.worker.device import Device, DeviceThread, Read
-from runtime.worker.forward import Forward
-from runtime.worker.forward_batch import Staging, StepInputs, prepare
+from runtime.worker.forward_batch import Forward, Staging, StepInputs, prepare
 from runtime.worker.graph_capture import BackgroundCapture
 from runtime.worker.logprobs import CHUNK, ScoredPrompts, prompt_places, score_prompts
 from runtime.worker.sampler import Sampled, Sampler
@@ -163,8 +162,8 @@ class StepExecutor:
         """Enqueue a whole step."""
         with self._enqueueing():
             graph = self._cpu_graph
-            if graph is not None and batch.embedding_rows is None and graph.takes(batch):
-                return self._copy_out(batch, self._run_cpu_graph(graph, batch))
+            if graph is not None and graph.takes(batch):
+                return self._run_cpu_graph(graph, batch)
             return self._end(self._begin(batch))
 
     def end(self) -> Read[StepOutput]:
@@ -201,9 +200,8 @@ class StepExecutor:
         if mesh is None:
             raise RuntimeError("There is no stage before this one.")
         with self._enqueueing():
-            inputs = prepare(batch, self._pool.page_size, self._staging)
-            x = mesh.recv(self._empty_hidden(inputs))
-            x, residual = self._model.blocks(x, inputs.positions, inputs.attention, self._pool)
+            inputs = prepare(batch, self._pool, self._staging, self.last_tokens)
+            x, residual = self._model.blocks(mesh.recv(self._empty_hidden(inputs)), None, inputs.forward)
             if not mesh.rank_info.is_last_stage:
                 mesh.send(x if residual is None else x + residual)
                 return
@@ -219,13 +217,11 @@ class StepExecutor:
     # --- the parts of a step ---
 
     def _begin(self, batch: Batch) -> _Begun:
-        inputs = prepare(batch, self._pool.page_size, self._staging)
-        known = inputs.token_ids
-        token_ids = torch.where(known < 0, self.last_tokens[inputs.token_slots], known)
+        inputs = prepare(batch, self._pool, self._staging, self.last_tokens)
+        forward = inputs.forward
         if self.mesh is None or not self.pipelined:
-            return _Begun(batch, inputs, self._forward(token_ids, inputs))
-        x = self._model.embed(token_ids)
-        x, residual = self._model.blocks(x, inputs.positions, inputs.attention, self._pool)
+            return _Begun(batch, inputs, self._forward(forward))
+        x, residual = self._model.blocks(self._model.embed(forward), None, forward)
         self.mesh.send(x if residual is None else x + residual)
         return _Begun(batch, inputs, None)
 
@@ -243,28 +239,33 @@ class StepExecutor:
         if batch.prompt_logprobs:
             prompts = score_prompts(hidden, self._model.logits, batch.prompt_logprobs)
         if batch.embedding_rows is not None:
-            last = hidden[self._there(_last_indices(batch, batch.embedding_rows))]
-            vectors = torch.nn.functional.normalize(last.float(), dim=-1)
+            vectors = _unit(hidden[inputs.embedding_index])
         return self._copy_out(batch, sampled, prompts, vectors)
 
-    def _run_cpu_graph(self, graph: CpuGraph, batch: Batch) -> Sampled | None:
+    def _run_cpu_graph(self, graph: CpuGraph, batch: Batch) -> Read[StepOutput]:
         """Compute a step by one native call, and choose its tokens in the same one where that is simple."""
-        last_tokens, sampling = self.last_tokens, batch.sampling
-        if sampling is None:
+        last_tokens, sampling, vector_rows = self.last_tokens, batch.sampling, batch.embedding_rows
+        if vector_rows is None and sampling is None:
             graph.run(batch, last_tokens)
-            return None
-        if graph.chooses and chooses_greedily(sampling):
-            return Sampled(*graph.choose(batch, last_tokens), None, ())
-        if self._sampler is None:
-            raise RuntimeError("Only rank 0 chooses tokens.")
-        sampled = self._sampler.sample(graph.logits(batch, last_tokens), sampling)
-        last_tokens[torch.from_numpy(batch.slots[sampling.rows])] = sampled.ids
-        return sampled
+            return self._copy_out(batch)
+        if vector_rows is None and sampling is not None and graph.chooses and chooses_greedily(sampling):
+            return self._copy_out(batch, Sampled(*graph.choose(batch, last_tokens), None, ()))
+        rows = sampling.rows if sampling is not None else NOBODY
+        num_samples = len(rows)
+        if vector_rows is not None:
+            rows = np.concatenate([rows, vector_rows])
+        hidden = graph.hidden(batch, last_tokens, rows)
+        sampled = None
+        if sampling is not None and self._sampler is not None:
+            sampled = self._sampler.sample(self._model.logits(hidden[:num_samples]), sampling)
+            last_tokens[torch.from_numpy(batch.slots[sampling.rows])] = sampled.ids
+        vectors = _unit(hidden[num_samples:]) if vector_rows is not None else None
+        return self._copy_out(batch, sampled, vectors=vectors)
 
     def _copy_out(
         self,
         batch: Batch,
-        sampled: Sampled | None,
+        sampled: Sampled | None = None,
         prompts: ScoredPrompts | None = None,
         vectors: Tensor | None = None,
     ) -> Read[StepOutput]:
@@ -306,15 +307,13 @@ class StepExecutor:
 
     def _wanted(self, batch: Batch, inputs: StepInputs) -> Tensor:
         """Indices into the flat batch whose final hidden states the first stage wants, int64."""
-        more = [_last_indices(batch, batch.embedding_rows)] if batch.embedding_rows is not None else []
+        wanted = [inputs.last_index, inputs.embedding_index]
         if batch.prompt_logprobs:
-            more.append(prompt_places(batch.prompt_logprobs))
-        if not more:
-            return inputs.last_index
-        return torch.cat([inputs.last_index, self._there(np.concatenate(more))])
+            wanted.append(self._there(prompt_places(batch.prompt_logprobs)))
+        return torch.cat(wanted)
 
     def _empty_hidden(self, inputs: StepInputs) -> Tensor:
-        shape = (len(inputs.positions), self._model.hidden_size)
+        shape = (inputs.forward.num_tokens, self._model.hidden_size)
         return torch.zeros(shape, dtype=self._model.dtype, device=self.device.torch_device)
 
     def _there(self, indices: np.ndarray) -> Tensor:
@@ -331,9 +330,9 @@ class StepExecutor:
             raise OutOfMemory("The device ran out of memory in a step.") from error
 
 
-def _last_indices(batch: Batch, rows: np.ndarray) -> np.ndarray:
-    """The index into the flat batch of each row's last token, int64."""
-    return np.cumsum(batch.counts, dtype=np.int64)[rows] - 1
+def _unit(hidden: Tensor) -> Tensor:
+    """hidden [M, E] -> float32 [M, E], each of length one."""
+    return torch.nn.functional.normalize(hidden.float(), dim=-1)
 
 
 def _output(

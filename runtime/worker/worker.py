@@ -26,7 +26,7 @@ from runtime.worker.compiled import CompiledForward, compilable
 from runtime.worker.cpu_graph import CpuGraph
 from runtime.worker.cuda_graph import CudaGraphRunner
 from runtime.worker.device import Device, open_device
-from runtime.worker.forward import EagerForward, Forward
+from runtime.worker.forward_batch import Forward
 from runtime.worker.memory_profile import profile_memory
 from runtime.worker.model_runner import StepExecutor
 from runtime.worker.sampler import Sampler
@@ -136,7 +136,7 @@ class ModelWorker:
         executor = StepExecutor(
             self._loaded,
             pool,
-            EagerForward(self._loaded, pool),
+            self._loaded,
             num_sequences=cache.num_sequences,
             device=device,
             sampler=self._make_sampler(cache.num_sequences),
@@ -190,7 +190,7 @@ class ModelWorker:
         return StepExecutor(
             model,
             pool,
-            EagerForward(model, pool),
+            model,
             num_sequences=cache.num_sequences,
             device=open_device(self.device),
             mesh=self.mesh,
@@ -226,6 +226,7 @@ class ModelWorker:
             local.head_dim,
             getattr(torch, cache.kv_dtype),
             self.device,
+            first_layer=self.mesh.rank_info.stage_layers(self.facts.num_layers).layers.start,
         )
 
     def _make_sampler(self, num_sequences: int) -> Sampler:
@@ -255,7 +256,7 @@ class ModelWorker:
     ) -> tuple[Forward, Callable[[], bool] | None]:
         """How hidden states are computed, and what captures the next CUDA graph."""
         graphs = plan.graphs
-        forward: Forward = EagerForward(model, pool)
+        forward: Forward = model
         if graphs.compile_max_rows:
             forward = CompiledForward(model, pool, graphs.compile_max_rows)
             forward.compile(device)

@@ -132,7 +132,6 @@ def _runner(
     from runtime.models.loader import load_model
     from runtime.worker.cpu_graph import CpuGraph
     from runtime.worker.device import open_device
-    from runtime.worker.forward import EagerForward
     from runtime.worker.model_runner import ModelRunner, StepExecutor
     from runtime.worker.sampler import Sampler
 
@@ -165,7 +164,7 @@ def _runner(
     executor = StepExecutor(
         model,
         pool,
-        EagerForward(model, pool),
+        model,
         num_sequences=num_rows,
         device=open_device(torch.device(device)),
         sampler=sampler,

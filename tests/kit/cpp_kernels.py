@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +24,9 @@ LESSER = {  # what a processor may lack
     "AVX2": ("-march=x86-64-v3",),
     "SSE2": ("-march=x86-64",),
 }
+CHOICES: dict[str, str] = dict.fromkeys(
+    ("activation", "attention", "embedding", "kv", "matmul", "norm", "rope"), "with_cpp"
+)  # of `ops.select`: everything that a model without experts computes
 DTYPES = (torch.float32, torch.bfloat16)
 THREADS = (1, 2)
 
@@ -48,10 +51,12 @@ def executor(num_threads: int = 2, *march: str) -> Executor:
 _kept = cache(executor)
 
 
-def backend(operation: str, num_threads: int = 1, *march: str, **options: Any) -> Any:
-    """The callables of an operation in C++, as attributes: like a backend's file."""
-    make = import_module(f"ops.{operation}.with_cpp").make
-    return SimpleNamespace(**make(_kept(num_threads, *march), **options))
+def backend(operation: str, num_threads: int = 1, *march: str, weight_bits: int | None = None) -> Any:
+    """The callables of an operation in C++, as attributes: like a backend's file. Weights get so many bits."""
+    callables = dict(import_module(f"ops.{operation}.with_cpp").make(_kept(num_threads, *march)))
+    if weight_bits is not None:
+        callables["prepare"] = partial(callables["prepare"], bits=weight_bits)
+    return SimpleNamespace(**callables)
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:

@@ -28,7 +28,7 @@ from runtime.models.decoder import Decoder
 from runtime.models.loader import load_model
 from runtime.worker.cuda_graph import CudaGraphRunner
 from runtime.worker.device import CpuDevice, Device, Read
-from runtime.worker.forward import EagerForward, Forward
+from runtime.worker.forward_batch import Forward
 from runtime.worker.model_runner import StepExecutor
 from runtime.worker.sampler import Sampler
 
@@ -101,7 +101,7 @@ class Steps:
             torch.float32,
             "cpu",
         )
-        self.forward: Forward = EagerForward(model(), self.pool)
+        self.forward: Forward = model()
         self.vocab_size = VOCAB_SIZE
         self._num_sequences = num_sequences
         self._capture_next: Callable[[], bool] | None = None

@@ -14,7 +14,7 @@ import pytest
 
 from ops.machine import Machine
 from runtime.config import Args, options
-from serve import cli, explain, guard
+from serve import WrongPackageError, check_packages, cli, explain
 from serve.__main__ import main
 from serve.usage import differences, markdown
 
@@ -160,8 +160,8 @@ def test_differences_in_the_documentation_are_current() -> None:
     assert differences() in written, "write them with: python -m serve explain --table differences"
 
 
-def test_own_packages_pass_the_guard() -> None:
-    guard.check_packages()
+def test_own_packages_pass_the_check() -> None:
+    check_packages()
 
 
 def test_foreign_package_is_named(tmp_path: Path) -> None:
@@ -175,5 +175,5 @@ def test_foreign_package_is_named(tmp_path: Path) -> None:
 
 
 def test_missing_package_is_named() -> None:
-    with pytest.raises(guard.WrongPackageError, match="'penstock_nothing' of Penstock is missing"):
-        guard.check_packages(("penstock_nothing",))
+    with pytest.raises(WrongPackageError, match="'penstock_nothing' of Penstock is missing"):
+        check_packages(("penstock_nothing",))

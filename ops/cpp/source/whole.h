@@ -47,6 +47,7 @@ void embed_panels(const void* operands, const Step& step, Team& team) {
         const T* from = static_cast<const T*>(o.weight) + id / PANEL * PANEL * o.size + id % PANEL * N;
         T* to = static_cast<T*>(o.out) + token * o.size;
         for (int64_t k = 0; k < o.size; k += N, from += PANEL * N) std::memcpy(to + k, from, N * sizeof(T));
+        scale_line(to, o.size, o.scale);
     });
 }
 

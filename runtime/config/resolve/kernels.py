@@ -37,7 +37,6 @@ def kernel_plan(
 ) -> KernelPlan:
     attention, decode, prefill = _attention(builder, machine, gpu, _shape(dtype, facts, cache))
     sampling = _chosen(builder, "sampling_backend", SAMPLING, _unmet(SAMPLING, machine, gpu))
-    weight_bits = _weight_bits(builder, gpu)
     choices, reasons = _small_operations(builder, machine, gpu)
     choices |= {
         "attention": ATTENTION[decode.value].file,
@@ -50,7 +49,7 @@ def kernel_plan(
         if by_products:  # it hands rows of several tokens to plain torch itself
             choices |= dict.fromkeys(("attention", "prefill_attention"), "with_onednn")
         reasons.append(reason)
-    if weight_bits is None:
+    if builder.args.quant.quantization is None:
         choices["matmul"], reason = _matmul(machine, gpu, dtype, compiled=compiled)
     else:
         choices["matmul"], reason = "int8", "weights have 8 bits, and torch makes them wide for every product"
@@ -65,7 +64,7 @@ def kernel_plan(
         KernelPlan,
         choices=Decision(choices, "; ".join(reasons)),
         fallback=Decision(fallback, "where the kernels in C++ turn out not to compile"),
-        settings=_settings(builder, decode.value, weight_bits),
+        settings=_settings(builder, decode.value),
         attention_backend=attention,
         prefill_attention_backend=prefill,
         decode_attention_backend=decode,
@@ -159,26 +158,13 @@ def _small_operations(
     return choices, reasons
 
 
-def _settings(
-    builder: PlanBuilder, decode: str, weight_bits: int | None
-) -> Decision[Mapping[str, Mapping[str, Any]]]:
+def _settings(builder: PlanBuilder, decode: str) -> Decision[Mapping[str, Mapping[str, Any]]]:
     backend = ATTENTION[decode]
     own = {keyword: builder.args.get(option) for option, keyword in backend.decode_settings.items()}
-    cpp = {"num_threads": builder.args.kernels.cpu_threads, "weight_bits": weight_bits}
+    cpp = {"num_threads": builder.args.kernels.cpu_threads}
     return Decision(
         {"with_cpp": cpp} | ({backend.file: own} if own else {}), "by the options of each backend"
     )
-
-
-def _weight_bits(builder: PlanBuilder, gpu: Gpu | None) -> int | None:
-    """8 where weights are to be rounded; that is refused on a GPU."""
-    if builder.args.quant.quantization != "w8a8_int8":
-        return None
-    if gpu is not None:
-        builder.refuse(
-            "quantization", "--quantization w8a8_int8 is computed on a CPU only so far; set --device cpu."
-        )
-    return 8
 
 
 def _in_cpp(builder: PlanBuilder, machine: Machine, dtype: str) -> tuple[dict[str, str], str]:

@@ -37,6 +37,7 @@ def model_plan(builder: PlanBuilder, machine: Machine, facts: ModelFacts) -> Mod
         random_seed=_random_seed(builder),
         mmap=builder.follow("weight_loader_disable_mmap", not args.weight_loader_disable_mmap),
         num_load_threads=_num_load_threads(builder),
+        quantization=_quantization(builder, chosen_gpu(device.value, machine)),
     )
 
 
@@ -133,6 +134,16 @@ def _context_length(builder: PlanBuilder, facts: ModelFacts) -> Decision[int]:
             f"made for; use at most {facts.context_length}.",
         )
     return Decision(min(asked, facts.context_length), "as asked")
+
+
+def _quantization(builder: PlanBuilder, gpu: Gpu | None) -> Decision[str | None]:
+    """How weights are rounded; refused on a GPU."""
+    asked = builder.args.quant.quantization
+    if asked is not None and gpu is not None:
+        builder.refuse(
+            "quantization", f"--quantization {asked} is computed on a CPU only so far; set --device cpu."
+        )
+    return builder.follow("quantization")
 
 
 def _random_seed(builder: PlanBuilder) -> Decision[int]:

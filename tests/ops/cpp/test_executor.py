@@ -158,6 +158,20 @@ def test_something_else_than_the_tokens_of_the_step_cannot_be_recorded() -> None
         run.record(4, lambda: norm.make(run)["rms_norm"](x[:2], WEIGHT, 1e-5))
 
 
+def test_positions_that_are_not_the_steps_own_cannot_be_recorded() -> None:
+    run, table, positions = executor(1), drawn(40, 32), torch.arange(4)
+    q, k = drawn(4, 6, 48).split(3, dim=1)
+    step = Step(num_tokens=4, positions=positions.data_ptr())
+
+    def turn(positions: torch.Tensor) -> object:
+        return rope.make(run)["rotate"](q, k, table, positions)
+
+    run.record(4, lambda: turn(positions), step)
+    other = positions + 1
+    with pytest.raises(NotRecordable, match="positions that are not the step's own"):
+        run.record(4, lambda: turn(other), step)
+
+
 def test_a_tape_takes_no_more_tokens_than_it_has_room_for() -> None:
     run = executor(1)
     tape, _ = recorded(run, norms(run, 1), drawn(4, 32))

@@ -92,7 +92,8 @@ def chosen_by_torch(run: Executor, hidden: Tensor, weight: Tensor) -> Tensor:
 def is_always_the_lowest(run: Executor, kernel: str) -> None:
     dtype, weight_bits = KERNELS[kernel]
     hidden, plain, firsts = head_with_equal_rows(run, dtype)
-    weight = matmul.make(run, weight_bits)["prepare"](plain)
+    bits = {} if weight_bits is None else {"bits": weight_bits}
+    weight = matmul.make(run)["prepare"](plain, **bits)
     assert torch.equal(chosen_by_torch(run, hidden, weight), firsts)
     for _, ids in zip(range(REPEATS), likeliest(run, hidden, weight)):
         assert torch.equal(ids, firsts)

@@ -34,7 +34,7 @@ PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [12], [13, 14, 15]]
 
 
 def path() -> str:
-    return tiny_checkpoints.cached("llama", vocab_size=131, max_position_embeddings=512)
+    return tiny_checkpoints.cached("llama", vocab_size=131, max_position_embeddings=512, head_dim=16)
 
 
 def planned(**options: Any) -> tuple[Plan, ModelFacts]:
@@ -142,6 +142,14 @@ def spy(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[threadin
 
     monkeypatch.setattr(owner, name, called)
     return threads
+
+
+async def test_vectors_come_from_the_cpu_graph(monkeypatch: pytest.MonkeyPatch):
+    computed = spy(monkeypatch, CpuGraph, "hidden")
+    replica = await start_replica(*planned(), 0)
+    await step(replica, prompt_batch(PROMPTS, vectors=[1]))
+    await asyncio.to_thread(replica.runner.close)
+    assert [thread.name for thread in computed] == ["penstock-device"]
 
 
 async def test_nothing_that_takes_long_runs_on_the_loop(monkeypatch: pytest.MonkeyPatch):

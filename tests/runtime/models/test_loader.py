@@ -14,9 +14,10 @@ import paged_forward
 import tiny_checkpoints
 from ops.select import select
 from runtime.errors import CheckpointError
-from runtime.layers.linear import Linear, SubLayer
+from runtime.layers.build import Build
+from runtime.layers.linear import Linear
 from runtime.layers.sharding import ShardRange
-from runtime.layers.weight import Shard
+from runtime.layers.weight import Shard, SubLayer
 from runtime.models.loader import collect_shards, fill_dummy
 
 IDS = list(range(10, 40))
@@ -190,16 +191,12 @@ def test_layer_whose_pieces_leave_a_gap_is_our_mistake() -> None:
         def shards(self):
             yield next(super().shards())
 
-    from ops.select import select
-
     with pytest.raises(RuntimeError, match="4 of 6 rows"):
-        collect_shards(Gap(3, [SubLayer("a", 4), SubLayer("b", 2)], select()))
+        collect_shards(Gap(3, [SubLayer("a", 4), SubLayer("b", 2)], Build(select())))
 
 
 def test_layers_that_claim_the_same_tensor_are_our_mistake() -> None:
-    from ops.select import select
-
-    twins = torch.nn.ModuleList([Linear(3, [SubLayer("a", 4)], select()) for _ in range(2)])
+    twins = torch.nn.ModuleList([Linear(3, [SubLayer("a", 4)], Build(select())) for _ in range(2)])
     with pytest.raises(RuntimeError, match=r"a\.weight"):
         collect_shards(twins)
 

@@ -15,6 +15,7 @@ from fake_device import LateDevice
 from late_steps import PAGE_SIZE, Steps
 from runtime.batch import Batch, Sampling
 from runtime.config.resolve.graph_sizes import Buckets
+from runtime.layers.forward_batch import ForwardBatch
 from runtime.worker.cuda_graph import CudaGraphRunner
 
 NUM_PAGES = 12
@@ -57,9 +58,9 @@ def replays(monkeypatch: pytest.MonkeyPatch, made: Steps) -> Callable[[Batch], b
     eager = made.forward._eager  # pyright: ignore[reportAttributeAccessIssue]
     calls: list[int] = []
 
-    def counted(token_ids: torch.Tensor, inputs: Any) -> torch.Tensor:
-        calls.append(len(token_ids))
-        return eager(token_ids, inputs)
+    def counted(batch: ForwardBatch) -> torch.Tensor:
+        calls.append(batch.num_tokens)
+        return eager(batch)
 
     monkeypatch.setattr(made.forward, "_eager", counted)
 
@@ -121,13 +122,13 @@ def test_capture_writes_to_no_page_but_the_scratch_page():
     graphs.capture_next()
     made.launch(batch(4))
     made.finish_oldest()
-    before = [tensor[:NUM_PAGES].clone() for layer in range(2) for tensor in made.pool.layer(layer)]
+    before = [tensor[:NUM_PAGES].clone() for layer in range(2) for tensor in made.pool[layer]]
     for layer in range(2):
-        for tensor in made.pool.layer(layer):
+        for tensor in made.pool[layer]:
             tensor[:NUM_PAGES] += 1
     graphs.capture_next()
     made.device.settle()  # pyright: ignore[reportAttributeAccessIssue]
-    after = [tensor[:NUM_PAGES] for layer in range(2) for tensor in made.pool.layer(layer)]
+    after = [tensor[:NUM_PAGES] for layer in range(2) for tensor in made.pool[layer]]
     assert all(torch.equal(one + 1, other) for one, other in zip(before, after, strict=True))
 
 
@@ -171,8 +172,8 @@ def test_profile_of_each_capture_is_logged(caplog: pytest.LogCaptureFixture):
 
 
 def test_inputs_that_are_bound_anew_instead_of_copied_are_noticed(monkeypatch: pytest.MonkeyPatch):
-    def rebind(self: CudaGraphRunner, token_ids: torch.Tensor, inputs: Any) -> None:
-        self._buffers = inputs._replace(token_ids=token_ids)
+    def rebind(self: CudaGraphRunner, batch: ForwardBatch) -> None:
+        self._buffers = batch
 
     expected = late_steps.outputs(PROMPTS)
     assert late_steps.outputs(PROMPTS, device=LateDevice(Random(0)), sizes=(4,)) == expected
