@@ -24,6 +24,7 @@ from bench.scheduling_cost import scripted_output
 from ops.machine import Machine
 from runtime.actors.assemble import prepare
 from runtime.actors.engine_core import EngineCore
+from runtime.actors.replica import Replica
 from runtime.batch import Batch, StepOutput
 from runtime.config import Args
 from runtime.errors import ConfigurationError, EngineFailure
@@ -72,6 +73,8 @@ class StreamingCost(NamedTuple):
 class ScriptedRunner:
     """A device that needs `step_s` for every step and computes nothing."""
 
+    kernels_description = "none"
+
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
         self._due_s = 0.0
@@ -79,12 +82,16 @@ class ScriptedRunner:
     def launch(self, batch: Batch) -> asyncio.Future[StepOutput]:
         loop = asyncio.get_running_loop()
         self._due_s = max(self._due_s, loop.time()) + self._step_s
-        step: asyncio.Future[StepOutput] = loop.create_future()
-        loop.call_at(self._due_s, lambda: step.done() or step.set_result(scripted_output(batch)))
-        return step
+        future: asyncio.Future[StepOutput] = loop.create_future()
+        loop.call_at(self._due_s, self._finish, future, batch)
+        return future
+
+    def _finish(self, future: asyncio.Future[StepOutput], batch: Batch) -> None:
+        if not future.done():
+            future.set_result(scripted_output(batch))
 
     def finish_oldest(self) -> None:
-        """There are no stages."""
+        """Steps end by themselves."""
 
     async def watch(self) -> None:
         """Nothing of it can die."""
@@ -162,7 +169,7 @@ def make_core(directory: Path, streams: int, output_tokens: int) -> EngineCore:
         context_length=plan.model.context_length,
     )
     runner = ScriptedRunner(max(streams * STEP_S_PER_STREAM, MIN_STEP_S))
-    return EngineCore(plan, facts, Tokenizer.load(plan.text, facts), schedule, runner)
+    return EngineCore(plan, facts, Tokenizer.load(plan.text, facts), [Replica(plan, schedule, runner)])
 
 
 @asynccontextmanager

@@ -14,8 +14,8 @@ def cache_with(*prefixes: list[int]) -> PrefixCache:
     cache = PrefixCache(100, 1)
     for prefix in prefixes:
         sequence = make_sequence(prefix)
-        cache.hold(sequence)
-        sequence.pages += cache.take(len(prefix) - len(sequence.pages))
+        cache.lock(sequence)
+        sequence.pages += cache.allocate(len(prefix) - len(sequence.pages))
         sequence.num_computed = len(prefix)
         cache.release(sequence)
     return cache
