@@ -25,6 +25,18 @@ Floats = NDArray[np.float32]
 UNKNOWN = -1  # in Batch.token_ids: the token that this slot sampled last, known on the device only
 
 
+class StepStats(NamedTuple):
+    """What a step is made of, for logs and metrics."""
+
+    num_new: int = 0  # sequences that left the queue
+    num_cached_tokens: int = 0  # tokens that these found in the prefix tree
+    num_prompt_tokens: int = 0
+    num_decode_rows: int = 0
+
+
+NO_STATS = StepStats()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
     """B rows; row b computes positions starts[b] .. starts[b] + counts[b] - 1, T tokens in all.
@@ -40,8 +52,12 @@ class Batch:
     slots: Ints  # [B], where the row's last sampled token is kept on the device
     token_ids: Ints  # [T], rows one after the other, UNKNOWN where only the device knows
     page_table: Ints  # [B, pages of the longest row], padded with 0 beyond a row's own pages
-    sampling: Sampling | None  # None: no row reaches its end
+    sampling: Sampling | None  # None: no row yields a token
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    embedding_rows: Ints | None = (
+        None  # rows of which a vector is wanted instead of a token; None: there are none
+    )
+    stats: StepStats = NO_STATS
 
 
 @dataclass(frozen=True, slots=True, eq=False)

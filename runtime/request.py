@@ -1,4 +1,4 @@
-"""What a user asks for: frozen, made by a door, read by the tokenizer and the scheduler."""
+"""What a user asks for and what comes back: frozen, read by all parts of the engine."""
 
 from __future__ import annotations
 
@@ -143,7 +143,8 @@ class LogprobParams:
 class Request:
     """One prompt and what to do with it. `ids` is None until the tokenizer filled it in.
 
-    `id` is ours and unique in the process; `label` is what the client calls it (`rid`) and may repeat.
+    With `wants_embedding` no token is generated: the last hidden state of the prompt's last token comes back, scaled
+    to length 1. `id` is ours and unique in the process; `label` is what the client calls it (`rid`) and may repeat.
     """
 
     text: str | None = None
@@ -152,6 +153,7 @@ class Request:
     logprobs: LogprobParams | None = None
     add_special_tokens: bool = True  # chat templates write their own
     truncate: bool = False  # cut a too long prompt instead of refusing it
+    wants_embedding: bool = False
     label: str = field(default_factory=lambda: uuid4().hex)
     id: int = field(default_factory=lambda: next(_request_ids))
 
@@ -191,6 +193,7 @@ class Delta(NamedTuple):
     usage: Usage
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
+    embedding: list[float] | None = None  # with the finish, where the request wants one
 
 
 class Chunk(NamedTuple):
@@ -203,3 +206,4 @@ class Chunk(NamedTuple):
     usage: Usage
     logprobs: Logprobs | None = None  # of the new ids
     prompt_logprobs: Logprobs | None = None  # once, with the first chunk
+    embedding: list[float] | None = None  # with the finish, where the request wants one

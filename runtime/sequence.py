@@ -22,7 +22,7 @@ class Sequence:
         "finish",
         "ids",
         "index",
-        "lock",
+        "locked_node",
         "max_tokens",
         "namespace",
         "next_logprob",
@@ -36,7 +36,7 @@ class Sequence:
         "request",
         "sampling",
         "seed",
-        "slot",
+        "sequence_index",
         "stop_ids",
     )
 
@@ -64,13 +64,25 @@ class Sequence:
         self.num_cached = -1  # prompt tokens found in the prefix tree at first admission; -1 before it
         self.num_shared = 0  # leading tokens whose pages the prefix tree owns
         self.pages: list[int] = []
-        self.lock: Any = None  # what the prefix tree gave for holding the shared pages
-        self.slot = -1  # row in the per-sequence tables while running
+        self.locked_node: Any = None  # of the prefix tree, where the shared pages end
+        self.sequence_index = -1  # row in the request tables and in device state while running
         self.finish: Finish | None = None
         self.namespace = namespace  # sequences of different namespaces never share pages
         wanted = request.logprobs.start if request.logprobs is not None else -1
         self.next_logprob = wanted if wanted >= 0 else self.num_prompt  # first position still to be asked for
         self.prompt_logprobs: Logprobs | None = None  # gathered until the first output
+
+    def restarted(self) -> Sequence:
+        """The same work from the start, for another scheduler."""
+        return Sequence(
+            self.request,
+            self.index,
+            self.ids[: self.num_prompt],
+            max_tokens=self.max_tokens,
+            stop_ids=self.stop_ids,
+            seed=self.seed,
+            namespace=self.namespace,
+        )
 
     @property
     def num_output(self) -> int:
@@ -85,5 +97,5 @@ class Sequence:
     def __repr__(self) -> str:
         return (
             f"Sequence({self.request.id}.{self.index} {self.num_prompt}+{self.num_output} tokens, "
-            f"computed {self.num_computed}, slot {self.slot}, {self.finish})"
+            f"computed {self.num_computed}, row {self.sequence_index}, {self.finish})"
         )

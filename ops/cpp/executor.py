@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from threading import Lock
 from time import perf_counter
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ops.attention import AttentionInputs
-from ops.cpp.library import TYPES, Library, Node, Rotate, RotateStore, Step, Store, address
+from ops.cpp.library import TYPES, KernelDescription, Library, Node, Rotate, RotateStore, Step, Store, address
 
 CACHE_LINE = 64
 
@@ -36,14 +37,26 @@ class Executor:
     def __init__(self, library: Library, num_threads: int) -> None:
         self.library = library
         self.num_threads = num_threads
-        self._pool = library.open_pool(num_threads)
-        self._close = weakref.finalize(self, library.close_pool, self._pool)
+        self._pool = _Pool(library, num_threads)
+        self._close = weakref.finalize(self, self._pool.close)
         self._tape: Tape | None = None
         self._recorded: Step | None = None  # what recorded kernels may read of rows
 
     def close(self) -> None:
-        """End the threads; nothing can be run any more."""
+        """End the threads, after the run that another thread is in; nothing can be run any more."""
         self._close()
+
+    @property
+    def description(self) -> KernelDescription:
+        """Which arithmetic the kernels use."""
+        library = self.library
+        return KernelDescription(
+            kernels="C++",
+            library=library.path.name,
+            num_threads=self.num_threads,
+            instruction_set=library.instruction_set,
+            matrix_unit=library.uses_matrix_unit,
+        )
 
     @property
     def dtypes(self) -> Collection[torch.dtype]:
@@ -78,9 +91,7 @@ class Executor:
 
     def run(self, nodes: int, count: int, step: Step) -> None:
         """Run so many nodes from an address on. Raises RuntimeError after `close`."""
-        if not self._close.alive:
-            raise RuntimeError("The threads of the kernels have ended.")
-        self.library.run(self._pool, nodes, count, ctypes.addressof(step))
+        self._pool.run(nodes, count, ctypes.addressof(step))
 
     def record(self, capacity: int, forward: Callable[[], object], step: Step | None = None) -> Tape:
         """What `forward` launches for steps of up to `capacity` tokens.
@@ -109,6 +120,27 @@ def _check_same(given: Step, recorded: Step) -> None:
     for name in _BUFFERS:
         if getattr(given, name) not in (None, getattr(recorded, name)):
             raise NotRecordable(f"an operation reads {name} that are not the step's own")
+
+
+class _Pool:
+    """The threads. They are not ended while one runs kernels: that may be in a thread that the process ends with."""
+
+    def __init__(self, library: Library, num_threads: int) -> None:
+        self._library = library
+        self._in_use = Lock()
+        self._threads: int | None = library.open_pool(num_threads)
+
+    def run(self, nodes: int, count: int, step: int) -> None:
+        with self._in_use:
+            if self._threads is None:
+                raise RuntimeError("The threads of the kernels have ended.")
+            self._library.run(self._threads, nodes, count, step)
+
+    def close(self) -> None:
+        with self._in_use:
+            if self._threads is not None:
+                self._library.close_pool(self._threads)
+            self._threads = None
 
 
 class Tape:

@@ -70,9 +70,8 @@ async def assemble(plan: Plan, facts: ModelFacts) -> EngineCore:
             for replica in replicas:
                 await anyio.to_thread.run_sync(replica.runner.close)
         raise first_error(error) from None
-    replica, *others = replicas
-    renew = partial(start_replica, plan, facts) if others else None
-    plan = replica.plan
+    restart = partial(start_replica, plan, facts) if len(replicas) > 1 else None
+    plan = replicas[0].plan
     logger.info(
         "max_total_num_tokens=%d, chunked_prefill_size=%s, max_prefill_tokens=%d, max_running_requests=%d, "
         "context_len=%d",
@@ -82,4 +81,4 @@ async def assemble(plan: Plan, facts: ModelFacts) -> EngineCore:
         plan.schedule.max_running,
         plan.model.context_length,
     )
-    return EngineCore(plan, facts, tokenizer, replica.schedule, replica.runner, others=others, renew=renew)
+    return EngineCore(plan, facts, tokenizer, replicas, restart)

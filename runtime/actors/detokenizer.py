@@ -2,81 +2,91 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import asyncio
+import logging
+from time import monotonic
 
+from runtime.actors.live_requests import LiveRequest, LiveRequests
 from runtime.actors.mailbox import Mailbox
-from runtime.actors.output_stream import OutputStream, join_logprobs
-from runtime.request import Chunk, Delta, Finish, Logprobs
-from runtime.tokenizer.incremental import Incremental
+from runtime.actors.output_stream import join_logprobs
+from runtime.errors import EngineFailure
+from runtime.request import Chunk, Delta, Finish, Logprobs, Request
+from runtime.scheduler.apply import first_logprobs
+from runtime.tokenizer.incremental import IncrementalDecoder
 from runtime.tokenizer.stop import StopMatcher
 from runtime.tokenizer.tokenizer import Tokenizer
 
+logger = logging.getLogger("penstock.detokenizer")
+
+TURN_S = 0.002  # of work before the loop gets a turn
+TURN_DELTAS = 16  # between looks at the clock
+
 
 class DetokenizerActor:
-    """Reads one list of deltas per step from `inbox`; puts chunks into the replies.
+    """Reads one list of deltas per step from `inbox`; puts chunks into the requests' output streams.
 
-    `stop_early` is told (request id, choice index) when a stop string ended a choice that the scheduler
-    still runs; `forget` is told the request id when its last choice has ended.
+    Where a stop string ends a choice, its scheduler is told.
     """
 
     def __init__(
-        self,
-        tokenizer: Tokenizer | None,
-        replies: Mapping[int, OutputStream],
-        *,
-        stop_early: Callable[[int, int], None],
-        forget: Callable[[int], None],
-        stream_interval: int = 1,
+        self, tokenizer: Tokenizer | None, requests: LiveRequests, *, stream_interval: int = 1
     ) -> None:
         self.inbox: Mailbox[list[Delta]] = Mailbox()
         self._tokenizer = tokenizer
-        self._replies = replies
-        self._stop_early = stop_early
-        self._forget = forget
+        self._requests = requests
         self._stream_interval = stream_interval
-        self._choices: dict[tuple[int, int], _Choice] = {}
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Until cancelled. However many deltas a step has, others get the loop every few milliseconds."""
         while True:
-            for deltas in await self.inbox.take_all():
-                self.process(deltas)
+            lists = await self.inbox.take_all()
+            began = monotonic()
+            for deltas in lists:
+                for start in range(0, len(deltas), TURN_DELTAS):
+                    self.process(deltas[start : start + TURN_DELTAS])
+                    if monotonic() - began > TURN_S:
+                        await asyncio.sleep(0)
+                        began = monotonic()
 
     def process(self, deltas: list[Delta]) -> None:
-        """Turn one step's deltas into chunks; deltas of requests that are gone are dropped."""
-        choices = self._choices
+        """Turn deltas into chunks; deltas of requests that are gone are dropped."""
+        get = self._requests.get
         for delta in deltas:
-            key = (delta.request_id, delta.index)
-            choice = choices.get(key)
-            if choice is None:
-                reply = self._replies.get(delta.request_id)
-                if reply is None:
-                    continue
-                choice = choices[key] = _Choice(reply, self._tokenizer, self._stream_interval)
-            if choice.ended:
+            live = get(delta.request_id)
+            if live is None:
                 continue
-            chunk = choice.push(delta)
+            try:
+                decoders = live.decoders or self._start(live)
+                decoder = decoders[delta.index]
+                if decoder.ended:
+                    continue
+                chunk = decoder.push(delta)
+            except Exception:  # a foreign library on one request's output: this request's border
+                logger.exception("decoding the output of request %s failed", live.request.label)
+                self._requests.fail(delta.request_id, EngineFailure("The output could not be decoded."))
+                continue
             if chunk is None:
                 continue
-            choice.reply.put(chunk)
+            live.output.put(chunk)
             if chunk.finish is not None:
-                self._end(key, choice, early=delta.finish is None)
+                decoder.ended = True
+                self._end_choice(live, delta)
 
-    def drop(self, request_id: int, num_choices: int) -> None:
-        """Forget a request that failed."""
-        for index in range(num_choices):
-            self._choices.pop((request_id, index), None)
+    def _start(self, live: LiveRequest) -> list[ChoiceDecoder]:
+        request = live.request
+        live.decoders = [
+            ChoiceDecoder(request, self._tokenizer, self._stream_interval) for _ in range(request.sampling.n)
+        ]
+        return live.decoders
 
-    def _end(self, key: tuple[int, int], choice: _Choice, *, early: bool) -> None:
-        choice.ended = True
-        if early:
-            self._stop_early(*key)
-        if choice.reply.finished:
-            self.drop(key[0], choice.reply.request.sampling.n)
-            self._forget(key[0])
+    def _end_choice(self, live: LiveRequest, last: Delta) -> None:
+        if last.finish is None and live.scheduler is not None:  # its text ended it
+            live.scheduler.end_choice(live, last.index)
+        if live.output.finished:
+            self._requests.remove(live)
 
 
-class _Choice:
+class ChoiceDecoder:
     """The text state of one choice."""
 
     __slots__ = (
@@ -90,13 +100,10 @@ class _Choice:
         "_since_sent",
         "_trim_stop_token",
         "ended",
-        "reply",
     )
 
-    def __init__(self, reply: OutputStream, tokenizer: Tokenizer | None, stream_interval: int) -> None:
-        request = reply.request
+    def __init__(self, request: Request, tokenizer: Tokenizer | None, stream_interval: int) -> None:
         sampling = request.sampling
-        self.reply = reply
         self.ended = False
         self._interval = sampling.stream_interval or stream_interval
         self._since_sent = self._interval - 1  # so that the first token is sent at once
@@ -105,10 +112,9 @@ class _Choice:
         self._held_ids: list[int] = []
         self._held_logprobs: list[Logprobs] = []
         self._prompt_logprobs: Logprobs | None = None
-        self._incremental: Incremental | None = None
+        self._incremental: IncrementalDecoder | None = None
         if tokenizer is not None:
-            self._incremental = Incremental(
-                tokenizer,
+            self._incremental = tokenizer.decoder(
                 request.ids or (),
                 sampling.skip_special_tokens,
                 sampling.spaces_between_special_tokens,
@@ -125,7 +131,7 @@ class _Choice:
         self._held_ids += ids
         self._since_sent += len(ids)
         if delta.logprobs is not None:
-            self._held_logprobs.append(_first(delta.logprobs, len(ids)))
+            self._held_logprobs.append(first_logprobs(delta.logprobs, len(ids)))
         if delta.prompt_logprobs is not None:
             self._prompt_logprobs = delta.prompt_logprobs
         return self._send(delta, finish)
@@ -144,6 +150,7 @@ class _Choice:
             delta.usage,
             join_logprobs(self._held_logprobs) if self._held_logprobs else None,
             self._prompt_logprobs,
+            delta.embedding,
         )
         self._held_text = ""
         self._held_ids = []
@@ -153,7 +160,7 @@ class _Choice:
         return chunk
 
     def _decode(
-        self, incremental: Incremental, ids: list[int], finish: Finish | None
+        self, incremental: IncrementalDecoder, ids: list[int], finish: Finish | None
     ) -> tuple[str, list[int], Finish | None]:
         """Text that is certain, its ids, and the finish, which a stop string may replace."""
         shown = ids
@@ -166,7 +173,7 @@ class _Choice:
 
     def _match(
         self,
-        incremental: Incremental,
+        incremental: IncrementalDecoder,
         matcher: StopMatcher,
         shown: list[int],
         ids: list[int],
@@ -185,9 +192,3 @@ class _Choice:
                 return sent, ids, Finish("stop", matched=matched)
             sent += matcher.flush()
         return sent, ids, finish
-
-
-def _first(logprobs: Logprobs, count: int) -> Logprobs:
-    if len(logprobs.chosen) <= count:
-        return logprobs
-    return Logprobs(logprobs.chosen[:count], logprobs.top[:count], logprobs.picked[:count])

@@ -1,41 +1,40 @@
-"""The core: three actors in one task group, the requests they work on, and what a door may ask of them."""
+"""The engine core: the actors in one task group, the table of live requests, and what a handler may ask of them."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import random
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 import anyio
 
 from runtime.actors.detokenizer import DetokenizerActor
+from runtime.actors.input_processor import InputProcessor
+from runtime.actors.live_requests import LiveRequests
 from runtime.actors.output_stream import OutputStream
-from runtime.actors.replica import DeviceRunner, Replica
-from runtime.actors.router import Renew, Router
+from runtime.actors.router import Router
+from runtime.actors.scheduler import SchedulerActor
 from runtime.actors.tokenizer import TokenizerActor
+from runtime.batch import Runner
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import Plan
-from runtime.errors import ContextOverflow, EngineClosed, EngineFailure, InvalidRequest, PenstockError
-from runtime.request import Chunk, Finish, Request, Usage
-from runtime.scheduler.scheduler import Scheduler
-from runtime.sequence import Sequence
+from runtime.errors import EngineClosed, EngineFailure
+from runtime.request import Request
 from runtime.tokenizer.tokenizer import Tokenizer
 
-logger = logging.getLogger("penstock.core")
+if TYPE_CHECKING:
+    from runtime.actors.replica import Replica
 
-SEED_MASK = 2**64 - 1
-CHOICE_STRIDE = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: far apart for neighbouring choices
+logger = logging.getLogger("penstock.core")
 
 State = Literal["starting", "ready", "draining", "failed", "closed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """A look at the core from outside."""
+    """The state of the engine and what it holds now, over all replicas that are alive."""
 
     state: State
     num_running: int
@@ -51,14 +50,15 @@ class Status:
     num_steps: int
     num_generated: int
     gen_throughput: float
+    kernels: str = ""  # what computes the model
 
 
 class EngineCore:
-    """One engine: submit requests, read replies.
+    """One engine: submit requests, read output streams.
 
     `run` is the whole tree and belongs to one task; every other method is called on the same loop. When `run`
-    ends, however it ends, every open reply has ended too and the runners are closed. `others` are further
-    copies of the model, which share the requests; `renew` starts one again that has failed.
+    ends, however it ends, every open output has ended too and the runners are closed. Several replicas, copies of
+    the model, share the requests; `start_replica` starts the one with an index again when it has failed.
     """
 
     def __init__(
@@ -66,37 +66,26 @@ class EngineCore:
         plan: Plan,
         facts: ModelFacts,
         tokenizer: Tokenizer | None,
-        schedule: Scheduler,
-        runner: DeviceRunner,
-        *,
-        others: Seq[Replica] = (),
-        renew: Renew | None = None,
+        replicas: Seq[Replica],
+        start_replica: Callable[[int], Awaitable[Replica]] | None = None,
     ) -> None:
         self.plan = plan
         self.facts = facts
         self.tokenizer = tokenizer
-        self.schedule = schedule
         self._state: State = "starting"
-        self._replies: dict[int, OutputStream] = {}
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self._random = random.Random(plan.model.random_seed)
-        self._eos_ids = facts.eos_ids | (tokenizer.eos_ids if tokenizer else frozenset())
-        self._tokenizer_actor = TokenizerActor(tokenizer, admit=self._admit, fail=self._fail)
-        self._detokenizer_actor = DetokenizerActor(
-            tokenizer,
-            self._replies,
-            stop_early=self._stop_early,
-            forget=self._forget,
-            stream_interval=plan.schedule.stream_interval,
+        self._requests = requests = LiveRequests()
+        self._processor = InputProcessor(plan, facts, tokenizer)
+        self._detokenizer = DetokenizerActor(
+            tokenizer, requests, stream_interval=plan.schedule.stream_interval
         )
-        self._fleet = Router(
-            [Replica(plan, schedule, runner), *others],
-            renew,
-            plan.parallel.balance,
-            emit=self._detokenizer_actor.inbox.put,
-            fail=self._fail,
-        )
+        self._scheduler: SchedulerActor | Router
+        if start_replica is None:
+            [replica] = replicas
+            self._scheduler = SchedulerActor.of(replica, requests, self._detokenizer)
+        else:
+            balance = plan.parallel.balance
+            self._scheduler = Router(replicas, start_replica, balance, requests, self._detokenizer)
+        self._tokenizer = TokenizerActor(tokenizer, self._processor, requests, self._scheduler)
 
     # --- life ---
 
@@ -107,217 +96,100 @@ class EngineCore:
         """
         try:
             async with anyio.create_task_group() as actors:
-                actors.start_soon(self._detokenizer_actor.run)
-                actors.start_soon(self._fleet.run)
-                actors.start_soon(self._tokenizer_actor.run)
+                actors.start_soon(self._detokenizer.run)
+                actors.start_soon(self._scheduler.run)
+                actors.start_soon(self._tokenizer.run)
                 self._state = "ready"
                 started()
         except BaseExceptionGroup as group:
             self._state = "failed"
             failure = _failure(group)
-            self._fail_all(failure)
+            self._requests.fail_all(failure)
             raise failure from group
         finally:
             if self._state != "failed":
                 self._state = "closed"
-            self._fail_all(EngineClosed("The engine is shut down."))
+            self._requests.fail_all(EngineClosed("The engine is shut down."))
+            # In tasks of their own: a second cancellation of this one must not leave a runner open.
             with anyio.CancelScope(shield=True):
-                await self._fleet.close()
+                async with anyio.create_task_group() as closing:
+                    for actor in self._scheduler.alive:
+                        closing.start_soon(actor.close)
 
     async def drain(self) -> None:
         """Take no new requests and return when the last one has ended. Cancelled, it stays draining."""
         if self._state == "ready":
             self._state = "draining"
-        await self._idle.wait()
+        await self._requests.wait_idle()
 
     # --- requests ---
 
     def submit(self, request: Request) -> OutputStream:
         """Take a request in.
 
-        Raises `InvalidRequest` or `EngineClosed` at once; what is found later reaches the reply.
+        Raises `InvalidRequest`, `Overloaded` or `EngineClosed` at once; what is found later reaches the output.
         """
         if self._state != "ready":
             raise EngineClosed(f"The engine is {self._state}.")
-        self._check(request)
-        reply = OutputStream(request, self.abort)
-        self._replies[request.id] = reply
-        self._idle.clear()
-        self._tokenizer_actor.inbox.put(request)
-        return reply
+        self._processor.check(request)
+        self._tokenizer.check_room(request)
+        live = self._requests.add(request)
+        self._tokenizer.submit(live)
+        return live.output
 
     def abort(self, request_id: int) -> None:
-        """End a request wherever it is; its reply ends with `Finish("abort")`. Unknown ids are ignored."""
-        reply = self._replies.get(request_id)
-        if reply is not None and not reply.closing:
-            reply.closing = True
-            self._fleet.abort(request_id, Finish("abort", message="Aborted by the user."))
+        """End a request wherever it is; its output ends with `Finish("abort")`. Unknown ids are ignored."""
+        self._requests.abort(request_id)
 
     def abort_label(self, label: str) -> int:
         """Abort every request whose label starts with `label`; returns how many."""
-        return self._abort_where(lambda request: request.label.startswith(label))
+        return self._requests.abort_label(label)
 
     def abort_all(self) -> int:
-        return self._abort_where(lambda request: True)
+        return self._requests.abort_label("")
 
-    def _abort_where(self, wanted: Callable[[Request], bool]) -> int:
-        ids = [reply.request.id for reply in self._replies.values() if wanted(reply.request)]
-        for request_id in ids:
-            self.abort(request_id)
-        return len(ids)
+    # --- the rest ---
 
     def flush_cache(self) -> bool:
-        """Empty the prefix tree. False, and nothing done, while requests are in the engine."""
-        return not self._replies and self._fleet.flush()
+        """Empty the prefix trees. False, and nothing done, while requests are in the engine."""
+        if self._requests:
+            return False
+        flushed = [
+            actor.scheduler.flush() for actor in self._scheduler.alive
+        ]  # all, not up to the first False
+        return all(flushed)
 
     @property
-    def runners(self) -> list[DeviceRunner]:
+    def runners(self) -> list[Runner]:
         """Of the replicas that are alive, for measurements."""
-        return [replica.runner for replica in self._fleet.replicas]
+        return [actor.runner for actor in self._scheduler.alive]
+
+    def check(self) -> None:
+        """Raise `ValueError` unless every page and sequence of every replica is accounted for, exactly."""
+        for actor in self._scheduler.alive:
+            actor.scheduler.check()
 
     def status(self) -> Status:
-        load, progress = self._fleet.load, self._fleet.progress
+        alive = self._scheduler.alive
+        loads = [actor.scheduler.load for actor in alive]
         page_size = self.plan.cache.page_size
+        num_pages = sum(load.num_pages for load in loads)
         return Status(
             state=self._state,
-            num_running=load.num_running,
-            num_waiting=load.num_waiting,
-            num_requests=len(self._replies),
-            num_pages=load.num_pages,
-            num_used_pages=load.num_used_pages,
-            num_cached_pages=load.num_evictable_pages,
+            num_running=sum(load.num_running for load in loads),
+            num_waiting=sum(load.num_waiting for load in loads),
+            num_requests=len(self._requests),
+            num_pages=num_pages,
+            num_used_pages=sum(load.num_used_pages for load in loads),
+            num_cached_pages=sum(load.num_evictable_pages for load in loads),
             page_size=page_size,
-            num_used_tokens=load.num_used_pages * page_size,
-            max_total_tokens=load.num_pages * page_size,
-            num_retracted=load.num_retracted,
-            num_steps=sum(each.num_steps for each in progress),
-            num_generated=sum(each.num_generated for each in progress),
-            gen_throughput=sum(each.gen_throughput for each in progress),
-        )
-
-    # --- between the actors ---
-
-    def _admit(self, request: Request) -> None:
-        """From the tokenizer: ids are known; make the sequences."""
-        reply = self._replies.get(request.id)
-        if reply is None:
-            return
-        if reply.closing:
-            self._end_unscheduled(reply)
-            return
-        try:
-            request = self._fit(request)
-            sequences = self._sequences(request)
-        except PenstockError as error:
-            self._fail(request.id, error)
-            return
-        reply.request = request
-        self._fleet.admit(sequences)
-
-    def _end_unscheduled(self, reply: OutputStream) -> None:
-        request = reply.request
-        finish = Finish("abort", message="Aborted before it was scheduled.")
-        for index in range(request.sampling.n):
-            reply.put(Chunk(index, "", [], finish, Usage(len(request.ids or ()), 0, 0)))
-        self._forget(request.id)
-
-    def _sequences(self, request: Request) -> list[Sequence]:
-        sampling, ids = request.sampling, request.ids or ()
-        stop_ids = frozenset() if sampling.ignore_eos else self._eos_ids | sampling.stop_token_ids
-        context = self.plan.model.context_length
-        new = context if sampling.max_new_tokens is None else sampling.max_new_tokens
-        seed = self._random.getrandbits(64) if sampling.seed is None else sampling.seed
-        return [
-            Sequence(
-                request,
-                index,
-                ids,
-                max_tokens=min(len(ids) + new, context),
-                stop_ids=stop_ids,
-                seed=(seed + index * CHOICE_STRIDE) & SEED_MASK,
-            )
-            for index in range(sampling.n)
-        ]
-
-    def _stop_early(self, request_id: int, index: int) -> None:
-        self._fleet.stop_early(request_id, index)
-
-    def _fail(self, request_id: int, error: PenstockError) -> None:
-        reply = self._replies.get(request_id)
-        if reply is not None:
-            reply.fail(error)
-            self._detokenizer_actor.drop(request_id, reply.request.sampling.n)
-            self._forget(request_id)
-
-    def _forget(self, request_id: int) -> None:
-        self._replies.pop(request_id, None)
-        self._fleet.forget(request_id)
-        if not self._replies:
-            self._idle.set()
-
-    def _fail_all(self, error: EngineFailure) -> None:
-        for request_id in list(self._replies):
-            self._fail(request_id, error)
-
-    # --- checks that need the model's facts ---
-
-    def _check(self, request: Request) -> None:
-        vocab = self.facts.vocab_size
-        if request.text is None and request.ids is None:
-            raise InvalidRequest("Either text or input_ids must be given.", param="text")
-        if request.ids is not None:
-            if not request.ids:
-                raise InvalidRequest("The prompt is empty.", param="input_ids")
-            # Before every id is looked at: a body holds millions, and this is the loop.
-            if not request.truncate and len(request.ids) > self.plan.model.context_length:
-                raise self._too_long(request, len(request.ids))
-            if min(request.ids) < 0 or max(request.ids) >= vocab:
-                raise InvalidRequest(f"Token ids must be in [0, {vocab}).", param="input_ids")
-        sampling = request.sampling
-        named = {"stop_token_ids": sampling.stop_token_ids, "logit_bias": sampling.logit_bias}
-        if request.logprobs is not None:
-            named["token_ids_logprob"] = request.logprobs.token_ids
-        for param, token_ids in named.items():
-            if token_ids and not all(0 <= token_id < vocab for token_id in token_ids):
-                raise InvalidRequest(f"Token ids in {param} must be in [0, {vocab}).", param=param)
-        if self.tokenizer is None and sampling.stop:
-            raise InvalidRequest("Stop strings need a tokenizer; this engine has none.", param="stop")
-
-    def _fit(self, request: Request) -> Request:
-        """The request, cut to the context where it allowed that. Raises `ContextOverflow` otherwise."""
-        context = self.plan.model.context_length
-        ids, sampling = request.ids or (), request.sampling
-        if not ids:
-            raise InvalidRequest("The prompt is empty.", param="text")
-        needs_room = 0 if sampling.max_new_tokens == 0 else 1
-        if len(ids) + needs_room > context:
-            if not request.truncate:
-                raise self._too_long(request, len(ids))
-            ids = ids[: context - needs_room]
-        new = sampling.max_new_tokens
-        if new is not None and len(ids) + new > context:
-            if not request.truncate:
-                raise ContextOverflow(
-                    f"Requested token count exceeds the model's maximum context length of {context} tokens. "
-                    f"You requested a total of {len(ids) + new} tokens: {len(ids)} of input and "
-                    f"{new} of output.",
-                    param="max_new_tokens",
-                )
-            new = context - len(ids)
-            sampling = replace(sampling, max_new_tokens=new, min_new_tokens=min(sampling.min_new_tokens, new))
-        if request.logprobs is not None and request.logprobs.start >= len(ids):
-            raise InvalidRequest(
-                f"logprob_start_len ({request.logprobs.start}) is beyond the prompt's {len(ids)} tokens.",
-                param="logprob_start_len",
-            )
-        return replace(request, ids=ids, sampling=sampling)
-
-    def _too_long(self, request: Request, count: int) -> ContextOverflow:
-        context = self.plan.model.context_length
-        trouble = "is longer than" if count > context else "leaves no room for output in"
-        return ContextOverflow(
-            f"The input ({count} tokens) {trouble} the model's context length ({context} tokens).",
-            param="text" if request.text is not None else "input_ids",
+            num_used_tokens=sum(load.num_used_tokens for load in loads),
+            max_total_tokens=num_pages * page_size,
+            num_retracted=sum(load.num_retracted for load in loads),
+            num_steps=sum(actor.progress.num_steps for actor in alive),
+            num_generated=sum(actor.progress.num_generated for actor in alive),
+            gen_throughput=sum(actor.progress.gen_throughput for actor in alive),
+            kernels=getattr(alive[0].runner, "kernels", "") if alive else "",
         )
 
 
@@ -329,6 +201,3 @@ def _failure(group: BaseExceptionGroup) -> EngineFailure:
         if isinstance(error, EngineFailure):
             return type(error)(error.message)
     return EngineFailure("An actor of the engine died.")
-
-
-__all__ = ["DeviceRunner", "EngineCore", "Status"]

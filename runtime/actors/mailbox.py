@@ -13,7 +13,7 @@ class Mailbox(Generic[Item]):
 
     A plain future wakes the reader (1 to 3 us; a queue per item costs several times that), and the reader
     drains everything per wake, so a busy engine pays for one wake however many items came. Whoever puts is
-    bounded elsewhere: requests by the waiting queue, chunks by the reply's cap.
+    bounded elsewhere: requests by the waiting queue, deltas by the steps, chunks by the output stream's cap.
     """
 
     __slots__ = ("_items", "_waiter")

@@ -1,48 +1,52 @@
-"""The mailbox of one request: chunks in, coalesced while nobody looks; text out, as it comes or whole."""
+"""The output of one request: chunks in, coalesced while nobody reads; read as they come, or whole."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
+from typing import TYPE_CHECKING
 
 from runtime.errors import PenstockError
-from runtime.request import Chunk, Logprobs, Request
+from runtime.request import Chunk, Logprobs
+
+if TYPE_CHECKING:
+    from runtime.actors.live_requests import LiveRequests
 
 Push = Callable[[Chunk], bool]
-MAX_UNREAD_CHARS = 4 * 1024 * 1024  # of a stream whose reader does not keep up; then the request is aborted
+MAX_UNREAD_BYTES = 16 * 1024 * 1024  # of a stream whose reader does not keep up; then the request is aborted
+ID_BYTES = 32  # of a Python integer in a list
+LOGPROB_BYTES = 96  # of a pair of a float and an integer
 
 
 class OutputStream:
-    """What a door holds after submitting a request. All n choices arrive here, told apart by `Chunk.index`.
+    """What a handler holds after submitting a request. All n choices arrive here, told apart by `Chunk.index`.
 
     Read it with `chunks` (streaming) or `whole` (all at once), by one reader. Leaving the iteration, or
     `close`, before the end aborts the request and gives its pages back.
     """
 
     __slots__ = (
-        "_abort",
-        "_broken",
         "_error",
         "_num_open",
         "_push",
+        "_push_error",
+        "_requests",
         "_unread",
-        "_unread_chars",
+        "_unread_bytes",
         "_waiter",
         "_whole",
-        "closing",
-        "request",
+        "request_id",
     )
 
-    def __init__(self, request: Request, abort: Callable[[int], None]) -> None:
-        self.request = request
-        self.closing = False  # an abort was asked for
-        self._abort = abort
-        self._num_open = request.sampling.n
+    def __init__(self, request_id: int, num_choices: int, requests: LiveRequests) -> None:
+        self.request_id = request_id
+        self._requests = requests
+        self._num_open = num_choices
         self._unread: dict[int, _Coalesced] = {}
-        self._unread_chars = 0
+        self._unread_bytes = 0
         self._error: PenstockError | None = None
         self._push: Push | None = None
-        self._broken: Exception | None = None  # what a push raised
+        self._push_error: Exception | None = None  # what a push raised
         self._waiter: asyncio.Future[None] | None = None
         self._whole = False
 
@@ -51,7 +55,7 @@ class OutputStream:
         """Whether every choice has ended (there may still be something to read)."""
         return self._num_open == 0 or self._error is not None
 
-    # --- the writing side: the detokenizer and the core ---
+    # --- the writing side: the detokenizer and the table of live requests ---
 
     def put(self, chunk: Chunk) -> None:
         """Add a chunk; merges with what the reader has not taken yet, and wakes it."""
@@ -71,21 +75,25 @@ class OutputStream:
             if self._num_open == 0:
                 self._wake()
             return
-        self._unread_chars += len(chunk.text)
-        if self._unread_chars > MAX_UNREAD_CHARS:
-            self._abort(self.request.id)
+        self._unread_bytes += len(chunk.text) + ID_BYTES * len(chunk.ids)
+        if chunk.logprobs is not None:
+            self._unread_bytes += _num_bytes(chunk.logprobs)
+        if chunk.prompt_logprobs is not None:
+            self._unread_bytes += _num_bytes(chunk.prompt_logprobs)
+        if self._unread_bytes > MAX_UNREAD_BYTES:
+            self._requests.abort(self.request_id)
         self._wake()
 
     def _pushed(self, push: Push, chunk: Chunk) -> bool:
         try:
             return push(chunk)
         except Exception as error:  # the reader's, on the writer's turn: it must not end the writer
-            self._broken = error
+            self._push_error = error
             self._wake()
             return True
 
     def fail(self, error: PenstockError) -> None:
-        """End the reply with an error, which the reader gets instead of what it has not read."""
+        """End the output with an error, which the reader gets instead of what it has not read."""
         if not self.finished:
             self._error = error
             self._wake()
@@ -97,7 +105,7 @@ class OutputStream:
             if not waiter.done():
                 waiter.set_result(None)
 
-    # --- the reading side: a door ---
+    # --- the reading side: a handler ---
 
     async def chunks(self, push: Push | None = None) -> AsyncGenerator[list[Chunk], None]:
         """Everything that arrived since the last look, at most one chunk per choice, until the last one ends.
@@ -113,8 +121,8 @@ class OutputStream:
                     await self._wait()
                 if self._error is not None:
                     raise self._error
-                if self._broken is not None:
-                    raise self._broken
+                if self._push_error is not None:
+                    raise self._push_error
                 if self._unread:
                     yield self._take()
                 if self._num_open == 0 and not self._unread:
@@ -137,8 +145,8 @@ class OutputStream:
 
     def close(self) -> None:
         """The caller is gone: abort what is unfinished. Does nothing the second time."""
-        if not self.finished and not self.closing:
-            self._abort(self.request.id)
+        if not self.finished:
+            self._requests.abort(self.request_id)
 
     async def _wait(self) -> None:
         self._waiter = asyncio.get_running_loop().create_future()
@@ -149,7 +157,7 @@ class OutputStream:
 
     def _take(self) -> list[Chunk]:
         unread, self._unread = self._unread, {}
-        self._unread_chars = 0
+        self._unread_bytes = 0
         return [coalesced.chunk() for coalesced in unread.values()]
 
 
@@ -197,3 +205,11 @@ def join_logprobs(parts: list[Logprobs]) -> Logprobs | None:
         joined.top.extend(part.top)
         joined.picked.extend(part.picked)
     return joined
+
+
+def _num_bytes(logprobs: Logprobs) -> int:
+    """About what they take in memory."""
+    pairs = len(logprobs.chosen)
+    pairs += sum(len(others) for others in logprobs.top if others is not None)
+    pairs += sum(len(others) for others in logprobs.picked if others is not None)
+    return LOGPROB_BYTES * pairs

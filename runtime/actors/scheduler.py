@@ -1,4 +1,4 @@
-"""The scheduler actor: the step loop. The rules are in `runtime.scheduler`; this is the shell around them."""
+"""The scheduler actor: the step loop of one replica. The rules are in `runtime.scheduler`; this is the shell."""
 
 from __future__ import annotations
 
@@ -6,105 +6,144 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
+import anyio
+import anyio.to_thread
+
+from runtime.actors.adapted_runner import AdaptedRunner
 from runtime.actors.mailbox import Mailbox
-from runtime.batch import Batch, Tokens
+from runtime.batch import Batch, Runner, StepOutput
 from runtime.config.plan import SchedulePlan
-from runtime.errors import OutOfMemory, PenstockError, StepFailed, WorkerFailed
-from runtime.request import Delta, Finish
+from runtime.errors import EngineFailure, OutOfMemory, PenstockError, StepFailed, WorkerFailed
+from runtime.request import Delta
 from runtime.scheduler.scheduler import Scheduler
-from runtime.sequence import Sequence
+
+if TYPE_CHECKING:
+    from runtime.actors.detokenizer import DetokenizerActor
+    from runtime.actors.live_requests import LiveRequest, LiveRequests
+    from runtime.actors.replica import Replica
 
 logger = logging.getLogger("penstock.scheduler")
 
-# Of the loop, from a request's bytes to this inbox: the door's, the tokenizer's, and one to spare.
+# Of the loop, from a request's bytes to this inbox: the handler's, the tokenizer's, and one to spare.
 ARRIVAL_TURNS = 3
 MAX_ARRIVAL_TURNS = 50  # however many keep coming
+WATCHDOG_PERIOD_S = 1.0
+CLOSE_TIMEOUT_S = 30.0
 
+STEP_FAILED = "The forward pass failed; the request is lost."
 NO_MEMORY = "The device ran out of memory; this request came last and was given up for the others."
 
 
-class Step(Protocol):
-    """A launched batch."""
-
-    async def tokens(self) -> Tokens:
-        """Its tokens, when they are on the host. Raises what the forward raised."""
-        ...
-
-
-class Runner(Protocol):
-    """Runs batches in order, beside the loop."""
-
-    def launch(self, batch: Batch) -> Step:
-        """Enqueue the batch; returns at once."""
-        ...
-
-
 class Admit(NamedTuple):
-    """New sequences of one request."""
+    """A new request with its sequences."""
 
-    sequences: list[Sequence]
+    live: LiveRequest
 
 
 class Abort(NamedTuple):
-    """End a request wherever it is; its reply gets a last chunk with `finish`."""
+    """End all choices of a request; each gets a last delta."""
 
-    request_id: int
-    finish: Finish
+    live: LiveRequest
 
 
-class StopEarly(NamedTuple):
-    """The detokenizer ended a choice; nothing more is to be sent for it."""
+class EndChoice(NamedTuple):
+    """The text of a choice ended it; nothing more is to be sent for it."""
 
-    request_id: int
+    live: LiveRequest
     index: int
 
 
 class SchedulerActor:
-    """Fill, launch, apply, for ever.
+    """Fill, launch, apply, for ever. Owns a replica's scheduler and its runner.
 
-    With overlap, step n+1 is filled and launched before the tokens of step n are known. `emit` takes each
-    step's deltas; `fail` takes a request id and the error for its sender.
+    With overlap, step n+1 is filled and launched before the tokens of step n are known. Each step's deltas go to the
+    detokenizer.
     """
 
     def __init__(
         self,
-        schedule: Scheduler,
+        scheduler: Scheduler,
         runner: Runner,
         plan: SchedulePlan,
-        *,
-        page_size: int,
-        emit: Callable[[list[Delta]], None],
-        fail: Callable[[int, PenstockError], None],
+        requests: LiveRequests,
+        detokenizer: DetokenizerActor,
     ) -> None:
-        self.inbox: Mailbox[Admit | Abort | StopEarly] = Mailbox()
-        self.schedule = schedule
-        self.progress = Progress(plan.log_interval_steps, page_size)
-        self._runner = runner
+        self.scheduler = scheduler
+        self.runner = runner
+        self._adapted: Runner = AdaptedRunner(runner)
+        self.progress = Progress(scheduler, plan.log_interval_steps)
         # Steps in flight while the next one is filled: for overlap one, in a pipeline one for each stage.
         self._depth = plan.micro_batches - 1 if plan.micro_batches > 1 else int(plan.overlap)
-        self._emit = emit
-        self._fail = fail
-        self._in_flight: deque[tuple[Batch, Step]] = deque()
+        self._watchdog_timeout_s = plan.watchdog_timeout_s
+        self._requests = requests
+        self._detokenizer = detokenizer
+        self._inbox: Mailbox[Admit | Abort | EndChoice] = Mailbox()
+        self._num_arriving = 0  # choices in the inbox
+        self._in_flight: deque[tuple[Batch, asyncio.Future[StepOutput]]] = deque()
+
+    @classmethod
+    def of(cls, replica: Replica, requests: LiveRequests, detokenizer: DetokenizerActor) -> SchedulerActor:
+        """The actor of a replica."""
+        return cls(replica.schedule, replica.runner, replica.plan.schedule, requests, detokenizer)
+
+    # --- messages ---
+
+    def admit(self, live: LiveRequest) -> None:
+        """Compute a request from now on."""
+        live.scheduler = self
+        self._num_arriving += len(live.sequences)
+        self._inbox.put(Admit(live))
+
+    def abort(self, live: LiveRequest) -> None:
+        """End the request, as its `aborting` says."""
+        self._inbox.put(Abort(live))
+
+    def end_choice(self, live: LiveRequest, index: int) -> None:
+        """End the choice with this index without another delta."""
+        self._inbox.put(EndChoice(live, index))
 
     @property
-    def busy_since(self) -> float | None:
-        """When the oldest step in flight began to be waited for (time.monotonic); None while idle."""
-        return self.progress.last_step_s if self._in_flight else None
+    def room(self) -> int:
+        """How many more choices the queue takes, those under way to it deducted."""
+        return self.scheduler.room - self._num_arriving
+
+    @property
+    def alive(self) -> list[SchedulerActor]:
+        """As of a router: this one."""
+        return [self]
+
+    # --- life ---
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Until cancelled. Raises `EngineFailure` when nothing can be computed any more, or a step hangs."""
+        try:
+            async with anyio.create_task_group() as parts:
+                parts.start_soon(self._run_steps)
+                parts.start_soon(self.runner.watch)
+                parts.start_soon(self._watch_steps)
+        except ExceptionGroup as group:
+            failures = [error for error in group.exceptions if isinstance(error, EngineFailure)]
+            if len(failures) < len(group.exceptions):  # a mistake of ours: the engine must not go on
+                raise
+            raise failures[0] from failures[0].__cause__
+
+    async def close(self) -> None:
+        """Close the runner. A device that hangs is left behind: its thread is a daemon."""
+        with anyio.move_on_after(CLOSE_TIMEOUT_S, shield=True):
+            await anyio.to_thread.run_sync(self.runner.close, abandon_on_cancel=True)
+
+    async def _run_steps(self) -> None:
         while True:
             self._receive()
-            batch = self.schedule.fill()
+            batch = self.scheduler.fill()
             if batch is not None:
                 self._launch(batch)
             if self._in_flight and (batch is None or len(self._in_flight) > self._depth):
-                await self._complete()
+                await self._finish_oldest()
             elif batch is None:
-                await self.inbox.wait()
+                await self._inbox.wait()
                 await self._gather()
 
     async def _gather(self) -> None:
@@ -115,125 +154,140 @@ class SchedulerActor:
         """
         num_before, num_quiet = 0, 0
         for _ in range(MAX_ARRIVAL_TURNS):
-            num_quiet = num_quiet + 1 if len(self.inbox) == num_before else 0
+            num_quiet = num_quiet + 1 if len(self._inbox) == num_before else 0
             if num_quiet == ARRIVAL_TURNS:
                 return
-            num_before = len(self.inbox)
+            num_before = len(self._inbox)
             await asyncio.sleep(0)
+
+    async def _watch_steps(self) -> None:
+        """Raise `EngineFailure` when a step has not come back for too long: callers must not wait for ever."""
+        timeout_s = self._watchdog_timeout_s
+        while timeout_s > 0:
+            await anyio.sleep(min(WATCHDOG_PERIOD_S, timeout_s / 2))
+            if self._in_flight and time.monotonic() - self.progress.last_step_s > timeout_s:
+                logger.critical("no step came back for %.0f s (--watchdog-timeout)", timeout_s)
+                raise EngineFailure("The engine hangs: a step did not come back.")
+
+    # --- steps ---
 
     def _launch(self, batch: Batch) -> None:
         if not self._in_flight:
             self.progress.last_step_s = time.monotonic()
-        self._in_flight.append((batch, self._runner.launch(batch)))
-        self.progress.note_launch(self.schedule)
+        self._in_flight.append((batch, self._adapted.launch(batch)))
+        self.progress.note_launch(batch)
 
-    async def _complete(self) -> None:
-        batch, step = self._in_flight[0]
+    async def _finish_oldest(self) -> None:
+        batch, future = self._in_flight[0]
         try:
-            tokens = await step.tokens()
+            output = await self._output(future)
         except WorkerFailed:  # nothing can be computed any more: the owner decides
             raise
         except Exception as error:  # the step boundary: whatever the forward raised costs only its requests
             await self._recover(error)
             return
         self._in_flight.popleft()
-        deltas = self.schedule.apply(batch, tokens)
+        deltas = self.scheduler.apply(batch, output)
         if deltas:
-            self._emit(deltas)
-        self.progress.note_applied(self.schedule, len(batch.sequences))
+            self._detokenizer.inbox.put(deltas)
+        self.progress.note_applied(batch, deltas)
+
+    async def _output(self, future: asyncio.Future[StepOutput]) -> StepOutput:
+        """The result of the oldest step in flight. Gives the loop a turn; cancelled, the step goes on."""
+        self._adapted.finish_oldest()
+        if future.done():
+            await asyncio.sleep(0)
+            return future.result()
+        return await asyncio.shield(future)
 
     async def _recover(self, error: Exception) -> None:
-        """A step failed: what was in flight is lost, the ledger is as new, everything else goes on.
+        """A step failed: what was in flight is lost, the pages are as new, everything else goes on.
 
         For want of memory only its newest request is given up; the others are computed again.
         """
         logger.error("a step failed", exc_info=error)
-        for _, step in list(self._in_flight)[1:]:
+        for _, future in list(self._in_flight)[1:]:
             try:
-                await step.tokens()
+                await self._output(future)
             except Exception as another:  # they ran behind a failed step; their outcome does not matter
                 logger.error("a step behind it failed too: %s", another)
         batches = [batch for batch, _ in self._in_flight]
         self._in_flight.clear()
         if isinstance(error, OutOfMemory):
-            lost, told = self.schedule.give_up_newest(batches), OutOfMemory(NO_MEMORY)
+            lost, reason = self.scheduler.give_up_newest(batches), OutOfMemory(NO_MEMORY)
         else:
-            lost, told = (
-                self.schedule.fail(batches),
-                StepFailed("The forward pass failed; the request is lost."),
-            )
+            lost, reason = self.scheduler.fail(batches), StepFailed(STEP_FAILED)
         for request_id in lost:
-            self._fail(request_id, told)
+            self._requests.fail(request_id, reason)
 
     def _receive(self) -> None:
-        for message in self.inbox.take():
+        for message in self._inbox.take():
+            live = message.live
             if isinstance(message, Admit):
-                self._admit(message.sequences)
-            elif isinstance(message, Abort):
-                deltas = self.schedule.abort(message.request_id, message.finish)
+                self._num_arriving -= len(live.sequences)
+                try:
+                    self.scheduler.add(*live.sequences)
+                except PenstockError as error:
+                    self._requests.fail(live.request.id, error)
+            elif isinstance(message, EndChoice):
+                self.scheduler.end(live.sequences[message.index])
+            elif live.aborting is not None:
+                deltas = self.scheduler.abort(live.sequences, live.aborting)
                 if deltas:
-                    self._emit(deltas)
-            else:
-                self.schedule.finish_early(message.request_id, message.index)
-
-    def _admit(self, sequences: list[Sequence]) -> None:
-        try:
-            self.schedule.add(*sequences)
-        except PenstockError as error:
-            self._fail(sequences[0].request.id, error)
+                    self._detokenizer.inbox.put(deltas)
 
 
 class Progress:
     """What the logs and the watchdog want to know about the steps."""
 
-    def __init__(self, log_interval_steps: int, page_size: int) -> None:
+    def __init__(self, scheduler: Scheduler, log_interval_steps: int) -> None:
         self.num_steps = 0
-        self.num_generated = 0
+        self.num_generated = 0  # tokens of all outputs
         self.gen_throughput = 0.0  # tokens per second over the last log interval
         self.last_step_s = time.monotonic()
+        self._scheduler = scheduler
         self._interval = log_interval_steps
-        self._page_size = page_size
-        self._mark_s = time.monotonic()
-        self._mark_generated = 0
+        self._interval_began_s = time.monotonic()
+        self._num_generated_before = 0  # at the beginning of the interval
         self._num_decode_steps = 0
 
-    def note_launch(self, schedule: Scheduler) -> None:
-        """After every fill and launch."""
-        fill = schedule.last_fill
-        if fill.num_prompt_tokens and logger.isEnabledFor(logging.INFO):
-            load = schedule.load
+    def note_launch(self, batch: Batch) -> None:
+        """After every launch."""
+        stats = batch.stats
+        if stats.num_prompt_tokens and logger.isEnabledFor(logging.INFO):
+            load = self._scheduler.load
             logger.info(
                 "Prefill batch. #new-seq: %d, #new-token: %d, #cached-token: %d, token usage: %.2f, "
                 "#running-req: %d, #queue-req: %d, ",
-                fill.num_new,
-                fill.num_prompt_tokens,
-                fill.num_cached_tokens,
+                stats.num_new,
+                stats.num_prompt_tokens,
+                stats.num_cached_tokens,
                 load.token_usage,
                 load.num_running,
                 load.num_waiting,
             )
 
-    def note_applied(self, schedule: Scheduler, num_tokens: int) -> None:
-        """After every applied step, which yielded about `num_tokens` tokens."""
+    def note_applied(self, batch: Batch, deltas: list[Delta]) -> None:
+        """After every applied step, with what it added to the outputs."""
         self.num_steps += 1
-        self.num_generated += num_tokens
+        self.num_generated += sum([len(delta.ids) for delta in deltas])
         self.last_step_s = time.monotonic()
-        if schedule.last_fill.num_prompt_tokens:
+        if batch.stats.num_prompt_tokens:
             return
         self._num_decode_steps += 1
         if self._num_decode_steps % self._interval == 0:
-            self._log_decode(schedule)
+            self._log_decode()
 
-    def _log_decode(self, schedule: Scheduler) -> None:
-        seconds = self.last_step_s - self._mark_s
-        self.gen_throughput = (self.num_generated - self._mark_generated) / max(seconds, 1e-9)
-        self._mark_s, self._mark_generated = self.last_step_s, self.num_generated
-        load = schedule.load
+    def _log_decode(self) -> None:
+        seconds = self.last_step_s - self._interval_began_s
+        self.gen_throughput = (self.num_generated - self._num_generated_before) / max(seconds, 1e-9)
+        self._interval_began_s, self._num_generated_before = self.last_step_s, self.num_generated
+        load = self._scheduler.load
         logger.info(
             "Decode batch. #running-req: %d, #token: %d, token usage: %.2f, "
             "gen throughput (token/s): %.2f, #queue-req: %d, ",
             load.num_running,
-            load.num_used_pages * self._page_size,
+            load.num_used_tokens,
             load.token_usage,
             self.gen_throughput,
             load.num_waiting,

@@ -1,87 +1,115 @@
-"""The tokenizer actor: text to ids, batched, off the loop when it is long."""
+"""The tokenizer actor: text to ids, batched, off the loop when it is long; then to the scheduler."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import anyio
 import anyio.to_thread
 
+from runtime.actors.input_processor import InputProcessor
+from runtime.actors.live_requests import LiveRequest, LiveRequests
 from runtime.actors.mailbox import Mailbox
-from runtime.errors import EngineFailure, InvalidRequest, PenstockError
+from runtime.errors import EngineFailure, InvalidRequest, Overloaded, PenstockError
 from runtime.request import Request
 from runtime.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from runtime.actors.router import Router
+    from runtime.actors.scheduler import SchedulerActor
 
 logger = logging.getLogger("penstock.tokenizer")
 
 INLINE_CHARS = 2048  # about 0.5 ms of encoding; a thread's round trip costs as much
 ENCODER_THREADS = 2
+MAX_WAITING_CHARS = 256 * 1024 * 1024  # about a minute of encoding
 
 
 class TokenizerActor:
-    """Reads requests with text or ids from `inbox`; hands them on with ids, or fails them.
-
-    `admit` takes a request whose ids are known; `fail` takes a request id and the error for its sender.
-    """
+    """Finds the ids of new requests, makes their sequences and has them scheduled, or fails them."""
 
     def __init__(
         self,
         tokenizer: Tokenizer | None,
-        *,
-        admit: Callable[[Request], None],
-        fail: Callable[[int, PenstockError], None],
+        processor: InputProcessor,
+        requests: LiveRequests,
+        scheduler: SchedulerActor | Router,
     ) -> None:
-        self.inbox: Mailbox[Request] = Mailbox()
         self._tokenizer = tokenizer
-        self._admit = admit
-        self._fail = fail
+        self._processor = processor
+        self._requests = requests
+        self._scheduler = scheduler
+        self._inbox: Mailbox[LiveRequest] = Mailbox()
+        self._num_waiting = 0  # choices of requests that are not handed on yet
+        self._num_waiting_chars = 0
+
+    def check_room(self, request: Request) -> None:
+        """Raise `Overloaded` where those that wait to be tokenized will already fill the scheduler's queue."""
+        if self._num_waiting >= self._scheduler.room:
+            raise Overloaded("The request queue is full.")
+        if self._num_waiting_chars and self._num_waiting_chars + _num_chars(request) > MAX_WAITING_CHARS:
+            raise Overloaded("Too much text is waiting to be tokenized.")
+
+    def submit(self, live: LiveRequest) -> None:
+        """Take a request of which the text or the ids are known."""
+        self._num_waiting += live.request.sampling.n
+        self._num_waiting_chars += _num_chars(live.request)
+        self._inbox.put(live)
 
     async def run(self) -> None:
         """Until cancelled."""
         limiter = anyio.CapacityLimiter(ENCODER_THREADS)
         async with anyio.create_task_group() as tasks:
             while True:
-                short: list[Request] = []
-                for request in await self.inbox.take_all():
-                    if request.ids is not None:
-                        self._admit(request)
-                    elif len(request.text or "") <= INLINE_CHARS:
-                        short.append(request)
+                short: list[LiveRequest] = []
+                for live in await self._inbox.take_all():
+                    if live.request.ids is not None:
+                        self._hand_on(live, live.request.ids)
+                    elif _num_chars(live.request) <= INLINE_CHARS:
+                        short.append(live)
                     else:
-                        tasks.start_soon(self._encode_apart, request, limiter)
+                        tasks.start_soon(self._encode_on_thread, live, limiter)
                 for start in range(0, len(short), 8):  # some milliseconds of work at most between awaits
-                    self._finish(short[start : start + 8])
+                    for live in short[start : start + 8]:
+                        self._hand_on(live, self._encode(live.request))
                     await anyio.lowlevel.checkpoint()
 
-    def _finish(self, requests: list[Request]) -> None:
-        for request in requests:
-            try:
-                ids = self._encode(request)
-            except PenstockError as error:
-                self._fail(request.id, error)
-            else:
-                self._admit(replace(request, ids=ids))
+    async def _encode_on_thread(self, live: LiveRequest, limiter: anyio.CapacityLimiter) -> None:
+        self._hand_on(live, await anyio.to_thread.run_sync(self._encode, live.request, limiter=limiter))
 
-    async def _encode_apart(self, request: Request, limiter: anyio.CapacityLimiter) -> None:
-        try:
-            ids = await anyio.to_thread.run_sync(self._encode, request, limiter=limiter)
-        except PenstockError as error:
-            self._fail(request.id, error)
-        else:
-            self._admit(replace(request, ids=ids))
-
-    def _encode(self, request: Request) -> tuple[int, ...]:
+    def _encode(self, request: Request) -> tuple[int, ...] | PenstockError:
+        """The ids of the text, all of them in the vocabulary; or what is wrong with it."""
         if self._tokenizer is None:
-            raise InvalidRequest("This engine has no tokenizer: send input_ids.", param="text")
+            return InvalidRequest("This engine has no tokenizer: send input_ids.", param="text")
         try:
             [ids] = self._tokenizer.encode_batch(
                 [request.text or ""], add_special_tokens=request.add_special_tokens
             )
-        except PenstockError:
-            raise
-        except Exception as error:  # a foreign library on a client's text: this request's border
+            self._processor.check_ids(ids)
+        except PenstockError as error:
+            return error
+        except Exception:  # a foreign library on a client's text: this request's border
             logger.exception("encoding request %s failed", request.label)
-            raise EngineFailure("The prompt could not be encoded.") from error
+            return EngineFailure("The prompt could not be encoded.")
         return tuple(ids)
+
+    def _hand_on(self, live: LiveRequest, found: tuple[int, ...] | PenstockError) -> None:
+        """Have a request scheduled, or fail it."""
+        request = live.request
+        self._num_waiting -= request.sampling.n
+        self._num_waiting_chars -= _num_chars(request)
+        if live.output.finished:  # aborted meanwhile
+            return
+        try:
+            if isinstance(found, PenstockError):
+                raise found
+            live.request, live.sequences = self._processor.prepare(request, found)
+        except PenstockError as error:
+            self._requests.fail(request.id, error)
+        else:
+            self._scheduler.admit(live)
+
+
+def _num_chars(request: Request) -> int:
+    return len(request.text or "")

@@ -27,12 +27,12 @@ from runtime.batch import Batch, Tokens
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import Plan
 from runtime.config.resolve.graphs import within
-from runtime.config.resolve.memory import StepMemory
 from runtime.distributed.message import encode, encode_batch
 from runtime.distributed.rendezvous import TOKEN_VARIABLE, Gate, fingerprint, listen
 from runtime.distributed.spawn import Worker, gather_all, tell_all
 from runtime.errors import ConfigurationError, WorkerFailed
 from runtime.kv_cache.pools import KVPool
+from runtime.kv_cache.sizing import StepMemory
 from runtime.models.decoder import Decoder
 from runtime.worker.compiled import CompiledForward
 from runtime.worker.cpu_graph import CpuGraph
@@ -174,7 +174,7 @@ class Crew:
             forward.compile(device)
         if not graphs.sizes:
             if not device.is_host:
-                logger.info("No CUDA graphs are captured: %s.", plan.because.get("graphs.sizes", ""))
+                logger.info("No CUDA graphs are captured: %s.", graphs.reasons.get("sizes", ""))
             return forward, None
         captured = CudaGraphRunner(
             forward,

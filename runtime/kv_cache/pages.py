@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class PagePool:
-    """Hands out page ids 0 .. total - 1 and takes them back; knows nothing of who holds them."""
+    """Allocates page ids 0 .. total - 1; knows nothing of who holds them."""
 
     __slots__ = ("_free", "total")
 
@@ -18,7 +18,7 @@ class PagePool:
     def num_free(self) -> int:
         return len(self._free)
 
-    def take(self, count: int) -> list[int]:
+    def allocate(self, count: int) -> list[int]:
         """Remove `count` pages from the free list; raises `ValueError`, taking none, when there are fewer."""
         free = self._free
         if count > len(free):
@@ -29,8 +29,8 @@ class PagePool:
         del free[-count:]
         return pages
 
-    def give(self, pages: list[int]) -> None:
-        """Return pages that were taken before; nobody may refer to them in a batch filled from now on."""
+    def free(self, pages: list[int]) -> None:
+        """Return allocated pages; nobody may refer to them in a batch filled from now on."""
         self._free += pages
 
     def reset(self) -> None:

@@ -1,11 +1,11 @@
-"""The pages of all sequences: the free list and the prefix tree behind one ledger.
+"""The pages of all sequences: the free list and the prefix tree behind one interface.
 
 Every page is free, or held by exactly one sequence alone, or owned by the tree and shared. A sequence's page
-list begins with tree pages (`num_shared` tokens of it, locked through `lock`) and continues with its own.
+list begins with tree pages (`num_shared` tokens of it, locked through `locked_node`) and continues with its own.
 
 Why pages may change hands while steps are in flight: steps run one after the other, in the order in which
 their batches were filled, and each batch carries its own copy of the page table.
-- A page that is given back may still be written or read by steps already launched. Whoever gets it next
+- A page that is freed may still be written or read by steps already launched. Whoever gets it next
   writes it in a batch filled later, hence after them, and reads only what it wrote itself.
 - A page enters the tree when the step that writes it has been filled, so any batch that finds it there runs
   in the same step (all KV of a step is stored before any row attends) or later.
@@ -27,14 +27,14 @@ from runtime.sequence import Sequence
 
 
 class Duplicates(NamedTuple):
-    """Pages that a sequence no longer needs because the tree has the same tokens; still to be given back."""
+    """Pages that a sequence no longer needs because the tree has the same tokens; still to be freed."""
 
     first: int  # index in the sequence's page list, which already names the tree's pages
     pages: list[int]
 
 
 class PrefixCache:
-    """Holds, shares and returns the pages of sequences. Without `enabled` nothing is shared or kept."""
+    """Allocates, shares and frees the pages of sequences. Without `enabled` nothing is shared or kept."""
 
     def __init__(self, num_pages: int, page_size: int, *, enabled: bool = True) -> None:
         if page_size < 1:
@@ -65,7 +65,7 @@ class PrefixCache:
 
     @property
     def num_available(self) -> int:
-        """Pages that `take` can hand out."""
+        """Pages that `allocate` can hand out."""
         return self._pool.num_free + self._tree.num_evictable
 
     @property
@@ -73,38 +73,38 @@ class PrefixCache:
         """Pages that running sequences hold."""
         return self._pool.total - self.num_available
 
-    def measure(self, sequence: Sequence) -> int:
+    def match_length(self, sequence: Sequence) -> int:
         """How many of the sequence's tokens would be found; changes nothing."""
-        return self._tree.measure(sequence.ids, reusable_tokens(sequence), sequence.namespace)
+        return self._tree.match_length(sequence.ids, reusable_tokens(sequence), sequence.namespace)
 
     def path(self, sequence: Sequence) -> list[Node]:
         """The nodes of the tree along which the sequence's tokens would be found; changes nothing."""
         return self._tree.path(sequence.ids, reusable_tokens(sequence), sequence.namespace)
 
-    def hold(self, sequence: Sequence) -> None:
-        """Give a sequence without pages the longest known prefix of its ids, to share."""
+    def lock(self, sequence: Sequence) -> None:
+        """Give a sequence without pages the longest known prefix of its ids, and lock it in the tree."""
         if not self.enabled:
             return
-        node, pages = self._tree.hold(sequence.ids, reusable_tokens(sequence), sequence.namespace)
-        sequence.lock = node
+        node, pages = self._tree.lock(sequence.ids, reusable_tokens(sequence), sequence.namespace)
+        sequence.locked_node = node
         sequence.pages = pages
         sequence.num_computed = sequence.num_shared = len(pages) * self.page_size
 
-    def take(self, count: int) -> list[int]:
-        """Hand out pages, emptying the tree from its least recently used end when too few are free.
+    def allocate(self, count: int) -> list[int]:
+        """Pages for the caller alone, emptying the tree from its least recently used end when too few are free.
 
         Raises `ValueError` when `count` exceeds `num_available`.
         """
         missing = count - self._pool.num_free
         if missing > 0:
-            self._pool.give(self._tree.evict(missing))
-        return self._pool.take(count)
+            self._pool.free(self._tree.evict(missing))
+        return self._pool.allocate(count)
 
-    def give(self, pages: list[int]) -> None:
+    def free(self, pages: list[int]) -> None:
         """Return pages that no sequence lists any more."""
-        self._pool.give(pages)
+        self._pool.free(pages)
 
-    def share(self, sequence: Sequence) -> Duplicates | None:
+    def insert(self, sequence: Sequence) -> Duplicates | None:
         """Enter the known and computed whole pages of a sequence into the tree, to be found at once."""
         if not self.enabled:
             return None
@@ -115,7 +115,7 @@ class PrefixCache:
             return None
         first, last = shared // size, end // size
         own = sequence.pages[first:last]
-        sequence.lock, known = self._tree.extend(sequence.lock, sequence.ids[shared:end], own)
+        sequence.locked_node, known = self._tree.insert(sequence.locked_node, sequence.ids[shared:end], own)
         sequence.num_shared = end
         if not known:
             return None
@@ -125,24 +125,24 @@ class PrefixCache:
     def release(self, sequence: Sequence, *, keep: bool = True) -> None:
         """Take all pages from a sequence; with `keep`, what it computed can be found while there is room."""
         if keep:
-            duplicates = self.share(sequence)
+            duplicates = self.insert(sequence)
             if duplicates is not None:
-                self._pool.give(duplicates.pages)
-        self._pool.give(sequence.pages[sequence.num_shared // self.page_size :])
-        if sequence.lock is not None:
-            self._tree.release(sequence.lock)
+                self._pool.free(duplicates.pages)
+        self._pool.free(sequence.pages[sequence.num_shared // self.page_size :])
+        if sequence.locked_node is not None:
+            self._tree.unlock(sequence.locked_node)
         _forget_pages(sequence)
 
     def discard(self, sequence: Sequence) -> None:
         """Take all pages from a sequence with untrusted KV, out of the tree too where nobody shares them."""
-        self._pool.give(sequence.pages[sequence.num_shared // self.page_size :])
-        if sequence.lock is not None:
-            self._pool.give(self._tree.forget(sequence.lock))
+        self._pool.free(sequence.pages[sequence.num_shared // self.page_size :])
+        if sequence.locked_node is not None:
+            self._pool.free(self._tree.remove(sequence.locked_node))
         _forget_pages(sequence)
 
     def empty(self) -> None:
         """Forget every prefix that no running sequence holds."""
-        self._pool.give(self._tree.evict(self._tree.num_evictable))
+        self._pool.free(self._tree.evict(self._tree.num_evictable))
 
     def reset(self, sequences: Iterable[Sequence]) -> None:
         """Forget everything, whatever the state; `sequences` are all that may hold pages, and lose them."""
@@ -158,9 +158,9 @@ class PrefixCache:
         for sequence in sequences:
             first = sequence.num_shared // self.page_size
             own += sequence.pages[first:]
-            if sequence.lock is not None:
-                holders.append(sequence.lock)
-                if path_pages(sequence.lock) != sequence.pages[:first]:
+            if sequence.locked_node is not None:
+                holders.append(sequence.locked_node)
+                if path_pages(sequence.locked_node) != sequence.pages[:first]:
                     raise ValueError(f"{sequence!r} does not list the pages that it shares.")
             elif first:
                 raise ValueError(f"{sequence!r} shares pages without a lock.")
@@ -181,5 +181,5 @@ def reusable_tokens(sequence: Sequence) -> int:
 
 def _forget_pages(sequence: Sequence) -> None:
     sequence.pages = []
-    sequence.lock = None
+    sequence.locked_node = None
     sequence.num_shared = sequence.num_computed = 0

@@ -47,7 +47,7 @@ class RadixTree:
             tuple[int, int, Node]
         ] = []  # heap of (last used, tie, node); stale entries are skipped
 
-    def measure(self, ids: list[int], limit: int, namespace: Hashable = None) -> int:
+    def match_length(self, ids: list[int], limit: int, namespace: Hashable = None) -> int:
         """How many of the first `limit` tokens are in the tree; changes nothing."""
         root = self._roots.get(namespace)
         if root is None:
@@ -62,13 +62,13 @@ class RadixTree:
             return []
         node, _, child, _ = self._walk(root, ids, limit)
         nodes = []
-        step = child or node
-        while step is not None:
-            nodes.append(step)
-            step = step.parent
+        current = child or node
+        while current is not None:
+            nodes.append(current)
+            current = current.parent
         return nodes[::-1]
 
-    def hold(self, ids: list[int], limit: int, namespace: Hashable = None) -> tuple[Node, list[int]]:
+    def lock(self, ids: list[int], limit: int, namespace: Hashable = None) -> tuple[Node, list[int]]:
         """Lock the longest prefix of `ids[:limit]`; returns its last node and its pages in order."""
         root = self._roots.get(namespace)
         if root is None:
@@ -76,16 +76,16 @@ class RadixTree:
         node, _, child, more = self._walk(root, ids, limit)
         if child is not None:
             node = self._split(child, more)
-        self._lock(node, None)
+        self._count_lock(node, None)
         return node, path_pages(node)
 
-    def extend(self, node: Node, ids: list[int], pages: list[int]) -> tuple[Node, list[int]]:
-        """Continue a held prefix by whole pages; the caller's lock moves from `node` to the returned node.
+    def insert(self, node: Node, ids: list[int], pages: list[int]) -> tuple[Node, list[int]]:
+        """Continue a locked prefix by whole pages; the caller's lock moves from `node` to the returned node.
 
         The second value are the pages that the tree already had for the first of these tokens: the caller's
         own pages there were not taken over, all later ones were.
         """
-        size, held, known, position = self.page_size, node, [], 0
+        size, locked, known, position = self.page_size, node, [], 0
         while position < len(ids):
             key = tuple(ids[position : position + size])
             child = node.children.get(key)
@@ -102,19 +102,19 @@ class RadixTree:
                 known += child.pages
             position += len(child.ids)
             node = child
-        self._lock(node, held)
+        self._count_lock(node, locked)
         return node, known
 
-    def release(self, node: Node) -> None:
-        """Give up a lock that `hold` or `extend` gave."""
+    def unlock(self, node: Node) -> None:
+        """Give up a lock that `lock` or `insert` gave."""
         self._clock += 1
-        step: Node | None = node
-        while step is not None:
-            step.last_used = self._clock
-            step.locks -= 1
-            if not step.locks:
-                self.num_evictable += len(step.pages)
-            root, step = step, step.parent
+        current: Node | None = node
+        while current is not None:
+            current.last_used = self._clock
+            current.locks -= 1
+            if not current.locks:
+                self.num_evictable += len(current.pages)
+            root, current = current, current.parent
         self._offer(node)
         self._drop_root_if_empty(root)
 
@@ -138,10 +138,10 @@ class RadixTree:
         self.num_evictable -= len(freed)
         return freed
 
-    def forget(self, node: Node) -> list[int]:
+    def remove(self, node: Node) -> list[int]:
         """Take out a node and the ancestors that nobody else needs; the caller's lock on it is given up."""
         freed: list[int] = []
-        self.release(node)
+        self.unlock(node)
         while (parent := node.parent) is not None and not node.locks and not node.children:
             freed += node.pages
             self._remove(node)
@@ -162,10 +162,10 @@ class RadixTree:
         """Raise `ValueError` unless locks, counts and keys are exact for these holders; returns all pages."""
         locks: Counter[int] = Counter()
         for holder in holders:
-            step: Node | None = holder
-            while step is not None:
-                locks[id(step)] += 1
-                root, step = step, step.parent
+            current: Node | None = holder
+            while current is not None:
+                locks[id(current)] += 1
+                root, current = current, current.parent
             if root not in self._roots.values():
                 raise ValueError("A lock is held on a node that is no longer in the tree.")
         nodes = list(self._nodes())
@@ -239,13 +239,13 @@ class RadixTree:
         self._num_nodes += 1
         return first
 
-    def _lock(self, node: Node, above: Node | None) -> None:
-        step: Node | None = node
-        while step is not above and step is not None:
-            if not step.locks:
-                self.num_evictable -= len(step.pages)
-            step.locks += 1
-            step = step.parent
+    def _count_lock(self, node: Node, above: Node | None) -> None:
+        current: Node | None = node
+        while current is not above and current is not None:
+            if not current.locks:
+                self.num_evictable -= len(current.pages)
+            current.locks += 1
+            current = current.parent
 
     def _remove(self, node: Node) -> None:
         parent = node.parent
@@ -284,8 +284,8 @@ def _is_free_leaf(node: Node) -> bool:
 def path_pages(node: Node) -> list[int]:
     """The pages of the prefix that ends with this node, in order."""
     runs = []
-    step: Node | None = node
-    while step is not None:
-        runs.append(step.pages)
-        step = step.parent
+    current: Node | None = node
+    while current is not None:
+        runs.append(current.pages)
+        current = current.parent
     return [page for run in reversed(runs) for page in run]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from runtime.batch import Batch, Tokens
+from runtime.batch import Batch, StepOutput
+from runtime.errors import EngineFailure
 from runtime.request import Delta, Finish, Logprobs, Usage
 from runtime.sequence import Sequence
 
@@ -13,44 +14,47 @@ NOT_FINITE = "The model computed values that are not finite numbers."
 Retire = Callable[[Sequence, Finish, bool], None]  # the last value: whether its KV is to be trusted
 
 
-def apply_tokens(batch: Batch, tokens: Tokens, retire: Retire) -> list[Delta]:
-    """Append the sampled tokens and end the sequences that are done; rows of ended sequences are dropped.
+def apply_output(batch: Batch, output: StepOutput, retire: Retire) -> list[Delta]:
+    """Append the new tokens and end the sequences that are done; rows of ended sequences are dropped.
 
     A retracted sequence is not ended: its pending token arrives here as any other.
     """
-    for row, logprobs in tokens.prompt_logprobs:
+    for row, logprobs in output.prompt_logprobs:
         _append_prompt_logprobs(batch.sequences[row], logprobs)
-    broken = frozenset(tokens.broken)
-    logprobs_of_rows = tokens.logprobs
+    failed = frozenset(output.failed)
+    logprobs_of_rows = output.logprobs
     deltas: list[Delta] = []
-    for row, (sequence, token) in enumerate(zip(batch.sequences, tokens.ids)):
+    for row, (sequence, tokens) in enumerate(zip(batch.sequences, output.tokens)):
         if sequence.finish is not None:
             continue
-        if token < 0 or row in broken:
-            finish = _finish_without_token(batch, row, broken)
+        if not tokens or (failed and row in failed):
+            finish = _finish_without_token(batch, row, failed)
             if finish is not None:
-                retire(sequence, finish, row not in broken)
-                deltas.append(final_delta(sequence, finish))
+                retire(sequence, finish, row not in failed)
+                deltas.append(final_delta(sequence, finish, _embedding(output, row, finish)))
             continue
-        ids = sequence.ids
-        ids.append(token)
         sequence.num_pending -= 1
+        if len(tokens) > 1:
+            tokens = _up_to_end(sequence, tokens)
+        ids = sequence.ids
+        ids += tokens
         num_tokens, num_prompt = len(ids), sequence.num_prompt
         finish = None
-        if token in sequence.stop_ids:
-            finish = Finish("stop", matched=token)
+        if tokens[-1] in sequence.stop_ids:
+            finish = Finish("stop", matched=tokens[-1])
         elif num_tokens >= sequence.max_tokens:
             finish = Finish("length", length=sequence.max_tokens - num_prompt)
         if finish is not None:
             retire(sequence, finish, True)
+        logprobs = None if logprobs_of_rows is None else logprobs_of_rows[row]
         deltas.append(
             Delta(
                 sequence.request.id,
                 sequence.index,
-                [token],
+                tokens,
                 finish,
                 Usage(num_prompt, num_tokens - num_prompt, sequence.num_cached),
-                None if logprobs_of_rows is None else logprobs_of_rows[row],
+                None if logprobs is None else first_logprobs(logprobs, len(tokens)),
                 sequence.prompt_logprobs,
             )
         )
@@ -58,22 +62,56 @@ def apply_tokens(batch: Batch, tokens: Tokens, retire: Retire) -> list[Delta]:
     return deltas
 
 
-def final_delta(sequence: Sequence, finish: Finish) -> Delta:
-    """The last word on a sequence, without a new token."""
+def final_delta(sequence: Sequence, finish: Finish, embedding: list[float] | None = None) -> Delta:
+    """The end of a sequence, without a new token."""
     num_output = len(sequence.ids) - sequence.num_prompt
     usage = Usage(sequence.num_prompt, num_output, max(sequence.num_cached, 0))
     prompt_logprobs = sequence.prompt_logprobs if finish.kind == "length" else None
-    return Delta(sequence.request.id, sequence.index, [], finish, usage, None, prompt_logprobs)
+    return Delta(sequence.request.id, sequence.index, [], finish, usage, None, prompt_logprobs, embedding)
 
 
-def _finish_without_token(batch: Batch, row: int, broken: frozenset[int]) -> Finish | None:
+def first_logprobs(logprobs: Logprobs, count: int) -> Logprobs:
+    """Of the first `count` tokens."""
+    if len(logprobs.chosen) <= count:
+        return logprobs
+    return Logprobs(logprobs.chosen[:count], logprobs.top[:count], logprobs.picked[:count])
+
+
+def _up_to_end(sequence: Sequence, tokens: list[int]) -> list[int]:
+    """Those of a row's new tokens that belong to the sequence: none behind a stop or the limit of its length.
+
+    The row counted as one pending token. The KV of further ones is not computed: they are known tokens that the
+    next step computes like those of a prompt. Raises `EngineFailure` where another step of the sequence is in
+    flight, which assumed a single token here.
+    """
+    if sequence.num_pending:
+        raise EngineFailure("A step brought several tokens of a sequence that is in another step too.")
+    room = sequence.max_tokens - len(sequence.ids)
+    stops = sequence.stop_ids
+    end = next((count for count, token in enumerate(tokens, start=1) if token in stops), room)
+    return tokens[: min(end, room)]
+
+
+def _finish_without_token(batch: Batch, row: int, failed: frozenset[int]) -> Finish | None:
     sequence = batch.sequences[row]
-    if row in broken:
+    if row in failed:
         return Finish("abort", message=NOT_FINITE)
     end = int(batch.starts[row]) + int(batch.counts[row])
+    if sequence.request.wants_embedding:
+        return Finish("stop") if end == sequence.num_prompt else None
     if end == sequence.max_tokens:  # only a prompt without output is computed to its last token
         return Finish("length", length=0)
     return None
+
+
+def _embedding(output: StepOutput, row: int, finish: Finish) -> list[float] | None:
+    """The vector of a row that ends with one. Raises `EngineFailure` when the step did not compute it."""
+    if finish.kind != "stop":
+        return None
+    vector = output.embeddings[row] if output.embeddings is not None else None
+    if vector is None:
+        raise EngineFailure("A step computed no embedding for a request that wants one.")
+    return vector
 
 
 def _append_prompt_logprobs(sequence: Sequence, more: Logprobs) -> None:

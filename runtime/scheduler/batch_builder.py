@@ -7,111 +7,123 @@ as the budgets and the free pages allow.
 
 Somebody can always go on. Admission sets aside pages for all known tokens of all who run, so prompts lack
 pages only while outputs have grown over them, and then those outputs grow further, or end and return their
-pages.
+pages. Where outputs grow by several tokens a step, they may lack pages too, and somebody is retracted.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable
 
+import numpy as np
+
+from runtime.batch import UNKNOWN, Batch, PromptLogprobs, StepStats
 from runtime.config.plan import SchedulePlan
 from runtime.kv_cache.prefix_cache import Duplicates, PrefixCache, reusable_tokens
-from runtime.scheduler.budget import NewTokenRatio, PromptBudget, pages_ahead
-from runtime.scheduler.preempt import Retraction
 from runtime.scheduler.queue import WaitingQueue
-from runtime.scheduler.rows import Rows
-from runtime.scheduler.running import Running
+from runtime.scheduler.request_tables import RequestTables, Running
+from runtime.scheduler.sampling import gather_sampling
 from runtime.sequence import Sequence
 
+RESERVED_OUTPUT_TOKENS = 4096  # a longer remaining output is counted as this much
+RETRACTION_STEPS = 20  # after a retraction: steps that every sequence should have ahead of it
 MAX_DEFERRED = 16  # waiting sequences looked up in one step only to find that they had better wait
 
 
-class FillCounts(NamedTuple):
-    """What the last step was made of, for logs and metrics."""
-
-    num_new: int = 0  # sequences that left the queue
-    num_cached_tokens: int = 0  # tokens that these found in the prefix tree
-    num_prompt_tokens: int = 0
-    num_decode_rows: int = 0
-
-
 class BatchBuilder:
-    """Fills one step after the other; between steps it keeps nothing but the collaborators."""
+    """Builds one batch after the other from the running and the waiting sequences."""
 
     def __init__(
-        self,
-        plan: SchedulePlan,
-        cache: PrefixCache,
-        running: Running,
-        waiting: WaitingQueue,
-        ratio: NewTokenRatio,
-        retraction: Retraction,
+        self, plan: SchedulePlan, cache: PrefixCache, running: Running, waiting: WaitingQueue
     ) -> None:
+        self.new_token_ratio = NewTokenRatio(plan)
+        self.num_retracted = 0  # since the start
         self._plan = plan
         self._cache = cache
         self._running = running
         self._waiting = waiting
-        self._ratio = ratio
-        self._retraction = retraction
 
-    def fill(self) -> tuple[Rows, FillCounts, list[tuple[Sequence, Duplicates]]]:
-        """Choose rows and give them pages. The duplicates are to be returned when the batch is built."""
+    def build(self, number: int) -> Batch | None:
+        """Choose the rows of the step with this number and give them pages; None when there is nothing to do."""
         decodes, prompts = self._unfinished()
-        step = _Step(self._plan.max_micro_batch)
+        step = _StepRows(self._plan.max_micro_batch)
         if self._plan.mixed:
             self._add_decodes(step, decodes)
             self._add_prompts(step, prompts)
         else:
             self._add_prompts(step, prompts)
-            if not step.rows:
+            if not step:
                 self._add_decodes(step, decodes)
         if step.num_decodes:
-            self._ratio.decay()
-        return step.rows, step.counts(), step.duplicates
+            self.new_token_ratio.decay()
+        if not step:
+            self._make_room(step, prompts)
+        if not step:
+            return None
+        tables = self._running.tables
+        batch = step.build(number, tables, self._cache.page_size)
+        for sequence, (first, pages) in step.duplicates:  # only now: no other row of this batch may get them
+            tables.write_pages(sequence.sequence_index, first, sequence.pages[first : first + len(pages)])
+            self._cache.free(pages)
+        return batch
 
     def _unfinished(self) -> tuple[list[Sequence], list[Sequence]]:
         """Running sequences with something to compute: by one output token, and by known tokens."""
         decodes: list[Sequence] = []
         prompts: list[Sequence] = []
         num_decoding = 0
+        # In a pipeline only who is in no other micro-batch decodes, so that these need not wait for each other.
+        one_at_a_time = self._plan.micro_batches > 1
         for sequence in self._running:
             computed = sequence.num_computed
             lacking = len(sequence.ids) + sequence.num_pending - computed
             if lacking == 1 and computed >= sequence.num_prompt:
                 if computed + 1 < sequence.max_tokens:  # else its last token is under way
                     num_decoding += 1
-                    if self._free_to_decode(sequence):
+                    if not (one_at_a_time and sequence.num_pending):
                         decodes.append(sequence)
             elif lacking:
                 prompts.append(sequence)
         return decodes[: self._micro_batch(num_decoding)], prompts
-
-    def _free_to_decode(self, sequence: Sequence) -> bool:
-        """In a pipeline only who is in no other micro-batch, so that these need not wait for each other."""
-        return self._plan.micro_batches == 1 or not sequence.num_pending
 
     def _micro_batch(self, num_decoding: int) -> int:
         """How many decode rows a step may have: of a pipeline's micro-batch its even share."""
         share = -(-num_decoding // self._plan.micro_batches)
         return min(share, self._plan.max_micro_batch or share)
 
-    def _add_decodes(self, step: _Step, decodes: list[Sequence]) -> None:
+    def _add_decodes(self, step: _StepRows, decodes: list[Sequence]) -> None:
         size = self._cache.page_size
         at_page_end = [sequence for sequence in decodes if sequence.num_computed % size == 0]
-        while len(at_page_end) > self._cache.num_available and self._retraction.retract_one():
+        while len(at_page_end) > self._cache.num_available and self._retract_one():
             step.retracted = True
-            decodes = [sequence for sequence in decodes if sequence.slot >= 0]
-            at_page_end = [sequence for sequence in at_page_end if sequence.slot >= 0]
+            decodes = [sequence for sequence in decodes if sequence.sequence_index >= 0]
+            at_page_end = [sequence for sequence in at_page_end if sequence.sequence_index >= 0]
         if at_page_end:
-            self._running.tables.append_pages(at_page_end, self._cache.take(len(at_page_end)))
-        step.rows.add_decodes(decodes)
-        step.num_decodes = len(decodes)
+            self._running.tables.append_pages(at_page_end, self._cache.allocate(len(at_page_end)))
+        step.add_decodes(decodes)
 
-    def _add_prompts(self, step: _Step, prompts: list[Sequence]) -> None:
+    def _retract_one(self) -> bool:
+        """Send the sequence that loses least back to the head of the queue, to be computed again later.
+
+        Fewest output tokens decide, then the longest prompt, then the latest admission. False when only one
+        is left: one sequence alone always fits.
+        """
+        if len(self._running) < 2:
+            return False
+        victim = min(
+            reversed(list(self._running)),
+            key=lambda sequence: (sequence.num_output, -sequence.num_prompt),
+        )
+        self._running.leave(victim)
+        self._waiting.put_back(victim)
+        self.new_token_ratio.lift(self._running)
+        self.num_retracted += 1
+        return True
+
+    def _add_prompts(self, step: _StepRows, prompts: list[Sequence]) -> None:
         """Continue cut prompts, then admit waiting sequences, while budgets and pages last."""
         budget = PromptBudget(self._plan, self._cache.page_size, step.num_decodes)
         for sequence in prompts:
-            if sequence.slot < 0 or budget.exhausted or step.full:
+            if sequence.sequence_index < 0 or budget.exhausted or step.full:
                 continue
             count = self._affordable(sequence, budget)
             if count:
@@ -121,6 +133,14 @@ class BatchBuilder:
         if not step.retracted:
             self._admit(step, budget)
 
+    def _make_room(self, step: _StepRows, prompts: list[Sequence]) -> None:
+        """Several tokens of a step may outgrow the free pages of all who run: retract until somebody can go on."""
+        if any(sequence.num_pending for sequence in self._running):
+            return  # whoever has a token under way goes on, or ends and frees its pages
+        while prompts and not step and self._retract_one():
+            step.retracted = True
+            self._add_prompts(step, prompts)
+
     def _affordable(self, sequence: Sequence, budget: PromptBudget) -> int:
         """How many of the next known tokens both the budget and the free pages allow."""
         start = sequence.num_computed
@@ -128,20 +148,19 @@ class BatchBuilder:
         held = len(sequence.pages) + self._cache.num_available
         return max(min(count, held * self._cache.page_size - start), 0)
 
-    def _compute(self, step: _Step, sequence: Sequence, count: int, budget: PromptBudget) -> None:
+    def _compute(self, step: _StepRows, sequence: Sequence, count: int, budget: PromptBudget) -> None:
         self._running.extend(sequence, sequence.num_computed + count)
-        step.rows.add_prompt(sequence, count)
-        step.num_prompt_tokens += count
+        step.add_prompt(sequence, count)
         budget.spend(count)
-        duplicates = self._cache.share(sequence)  # now: later rows of this very step may use them
+        duplicates = self._cache.insert(sequence)  # now: later rows of this very step may use them
         if duplicates is not None:
             step.duplicates.append((sequence, duplicates))
 
-    def _admit(self, step: _Step, budget: PromptBudget) -> None:
+    def _admit(self, step: _StepRows, budget: PromptBudget) -> None:
         running = self._running
         if running.full or not self._waiting or not running.tables.num_free or budget.exhausted:
             return
-        size, ratio = self._cache.page_size, self._ratio.value
+        size, ratio = self._cache.page_size, self.new_token_ratio.value
         reserved = sum(pages_ahead(sequence, ratio, size) for sequence in running)
         admitted: list[Sequence] = []
         num_deferred = 0
@@ -151,7 +170,7 @@ class BatchBuilder:
             if sequence.num_pending:  # retracted a moment ago; a step in flight brings its last token
                 num_deferred += 1
                 continue
-            self._cache.hold(sequence)
+            self._cache.lock(sequence)
             if self._is_being_computed(sequence, step.unfinished):
                 self._cache.release(sequence, keep=False)
                 num_deferred += 1
@@ -168,7 +187,7 @@ class BatchBuilder:
         for sequence in admitted:
             self._waiting.remove(sequence)
 
-    def _start(self, step: _Step, sequence: Sequence, count: int, budget: PromptBudget) -> None:
+    def _start(self, step: _StepRows, sequence: Sequence, count: int, budget: PromptBudget) -> None:
         """Make a waiting sequence run, with its first row."""
         if sequence.num_cached < 0:
             sequence.num_cached = sequence.num_shared
@@ -186,8 +205,8 @@ class BatchBuilder:
         if end > reusable_tokens(sequence):
             return False
         return any(
-            other.lock is sequence.lock
-            and other.lock is not None
+            other.locked_node is sequence.locked_node
+            and other.locked_node is not None
             and other.num_shared == start
             # Only the next page is compared: that is enough to be sure to gain by waiting.
             and other.ids[start:end] == sequence.ids[start:end]
@@ -195,24 +214,39 @@ class BatchBuilder:
         )
 
 
-class _Step:
-    """What belongs to one step only."""
+class _StepRows:
+    """The rows of the step that is being filled.
+
+    Adding a row also advances its sequence: more is computed, and one more token is pending if the row samples.
+    """
 
     __slots__ = (
+        "_counts",
+        "_embedded",
+        "_max_rows",
+        "_prompt_logprobs",
+        "_sampled",
+        "_sequences",
+        "_starts",
+        "_token_ids",
         "duplicates",
-        "max_rows",
         "num_cached_tokens",
         "num_decodes",
         "num_new",
         "num_prompt_tokens",
         "retracted",
-        "rows",
         "unfinished",
     )
 
     def __init__(self, max_rows: int | None) -> None:
-        self.max_rows = max_rows
-        self.rows = Rows()
+        self._max_rows = max_rows
+        self._sequences: list[Sequence] = []
+        self._starts: list[int] = []
+        self._counts: list[int] = []
+        self._token_ids: list[int] = []
+        self._sampled: list[int] = []
+        self._embedded: list[int] = []
+        self._prompt_logprobs: list[PromptLogprobs] = []
         self.duplicates: list[tuple[Sequence, Duplicates]] = []
         self.unfinished: list[Sequence] = []  # cut prompts that go on in the next step
         self.retracted = False
@@ -221,9 +255,158 @@ class _Step:
         self.num_prompt_tokens = 0
         self.num_decodes = 0
 
+    def __len__(self) -> int:
+        return len(self._sequences)
+
     @property
     def full(self) -> bool:
-        return self.max_rows is not None and len(self.rows) >= self.max_rows
+        return self._max_rows is not None and len(self) >= self._max_rows
 
-    def counts(self) -> FillCounts:
-        return FillCounts(self.num_new, self.num_cached_tokens, self.num_prompt_tokens, self.num_decodes)
+    def add_decodes(self, sequences: list[Sequence]) -> None:
+        """One row for each of these sequences, which lack only their last token, perhaps still pending."""
+        first = len(self._sequences)
+        starts, token_ids = self._starts, self._token_ids
+        for sequence in sequences:
+            start = sequence.num_computed
+            starts.append(start)
+            sequence.num_computed = start + 1
+            pending = sequence.num_pending
+            token_ids.append(UNKNOWN if pending else sequence.ids[start])
+            sequence.num_pending = pending + 1
+        self._sequences += sequences
+        self._counts += [1] * len(sequences)
+        self._sampled += range(first, first + len(sequences))
+        self.num_decodes = len(sequences)
+
+    def add_prompt(self, sequence: Sequence, count: int) -> None:
+        """The next `count` known tokens; with the last one the row yields what the request wants, if anything."""
+        start = sequence.num_computed
+        end = start + count
+        self._ask_prompt_logprobs(sequence, start, end)
+        if sequence.request.wants_embedding:
+            if end == len(sequence.ids):
+                self._embedded.append(len(self._sequences))
+        elif end == len(sequence.ids) < sequence.max_tokens:
+            self._sampled.append(len(self._sequences))
+            sequence.num_pending += 1
+        self._sequences.append(sequence)
+        self._starts.append(start)
+        self._counts.append(count)
+        self._token_ids += sequence.ids[start:end]
+        self.num_prompt_tokens += count
+        sequence.num_computed = end
+
+    def _ask_prompt_logprobs(self, sequence: Sequence, start: int, end: int) -> None:
+        params = sequence.request.logprobs
+        first = max(sequence.next_logprob, start)
+        last = min(end, sequence.num_prompt - 1)
+        if params is None or first >= last:
+            return
+        targets = np.array(sequence.ids[first + 1 : last + 1], np.int32)
+        offset = len(self._token_ids) + first - start
+        self._prompt_logprobs.append(PromptLogprobs(len(self._sequences), offset, targets, params))
+        sequence.next_logprob = last
+
+    def build(self, number: int, tables: RequestTables, page_size: int) -> Batch:
+        """The finished batch; it shares no memory with the tables."""
+        indices = np.array([sequence.sequence_index for sequence in self._sequences], np.int32)
+        starts = np.array(self._starts, np.int32)
+        counts = np.array(self._counts, np.int32)
+        ends = starts + counts
+        width = -(-int(ends.max()) // page_size)
+        sampling = None
+        if self._sampled:
+            rows = np.array(self._sampled, np.int32)
+            sampling = gather_sampling(tables, rows, indices[rows], ends[rows].astype(np.int64))
+        return Batch(
+            number=number,
+            sequences=tuple(self._sequences),
+            starts=starts,
+            counts=counts,
+            slots=indices,
+            token_ids=np.array(self._token_ids, np.int32),
+            page_table=tables.pages[indices, :width],
+            sampling=sampling,
+            prompt_logprobs=tuple(self._prompt_logprobs),
+            embedding_rows=np.array(self._embedded, np.int32) if self._embedded else None,
+            stats=StepStats(self.num_new, self.num_cached_tokens, self.num_prompt_tokens, self.num_decodes),
+        )
+
+
+class PromptBudget:
+    """The prompt tokens that one step may still compute, by chunk and by step.
+
+    With chunking a prompt is cut, at a page boundary, to what is left of both limits. Without it prompts are
+    whole: the first of a step is always granted, later ones while they fit.
+    """
+
+    __slots__ = ("_chunk", "_page_size", "_step", "_untouched")
+
+    def __init__(self, plan: SchedulePlan, page_size: int, num_decode_rows: int) -> None:
+        self._page_size = page_size
+        self._chunk: int | None = None
+        if plan.chunk_tokens is not None:
+            self._chunk = max(plan.chunk_tokens - num_decode_rows, page_size)
+        self._step = max(plan.max_prefill_tokens - num_decode_rows, page_size)
+        self._untouched = True
+
+    @property
+    def exhausted(self) -> bool:
+        return self._step <= 0 or (self._chunk is not None and self._chunk <= 0)
+
+    def grant(self, start: int, end: int) -> int:
+        """How many of positions start .. end - 1 may be computed; 0 when none. Spends nothing."""
+        wanted = end - start
+        if self._chunk is None:
+            return wanted if self._untouched or wanted <= self._step else 0
+        room = min(self._chunk, self._step)
+        if wanted <= room:
+            return wanted
+        return max((start + room) // self._page_size * self._page_size - start, 0)
+
+    def spend(self, count: int) -> None:
+        self._untouched = False
+        self._step -= count
+        if self._chunk is not None:
+            self._chunk -= count
+
+
+class NewTokenRatio:
+    """The share of the remaining output for which admission keeps pages free.
+
+    It starts careful and sinks with every decode step, since most outputs end early; a retraction shows that
+    it was too low and lifts it.
+    """
+
+    __slots__ = ("_decay", "_initial", "_minimum", "value")
+
+    def __init__(self, plan: SchedulePlan) -> None:
+        self._initial = plan.new_token_ratio
+        self._minimum = plan.min_new_token_ratio
+        self._decay = plan.new_token_ratio_decay
+        self.value = self._initial
+
+    def decay(self) -> None:
+        """One more step without a retraction."""
+        self.value = max(self.value - self._decay, self._minimum)
+
+    def reset(self) -> None:
+        """Nothing is left to run."""
+        self.value = self._initial
+
+    def lift(self, running: Iterable[Sequence]) -> None:
+        """After a retraction: what the sequences that stay have produced and soon will, of all they may."""
+        produced = allowed = 0
+        for sequence in running:
+            produced += sequence.num_output + RETRACTION_STEPS
+            allowed += sequence.max_tokens - sequence.num_prompt
+        if allowed:
+            self.value = max(min(produced / allowed, 1.0), self._minimum)
+
+
+def pages_ahead(sequence: Sequence, ratio: float, page_size: int) -> int:
+    """Pages that a sequence still lacks for its known tokens and `ratio` of its remaining output."""
+    known = len(sequence.ids) + sequence.num_pending
+    output = min(sequence.max_tokens - known, RESERVED_OUTPUT_TOKENS)
+    tokens = known + int(output * ratio)
+    return max(-(-tokens // page_size) - len(sequence.pages), 0)

@@ -32,6 +32,9 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Sequence]:
         return chain(self._retracted, self._queued)
 
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence in self._queued or sequence in self._retracted
+
     def add(self, sequence: Sequence) -> None:
         self._queued[sequence] = None
 
@@ -91,7 +94,7 @@ def longest_prefix_first(waiting: list[Sequence], cache: PrefixCache) -> list[Se
     """The sequence with most tokens in the prefix tree comes first; arrival decides among equals."""
     if not cache.enabled or len(waiting) > MATCHED_QUEUE_LENGTH:
         return waiting
-    return sorted(waiting, key=lambda sequence: -cache.measure(sequence))
+    return sorted(waiting, key=lambda sequence: -cache.match_length(sequence))
 
 
 def along_the_tree(waiting: list[Sequence], cache: PrefixCache) -> list[Sequence]:
@@ -106,7 +109,10 @@ def along_the_tree(waiting: list[Sequence], cache: PrefixCache) -> list[Sequence
     for path, _ in paths:
         for node in path:
             weights[node] = weights.get(node, 0) + 1
-    places = {node: place for place, node in enumerate(weights)}  # arrival decides among equals
-    # A path that ends here sorts before those that go on: of two prefixes the shorter one is a parent.
-    keyed = [([(-weights[node], places[node]) for node in path], sequence) for path, sequence in paths]
+    positions = {node: position for position, node in enumerate(weights)}  # arrival decides among equals
+    # Below a node its branches come first, and then the sequences whose path ends there.
+    end = (1, 0)
+    keyed = [
+        ([*((-weights[node], positions[node]) for node in path), end], sequence) for path, sequence in paths
+    ]
     return [sequence for _, sequence in sorted(keyed, key=lambda pair: pair[0])]

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.batch import Bias, Floats, FreshSlot, Ints, Longs, Penalties, Sampling
-from runtime.scheduler.slots import SlotTables, is_penalised
+from runtime.scheduler.request_tables import RequestTables, is_penalised
 from runtime.sequence import Sequence
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -29,7 +29,7 @@ def uniform_numbers(seeds: NDArray[np.uint64], places: Longs) -> Floats:
     return (x >> top).astype(np.float32) * np.float32(2.0**-24)
 
 
-def gather_sampling(tables: SlotTables, rows: Ints, slots: Ints, ends: Longs) -> Sampling:
+def gather_sampling(tables: RequestTables, rows: Ints, slots: Ints, ends: Longs) -> Sampling:
     """Build the arrays for R sampling rows.
 
     `rows` and `slots` are [R]; `ends` [R] is the position that each row's new token will have in its
@@ -88,20 +88,22 @@ def _gather_bias(held: list[tuple[int, Sequence]], places: Longs, vocab_size: in
     return Bias(np.array(rows, np.int64), np.array(token_ids, np.int64), np.array(values, np.float32))
 
 
-def _gather_penalties(held: list[tuple[int, Sequence]], tables: SlotTables) -> Penalties | None:
+def _gather_penalties(held: list[tuple[int, Sequence]], tables: RequestTables) -> Penalties | None:
     penalised = [(row, sequence) for row, sequence in held if is_penalised(sequence)]
     if not penalised:
         return None
     fresh = []
     for _, sequence in penalised:
-        if sequence.slot in tables.fresh:
+        if sequence.sequence_index in tables.fresh:
             prompt, output = sequence.ids[: sequence.num_prompt], sequence.ids[sequence.num_prompt :]
-            fresh.append(FreshSlot(sequence.slot, np.array(prompt, np.int32), np.array(output, np.int32)))
-            tables.fresh.discard(sequence.slot)
+            fresh.append(
+                FreshSlot(sequence.sequence_index, np.array(prompt, np.int32), np.array(output, np.int32))
+            )
+            tables.fresh.discard(sequence.sequence_index)
     params = [sequence.sampling for _, sequence in penalised]
     return Penalties(
         rows=np.array([row for row, _ in penalised], np.int64),
-        slots=np.array([sequence.slot for _, sequence in penalised], np.int64),
+        slots=np.array([sequence.sequence_index for _, sequence in penalised], np.int64),
         frequency=np.array([p.frequency_penalty for p in params], np.float32),
         presence=np.array([p.presence_penalty for p in params], np.float32),
         repetition=np.array([p.repetition_penalty for p in params], np.float32),

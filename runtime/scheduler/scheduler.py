@@ -1,33 +1,33 @@
-"""The pure core of the scheduler actor: who computes what next, and what came of it."""
+"""The synchronous part of the scheduler actor: who computes what next, and what came of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Iterator
+from itertools import chain
 from typing import NamedTuple
 
-from runtime.batch import Batch, Tokens
+from runtime.batch import Batch, StepOutput
 from runtime.config.plan import SchedulePlan
-from runtime.errors import ContextOverflow, EngineFailure, InvalidRequest, Overloaded
+from runtime.errors import ContextOverflow, EngineFailure, Overloaded
 from runtime.kv_cache.prefix_cache import PrefixCache
 from runtime.request import Delta, Finish, LogprobParams, Logprobs
-from runtime.scheduler.apply import apply_tokens, final_delta
-from runtime.scheduler.batch_builder import BatchBuilder, FillCounts
-from runtime.scheduler.budget import NewTokenRatio
-from runtime.scheduler.preempt import Retraction
+from runtime.scheduler.apply import apply_output, final_delta
+from runtime.scheduler.batch_builder import BatchBuilder
 from runtime.scheduler.queue import WaitingQueue
-from runtime.scheduler.running import Running
+from runtime.scheduler.request_tables import Running
 from runtime.sequence import Sequence
 
 STEP_FAILED = "The step that computed this request failed."
 
 
 class Load(NamedTuple):
-    """How busy the schedule is."""
+    """How busy the scheduler is."""
 
     num_waiting: int
     num_running: int
     num_pages: int
     num_used_pages: int
+    num_used_tokens: int  # that fit into these
     num_evictable_pages: int
     token_usage: float  # share of all pages that running sequences hold
     new_token_ratio: float
@@ -37,7 +37,7 @@ class Load(NamedTuple):
 class Scheduler:
     """Fills steps and applies their results; synchronous, on plain data, owned by one actor.
 
-    The actor calls, over and over, `batch = fill()`, launches it, and `apply(previous, tokens)`. Any number
+    The actor calls, over and over, `batch = fill()`, launches it, and `apply(previous, output)`. Any number
     of filled batches may be in flight; they run one after the other, and are applied in that order.
     """
 
@@ -45,61 +45,48 @@ class Scheduler:
         self, plan: SchedulePlan, cache: PrefixCache, *, vocab_size: int, context_length: int
     ) -> None:
         self._cache = cache
-        self._vocab_size = vocab_size
         self._max_queued = plan.max_queued
         self._max_tokens = min(context_length, cache.num_tokens)
         self._running = Running(plan.max_running, cache, vocab_size)
         self._waiting = WaitingQueue(plan.policy, cache)
-        self._ratio = NewTokenRatio(plan)
-        self._retraction = Retraction(self._running, self._waiting, self._ratio)
-        self._filler = BatchBuilder(plan, cache, self._running, self._waiting, self._ratio, self._retraction)
-        self._choices: dict[int, list[Sequence]] = {}  # by request id, those not finished
+        self._builder = BatchBuilder(plan, cache, self._running, self._waiting)
         self._num_filled = 0
         self._num_applied = 0
-        self.last_fill = FillCounts()
+
+    @property
+    def room(self) -> int:
+        """How many more sequences may be added; those for which a row is free at the next fill do not queue."""
+        entering = 0 if self._running.full else self._running.tables.num_free
+        return self._max_queued + entering - len(self._waiting)
 
     def add(self, *sequences: Sequence) -> None:
-        """Queue the sequences of one request, all or none; `max_tokens` is lowered to what can be held.
+        """Queue the sequences of one request, all or none; `max_tokens` is lowered to what the pool can hold.
 
-        Raises `Overloaded` when the queue is full, `ContextOverflow` when a prompt cannot fit even alone, and
-        `InvalidRequest` for token ids outside the vocabulary or logprobs behind the prompt.
+        Raises `Overloaded` when the queue is full, and `ContextOverflow` when the prompt cannot fit even alone.
         """
-        # Who finds a free slot at the next fill does not queue.
-        entering = 0 if self._running.full else self._running.tables.num_free
-        if len(self._waiting) >= self._max_queued + entering:
+        if self.room <= 0:
             raise Overloaded("The request queue is full.")
         for sequence in sequences:
-            self._validate(sequence)
+            self._check_length(sequence)
         for sequence in sequences:
             sequence.max_tokens = min(sequence.max_tokens, self._max_tokens)
             sequence.prompt_logprobs = _first_prompt_logprobs(sequence)
             self._waiting.add(sequence)
-            self._choices.setdefault(sequence.request.id, []).append(sequence)
 
     def fill(self) -> Batch | None:
         """The next step's work; None when nothing can be done before a result arrives or a sequence is added.
 
         With None and no batch in flight there is nothing running and nothing waiting.
         """
-        if not self._choices:
-            self._ratio.reset()
+        if not self._running and not self._waiting:
+            self._builder.new_token_ratio.reset()
             return None
-        rows, counts, duplicates = self._filler.fill()
-        if not rows:
-            return None
-        self.last_fill = counts
-        tables = self._running.tables
-        batch = rows.build(self._num_filled, tables, self._cache.page_size)
-        self._num_filled += 1
-        for sequence, (
-            first,
-            pages,
-        ) in duplicates:  # only now: no other row of this batch may get these pages
-            tables.write_pages(sequence.slot, first, sequence.pages[first : first + len(pages)])
-            self._cache.give(pages)
+        batch = self._builder.build(self._num_filled)
+        if batch is not None:
+            self._num_filled += 1
         return batch
 
-    def apply(self, batch: Batch, tokens: Tokens) -> list[Delta]:
+    def apply(self, batch: Batch, output: StepOutput) -> list[Delta]:
         """Take in the results of the oldest batch in flight; at most one Delta per sequence.
 
         Rows of sequences that have ended meanwhile are dropped. Raises `EngineFailure` out of order.
@@ -107,22 +94,21 @@ class Scheduler:
         if batch.number != self._num_applied:
             raise EngineFailure(f"Step {batch.number} was applied when step {self._num_applied} was due.")
         self._num_applied += 1
-        return apply_tokens(batch, tokens, self._retire)
+        return apply_output(batch, output, self._retire)
 
-    def abort(self, request_id: int, finish: Finish) -> list[Delta]:
-        """End every choice of a request, wherever it is; a final Delta for each. Unknown ids are ignored."""
+    def abort(self, sequences: Iterable[Sequence], finish: Finish) -> list[Delta]:
+        """End these sequences wherever they are; a final Delta for each that had not ended."""
         deltas = []
-        for sequence in list(self._choices.get(request_id, ())):
-            self._retire(sequence, finish)
-            deltas.append(final_delta(sequence, finish))
+        for sequence in sequences:
+            if sequence in self:
+                self._retire(sequence, finish)
+                deltas.append(final_delta(sequence, finish))
         return deltas
 
-    def finish_early(self, request_id: int, index: int) -> None:
-        """End one choice whose text reached a stop string, without a Delta; ignored if it has ended."""
-        for sequence in self._choices.get(request_id, ()):
-            if sequence.index == index:
-                self._retire(sequence, Finish("stop"))
-                return
+    def end(self, sequence: Sequence) -> None:
+        """End a sequence whose text reached a stop string, without a Delta; ignored if it has ended."""
+        if sequence in self:
+            self._retire(sequence, Finish("stop"))
 
     def fail(self, batches: Iterable[Batch]) -> list[int]:
         """A step failed: give up its requests, and have everybody else computed again from the start.
@@ -136,14 +122,9 @@ class Scheduler:
             for sequence in batch.sequences
             if sequence.finish is None
         }
-        lost |= {
-            request_id
-            for request_id, choices in self._choices.items()
-            if any(sequence.num_pending for sequence in choices)
-        }
+        lost |= {sequence.request.id for sequence in self if sequence.num_pending}
         self._start_over()
-        for request_id in lost:
-            self.abort(request_id, Finish("abort", message=STEP_FAILED))
+        self._give_up(lost)
         return sorted(lost)
 
     def give_up_newest(self, batches: Iterable[Batch]) -> list[int]:
@@ -156,14 +137,17 @@ class Scheduler:
         failed = next(iter(batches))
         lost = {sequence.request.id for sequence in failed.sequences if sequence.finish is None}
         self._start_over()
-        for choices in self._choices.values():
-            for sequence in choices:
-                sequence.num_pending = 0
-                _ask_again(sequence)
+        for sequence in self:
+            sequence.num_pending = 0
+            _ask_again(sequence)
         newest = [max(lost)] if lost else []
-        for request_id in newest:
-            self.abort(request_id, Finish("abort", message=STEP_FAILED))
+        self._give_up(newest)
         return newest
+
+    def _give_up(self, request_ids: Container[int]) -> None:
+        """End all choices of these requests."""
+        for sequence in [sequence for sequence in self if sequence.request.id in request_ids]:
+            self._retire(sequence, Finish("abort", message=STEP_FAILED))
 
     def _start_over(self) -> None:
         """Put everybody who runs back to the head of the queue, with nothing computed and nothing in flight."""
@@ -173,14 +157,21 @@ class Scheduler:
 
     def flush(self) -> bool:
         """Empty the prefix tree; False, and nothing done, while anything is running or waiting."""
-        if self._choices:
+        if self._running or self._waiting:
             return False
         self._cache.empty()
         return True
 
     def num_cached(self, sequence: Sequence) -> int:
         """How many of a new sequence's tokens it would find in the prefix tree now; changes nothing."""
-        return self._cache.measure(sequence)
+        return self._cache.match_length(sequence)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Over all that run or wait."""
+        return chain(self._running, self._waiting)
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence.sequence_index >= 0 or sequence in self._waiting
 
     @property
     def num_waiting(self) -> int:
@@ -193,7 +184,7 @@ class Scheduler:
     @property
     def num_retracted(self) -> int:
         """Retractions since the start."""
-        return self._retraction.count
+        return self._builder.num_retracted
 
     @property
     def load(self) -> Load:
@@ -203,59 +194,45 @@ class Scheduler:
             num_running=len(self._running),
             num_pages=cache.num_pages,
             num_used_pages=cache.num_used,
+            num_used_tokens=cache.num_used * cache.page_size,
             num_evictable_pages=cache.num_evictable,
             token_usage=cache.num_used / cache.num_pages,
-            new_token_ratio=self._ratio.value,
-            num_retracted=self._retraction.count,
+            new_token_ratio=self._builder.new_token_ratio.value,
+            num_retracted=self._builder.num_retracted,
         )
 
     def check(self) -> None:
         """Raise `ValueError` unless every page, slot and sequence is accounted for, exactly."""
         self._running.check()
         waiting, running = list(self._waiting), list(self._running)
-        alive = [sequence for choices in self._choices.values() for sequence in choices]
-        if {*waiting, *running} != set(alive) or len(waiting) + len(running) != len(alive):
-            raise ValueError("A sequence is lost, or both waiting and running.")
+        if len({*waiting, *running}) != len(waiting) + len(running):
+            raise ValueError("A sequence is both waiting and running.")
         for sequence in waiting:
-            if sequence.pages or sequence.lock is not None or sequence.slot >= 0 or sequence.num_computed:
+            if (
+                sequence.pages
+                or sequence.locked_node is not None
+                or sequence.sequence_index >= 0
+                or sequence.num_computed
+            ):
                 raise ValueError(f"{sequence!r} waits and still holds something.")
-        if any(sequence.finish is not None for sequence in alive):
+        if any(sequence.finish is not None for sequence in self):
             raise ValueError("A finished sequence is still scheduled.")
 
     def _retire(self, sequence: Sequence, finish: Finish, trusted: bool = True) -> None:
         sequence.finish = finish
-        if sequence.slot >= 0:
+        if sequence.sequence_index >= 0:
             self._running.leave(sequence, trusted=trusted)
         else:
             self._waiting.remove(sequence)
             self._running.full = False
-        choices = self._choices[sequence.request.id]
-        choices.remove(sequence)
-        if not choices:
-            del self._choices[sequence.request.id]
 
-    def _validate(self, sequence: Sequence) -> None:
+    def _check_length(self, sequence: Sequence) -> None:
         num_prompt = sequence.num_prompt
-        if not num_prompt:
-            raise InvalidRequest("The prompt has no tokens.", param="input_ids")
-        if min(sequence.ids) < 0 or max(sequence.ids) >= self._vocab_size:
-            raise InvalidRequest(f"Token ids must be in [0, {self._vocab_size}).", param="input_ids")
-        needed = num_prompt + (sequence.sampling.max_new_tokens != 0)
-        if needed > min(sequence.max_tokens, self._max_tokens):
+        needed = num_prompt + (sequence.max_tokens > num_prompt)
+        if needed > self._max_tokens:
             raise ContextOverflow(
                 f"The prompt has {num_prompt} tokens; at most {self._max_tokens} fit, with the output.",
                 param="input_ids" if sequence.request.text is None else "text",
-            )
-        for token_id in sequence.sampling.logit_bias:
-            if not 0 <= token_id < self._vocab_size:
-                raise InvalidRequest(
-                    f"logit_bias names token {token_id}, which is not in the vocabulary.", param="logit_bias"
-                )
-        logprobs = sequence.request.logprobs
-        if logprobs is not None and logprobs.start >= num_prompt:
-            raise InvalidRequest(
-                f"logprob_start_len must be before the end of the prompt ({num_prompt} tokens).",
-                param="logprob_start_len",
             )
 
 

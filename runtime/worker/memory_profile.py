@@ -11,9 +11,9 @@ from ops.select import Kernels
 from runtime.batch import Batch, Sampling
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import Plan
-from runtime.config.resolve.memory import StepMemory, largest_step_tokens
 from runtime.errors import ConfigurationError, OutOfMemory
 from runtime.kv_cache.pools import KVPool
+from runtime.kv_cache.sizing import StepMemory, largest_step_tokens
 from runtime.models.decoder import Decoder
 from runtime.worker.device import Device
 from runtime.worker.launch import Launcher

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import shutil
 from functools import cache, partial
 from importlib import import_module
 from types import SimpleNamespace
@@ -12,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from ops.cpp.build import FLAGS, build
+from ops.cpp.build import FLAGS
 from ops.cpp.executor import Executor
-from ops.cpp.library import Library
+from ops.cpp.library import Library, load
+from ops.machine import Machine
 
 NATIVE = "-march=native"
 NO_MATRIX_UNIT = (NATIVE, "-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")
@@ -34,13 +34,13 @@ THREADS = (1, 2)
 @cache
 def library(*march: str) -> Library:
     """The library for this processor, or compiled with these flags instead; skips the test without a compiler."""
-    compiler = shutil.which("g++") or shutil.which("c++")
-    if compiler is None:
+    machine = Machine.probe()
+    if machine.compiler is None:
         pytest.skip("there is no C++ compiler")
     if march and platform.machine() != "x86_64":
         pytest.skip("these flags are for x86")
-    flags = tuple(flag for flag in FLAGS if flag != NATIVE) + (march or (NATIVE,))
-    return Library(build(compiler, ["tests"], flags))
+    flags = (*(flag for flag in FLAGS if flag != NATIVE), *march) if march else FLAGS
+    return load(machine.compiler, machine.cpu_flags, flags)
 
 
 def executor(num_threads: int = 2, *march: str) -> Executor:

@@ -1,4 +1,4 @@
-"""A core without a model: it says what the test wants, through the real reply and the real detokenizer.
+"""An engine core without a model: it says what the test wants, through the real detokenizer and output streams.
 
     core = fake_core.FakeCore(tokenizer, text="Once upon a time")      # every choice says this
     core = fake_core.FakeCore(tokenizer, held=True)                    # nothing moves until core.step()
@@ -16,6 +16,7 @@ from typing import Any
 
 import tiny_tokenizers
 from runtime.actors.detokenizer import DetokenizerActor
+from runtime.actors.live_requests import LiveRequest, LiveRequests
 from runtime.actors.output_stream import OutputStream
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import CachePlan, KernelPlan, ModelPlan, Plan, SchedulePlan, ServePlan, TextPlan
@@ -105,7 +106,6 @@ def make_plan(**serve: Any) -> Plan:
             chat_template=None,
         ),
         serve=ServePlan(**given | serve),
-        because={},
     )
 
 
@@ -117,10 +117,14 @@ class FakeStatus:
     num_used_tokens: int = 0
     max_total_tokens: int = 4096
     gen_throughput: float = 0.0
+    kernels: str = "C++ kernels of a test"
 
 
 class FakeCore:
-    """See serve.core.EngineCore. What it was asked is in `submitted`, whom it aborted in `aborted` (our ids)."""
+    """See serve.core.EngineCore. What it was asked is in `submitted`, whom it aborted in `aborted` (our ids).
+
+    It is its own scheduler: every request runs at once.
+    """
 
     def __init__(
         self,
@@ -141,20 +145,15 @@ class FakeCore:
         self.aborted: list[int] = []
         self.num_flushes = 0
         self.refusal: Exception | None = None  # raised by the next submits
-        self.failure: PenstockError | None = None  # ends every reply at its next step
+        self.failure: PenstockError | None = None  # ends every request at its next step
         self.num_cached = 0
         self._ids_of = ids_of or (lambda request, index: self._encode(text))
-        self._replies: dict[int, OutputStream] = {}
+        self._requests = LiveRequests()
         self._runs: dict[tuple[int, int], _Run] = {}
         self._stepping = False
-        self._detokenizer = DetokenizerActor(
-            tokenizer,
-            self._replies,
-            stop_early=lambda request_id, index: self._drop(request_id, index),
-            forget=lambda request_id: self._forget(request_id),
-        )
+        self._detokenizer = DetokenizerActor(tokenizer, self._requests)
 
-    # --- what doors call ---
+    # --- what handlers call ---
 
     def submit(self, request: Request) -> OutputStream:
         if self.refusal is not None:
@@ -163,59 +162,59 @@ class FakeCore:
         prompt = list(request.ids) if request.ids is not None else self._encode(request.text or "")
         if any(not 0 <= token_id < self.facts.vocab_size for token_id in prompt):
             raise InvalidRequest(f"Token ids must be in [0, {self.facts.vocab_size}).", param="input_ids")
-        reply = OutputStream(replace(request, ids=tuple(prompt)), self.abort)
+        live = self._requests.add(replace(request, ids=tuple(prompt)))
         if len(prompt) >= CONTEXT:
-            reply.fail(ContextOverflow(f"The input ({len(prompt)} tokens) is too long.", param="text"))
-            return reply
-        self._replies[request.id] = reply
+            error = ContextOverflow(f"The input ({len(prompt)} tokens) is too long.", param="text")
+            self._requests.fail(request.id, error)
+            return live.output
+        live.scheduler = self  # pyright: ignore[reportAttributeAccessIssue]
         for index in range(request.sampling.n):
             self._runs[request.id, index] = _Run(request, index, prompt, self._ids_of(request, index))
         self._step_soon()
-        return reply
-
-    def abort(self, request_id: int) -> None:
-        reply = self._replies.get(request_id)
-        if reply is None or reply.finished:
-            return
-        self.aborted.append(request_id)
-        finish = Finish("abort", message="Aborted by the user.")
-        self._emit([run.delta([], finish, self.num_cached) for run in self._running(request_id)])
+        return live.output
 
     def abort_label(self, label: str) -> int:
-        wanted = [
-            reply.request.id for reply in self._replies.values() if reply.request.label.startswith(label)
-        ]
-        for request_id in wanted:
-            self.abort(request_id)
-        return len(wanted)
+        return self._requests.abort_label(label)
 
     def abort_all(self) -> int:
         return self.abort_label("")
 
     def flush_cache(self) -> bool:
-        if self._replies:
+        if self._requests:
             return False
         self.num_flushes += 1
         return True
 
     def status(self) -> FakeStatus:
-        return FakeStatus(state=self.state, num_running=len(self._replies))
+        return FakeStatus(state=self.state, num_running=self.num_open)
 
     # --- what tests call ---
 
     @property
     def num_open(self) -> int:
         """Requests that have not ended."""
-        return len(self._replies)
+        return len(self._requests)
 
     def step(self) -> None:
         """One more token for every choice."""
         if self.failure is not None:
-            for request_id in list(self._replies):
-                self._replies[request_id].fail(self.failure)
-                self._forget(request_id)
+            self._requests.fail_all(self.failure)
             return
         self._emit([run.step(self.facts, self.num_cached) for run in self._runs.values()])
+
+    # --- what the live requests call, as of a scheduler actor ---
+
+    def abort(self, live: LiveRequest) -> None:
+        runs = [run for (owner, _), run in self._runs.items() if owner == live.request.id]
+        if live.output.finished:  # it failed
+            for run in runs:
+                self._drop(run.request.id, run.index)
+            return
+        self.aborted.append(live.request.id)
+        self._emit([run.delta([], live.aborting, self.num_cached) for run in runs])
+
+    def end_choice(self, live: LiveRequest, index: int) -> None:
+        self._drop(live.request.id, index)
 
     # --- inside ---
 
@@ -223,9 +222,6 @@ class FakeCore:
         if self.tokenizer is None:
             return [7, 8, 9]
         return self.tokenizer.encode_batch([text], add_special_tokens=False)[0]
-
-    def _running(self, request_id: int) -> list[_Run]:
-        return [run for (owner, _), run in self._runs.items() if owner == request_id]
 
     def _step_soon(self) -> None:
         if not self.held and not self._stepping and self._runs:
@@ -246,12 +242,6 @@ class FakeCore:
     def _drop(self, request_id: int, index: int) -> None:
         self._runs.pop((request_id, index), None)
 
-    def _forget(self, request_id: int) -> None:
-        reply = self._replies.pop(request_id, None)
-        if reply is not None:
-            for index in range(reply.request.sampling.n):
-                self._drop(request_id, index)
-
 
 class _Run:
     """One choice on its way."""
@@ -261,32 +251,32 @@ class _Run:
         self.index = index
         self.prompt = prompt
         self.ids = ids
-        self.place = 0
+        self.position = 0
 
     def step(self, facts: ModelFacts, num_cached: int) -> Delta:
         limit = self.request.sampling.max_new_tokens
         if limit == 0:
             return self.delta([], Finish("length", length=0), num_cached)
-        token_id = self.ids[self.place]
-        self.place += 1
+        token_id = self.ids[self.position]
+        self.position += 1
         if token_id in self.request.sampling.stop_token_ids:
             finish = Finish("stop", matched=token_id)
-        elif self.place == limit:
+        elif self.position == limit:
             finish = Finish("length", length=limit)
-        elif self.place == len(self.ids):
+        elif self.position == len(self.ids):
             return self.delta([token_id, min(facts.eos_ids or {0})], self._end(facts), num_cached)
         else:
             finish = None
         return self.delta([token_id], finish, num_cached)
 
     def _end(self, facts: ModelFacts) -> Finish:
-        self.place += 1
+        self.position += 1
         return Finish("stop", matched=min(facts.eos_ids or {0}))
 
     def delta(self, ids: list[int], finish: Finish | None, num_cached: int) -> Delta:
         wanted = self.request.logprobs
-        first = self.place - len(ids)
-        usage = Usage(len(self.prompt), self.place, num_cached)
+        first = self.position - len(ids)
+        usage = Usage(len(self.prompt), self.position, num_cached)
         if wanted is None:
             return Delta(self.request.id, self.index, ids, finish, usage)
         logprobs = logprobs_of(ids, wanted, first=first)
@@ -302,7 +292,7 @@ class _Run:
 
 def logprobs_of(ids: list[int], wanted: LogprobParams, *, first: int) -> Logprobs:
     """Made-up logprobs; the alternatives of a token are the token itself and the ids from 100."""
-    values = [-0.25 * (first + place + 1) for place in range(len(ids))]
+    values = [-0.25 * (first + position + 1) for position in range(len(ids))]
     chosen: list[tuple[float | None, int]] = list(zip(values, ids))
     top: list[list[tuple[float, int]] | None] = []
     picked: list[list[tuple[float, int]] | None] = []
@@ -311,7 +301,7 @@ def logprobs_of(ids: list[int], wanted: LogprobParams, *, first: int) -> Logprob
             others = [(value - rank, 100 + rank) for rank in range(1, wanted.top)]
             top.append([(value, token_id), *others])
         if wanted.token_ids:
-            picked.append([(value - 1, picked_id) for picked_id in wanted.token_ids])
+            picked.append([(value - 1, token_id) for token_id in wanted.token_ids])
     return Logprobs(chosen, top, picked)
 
 

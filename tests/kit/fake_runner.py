@@ -14,7 +14,7 @@ from zlib import crc32
 
 import numpy as np
 
-from runtime.batch import UNKNOWN, Batch, Tokens
+from runtime.batch import UNKNOWN, Batch, StepOutput
 from runtime.config.plan import SchedulePlan
 from runtime.kv_cache.prefix_cache import PrefixCache
 from runtime.request import Delta, LogprobParams, Logprobs, Request, SamplingParams
@@ -39,6 +39,14 @@ def first_state(sequence: Sequence) -> int:
     return crc32(repr(sequence.namespace).encode())
 
 
+def reference_embedding(sequence: Sequence) -> list[float]:
+    """The vector of a sequence's prompt when it is computed alone: its state, as a float can hold it."""
+    state = first_state(sequence)
+    for token in sequence.ids[: sequence.num_prompt]:
+        state = advance(state, token)
+    return [float(state % 1_000_003), 1.0]
+
+
 def reference_output(sequence: Sequence, vocab_size: int) -> list[int]:
     """What a sequence produces when it is computed alone."""
     state, output = first_state(sequence), []
@@ -59,7 +67,8 @@ class FakeRunner:
     def __init__(self, num_pages: int, page_size: int, num_slots: int, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self.num_tokens_computed = 0
-        self.broken_requests: set[int] = set()  # their logits are "not finite" from now on
+        self.tokens_per_step = 1  # of every row that samples
+        self.failed_requests: set[int] = set()  # their logits are "not finite" from now on
         self.last_batch: Batch | None = None
         self._page_size = page_size
         self._tokens = np.full(num_pages * page_size, UNKNOWN, np.int64)
@@ -75,8 +84,8 @@ class FakeRunner:
         self.last_batch = batch
         self._queue.append(batch)
 
-    def finish_oldest(self) -> tuple[Batch, Tokens]:
-        """Run the oldest step in flight and return its batch and tokens."""
+    def finish_oldest(self) -> tuple[Batch, StepOutput]:
+        """Run the oldest step in flight and return its batch and output."""
         batch = self._queue.popleft()
         return batch, self._run(batch)
 
@@ -88,7 +97,7 @@ class FakeRunner:
         self._tokens.fill(UNKNOWN)
         return batches
 
-    def _run(self, batch: Batch) -> Tokens:
+    def _run(self, batch: Batch) -> StepOutput:
         places = [self._places(batch, row) for row in range(len(batch.sequences))]
         self._store(batch, places)
         states = [self._attend(batch, row, places[row]) for row in range(len(batch.sequences))]
@@ -132,10 +141,10 @@ class FakeRunner:
             for place, state in zip(row_places, row_states):
                 assert self._states[place] == state, "a page holds another history than its reader has"
 
-    def _sample(self, batch: Batch, states: list[list[int]]) -> Tokens:
-        ids = [UNKNOWN] * len(batch.sequences)
-        broken = [
-            row for row, sequence in enumerate(batch.sequences) if sequence.request.id in self.broken_requests
+    def _sample(self, batch: Batch, states: list[list[int]]) -> StepOutput:
+        tokens: list[list[int]] = [[] for _ in batch.sequences]
+        failed = [
+            row for row, sequence in enumerate(batch.sequences) if sequence.request.id in self.failed_requests
         ]
         logprobs: list[Logprobs | None] | None = None
         if batch.sampling is not None:
@@ -143,14 +152,25 @@ class FakeRunner:
             if wanted is not None:
                 logprobs = [None for _ in batch.sequences]
             for index, row in enumerate(batch.sampling.rows.tolist()):
-                ids[row] = next_token(states[row][-1], batch.sequences[row].seed, self.vocab_size)
-                self._last[int(batch.slots[row])] = ids[row]
+                state = states[row][-1]
+                for _ in range(self.tokens_per_step):
+                    tokens[row].append(next_token(state, batch.sequences[row].seed, self.vocab_size))
+                    state = advance(state, tokens[row][-1])
+                self._last[int(batch.slots[row])] = tokens[row][-1]
                 if logprobs is not None and wanted is not None and wanted[index] is not None:
-                    logprobs[row] = _logprobs([ids[row]], wanted[index])
+                    logprobs[row] = _logprobs(tokens[row], wanted[index])
         prompts = [
             (asked.row, _logprobs(asked.targets.tolist(), asked.params)) for asked in batch.prompt_logprobs
         ]
-        return Tokens(ids, broken, logprobs, prompts)
+        return StepOutput(tokens, failed, logprobs, prompts, self._embed(batch, states))
+
+    def _embed(self, batch: Batch, states: list[list[int]]) -> list[list[float] | None] | None:
+        if batch.embedding_rows is None:
+            return None
+        embeddings: list[list[float] | None] = [None for _ in batch.sequences]
+        for row in batch.embedding_rows.tolist():
+            embeddings[row] = [float(states[row][-1] % 1_000_003), 1.0]
+        return embeddings
 
 
 def _logprobs(ids: list[int], params: LogprobParams | None) -> Logprobs:
@@ -189,14 +209,15 @@ def make_sequence(
     request: Request | None = None,
     logprobs: LogprobParams | None = None,
     namespace: str | None = None,
+    wants_embedding: bool = False,
     **sampling: object,
 ) -> Sequence:
     """A sequence with a request of its own, unless one is given (for several choices)."""
     ids = tuple(prompt)
     if request is None:
         params = SamplingParams(max_new_tokens=max_new_tokens, **sampling)  # type: ignore[arg-type]
-        request = Request(ids=ids, sampling=params, logprobs=logprobs)
-    limit = request.sampling.max_new_tokens
+        request = Request(ids=ids, sampling=params, logprobs=logprobs, wants_embedding=wants_embedding)
+    limit = 0 if request.wants_embedding else request.sampling.max_new_tokens
     return Sequence(
         request,
         index,
@@ -249,8 +270,8 @@ class Drive:
         return batch
 
     def apply(self) -> list[Delta]:
-        batch, tokens = self.runner.finish_oldest()
-        deltas = self.schedule.apply(batch, tokens)
+        batch, output = self.runner.finish_oldest()
+        deltas = self.schedule.apply(batch, output)
         self.deltas += deltas
         self.schedule.check()
         return deltas

@@ -17,7 +17,8 @@ import tiny_checkpoints
 from ops.attention import AttentionInputs, native
 from ops.sampling import Choice
 from ops.select import Kernels, select
-from runtime.batch import Batch, Tokens
+from runtime.actors.adapted_runner import output_of
+from runtime.batch import Batch, StepOutput, Tokens
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import ModelPlan
 from runtime.config.resolve.graph_sizes import Buckets
@@ -134,13 +135,13 @@ class Steps:
         except OutOfMemory as error:
             self._collects.append(error)
 
-    def finish_oldest(self) -> tuple[Batch, Tokens]:
+    def finish_oldest(self) -> tuple[Batch, StepOutput]:
         """The oldest batch in flight and its tokens. Raises what its launch raised, and keeps it."""
         collect = self._collects[0]
         if isinstance(collect, OutOfMemory):
             raise collect
         self._collects.popleft()
-        return self._batches.popleft(), collect()
+        return self._batches.popleft(), output_of(collect())
 
     def drop(self) -> list[Batch]:
         """A step failed: nothing in flight will arrive."""

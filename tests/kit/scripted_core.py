@@ -1,4 +1,4 @@
-"""A real core on a runner without a model, whose steps a test can hold, fail or let go."""
+"""A real engine core on a runner without a model, whose steps a test can hold, fail or let go."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import fake_core
 import fake_runner
 from runtime.actors.engine_core import EngineCore
 from runtime.actors.replica import Replica
-from runtime.batch import Batch, Tokens
+from runtime.batch import Batch, StepOutput
 from runtime.errors import EngineFailure
 from runtime.kv_cache.prefix_cache import PrefixCache
 from runtime.scheduler.scheduler import Scheduler
@@ -30,13 +30,37 @@ class ScriptedRunner:
         self.failures = 0
         self.failure: Exception = ValueError("the device has a bad day: secret detail")
         self.sizes: list[int] = []  # rows of each step
+        self.kernels = ""
         self.closed = False
+        self._steps: set[asyncio.Task[StepOutput]] = set()
         self.death: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
 
-    def launch(self, batch: Batch) -> ScriptedStep:
+    def launch(self, batch: Batch) -> asyncio.Future[StepOutput]:
         self.sizes.append(len(batch.sequences))
         self.fake.launch(batch)
-        return ScriptedStep(self)
+        step = asyncio.create_task(self._run_oldest())
+        self._steps.add(step)
+        step.add_done_callback(self._forget)
+        return step
+
+    async def _run_oldest(self) -> StepOutput:
+        await asyncio.sleep(0)
+        await self.open.wait()
+        if self.failures:
+            self.failures -= 1
+            self.fake.drop()
+            raise self.failure
+        if not self.fake.num_in_flight:
+            raise ValueError("a step before this one failed")
+        return self.fake.finish_oldest()[1]
+
+    def _forget(self, step: asyncio.Task[StepOutput]) -> None:
+        self._steps.discard(step)
+        if not step.cancelled():
+            step.exception()  # its waiter may be gone
+
+    def finish_oldest(self) -> None:
+        """Steps end by themselves."""
 
     @property
     def num_launched(self) -> int:
@@ -50,25 +74,10 @@ class ScriptedRunner:
         self.open.clear()
         self.death.set_result(error)
 
-    def close(self) -> None:
+    def close(self) -> None:  # on a thread
         self.closed = True
-
-
-class ScriptedStep:
-    def __init__(self, runner: ScriptedRunner) -> None:
-        self._runner = runner
-
-    async def tokens(self) -> Tokens:
-        runner = self._runner
-        await asyncio.sleep(0)
-        await runner.open.wait()
-        if runner.failures:
-            runner.failures -= 1
-            runner.fake.drop()
-            raise runner.failure
-        if not runner.fake.num_in_flight:
-            raise ValueError("a step before this one failed")
-        return runner.fake.finish_oldest()[1]
+        for step in list(self._steps):
+            step.get_loop().call_soon_threadsafe(step.cancel)
 
 
 @contextlib.asynccontextmanager
@@ -80,9 +89,17 @@ async def running(**schedule: Any) -> AsyncIterator[tuple[EngineCore, ScriptedRu
 
 @contextlib.asynccontextmanager
 async def running_several(
-    num_replicas: int, *, balance: str = "round_robin", restarts: int = 100, **schedule: Any
+    num_replicas: int,
+    *,
+    balance: str = "round_robin",
+    restarts: int = 100,
+    failure: Exception | None = None,
+    **schedule: Any,
 ) -> AsyncIterator[tuple[EngineCore, list[ScriptedRunner]]]:
-    """As `running`, over several replicas, each of which can be started again; all runners ever made."""
+    """As `running`, over several replicas, each of which can be started again; all runners ever made.
+
+    After `restarts` starting one raises `failure`.
+    """
     facts = fake_core.make_facts()
     given = fake_core.make_plan()
     plan = replace(
@@ -93,21 +110,20 @@ async def running_several(
     )
     runners: list[ScriptedRunner] = []
 
-    async def make(place: int = 0) -> Replica:
+    async def start(index: int = 0) -> Replica:
         if len(runners) >= num_replicas + restarts:
-            raise EngineFailure("No more of these.")
-        pages = Scheduler(
+            raise failure or EngineFailure("No more of these.")
+        scheduler = Scheduler(
             plan.schedule,
             PrefixCache(NUM_PAGES, PAGE_SIZE),
             vocab_size=facts.vocab_size,
             context_length=plan.model.context_length,
         )
         runners.append(ScriptedRunner(facts.vocab_size))
-        return Replica(plan, pages, runners[-1])
+        return Replica(plan, scheduler, runners[-1])
 
-    first, *others = [await make() for _ in range(num_replicas)]
-    renew = make if others else None
-    core = EngineCore(plan, facts, None, first.schedule, first.runner, others=others, renew=renew)
+    replicas = [await start() for _ in range(num_replicas)]
+    core = EngineCore(plan, facts, None, replicas, start if num_replicas > 1 else None)
     started = asyncio.Event()
     task = asyncio.create_task(core.run(started.set))
     await started.wait()

@@ -37,11 +37,11 @@ async def test_nothing_is_left_behind():
         cancelled = sum(await asyncio.gather(*(guarded() for _ in range(NUM_REQUESTS))))
         assert cancelled > NUM_REQUESTS * CANCELLED / 3
         await settled(engine)
-        core.schedule.check()
+        core.check()
         assert engine.status().num_used_pages == 0
         assert engine.flush_cache()
         assert engine.status().num_cached_pages == 0
-        core.schedule.check()
+        core.check()
         assert (len(asyncio.all_tasks()), threading.active_count(), process.num_fds()) == before
         assert engine.status().num_retracted > 0
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 from collections.abc import Callable
+from typing import cast
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ import torch
 from cpp_kernels import DTYPES, drawn, executor, library
 from ops.attention import AttentionInputs
 from ops.cpp.executor import Arena, Executor, NotRecordable, step_in
-from ops.cpp.library import Step
+from ops.cpp.library import Library, Step
 from ops.kv import with_cpp as kv
 from ops.norm import with_cpp as norm
 from ops.rope import with_cpp as rope
@@ -224,6 +226,43 @@ def test_after_closing_nothing_runs() -> None:
         norms(run, 1)(x)
     with pytest.raises(RuntimeError, match="have ended"):
         tape.run(Step(num_tokens=1))
+
+
+class SlowLibrary:
+    """A library whose kernels take until they are told to end; notes what happens in which order."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.runs, self.ends = threading.Event(), threading.Event()
+
+    def open_pool(self, num_threads: int) -> int:
+        return 1
+
+    def run(self, pool: int, nodes: int, count: int, step: int) -> None:
+        self.runs.set()
+        self.ends.wait()
+        self.events.append("run")
+
+    def close_pool(self, pool: int) -> None:
+        self.events.append("closed")
+
+
+def test_threads_do_not_end_while_they_run_kernels() -> None:
+    slow = SlowLibrary()
+    run = Executor(cast(Library, slow), 2)
+    running = threading.Thread(target=run.run, args=(0, 1, Step()))
+    closing = threading.Thread(target=run.close)
+    running.start()
+    assert slow.runs.wait(10)
+    closing.start()
+    closing.join(0.05)
+    assert slow.events == []
+    slow.ends.set()
+    closing.join(10)
+    running.join(10)
+    assert slow.events == ["run", "closed"]
+    with pytest.raises(RuntimeError, match="have ended"):
+        run.run(0, 1, Step())
 
 
 def test_an_unknown_dtype_is_an_error_not_a_wrong_result() -> None:

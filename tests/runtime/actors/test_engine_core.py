@@ -7,11 +7,11 @@ import pytest
 
 import fake_runner
 import scripted_core
-from runtime.actors import scheduler
+from runtime.actors import scheduler, tokenizer
 from runtime.actors.engine_core import EngineCore
 from runtime.actors.output_stream import OutputStream
 from runtime.errors import EngineClosed, EngineFailure, InvalidRequest, OutOfMemory, Overloaded, StepFailed
-from runtime.request import Request, SamplingParams
+from runtime.request import Finish, Request, SamplingParams
 
 
 def request(*ids: int, new: int = 8, seed: int = 1, n: int = 1) -> Request:
@@ -78,7 +78,7 @@ async def test_failed_step_loses_its_requests_and_nothing_else():
         [chunk] = await waiting.whole()
         assert chunk.ids == expected((5, 6))
         assert core.status().state == "ready"
-        core.schedule.check()
+        core.check()
         assert core.status().num_used_pages == 0
 
 
@@ -95,7 +95,7 @@ async def test_step_without_memory_costs_its_newest_request_alone():
             [chunk] = await reply.whole()
             assert chunk.ids == expected((3, 4), new=20, seed=seed)
         assert core.status().state == "ready"
-        core.schedule.check()
+        core.check()
 
 
 async def test_hanging_step_ends_the_engine_with_a_clear_error():
@@ -116,13 +116,66 @@ async def test_full_queue_refuses_the_newest_alone():
         ]
         await until(lambda: core.status().num_running == scripted_core.NUM_SLOTS)
         queued = [core.submit(request(seed=seed)) for seed in (20, 21)]
-        refused = core.submit(request())
+        with pytest.raises(Overloaded, match="queue is full"):
+            core.submit(request())
         runner.open.set()
-        with pytest.raises(Overloaded):
-            await refused.whole()
         for reply in running + queued:
             [chunk] = await reply.whole()
             assert len(chunk.ids) == 8
+
+
+async def test_requests_of_one_moment_fill_the_queue_to_its_limit_and_no_further():
+    async with scripted_core.running(max_queued=2) as (core, _):
+        limit = scripted_core.NUM_SLOTS + 2
+        taken = [core.submit(request(seed=seed)) for seed in range(limit)]
+        with pytest.raises(Overloaded) as caught:
+            core.submit(request())
+        assert caught.value.retry_after_s > 0
+        assert core.status().num_requests == limit
+        for output in taken:
+            [chunk] = await output.whole()
+            assert len(chunk.ids) == 8
+        await core.submit(request()).whole()
+
+
+async def test_too_much_text_at_once_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tokenizer, "MAX_WAITING_CHARS", 10)
+    async with scripted_core.running() as (core, _):
+        outputs = [core.submit(Request(text="a" * length)) for length in (6, 4)]
+        with pytest.raises(Overloaded, match="text"):
+            core.submit(Request(text="a"))
+        for output in outputs:
+            with pytest.raises(InvalidRequest, match="no tokenizer"):
+                await output.whole()
+        with pytest.raises(InvalidRequest, match="no tokenizer"):  # alone it may be of any length
+            await core.submit(Request(text="a" * 11)).whole()
+
+
+async def test_generated_tokens_are_those_of_the_outputs():
+    async with scripted_core.running(chunk_tokens=4, log_interval_steps=1) as (core, _):
+        ids = tuple(range(3, 43))  # ten steps of which only the last yields a token
+        [chunk] = await core.submit(request(*ids, new=5)).whole()
+        assert len(chunk.ids) == 5
+        await until(lambda: core.status().num_requests == 0)
+        assert core.status().num_generated == 5
+        assert core.status().num_steps >= 14
+        assert core.status().gen_throughput > 0
+
+
+async def test_an_embedding_reaches_its_output():
+    async with scripted_core.running(chunk_tokens=4) as (core, _):
+        sequence = fake_runner.make_sequence(range(3, 13), wants_embedding=True)
+        asked = core.submit(Request(ids=tuple(range(3, 13)), wants_embedding=True))
+        [chunk] = await asked.whole()
+        assert chunk.embedding == fake_runner.reference_embedding(sequence)
+        assert (chunk.finish, chunk.usage.output, chunk.ids) == (Finish("stop"), 0, [])
+
+
+async def test_status_names_the_kernels_of_the_runner():
+    async with scripted_core.running() as (core, runner):
+        assert core.status().kernels == ""
+        runner.kernels = "C++, AVX2"
+        assert core.status().kernels == "C++, AVX2"
 
 
 @pytest.mark.parametrize("num_turns", range(12))
@@ -131,12 +184,12 @@ async def test_abort_at_any_moment_ends_the_reply_and_frees_the_pages(num_turns:
         reply = core.submit(request(n=3, new=50))
         for _ in range(num_turns):
             await asyncio.sleep(0)
-        core.abort(reply.request.id)
+        core.abort(reply.request_id)
         chunks = await reply.whole()
         assert [chunk.finish.kind for chunk in chunks if chunk.finish] == ["abort"] * 3
         await until(lambda: core.status().num_requests == 0)
         assert core.status().num_used_pages == 0
-        core.schedule.check()
+        core.check()
 
 
 async def test_abort_by_label_takes_those_that_begin_so():

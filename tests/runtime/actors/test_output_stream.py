@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
 from runtime.actors import output_stream as output_stream_module
 from runtime.actors.output_stream import OutputStream
 from runtime.errors import StepFailed
-from runtime.request import Chunk, Finish, Logprobs, Request, SamplingParams, Usage
+from runtime.request import Chunk, Finish, Logprobs, Usage
 
 END = Finish("length", length=3)
 
@@ -17,9 +18,19 @@ def chunk(text: str, finish: Finish | None = None, index: int = 0, ids: tuple[in
     return Chunk(index, text, list(ids), finish, Usage(2, len(text), 0), logprobs)
 
 
+class Aborts:
+    """Of the live requests what an output stream calls."""
+
+    def __init__(self) -> None:
+        self.aborted: list[int] = []
+
+    def abort(self, request_id: int) -> None:
+        self.aborted.append(request_id)
+
+
 def make_reply(n: int = 1) -> tuple[OutputStream, list[int]]:
-    aborted: list[int] = []
-    return OutputStream(Request(ids=(1, 2), sampling=SamplingParams(n=n)), aborted.append), aborted
+    requests: Any = Aborts()
+    return OutputStream(7, n, requests), requests.aborted
 
 
 async def test_unread_chunks_coalesce_into_one_per_choice():
@@ -55,7 +66,7 @@ async def test_leaving_the_stream_early_aborts_the_request():
     stream = reply.chunks()
     await anext(stream)
     await stream.aclose()
-    assert aborted == [reply.request.id]
+    assert aborted == [reply.request_id]
 
 
 async def test_cancelled_reader_aborts_the_request():
@@ -65,7 +76,7 @@ async def test_cancelled_reader_aborts_the_request():
     reader.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reader
-    assert aborted == [reply.request.id]
+    assert aborted == [reply.request_id]
 
 
 async def test_failure_is_raised_to_the_reader():
@@ -78,13 +89,26 @@ async def test_failure_is_raised_to_the_reader():
 
 
 async def test_reader_that_does_not_keep_up_is_aborted(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(output_stream_module, "MAX_UNREAD_CHARS", 10)
+    bytes_of_a_chunk = 1 + output_stream_module.ID_BYTES + output_stream_module.LOGPROB_BYTES
+    monkeypatch.setattr(output_stream_module, "MAX_UNREAD_BYTES", 10 * bytes_of_a_chunk)
     reply, aborted = make_reply()
     for _ in range(10):
         reply.put(chunk("a"))
     assert not aborted
     reply.put(chunk("a"))
-    assert aborted == [reply.request.id]
+    assert aborted == [reply.request_id]
+
+
+async def test_ids_and_logprobs_without_text_are_bounded_too(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(output_stream_module, "MAX_UNREAD_BYTES", 100_000)
+    for wanted in (None, Logprobs([(-0.5, 7)] * 10, [[(-0.5, 7)] * 20] * 10, [])):
+        reply, aborted = make_reply()
+        limit = 100_000 // (10 * output_stream_module.ID_BYTES)
+        if wanted is not None:
+            limit //= 8  # 21 pairs for each id
+        for _ in range(limit + 1):
+            reply.put(chunk("", ids=(7,) * 10)._replace(logprobs=wanted))
+        assert aborted[:1] == [reply.request_id]
 
 
 async def test_what_a_push_takes_wakes_nobody():
@@ -142,4 +166,4 @@ async def test_what_a_push_raises_is_the_readers():
     reply.put(chunk("a"))  # the writer goes on
     with pytest.raises(KeyError, match="mine"):
         await reader
-    assert aborted == [reply.request.id]
+    assert aborted == [reply.request_id]

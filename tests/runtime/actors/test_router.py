@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,8 @@ import fake_runner
 import scripted_core
 from runtime.actors import router
 from runtime.actors.output_stream import OutputStream
+from runtime.actors.replica import Replica
+from runtime.actors.router import PREFIX_SLACK, ReplicaLoad, balance_policy
 from runtime.errors import EngineFailure, WorkerFailed
 from runtime.request import Request, SamplingParams
 
@@ -102,7 +105,7 @@ async def test_requests_wait_for_the_last_replica_to_come_back_and_can_be_aborte
         await until(lambda: all(runner.num_launched for runner in runners))
         for runner in runners[:2]:
             runner.die(DEATH)
-        core.abort(replies[3].request.id)
+        core.abort(replies[3].request_id)
         [chunk] = await replies[3].whole()
         assert chunk.finish is not None
         assert chunk.finish.kind == "abort"
@@ -119,6 +122,41 @@ async def test_hanging_replica_is_replaced():
         await until(lambda: len(runners) == 3)
 
 
+async def test_a_restart_that_fails_in_any_way_leaves_the_others_alone(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(router, "RESTART_DELAY_S", 0.0)
+    full = OSError("no space left on the device")
+    async with scripted_core.running_several(2, restarts=0, failure=full) as (core, runners):
+        runners[0].die(DEATH)
+        await until(lambda: runners[0].closed)
+        for place in range(4):
+            assert await whole(core.submit(request(3, 4, place))) == expected((3, 4, place))
+        assert core.status().state == "ready"
+        assert core.status().num_pages == scripted_core.NUM_PAGES
+
+
+async def test_a_replica_that_is_given_up_does_not_end_one_that_may_return(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(router, "RESTART_DELAY_S", 0.0)
+    async with scripted_core.running_several(2, restarts=1) as (core, runners):
+        may_start = asyncio.Event()
+        actor: Any = core._scheduler
+        start = actor._start_replica
+
+        async def start_late(index: int) -> Replica:
+            if index == 0:
+                raise EngineFailure("Never again.")
+            await may_start.wait()
+            return await start(index)
+
+        actor._start_replica = start_late
+        for runner in list(runners):
+            runner.die(DEATH)
+        await until(lambda: actor._num_given_up == 1)
+        output = core.submit(request(3, 4))
+        may_start.set()
+        assert await whole(output) == expected((3, 4))
+        assert core.status().state == "ready"
+
+
 async def test_engine_ends_when_no_replica_can_be_started(monkeypatch):
     monkeypatch.setattr(router, "RESTART_DELAY_S", 0.0)
     async with scripted_core.running_several(2, restarts=0) as (core, runners):
@@ -130,3 +168,34 @@ async def test_engine_ends_when_no_replica_can_be_started(monkeypatch):
         with pytest.raises(EngineFailure, match="Rank 1"):
             await reply.whole()
         await until(lambda: core.status().state == "failed")
+
+
+def pick(method: str, *replicas: tuple[int, int, int]) -> int:
+    return balance_policy(method)([ReplicaLoad(*replica) for replica in replicas])
+
+
+def test_round_robin_takes_turns_whatever_they_hold():
+    policy = balance_policy("round_robin")
+    replicas = [ReplicaLoad(9, 9, 9), ReplicaLoad(0, 0, 0), ReplicaLoad(5, 5, 5)]
+    assert [policy(replicas) for _ in range(5)] == [0, 1, 2, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("method", "chosen"), [("shortest_queue", 1), ("minimum_tokens", 2), ("longest_prefix", 0)]
+)
+def test_each_method_looks_at_its_own_measure(method: str, chosen: int):
+    assert pick(method, (4, 900, 64), (2, 500, 0), (3, 100, 16)) == chosen
+
+
+def test_equal_queues_are_told_apart_by_tokens():
+    assert pick("shortest_queue", (2, 50, 0), (2, 40, 0)) == 1
+    assert pick("minimum_tokens", (2, 50, 0), (1, 50, 0)) == 1
+
+
+def test_prefix_gives_way_to_a_replica_that_is_much_less_busy():
+    assert pick("longest_prefix", (PREFIX_SLACK, 500, 64), (0, 0, 0)) == 0
+    assert pick("longest_prefix", (PREFIX_SLACK + 1, 500, 64), (0, 0, 0)) == 1
+
+
+def test_without_any_prefix_tokens_decide():
+    assert pick("longest_prefix", (2, 50, 0), (9, 40, 0)) == 1

@@ -10,19 +10,19 @@ from runtime.sequence import Sequence
 
 def compute(cache: PrefixCache, sequence: Sequence, end: int) -> None:
     """Give pages for the first `end` tokens, as a step that computes them would."""
-    sequence.pages += cache.take(-(-end // cache.page_size) - len(sequence.pages))
+    sequence.pages += cache.allocate(-(-end // cache.page_size) - len(sequence.pages))
     sequence.num_computed = end
 
 
 def test_a_released_sequence_leaves_whole_pages_to_be_found():
     cache = PrefixCache(8, 4)
     first = make_sequence(range(10))
-    cache.hold(first)
+    cache.lock(first)
     compute(cache, first, 10)
     cache.release(first)
     assert (cache.num_free, cache.num_evictable) == (6, 2)
     second = make_sequence(range(10))
-    cache.hold(second)
+    cache.lock(second)
     assert second.num_shared == second.num_computed == 8
     assert len(second.pages) == 2
     cache.check([second])
@@ -31,11 +31,11 @@ def test_a_released_sequence_leaves_whole_pages_to_be_found():
 def test_at_least_one_token_is_left_to_compute():
     cache = PrefixCache(8, 4)
     first = make_sequence(range(8))
-    cache.hold(first)
+    cache.lock(first)
     compute(cache, first, 8)
     cache.release(first)
-    assert cache.measure(first) == 4
-    assert cache.measure(make_sequence(range(9))) == 8
+    assert cache.match_length(first) == 4
+    assert cache.match_length(make_sequence(range(9))) == 8
 
 
 def test_wanted_prompt_logprobs_limit_what_is_reused():
@@ -50,15 +50,15 @@ def test_pages_computed_twice_give_way_to_those_of_the_tree():
     cache = PrefixCache(8, 2)
     first, second = make_sequence(range(4)), make_sequence(range(4))
     for sequence in (first, second):
-        cache.hold(sequence)
+        cache.lock(sequence)
         compute(cache, sequence, 4)
-    assert cache.share(first) is None
+    assert cache.insert(first) is None
     own = list(second.pages)
-    duplicates = cache.share(second)
+    duplicates = cache.insert(second)
     assert duplicates is not None
     assert (duplicates.first, duplicates.pages) == (0, own)
     assert second.pages == first.pages
-    cache.give(duplicates.pages)
+    cache.free(duplicates.pages)
     cache.check([first, second])
 
 
@@ -66,37 +66,37 @@ def test_pending_tokens_are_not_shared():
     cache = PrefixCache(8, 2)
     sequence = make_sequence(range(3))
     sequence.num_pending = 2
-    cache.hold(sequence)
+    cache.lock(sequence)
     compute(cache, sequence, 4)  # the fourth token is computed and not known yet
-    cache.share(sequence)
+    cache.insert(sequence)
     assert sequence.num_shared == 2
     cache.check([sequence])
 
 
-def test_taking_pages_evicts_what_nobody_uses():
+def test_allocating_pages_evicts_what_nobody_uses():
     cache = PrefixCache(4, 1)
     old = make_sequence([1, 2, 3])
-    cache.hold(old)
+    cache.lock(old)
     compute(cache, old, 3)
     cache.release(old)
     assert (cache.num_free, cache.num_available, cache.num_used) == (1, 4, 0)
     new = make_sequence([7, 8, 9])
-    cache.hold(new)
+    cache.lock(new)
     compute(cache, new, 3)
     cache.check([new])
     assert cache.num_used == 3
     with pytest.raises(ValueError, match="2 pages asked for, 1 free"):
-        cache.take(2)
+        cache.allocate(2)
 
 
 def test_a_disabled_cache_shares_and_keeps_nothing():
     cache = PrefixCache(4, 1, enabled=False)
     for _ in range(3):
         sequence = make_sequence([1, 2, 3])
-        cache.hold(sequence)
+        cache.lock(sequence)
         assert sequence.pages == []
         compute(cache, sequence, 3)
-        assert cache.share(sequence) is None
+        assert cache.insert(sequence) is None
         cache.check([sequence])
         cache.release(sequence)
         assert cache.num_free == 4
@@ -106,23 +106,23 @@ def test_untrusted_pages_are_not_found_again():
     cache = PrefixCache(8, 1)
     broken, other = make_sequence([1, 2, 3, 4]), make_sequence([1, 2, 9])
     for sequence in (broken, other):
-        cache.hold(sequence)
+        cache.lock(sequence)
         compute(cache, sequence, len(sequence.ids))
-        duplicates = cache.share(sequence)
+        duplicates = cache.insert(sequence)
         if duplicates is not None:
-            cache.give(duplicates.pages)
+            cache.free(duplicates.pages)
     cache.discard(broken)
     cache.check([other])
-    assert cache.measure(make_sequence([1, 2, 3, 4, 5])) == 2  # what the other still holds
+    assert cache.match_length(make_sequence([1, 2, 3, 4, 5])) == 2  # what the other still holds
 
 
-def test_emptying_spares_what_is_held():
+def test_emptying_spares_what_is_locked():
     cache = PrefixCache(8, 1)
     gone, held = make_sequence([1, 2]), make_sequence([3, 4])
     for sequence in (gone, held):
-        cache.hold(sequence)
+        cache.lock(sequence)
         compute(cache, sequence, 2)
-        cache.share(sequence)
+        cache.insert(sequence)
     cache.release(gone)
     cache.empty()
     cache.check([held])
@@ -132,17 +132,17 @@ def test_emptying_spares_what_is_held():
 def test_reset_forgets_everything_whatever_was_held():
     cache = PrefixCache(8, 1)
     sequence = make_sequence([1, 2, 3])
-    cache.hold(sequence)
+    cache.lock(sequence)
     compute(cache, sequence, 3)
-    cache.share(sequence)
+    cache.insert(sequence)
     cache.reset([sequence])
     assert cache.num_free == 8
-    assert (sequence.pages, sequence.lock, sequence.num_computed) == ([], None, 0)
+    assert (sequence.pages, sequence.locked_node, sequence.num_computed) == ([], None, 0)
     cache.check([])
 
 
 def test_check_finds_a_page_that_nobody_holds():
     cache = PrefixCache(4, 1)
-    cache.take(1)
+    cache.allocate(1)
     with pytest.raises(ValueError, match="do not balance"):
         cache.check([])

@@ -9,16 +9,16 @@ from runtime.kv_cache.radix_tree import Node, RadixTree
 
 def insert(tree: RadixTree, ids: list[int], pages: list[int], namespace: str | None = None) -> list[int]:
     """Enter ids as a finished sequence would; returns the pages that the tree did not take over."""
-    node, known = tree.hold(ids, len(ids), namespace)
+    node, known = tree.lock(ids, len(ids), namespace)
     start = len(known)
-    node, more = tree.extend(node, ids[start * tree.page_size :], pages[start:])
-    tree.release(node)
+    node, more = tree.insert(node, ids[start * tree.page_size :], pages[start:])
+    tree.unlock(node)
     return pages[: start + len(more)]
 
 
 def find(tree: RadixTree, ids: list[int], *, limit: int = 99, namespace: str | None = None) -> list[int]:
-    node, pages = tree.hold(ids, min(limit, len(ids)), namespace)
-    tree.release(node)
+    node, pages = tree.lock(ids, min(limit, len(ids)), namespace)
+    tree.unlock(node)
     return pages
 
 
@@ -35,8 +35,8 @@ def test_a_match_goes_no_further_than_its_limit():
     tree = RadixTree(2)
     insert(tree, [1, 2, 3, 4], [10, 11])
     assert find(tree, [1, 2, 3, 4], limit=3) == [10]
-    assert tree.measure([1, 2, 3, 4], 3) == 2
-    assert tree.measure([1, 2, 3, 4], 4) == 4
+    assert tree.match_length([1, 2, 3, 4], 3) == 2
+    assert tree.match_length([1, 2, 3, 4], 4) == 4
 
 
 def test_runs_split_where_sequences_part():
@@ -59,11 +59,11 @@ def test_two_tokens_of_difference_in_one_page_share_nothing():
 def test_a_lock_stays_on_the_end_of_its_run_when_others_split_it():
     tree = RadixTree(1)
     insert(tree, [1, 2, 3, 4], [10, 11, 12, 13])
-    held, _ = tree.hold([1, 2, 3, 4], 4)
+    held, _ = tree.lock([1, 2, 3, 4], 4)
     insert(tree, [1, 9], [20, 21])
     tree.check([held])
     assert tree.evict(9) == [21]  # all others are on the way to the lock
-    tree.release(held)
+    tree.unlock(held)
     tree.check([])
     assert sorted(tree.evict(9)) == [10, 11, 12, 13]
 
@@ -106,29 +106,29 @@ def test_a_parent_becomes_evictable_after_its_children():
 def test_locked_pages_are_not_evictable():
     tree = RadixTree(1)
     insert(tree, [1, 2, 3], [10, 11, 12])
-    node, _ = tree.hold([1, 2], 2)
+    node, _ = tree.lock([1, 2], 2)
     assert tree.num_evictable == 1
     assert tree.evict(3) == [12]
-    tree.release(node)
+    tree.unlock(node)
     assert tree.num_evictable == 2
 
 
-def test_extending_returns_what_the_tree_already_had():
+def test_insert_returns_what_the_tree_already_had():
     tree = RadixTree(1)
     insert(tree, [1, 2, 3], [10, 11, 12])
-    node, _ = tree.hold([1], 1)
-    node, known = tree.extend(node, [2, 3, 4], [21, 22, 23])
+    node, _ = tree.lock([1], 1)
+    node, known = tree.insert(node, [2, 3, 4], [21, 22, 23])
     assert known == [11, 12]
     tree.check([node])
     assert find(tree, [1, 2, 3, 4]) == [10, 11, 12, 23]
 
 
-def test_a_forgotten_end_leaves_what_others_need():
+def test_a_removed_end_leaves_what_others_need():
     tree = RadixTree(1)
     insert(tree, [1, 2, 8], [10, 11, 18])
-    node, _ = tree.hold([1, 2], 2)
-    node, _ = tree.extend(node, [3, 4], [12, 13])
-    assert sorted(tree.forget(node)) == [12, 13]
+    node, _ = tree.lock([1, 2], 2)
+    node, _ = tree.insert(node, [3, 4], [12, 13])
+    assert sorted(tree.remove(node)) == [12, 13]
     tree.check([])
     assert find(tree, [1, 2, 8]) == [10, 11, 18]
 
@@ -154,7 +154,7 @@ def test_an_empty_namespace_leaves_nothing_behind():
 def test_check_finds_a_lock_without_holder():
     tree = RadixTree(1)
     insert(tree, [1], [10])
-    tree.hold([1], 1)
+    tree.lock([1], 1)
     with pytest.raises(ValueError, match="locks"):
         tree.check([])
 
@@ -175,20 +175,20 @@ def test_the_tree_agrees_with_a_dictionary_of_prefixes(
     next_page = 0
     for ids, keep, num_evicted in entries:
         prefixes = [tuple(ids[:end]) for end in range(page_size, len(ids) + 1, page_size)]
-        node, found = tree.hold(ids, len(ids))
+        node, found = tree.lock(ids, len(ids))
         expected = [known[prefix] for prefix in prefixes if prefix in known]
         assert found == expected
         pages = list(range(next_page, next_page + len(prefixes) - len(found)))
         next_page += len(pages)
         end = len(prefixes) * page_size
-        node, _ = tree.extend(node, ids[len(found) * page_size : end], pages)
+        node, _ = tree.insert(node, ids[len(found) * page_size : end], pages)
         known |= dict(zip(prefixes[len(found) :], pages))
         held.append(node)
         if not keep:
-            tree.release(held.pop(0))
+            tree.unlock(held.pop(0))
         freed = set(tree.evict(num_evicted))
         known = {prefix: page for prefix, page in known.items() if page not in freed}
         assert sorted(tree.check(held)) == sorted(known.values())
     for node in held:
-        tree.release(node)
+        tree.unlock(node)
     assert sorted(tree.evict(next_page + 1)) == sorted(known.values())

@@ -9,10 +9,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from fake_runner import Drive, make_plan, make_sequence
+from fake_runner import Drive, make_plan, make_sequence, reference_embedding
 from runtime.errors import ContextOverflow
 from runtime.request import Delta, Finish, LogprobParams, Request
-from runtime.scheduler import budget
+from runtime.scheduler import batch_builder
 from runtime.sequence import Sequence
 
 VOCAB = 5  # small, so that prompts share prefixes by chance and outputs meet stop ids
@@ -30,6 +30,7 @@ class AnyOrder(RuleBasedStateMachine):
         mixed=st.booleans(),
         prefix=st.booleans(),
         depth=st.integers(0, 2),
+        tokens_per_step=st.sampled_from([1, 3]),
         ratio=st.sampled_from([0.0, 0.0, 0.5]),
         policy=st.sampled_from(["fcfs", "lpm", "lof", "random", "dfs-weight"]),
         reserved=st.sampled_from([1, 4, 4096]),
@@ -41,12 +42,13 @@ class AnyOrder(RuleBasedStateMachine):
         num_tokens: int,
         prefix: bool,
         depth: int,
+        tokens_per_step: int,
         ratio: float,
         reserved: int,
         **plan: Any,
     ):
         self.patch = pytest.MonkeyPatch()  # long outputs, of which only a part is reserved, in small
-        self.patch.setattr(budget, "RESERVED_OUTPUT_TOKENS", reserved)
+        self.patch.setattr(batch_builder, "RESERVED_OUTPUT_TOKENS", reserved)
         plan |= {"new_token_ratio": ratio, "min_new_token_ratio": 0.0}
         self.drive = Drive(
             make_plan(**plan),
@@ -56,6 +58,8 @@ class AnyOrder(RuleBasedStateMachine):
             depth=depth,
             vocab_size=VOCAB,
         )
+        if not depth:  # a step that brings several tokens must be the only one of its sequence
+            self.drive.runner.tokens_per_step = tokens_per_step
         self.added: list[Sequence] = []
         self.interrupted: dict[Sequence, str] = {}  # ended from outside: aborted, stopped early, lost, broken
 
@@ -68,6 +72,7 @@ class AnyOrder(RuleBasedStateMachine):
         seed=st.integers(0, 2),
         namespace=st.sampled_from([None, "adapter"]),
         logprob_start=st.sampled_from([-1, -1, 0, 3]),
+        wants_embedding=st.sampled_from([False, False, False, True]),
     )
     def add(
         self,
@@ -77,12 +82,17 @@ class AnyOrder(RuleBasedStateMachine):
         num_choices: int,
         seed: int,
         logprob_start: int,
+        wants_embedding: bool,
         **values: Any,
     ):
         if repeat % 3 == 0 and self.added:  # continue an earlier conversation
             prompt = (self.added[repeat % len(self.added)].ids + prompt)[: 14 + repeat % 8]
         logprobs = LogprobParams(start=logprob_start) if 0 <= logprob_start < len(prompt) else None
-        first = make_sequence(prompt, seed=seed, logprobs=logprobs, n=num_choices, **values)
+        if wants_embedding:
+            num_choices = 1
+        first = make_sequence(
+            prompt, seed=seed, logprobs=logprobs, n=num_choices, wants_embedding=wants_embedding, **values
+        )
         stop_ids, namespace = values["stop_ids"], values["namespace"]
         others = [
             make_sequence(
@@ -90,7 +100,7 @@ class AnyOrder(RuleBasedStateMachine):
             )
             for i in range(1, num_choices)
         ]
-        needed = len(prompt) + (values["max_new_tokens"] > 0)
+        needed = len(prompt) + (values["max_new_tokens"] > 0 and not wants_embedding)
         if needed > self.drive.cache.num_tokens:
             with pytest.raises(ContextOverflow):
                 self.drive.add(first, *others)
@@ -114,25 +124,26 @@ class AnyOrder(RuleBasedStateMachine):
         self.drive.apply()
 
     @precondition(lambda self: self.added)
-    @rule(which=st.integers(0, 1000), how=st.sampled_from(["abort", "finish_early", "break"]))
+    @rule(which=st.integers(0, 1000), how=st.sampled_from(["abort", "end_choice", "fail"]))
     def interrupt(self, which: int, how: str):
         sequence = self.added[which % len(self.added)]
         if how == "abort":
             self._abort(sequence.request)
-        elif how == "finish_early":
-            self._finish_early(sequence)
+        elif how == "end_choice":
+            self._end_choice(sequence)
         else:
-            self._interrupt([s for s in self.added if s.request is sequence.request], "broken")
-            self.drive.runner.broken_requests.add(sequence.request.id)
+            self._interrupt([s for s in self.added if s.request is sequence.request], "failed")
+            self.drive.runner.failed_requests.add(sequence.request.id)
 
     def _abort(self, request: Request):
-        self._interrupt([s for s in self.added if s.request is request], "aborted")
-        self.drive.deltas += self.drive.schedule.abort(request.id, Finish("abort", message="gone"))
+        choices = [s for s in self.added if s.request is request]
+        self._interrupt(choices, "aborted")
+        self.drive.deltas += self.drive.schedule.abort(choices, Finish("abort", message="gone"))
         self.drive.schedule.check()
 
-    def _finish_early(self, sequence: Sequence):
+    def _end_choice(self, sequence: Sequence):
         self._interrupt([sequence], "stopped")
-        self.drive.schedule.finish_early(sequence.request.id, sequence.index)
+        self.drive.schedule.end(sequence)
         self.drive.schedule.check()
 
     @rule(flush=st.booleans())
@@ -187,11 +198,15 @@ class AnyOrder(RuleBasedStateMachine):
     def _check_interrupted(self, sequence: Sequence, deltas: list[Delta]) -> None:
         how, output = self.interrupted[sequence], self.drive.output(sequence)
         assert output == self.drive.expected(sequence)[: len(output)]
-        assert len([d for d in deltas if d.finish]) == (how in ("aborted", "broken"))
+        assert len([d for d in deltas if d.finish]) == (how in ("aborted", "failed"))
 
     def _check_complete(self, sequence: Sequence, deltas: list[Delta]) -> None:
         expected = self.drive.expected(sequence)
         assert self.drive.output(sequence) == expected
+        if sequence.request.wants_embedding:
+            (delta,) = deltas
+            assert (delta.finish, delta.embedding) == (Finish("stop"), reference_embedding(sequence))
+            return
         assert [d.finish is not None for d in deltas] == [False] * (len(deltas) - 1) + [True]
         stopped = bool(expected) and expected[-1] in sequence.stop_ids
         finish = deltas[-1].finish

@@ -147,14 +147,13 @@ def test_no_prefix_cache_computes_the_same_prompt_again():
     assert batch.counts.tolist() == [9, 9]
 
 
-def test_the_last_fill_is_counted():
+def test_a_batch_counts_what_it_is_made_of():
     drive = Drive(page_size=4, depth=0)
     drive.add(make_sequence(range(9), max_new_tokens=5))
-    drive.step()
-    assert drive.schedule.last_fill == (1, 0, 9, 0)
+    first = drive.step()
     drive.add(make_sequence([*range(8), 9]))
-    drive.step()
-    assert drive.schedule.last_fill == (1, 8, 1, 1)
+    second = drive.step()
+    assert [batch.stats for batch in (first, second) if batch] == [(1, 0, 9, 0), (1, 8, 1, 1)]
 
 
 def test_a_batch_is_padded_and_numbered():

@@ -6,14 +6,14 @@ import pytest
 
 from fake_runner import Drive, make_plan, make_sequence
 from runtime.request import Finish
-from runtime.scheduler import budget
+from runtime.scheduler import batch_builder
 from runtime.sequence import Sequence
 
 
 @pytest.fixture
 def trusting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Admission reserves next to nothing, as if every output ended at once."""
-    monkeypatch.setattr(budget, "RESERVED_OUTPUT_TOKENS", 1)
+    monkeypatch.setattr(batch_builder, "RESERVED_OUTPUT_TOKENS", 1)
 
 
 def crowd(*shapes: tuple[int, int]) -> list[Sequence]:
@@ -53,7 +53,7 @@ def test_who_has_least_output_goes_first():
     drive.add(young)
     while not drive.schedule.num_retracted:
         drive.step()
-    assert (old.slot >= 0, young.slot >= 0) == (True, False)
+    assert (old.sequence_index >= 0, young.sequence_index >= 0) == (True, False)
 
 
 @pytest.mark.usefixtures("trusting")
@@ -63,7 +63,7 @@ def test_among_equals_the_longest_prompt_goes_first():
     drive.add(long, short)
     while not drive.schedule.num_retracted:
         drive.step()
-    assert (long.slot >= 0, short.slot >= 0) == (False, True)
+    assert (long.sequence_index >= 0, short.sequence_index >= 0) == (False, True)
 
 
 @pytest.mark.usefixtures("trusting")
@@ -91,9 +91,9 @@ def test_a_pending_token_of_a_retracted_sequence_still_arrives():
         drive.step()
     assert long.num_pending > 0
     num_known = len(long.ids)
-    drive.schedule.abort(short.request.id, Finish("abort"))
+    drive.schedule.abort([short], Finish("abort"))
     drive.step()  # there is room now, but its last tokens are not known yet
-    assert long.slot < 0
+    assert long.sequence_index < 0
     drive.run()
     assert len(long.ids) > num_known
     assert drive.output(long) == drive.expected(long)
@@ -134,7 +134,7 @@ def test_what_a_retracted_sequence_computed_is_found_again():
     drive.add(long, short)
     while not drive.schedule.num_retracted:
         drive.step()
-    drive.schedule.abort(short.request.id, Finish("abort"))
+    drive.schedule.abort([short], Finish("abort"))
     before = drive.runner.num_tokens_computed
     drive.run()
     num_decoded = 9 - (len(long.ids) - long.num_prompt)

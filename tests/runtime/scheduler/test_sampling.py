@@ -7,7 +7,7 @@ import numpy as np
 from fake_runner import Drive, make_plan, make_sequence
 from runtime.batch import Batch, Sampling
 from runtime.request import LogprobParams
-from runtime.scheduler import budget
+from runtime.scheduler import batch_builder
 from runtime.scheduler.sampling import uniform_numbers
 from runtime.sequence import Sequence
 
@@ -89,7 +89,7 @@ def test_biases_name_their_row_and_yield_to_prohibition():
     assert dict(zip(first.bias.token_ids.tolist(), first.bias.values.tolist())) == {3: 1.5, 4: -np.inf}
 
 
-def test_penalties_start_with_a_fresh_slot_once():
+def test_penalties_start_with_a_fresh_sequence_index_once():
     plain = make_sequence([1])
     penalised = make_sequence([2, 3], frequency_penalty=0.5, presence_penalty=0.25, repetition_penalty=1.5)
     first, second, *_ = samplings(plain, penalised)
@@ -102,8 +102,8 @@ def test_penalties_start_with_a_fresh_slot_once():
     assert second.penalties.fresh == ()
 
 
-def test_a_retracted_sequence_brings_its_output_to_its_new_slot(monkeypatch: Any):
-    monkeypatch.setattr(budget, "RESERVED_OUTPUT_TOKENS", 1)
+def test_a_retracted_sequence_brings_its_output_to_its_new_row(monkeypatch: Any):
+    monkeypatch.setattr(batch_builder, "RESERVED_OUTPUT_TOKENS", 1)
     plan = make_plan(new_token_ratio=0.0, min_new_token_ratio=0.0)
     sequences = [make_sequence([i] * 4, max_new_tokens=9, frequency_penalty=0.5) for i in range(2)]
     found = samplings(*sequences, plan=plan, num_pages=14, page_size=1)

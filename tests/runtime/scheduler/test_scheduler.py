@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from fake_runner import Drive, make_plan, make_sequence
+from fake_runner import Drive, make_plan, make_sequence, reference_embedding
 from runtime.batch import UNKNOWN, Batch
-from runtime.errors import ContextOverflow, EngineFailure, InvalidRequest, Overloaded
+from runtime.errors import ContextOverflow, EngineFailure, Overloaded
 from runtime.request import Finish, LogprobParams
 
 GONE = Finish("abort", message="gone")
@@ -33,6 +33,41 @@ def test_one_delta_per_sequence_and_step_with_its_usage():
     assert [delta.usage for delta in drive.deltas] == [(3, 1, 0), (3, 2, 0), (3, 3, 0)]
     assert [len(delta.ids) for delta in drive.deltas] == [1, 1, 1]
     assert last_finish(drive) == Finish("length", length=3)
+
+
+@pytest.mark.parametrize("tokens_per_step", [2, 3, 5])
+def test_several_tokens_of_a_step_are_those_of_several_steps(tokens_per_step: int):
+    drive = Drive(depth=0, page_size=2)
+    drive.runner.tokens_per_step = tokens_per_step
+    sequences = [make_sequence([i, 3, 5], max_new_tokens=11, seed=i) for i in range(3)]
+    drive.add(*sequences)
+    drive.run()
+    assert [drive.output(s) for s in sequences] == [drive.expected(s) for s in sequences]
+    assert [len(delta.ids) for delta in drive.deltas[:3]] == [tokens_per_step] * 3
+    assert last_finish(drive) == Finish("length", length=11)
+
+
+def test_tokens_behind_a_stop_are_dropped_with_their_logprobs():
+    drive = Drive(depth=0)
+    drive.runner.tokens_per_step = 5
+    output = drive.expected(make_sequence([1, 2, 3], max_new_tokens=8))
+    stop = output[2]
+    sequence = make_sequence([1, 2, 3], max_new_tokens=8, stop_ids=[stop], logprobs=LogprobParams())
+    drive.add(sequence)
+    drive.run()
+    (delta,) = drive.deltas
+    assert (delta.ids, delta.finish) == (output[:3], Finish("stop", matched=stop))
+    assert delta.usage.output == 3
+    assert delta.logprobs is not None
+    assert delta.logprobs.chosen == [(-float(token), token) for token in output[:3]]
+
+
+def test_several_tokens_of_a_sequence_in_another_step_are_refused():
+    drive = Drive(depth=1)
+    drive.runner.tokens_per_step = 2
+    drive.add(make_sequence([1, 2, 3], max_new_tokens=8))
+    with pytest.raises(EngineFailure, match="several tokens"):
+        drive.run()
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
@@ -76,6 +111,51 @@ def test_no_output_wanted_computes_the_prompt_and_ends():
     assert (delta.ids, delta.finish) == ([], Finish("length", length=0))
     assert delta.prompt_logprobs is not None
     assert delta.prompt_logprobs.chosen == [(None, 3), (-4.0, 4), (-5.0, 5)]
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 4])
+def test_an_embedding_ends_its_request_without_a_token(chunk_tokens: int | None):
+    drive = Drive(make_plan(chunk_tokens=chunk_tokens))
+    wanting, talking = make_sequence(range(11), wants_embedding=True), make_sequence([3, 4], max_new_tokens=3)
+    drive.add(wanting, talking)
+    batches = [drive.step() for _ in range(4)]
+    assert [batch.embedding_rows is not None for batch in batches if batch].count(True) == 1
+    drive.run()
+    (delta,) = [delta for delta in drive.deltas if delta.request_id == wanting.request.id]
+    assert (delta.ids, delta.finish, delta.usage) == ([], Finish("stop"), (11, 0, 0))
+    assert delta.embedding == reference_embedding(wanting)
+    assert drive.output(talking) == drive.expected(talking)
+
+
+def test_an_embedding_uses_a_cached_prefix_and_computes_its_last_token():
+    drive = Drive(page_size=1)
+    for length, num_computed in ((9, 9), (9, 1), (12, 3)):
+        before = drive.runner.num_tokens_computed
+        sequence = make_sequence(range(length), wants_embedding=True)
+        drive.add(sequence)
+        drive.run()
+        assert drive.runner.num_tokens_computed - before == num_computed
+        assert drive.deltas[-1].embedding == reference_embedding(sequence)
+
+
+def test_a_missing_embedding_is_our_failure(monkeypatch: pytest.MonkeyPatch):
+    drive = Drive(depth=0)
+    monkeypatch.setattr(drive.runner, "_embed", lambda *step: None)
+    drive.add(make_sequence([1, 2], wants_embedding=True))
+    with pytest.raises(EngineFailure, match="no embedding"):
+        drive.step()
+
+
+def test_a_failed_embedding_row_ends_only_its_request():
+    drive = Drive(page_size=1)
+    good, bad = (make_sequence([i, 5, 6], wants_embedding=True) for i in (1, 2))
+    drive.runner.failed_requests.add(bad.request.id)
+    drive.add(good, bad)
+    drive.run()
+    found = {delta.request_id: delta for delta in drive.deltas}
+    assert found[good.request.id].embedding == reference_embedding(good)
+    assert (found[bad.request.id].finish or GONE).kind == "abort"
+    assert found[bad.request.id].embedding is None
 
 
 def test_prompt_logprobs_come_once_with_the_first_output_across_chunks():
@@ -149,24 +229,6 @@ def test_the_output_is_limited_to_what_the_pool_holds():
     assert drive.output(sequence) == drive.expected(sequence)
 
 
-@pytest.mark.parametrize("prompt", [[], [50], [-1]])
-def test_prompts_outside_the_vocabulary_are_refused(prompt: list[int]):
-    with pytest.raises(InvalidRequest) as caught:
-        Drive(vocab_size=50).add(make_sequence(prompt))
-    assert caught.value.param == "input_ids"
-
-
-def test_a_bias_outside_the_vocabulary_is_refused():
-    with pytest.raises(InvalidRequest, match="token 50"):
-        Drive(vocab_size=50).add(make_sequence([1], logit_bias={50: 1.0}))
-
-
-def test_logprobs_behind_the_prompt_are_refused():
-    with pytest.raises(InvalidRequest) as caught:
-        Drive().add(make_sequence([1, 2], logprobs=LogprobParams(start=2)))
-    assert caught.value.param == "logprob_start_len"
-
-
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 4])
 def test_an_abort_at_any_moment_ends_all_choices_and_frees_their_pages(num_steps: int):
     drive = Drive(make_plan(chunk_tokens=4), prefix=False)
@@ -175,14 +237,14 @@ def test_an_abort_at_any_moment_ends_all_choices_and_frees_their_pages(num_steps
     drive.add(first, second)
     for _ in range(num_steps):
         drive.step()
-    deltas = drive.schedule.abort(first.request.id, GONE)
+    deltas = drive.schedule.abort([first, second], GONE)
     drive.schedule.check()
     assert [(delta.index, delta.finish) for delta in deltas] == [(0, GONE), (1, GONE)]
     assert drive.cache.num_free == drive.cache.num_pages
     num_before = len(drive.deltas)
     drive.run()
     assert len(drive.deltas) == num_before  # tokens in flight are dropped
-    assert drive.schedule.abort(first.request.id, GONE) == []
+    assert drive.schedule.abort([first, second], GONE) == []
 
 
 def test_a_choice_that_met_a_stop_string_ends_silently():
@@ -192,8 +254,8 @@ def test_a_choice_that_met_a_stop_string_ends_silently():
     drive.add(first, second)
     for _ in range(3):
         drive.step()
-    drive.schedule.finish_early(first.request.id, 0)
-    drive.schedule.finish_early(first.request.id, 0)  # known already
+    drive.schedule.end(first)
+    drive.schedule.end(first)  # known already
     drive.schedule.check()
     num_known = len(drive.output(first))
     drive.run()
@@ -201,18 +263,18 @@ def test_a_choice_that_met_a_stop_string_ends_silently():
     assert drive.output(second) == drive.expected(second)
 
 
-def test_a_broken_row_ends_only_its_sequence_and_is_not_cached():
+def test_a_failed_row_ends_only_its_sequence_and_is_not_cached():
     drive = Drive(page_size=1)
     good, bad = make_sequence([1, 2, 3]), make_sequence([4, 5, 6])
-    drive.runner.broken_requests.add(bad.request.id)
+    drive.runner.failed_requests.add(bad.request.id)
     drive.add(good, bad)
     drive.run()
     (delta,) = [delta for delta in drive.deltas if delta.request_id == bad.request.id]
     assert delta.finish is not None
     assert delta.finish.kind == "abort"
     assert drive.output(good) == drive.expected(good)
-    assert drive.cache.measure(make_sequence([4, 5, 6, 7])) == 0
-    assert drive.cache.measure(make_sequence([1, 2, 3, 7])) == 3
+    assert drive.cache.match_length(make_sequence([4, 5, 6, 7])) == 0
+    assert drive.cache.match_length(make_sequence([1, 2, 3, 7])) == 3
 
 
 def test_a_failed_step_loses_only_what_was_in_flight():
@@ -253,9 +315,9 @@ def test_steps_are_applied_in_order():
     assert first is not None
     assert second is not None
     drive.runner.launch(first)
-    _, tokens = drive.runner.finish_oldest()
+    _, output = drive.runner.finish_oldest()
     with pytest.raises(EngineFailure, match="Step 1 was applied when step 0 was due"):
-        drive.schedule.apply(second, tokens)
+        drive.schedule.apply(second, output)
 
 
 def test_flushing_waits_until_all_is_quiet():

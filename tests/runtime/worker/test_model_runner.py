@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
 from random import Random
-from typing import Any
 
 import pytest
 import torch
@@ -14,10 +12,12 @@ import fake_runner
 import late_steps
 from fake_device import LateDevice
 from late_steps import CONTEXT, PAGE_SIZE, VOCAB_SIZE
-from runtime.actors.scheduler import Admit, SchedulerActor
+from runtime.actors.detokenizer import DetokenizerActor
+from runtime.actors.live_requests import LiveRequests
+from runtime.actors.output_stream import OutputStream
+from runtime.actors.scheduler import SchedulerActor
 from runtime.config.resolve.graph_sizes import Buckets
 from runtime.kv_cache.prefix_cache import PrefixCache
-from runtime.request import Delta
 from runtime.scheduler.scheduler import Scheduler
 from runtime.worker.cuda_graph import CudaGraphRunner
 from runtime.worker.model_runner import ModelRunner
@@ -46,28 +46,22 @@ async def outputs(runner: ModelRunner) -> list[list[int]]:
     plan = fake_runner.make_plan(max_running=NUM_SLOTS)
     cache = PrefixCache(NUM_PAGES, PAGE_SIZE)
     schedule = Scheduler(plan, cache, vocab_size=VOCAB_SIZE, context_length=CONTEXT)
-    deltas: list[Delta] = []
-    failed: list[Any] = []
-    actor = SchedulerActor(
-        schedule,
-        runner,
-        plan,
-        page_size=PAGE_SIZE,
-        emit=deltas.extend,
-        fail=lambda *what: failed.append(what),
-    )
-    sequences = [fake_runner.make_sequence(prompt, max_new_tokens=new) for prompt, new in PROMPTS]
-    for sequence in sequences:
-        actor.inbox.put(Admit([sequence]))
-    running = asyncio.create_task(actor.run())
-    while not failed and any(sequence.finish is None for sequence in sequences):
-        await asyncio.sleep(0)
-    running.cancel()
-    with suppress(asyncio.CancelledError):
-        await running
-    assert not failed
-    keys = [(sequence.request.id, sequence.index) for sequence in sequences]
-    return [[token for delta in deltas if delta[:2] == key for token in delta.ids] for key in keys]
+    requests = LiveRequests()
+    detokenizer = DetokenizerActor(None, requests)
+    actor = SchedulerActor(schedule, runner, plan, requests, detokenizer)
+    outputs: list[OutputStream] = []
+    for prompt, new in PROMPTS:
+        sequence = fake_runner.make_sequence(prompt, max_new_tokens=new)
+        live = requests.add(sequence.request)
+        live.sequences = [sequence]
+        outputs.append(live.output)
+        actor.admit(live)
+    running = [asyncio.create_task(part) for part in (actor.run(), detokenizer.run())]
+    chunks = [await output.whole() for output in outputs]
+    for task in running:
+        task.cancel()
+    await asyncio.wait(running)
+    return [chunk.ids for [chunk] in chunks]
 
 
 @pytest.mark.parametrize("seed", range(3))

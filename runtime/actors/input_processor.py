@@ -1,0 +1,122 @@
+"""Checks a request against the model and makes its sequences."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+from runtime.config.model_facts import ModelFacts
+from runtime.config.plan import Plan
+from runtime.errors import ContextOverflow, InvalidRequest
+from runtime.request import Request
+from runtime.sequence import Sequence
+from runtime.tokenizer.tokenizer import Tokenizer
+
+SEED_MASK = 2**64 - 1
+CHOICE_STRIDE = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: far apart for neighbouring choices
+
+
+class InputProcessor:
+    """Knows the vocabulary, the context length, the stop tokens and the seeds. Every prompt is scanned once."""
+
+    def __init__(self, plan: Plan, facts: ModelFacts, tokenizer: Tokenizer | None) -> None:
+        self._context_length = plan.model.context_length
+        self._vocab_size = facts.vocab_size
+        self._eos_ids = facts.eos_ids | (tokenizer.eos_ids if tokenizer else frozenset())
+        self._has_tokenizer = tokenizer is not None
+        self._random = random.Random(plan.model.random_seed)
+
+    def check(self, request: Request) -> None:
+        """Raise `InvalidRequest` for what is wrong before anything is computed, the ids that were given included."""
+        if request.text is None and request.ids is None:
+            raise InvalidRequest("Either text or input_ids must be given.", param="text")
+        if request.ids is not None:
+            if not request.ids:
+                raise InvalidRequest("The prompt is empty.", param="input_ids")
+            # Before every id is looked at: a body holds millions, and this is the loop.
+            if not request.truncate and len(request.ids) > self._context_length:
+                raise self._too_long(request, len(request.ids))
+            self.check_ids(request.ids)
+        sampling = request.sampling
+        named = {"stop_token_ids": sampling.stop_token_ids, "logit_bias": sampling.logit_bias}
+        if request.logprobs is not None:
+            named["token_ids_logprob"] = request.logprobs.token_ids
+        for param, token_ids in named.items():
+            if token_ids and not all(0 <= token_id < self._vocab_size for token_id in token_ids):
+                raise InvalidRequest(f"Token ids in {param} must be in [0, {self._vocab_size}).", param=param)
+        if not self._has_tokenizer and sampling.stop:
+            raise InvalidRequest("Stop strings need a tokenizer; this engine has none.", param="stop")
+        if request.wants_embedding:
+            _check_embedding(request)
+
+    def check_ids(self, ids: Seq[int]) -> None:
+        """Raise `InvalidRequest` for ids outside the vocabulary. Takes milliseconds for 100,000 of them."""
+        if ids and (min(ids) < 0 or max(ids) >= self._vocab_size):
+            raise InvalidRequest(f"Token ids must be in [0, {self._vocab_size}).", param="input_ids")
+
+    def prepare(self, request: Request, ids: tuple[int, ...]) -> tuple[Request, list[Sequence]]:
+        """The request with these ids, cut to the context where it allows that, and a sequence for each choice.
+
+        Raises `ContextOverflow` or `InvalidRequest`.
+        """
+        request = self._fit(request, ids)
+        sampling, ids = request.sampling, request.ids or ()
+        stop_ids = frozenset() if sampling.ignore_eos else self._eos_ids | sampling.stop_token_ids
+        new = self._context_length if sampling.max_new_tokens is None else sampling.max_new_tokens
+        if request.wants_embedding:
+            new = 0
+        seed = self._random.getrandbits(64) if sampling.seed is None else sampling.seed
+        return request, [
+            Sequence(
+                request,
+                index,
+                ids,
+                max_tokens=min(len(ids) + new, self._context_length),
+                stop_ids=stop_ids,
+                seed=(seed + index * CHOICE_STRIDE) & SEED_MASK,
+            )
+            for index in range(sampling.n)
+        ]
+
+    def _fit(self, request: Request, ids: tuple[int, ...]) -> Request:
+        context, sampling = self._context_length, request.sampling
+        if not ids:
+            raise InvalidRequest("The prompt is empty.", param="text")
+        new = 0 if request.wants_embedding else sampling.max_new_tokens
+        needs_room = 0 if new == 0 else 1
+        if len(ids) + needs_room > context:
+            if not request.truncate:
+                raise self._too_long(request, len(ids))
+            ids = ids[: context - needs_room]
+        if new is not None and len(ids) + new > context:
+            if not request.truncate:
+                raise ContextOverflow(
+                    f"Requested token count exceeds the model's maximum context length of {context} tokens. "
+                    f"You requested a total of {len(ids) + new} tokens: {len(ids)} of input and "
+                    f"{new} of output.",
+                    param="max_new_tokens",
+                )
+            new = context - len(ids)
+            sampling = replace(sampling, max_new_tokens=new, min_new_tokens=min(sampling.min_new_tokens, new))
+        if request.logprobs is not None and request.logprobs.start >= len(ids):
+            raise InvalidRequest(
+                f"logprob_start_len ({request.logprobs.start}) is beyond the prompt's {len(ids)} tokens.",
+                param="logprob_start_len",
+            )
+        return replace(request, ids=ids, sampling=sampling)
+
+    def _too_long(self, request: Request, count: int) -> ContextOverflow:
+        context = self._context_length
+        trouble = "is longer than" if count > context else "leaves no room for output in"
+        return ContextOverflow(
+            f"The input ({count} tokens) {trouble} the model's context length ({context} tokens).",
+            param="text" if request.text is not None else "input_ids",
+        )
+
+
+def _check_embedding(request: Request) -> None:
+    if request.sampling.n != 1:
+        raise InvalidRequest("A prompt has one embedding; n must be 1.", param="n")
+    if request.logprobs is not None:
+        raise InvalidRequest("Logprobs are not computed for embeddings.", param="return_logprob")

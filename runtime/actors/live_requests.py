@@ -1,0 +1,113 @@
+"""The requests that are in the engine: one record of each, from its submission to its last chunk."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from runtime.actors.output_stream import OutputStream
+from runtime.errors import PenstockError
+from runtime.request import Chunk, Finish, Request, Usage
+
+if TYPE_CHECKING:
+    from runtime.actors.detokenizer import ChoiceDecoder
+    from runtime.actors.scheduler import SchedulerActor
+    from runtime.sequence import Sequence
+
+ABORTED = Finish("abort", message="Aborted by the user.")
+ABORTED_EARLY = Finish("abort", message="Aborted before it was scheduled.")
+
+
+class LiveRequest:
+    """What the actors know of one request. Each field is written by the actor named behind it."""
+
+    __slots__ = ("aborting", "decoders", "output", "request", "scheduler", "sequences")
+
+    def __init__(self, request: Request, output: OutputStream) -> None:
+        self.request = request  # the tokenizer, once its ids are known
+        self.output = output
+        self.sequences: list[Sequence] = []  # the tokenizer: one for each choice
+        self.scheduler: SchedulerActor | None = (
+            None  # who computes it; None before, and while no replica is alive
+        )
+        self.decoders: list[ChoiceDecoder] = []  # the detokenizer, from the first output on
+        self.aborting: Finish | None = None  # it is to end so, which its scheduler may not have done yet
+
+    @property
+    def begun(self) -> bool:
+        """Whether some of its output may have gone out."""
+        return any(
+            sequence.finish is not None or len(sequence.ids) > sequence.num_prompt
+            for sequence in self.sequences
+        )
+
+
+class LiveRequests:
+    """The one table of them, owned by the engine core. A request that has ended is not in it."""
+
+    def __init__(self) -> None:
+        self._live: dict[int, LiveRequest] = {}  # by request id
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.get = self._live.get
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __iter__(self) -> Iterator[LiveRequest]:
+        """Over those of now; requests may come and go meanwhile."""
+        return iter(list(self._live.values()))
+
+    def add(self, request: Request) -> LiveRequest:
+        """Enter a new request."""
+        output = OutputStream(request.id, request.sampling.n, self)
+        live = self._live[request.id] = LiveRequest(request, output)
+        self._idle.clear()
+        return live
+
+    def remove(self, live: LiveRequest) -> None:
+        """Its output has ended. Does nothing the second time."""
+        self._live.pop(live.request.id, None)
+        if not self._live:
+            self._idle.set()
+
+    def abort(self, request_id: int) -> None:
+        """End a request wherever it is; its output ends with kind "abort". Unknown ids are ignored."""
+        live = self._live.get(request_id)
+        if live is None or live.aborting is not None:
+            return
+        live.aborting = ABORTED
+        if live.scheduler is not None:
+            live.scheduler.abort(live)
+            return
+        usage = Usage(len(live.request.ids or ()), 0, 0)
+        for index in range(live.request.sampling.n):
+            live.output.put(Chunk(index, "", [], ABORTED_EARLY, usage))
+        self.remove(live)
+
+    def abort_label(self, label: str) -> int:
+        """Abort every request whose label starts with `label`; returns how many."""
+        ids = [live.request.id for live in self if live.request.label.startswith(label)]
+        for request_id in ids:
+            self.abort(request_id)
+        return len(ids)
+
+    def fail(self, request_id: int, error: PenstockError) -> None:
+        """End a request with an error for its sender, and its computation if there is any. Unknown ids are ignored."""
+        live = self._live.get(request_id)
+        if live is None:
+            return
+        self.remove(live)
+        live.output.fail(error)
+        live.aborting = live.aborting or ABORTED
+        if live.scheduler is not None:
+            live.scheduler.abort(live)
+
+    def fail_all(self, error: PenstockError) -> None:
+        for live in self:
+            self.fail(live.request.id, error)
+
+    async def wait_idle(self) -> None:
+        """Return when the last request has ended."""
+        await self._idle.wait()

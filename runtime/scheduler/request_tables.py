@@ -1,0 +1,173 @@
+"""The running sequences: their rows in the tables that every step reads, and their pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.batch import Ints
+from runtime.kv_cache.prefix_cache import PrefixCache
+from runtime.sequence import Sequence
+
+TOP_K_OFF = 2**30
+
+
+class RequestTables:
+    """One row per running sequence, written when it enters, gathered by fancy indexing in every step.
+
+    The page table grows in width as sequences do; entries behind a sequence's pages are 0.
+    """
+
+    def __init__(self, num_rows: int, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.greedy = np.zeros(num_rows, np.bool_)
+        self.temperature = np.ones(num_rows, np.float32)
+        self.top_k = np.full(num_rows, TOP_K_OFF, np.int32)
+        self.top_p = np.ones(num_rows, np.float32)
+        self.min_p = np.zeros(num_rows, np.float32)
+        self.seeds = np.zeros(num_rows, np.uint64)
+        self.num_prompt = np.zeros(num_rows, np.int64)
+        self.special = np.zeros(num_rows, np.bool_)  # has bias, penalties or logprobs
+        self.sequences: list[Sequence | None] = [None] * num_rows
+        self.fresh: set[int] = set()  # rows with penalties whose sequence has not sampled there yet
+        self.pages: Ints = np.zeros((num_rows, 16), np.int32)
+        self._free = list(range(num_rows - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def enter(self, sequence: Sequence) -> None:
+        """Give a sequence a row and fill it, its pages included."""
+        index = sequence.sequence_index = self._free.pop()
+        params = sequence.sampling
+        self.sequences[index] = sequence
+        self.greedy[index] = params.greedy
+        self.temperature[index] = 1.0 if params.greedy else params.temperature
+        self.top_k[index] = TOP_K_OFF if params.top_k < 1 else min(params.top_k, TOP_K_OFF)
+        self.top_p[index] = params.top_p
+        self.min_p[index] = params.min_p
+        self.seeds[index] = sequence.seed & 0xFFFF_FFFF_FFFF_FFFF
+        self.num_prompt[index] = sequence.num_prompt
+        penalised = is_penalised(sequence)
+        forbids = params.min_new_tokens > 0 and bool(sequence.stop_ids)
+        logprobs = sequence.request.logprobs is not None
+        self.special[index] = penalised or forbids or logprobs or bool(params.logit_bias)
+        if penalised:
+            self.fresh.add(index)
+        self.write_pages(index, 0, sequence.pages)
+
+    def leave(self, sequence: Sequence) -> None:
+        """Free the row and clear its part of the page table."""
+        index = sequence.sequence_index
+        self.sequences[index] = None
+        self.fresh.discard(index)
+        self.pages[index, : len(sequence.pages)] = 0
+        self._free.append(index)
+        sequence.sequence_index = -1
+
+    def write_pages(self, index: int, first: int, pages: list[int]) -> None:
+        """Set the page table's entries first .. first + len(pages) - 1 of a row."""
+        end = first + len(pages)
+        self._widen(end)
+        self.pages[index, first:end] = pages
+
+    def append_pages(self, sequences: list[Sequence], pages: list[int]) -> None:
+        """Give each of these sequences one more page."""
+        columns = []
+        for sequence, page in zip(sequences, pages):
+            own = sequence.pages
+            columns.append(len(own))
+            own.append(page)
+        self._widen(max(columns, default=0) + 1)
+        self.pages[[sequence.sequence_index for sequence in sequences], columns] = pages
+
+    def check(self, running: list[Sequence]) -> None:
+        """Raise `ValueError` unless exactly these sequences have rows and the page table is theirs."""
+        indices = [sequence.sequence_index for sequence in running]
+        if sorted(indices + self._free) != list(range(len(self.sequences))):
+            raise ValueError("Rows are lost or taken twice.")
+        expected: NDArray[np.int32] = np.zeros_like(self.pages)
+        for sequence in running:
+            expected[sequence.sequence_index, : len(sequence.pages)] = sequence.pages
+            if self.sequences[sequence.sequence_index] is not sequence:
+                raise ValueError(f"{sequence!r} is not in its row.")
+        if not np.array_equal(expected, self.pages):
+            raise ValueError("The page table does not list the pages of the running sequences.")
+
+    def _widen(self, width: int) -> None:
+        have = self.pages.shape[1]
+        if width > have:
+            wider = np.zeros((len(self.sequences), max(width, 2 * have)), np.int32)
+            wider[:, :have] = self.pages
+            self.pages = wider
+
+
+def is_penalised(sequence: Sequence) -> bool:
+    params = sequence.sampling
+    return bool(params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1.0)
+
+
+class Running:
+    """Running sequences in order of admission, each with a row in the tables and with pages for what is computed.
+
+    `full` is set when a waiting sequence did not fit, and cleared when somebody leaves: until then trying
+    again would only cost time.
+    """
+
+    def __init__(self, num_rows: int, cache: PrefixCache, vocab_size: int) -> None:
+        self.cache = cache
+        self.tables = RequestTables(num_rows, vocab_size)
+        self.full = False
+        self._sequences: dict[Sequence, None] = {}  # an ordered set
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._sequences)
+
+    def enter(self, sequence: Sequence) -> None:
+        """Start a sequence to which the cache already gave its shared prefix."""
+        self.tables.enter(sequence)
+        self._sequences[sequence] = None
+
+    def leave(self, sequence: Sequence, *, trusted: bool = True) -> None:
+        """Free row and pages. What was computed stays in the prefix tree, unless it is not to be trusted."""
+        del self._sequences[sequence]
+        self.tables.leave(sequence)
+        if trusted:
+            self.cache.release(sequence)
+        else:
+            self.cache.discard(sequence)
+        self.full = False
+
+    def extend(self, sequence: Sequence, end: int) -> None:
+        """Give a sequence pages for its first `end` tokens; the caller knows that they are available."""
+        pages = sequence.pages
+        have = len(pages)
+        more = self.cache.allocate(-(-end // self.cache.page_size) - have)
+        if more:
+            pages += more
+            self.tables.write_pages(sequence.sequence_index, have, more)
+
+    def reset(self) -> list[Sequence]:
+        """Take rows and pages from everybody and forget all prefixes; returns who was running, in order."""
+        sequences = list(self._sequences)
+        for sequence in sequences:
+            self.tables.leave(sequence)
+        self._sequences.clear()
+        self.cache.reset(sequences)
+        self.full = False
+        return sequences
+
+    def check(self) -> None:
+        """Raise `ValueError` unless rows and pages balance exactly."""
+        sequences = list(self._sequences)
+        self.tables.check(sequences)
+        self.cache.check(sequences)
+        for sequence in sequences:
+            if len(sequence.pages) != -(-sequence.num_computed // self.cache.page_size):
+                raise ValueError(f"{sequence!r} has {len(sequence.pages)} pages.")
