@@ -35,7 +35,7 @@ from torch import Tensor
 class AttentionInputs:
     """Where each row of one step stands in the cache: made once per step, read by every layer.
 
-    `memo` is for backends: what one derives from the other fields in the first layer (a gather index, a mask)
+    `plan_cache` is for backends: what one derives from the other fields in the first layer (a gather index, a mask)
     it keeps there for the others. Its keys begin with the backend's module name.
     """
 
@@ -47,7 +47,7 @@ class AttentionInputs:
     page_size: int
     starts_host: Sequence[int]  # the same as above, so that no backend has to wait for the device
     counts_host: Sequence[int]
-    memo: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+    plan_cache: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
     def build(

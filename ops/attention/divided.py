@@ -32,10 +32,10 @@ def divide(single: Attend, longer: Attend) -> Attend:
             return single(q, k_pool, v_pool, inputs, **options)
         if not any(count == 1 for count in counts):
             return longer(q, k_pool, v_pool, inputs, **options)
-        if __name__ not in inputs.memo:
-            inputs.memo[__name__] = (_part(inputs, single=True), _part(inputs, single=False))
+        if __name__ not in inputs.plan_cache:
+            inputs.plan_cache[__name__] = (_part(inputs, single=True), _part(inputs, single=False))
         out = torch.empty_like(q)
-        for backend, part in zip((single, longer), inputs.memo[__name__], strict=True):
+        for backend, part in zip((single, longer), inputs.plan_cache[__name__], strict=True):
             found = backend(q.index_select(0, part.tokens), k_pool, v_pool, part.inputs, **options)
             out.index_copy_(0, part.tokens, found)
         return out
@@ -63,6 +63,6 @@ def _part(inputs: AttentionInputs, *, single: bool) -> Part:
             slots=inputs.slots.index_select(0, token_index),
             starts_host=[inputs.starts_host[row] for row in rows],
             counts_host=counts,
-            memo={},
+            plan_cache={},
         ),
     )

@@ -208,13 +208,13 @@ def _causal_mask(first: int, end: int, first_key: int, window: int | None, like:
 def _groups(q: Tensor, k_pool: Tensor, inputs: AttentionInputs, window: int | None) -> list[Group]:
     """The step's single-token rows in groups of similar length, derived once per step and window."""
     key = (__name__, window, q.dtype, tuple(k_pool.shape))
-    if key not in inputs.memo:
+    if key not in inputs.plan_cache:
         page_bytes = k_pool[0].numel() * k_pool.element_size()
-        inputs.memo[key] = [
+        inputs.plan_cache[key] = [
             _group(sorted(rows), q, k_pool.shape[1], inputs, window)
             for rows in split_rows(_pages_needed(inputs, window), MAX_GROUP_BYTES // page_bytes)
         ]
-    return inputs.memo[key]
+    return inputs.plan_cache[key]
 
 
 def _pages_needed(inputs: AttentionInputs, window: int | None) -> list[tuple[int, int]]:

@@ -89,13 +89,13 @@ class FlashInfer:
             soft_cap,
         )
         key = (__name__, setting)
-        if key not in inputs.memo:
-            inputs.memo[key] = self._planned(setting, inputs)
+        if key not in inputs.plan_cache:
+            inputs.plan_cache[key] = self._planned(setting, inputs)
         scales = {"k_scale": k_scale, "v_scale": v_scale}
         used = {
             name: scale for name, scale in scales.items() if scale != 1.0
         }  # each costs a pass over the result
-        return inputs.memo[key].run(q, (k_pool, v_pool), **used)
+        return inputs.plan_cache[key].run(q, (k_pool, v_pool), **used)
 
     def _planned(self, setting: Setting, inputs: AttentionInputs) -> Any:
         """The next wrapper for this setting, planned for these rows."""

@@ -107,10 +107,10 @@ def make_attend() -> Attend:
 
 
 def _lengths(inputs: AttentionInputs) -> Lengths:
-    if __name__ not in inputs.memo:
+    if __name__ not in inputs.plan_cache:
         of_rows = inputs.starts + inputs.counts
         starts = torch.zeros_like(inputs.query_starts)
         torch.cumsum(of_rows, 0, dtype=torch.int32, out=starts[1:])
         longest = max(start + count for start, count in zip(inputs.starts_host, inputs.counts_host))
-        inputs.memo[__name__] = Lengths(of_rows, starts, longest, max(inputs.counts_host))
-    return inputs.memo[__name__]
+        inputs.plan_cache[__name__] = Lengths(of_rows, starts, longest, max(inputs.counts_host))
+    return inputs.plan_cache[__name__]

@@ -268,8 +268,8 @@ class _ViewsOnly(TorchDispatchMode):
 def step_in(inputs: AttentionInputs) -> Step:
     """What kernels of a step's rows read, made once for all layers. It holds addresses: the inputs must outlive it."""
     key = (__name__, "step")
-    if key not in inputs.memo:
-        inputs.memo[key] = Step(
+    if key not in inputs.plan_cache:
+        inputs.plan_cache[key] = Step(
             num_tokens=len(inputs.slots),
             num_rows=len(inputs.counts_host),
             slots=address(inputs.slots),
@@ -280,4 +280,4 @@ def step_in(inputs: AttentionInputs) -> Step:
             query_starts=address(inputs.query_starts),
             page_size=inputs.page_size,
         )
-    return inputs.memo[key]
+    return inputs.plan_cache[key]

@@ -16,16 +16,16 @@ def rotate(
     positions: Tensor,
     *,
     interleaved: bool = False,
-    memo: MutableMapping[Hashable, Any] | None = None,
+    plan_cache: MutableMapping[Hashable, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Turn queries and keys by their positions' angles (see `ops.rope`)."""
     key = (__name__, id(table), interleaved)
-    if memo is None or key not in memo:
+    if plan_cache is None or key not in plan_cache:
         factors = _factors(table, positions, interleaved)
-        if memo is None:
-            memo = {}
-        memo[key] = factors
-    cos, sin = memo[key]
+        if plan_cache is None:
+            plan_cache = {}
+        plan_cache[key] = factors
+    cos, sin = plan_cache[key]
     return _rotate(q, cos, sin, interleaved), _rotate(k, cos, sin, interleaved)
 
 

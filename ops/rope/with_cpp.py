@@ -21,7 +21,7 @@ def make(executor: Executor) -> Mapping[str, Callable[..., Any]]:
         positions: Tensor,
         *,
         interleaved: bool = False,
-        memo: MutableMapping[Hashable, Any] | None = None,
+        plan_cache: MutableMapping[Hashable, Any] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Turn queries and keys by their positions' angles."""
         q, k = (x if x.stride(-1) == 1 and x.stride(1) == x.shape[2] else x.contiguous() for x in (q, k))

@@ -19,11 +19,11 @@ def rotate(
     positions: Tensor,
     *,
     interleaved: bool = False,
-    memo: MutableMapping[Hashable, Any] | None = None,
+    plan_cache: MutableMapping[Hashable, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Turn queries and keys by their positions' angles, in place (see `ops.rope`).
 
-    `memo` stays as it is: the kernel reads the table itself.
+    `plan_cache` stays as it is: the kernel reads the table itself.
     """
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     (num_tokens, num_heads, _), num_kv_heads, half = q.shape, k.shape[1], table.shape[1] // 2

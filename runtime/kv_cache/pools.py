@@ -93,8 +93,8 @@ class KVPool:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on a CPU in memory that the system hands out page by page, when a page is first written."""
+    """Zeros; on a CPU in private memory that the system hands out page by page, when a page is first written."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, prod(shape) * dtype.itemsize)
+    memory = mmap.mmap(-1, prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)

@@ -40,13 +40,15 @@ class Rope(nn.Module):
 
         Raises ValueError for positions of three axes where the parameters have no sections.
         """
-        table, positions, memo = self.table, batch.positions, batch.attention.memo
+        table, positions, plan_cache = self.table, batch.positions, batch.attention.plan_cache
         if positions.dim() == 2:
             key = (__name__, id(self))
-            if key not in memo:
-                memo[key] = self._table_of(positions)
-            table, positions = memo[key]
-        return self.kernels.rotate(q, k, table, positions, interleaved=self.interleaved, memo=memo)
+            if key not in plan_cache:
+                plan_cache[key] = self._table_of(positions)
+            table, positions = plan_cache[key]
+        return self.kernels.rotate(
+            q, k, table, positions, interleaved=self.interleaved, plan_cache=plan_cache
+        )
 
     def _table_of(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions [3, T] -> a table [T, R] of these tokens alone, and the tokens' places in it.

@@ -7,13 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from runtime.config.fields import Fields
 from runtime.config.model_facts import ModelFacts
 from runtime.errors import CheckpointError
-from runtime.layers.rope_parameters import RopeParameters
+from runtime.layers.rope_parameters import RopeParameters, read_rope_parameters
 from runtime.models.checkpoint import stored_dtype, weight_bytes
-from runtime.models.fields import Fields
 from runtime.models.registry import ARCHITECTURES, entry
-from runtime.models.rope_config import rope_parameters
 from runtime.sampling_params import FROM_MODEL
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -158,7 +157,7 @@ class Config(Fields):
 
     def rope(self, layer_type: str | None = None) -> RopeParameters:
         """The rotary embedding of all layers, or of one type."""
-        return rope_parameters(self, self.head_dim, layer_type)
+        return read_rope_parameters(self, self.head_dim, layer_type)
 
 
 def _architecture(values: Mapping[str, Any]) -> str:

@@ -133,7 +133,7 @@ class CudaGraphRunner:
             slots=attention.slots[:size],
             starts_host=[0] * size,
             counts_host=[1] * size,
-            memo={},
+            plan_cache={},
         )
         return self._eager(
             replace(

@@ -28,7 +28,7 @@ WARNING = "kernels in C++ cannot be used"
 
 def has_tape(engine: Engine) -> bool:
     """Whether whole steps run in C++."""
-    return engine.core.runners[0]._launcher._tape is not None  # pyright: ignore[reportAttributeAccessIssue]
+    return engine.core.runners[0]._executor._cpu_graph is not None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def num_os_threads() -> int:

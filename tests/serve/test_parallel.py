@@ -23,7 +23,7 @@ from runtime.errors import ConfigurationError, EngineFailure, WorkerFailed
 from serve import Engine
 from serve.app import build_app
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+FAMILIES = ("gemma2", "llama", "mistral", "phi3", "qwen2", "qwen3", "qwen3_moe")
 PLAIN = {"skip_tokenizer_init": True, "random_seed": 1}
 GREEDY = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
 LONG = {"temperature": 0, "max_new_tokens": 400, "ignore_eos": True}

@@ -54,7 +54,7 @@ def inputs(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def outputs(backend: ModuleType, case: Case) -> list[Tensor]:
-    return list(backend.rotate(*inputs(case), interleaved=case.interleaved, memo={}))
+    return list(backend.rotate(*inputs(case), interleaved=case.interleaved, plan_cache={}))
 
 
 def expected(case: Case) -> list[Tensor]:

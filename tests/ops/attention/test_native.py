@@ -140,4 +140,4 @@ def test_layers_share_what_was_derived_in_the_first() -> None:
     case = make_case([(9, 1), (3, 1)], 4, 2, 2, 8)
     for _ in range(2):
         native.attend(case.q, case.k_pool, case.v_pool, case.inputs, scale=1.0)
-    assert len(case.inputs.memo) == 1
+    assert len(case.inputs.plan_cache) == 1

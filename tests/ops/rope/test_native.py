@@ -60,9 +60,9 @@ def test_native_follows_the_formula_in_every_case(name) -> None:
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_what_a_memo_keeps_serves_its_own_table_only(interleaved) -> None:
     tables = [table_of(torch.rand(9, 3) * 6) for _ in range(2)]
-    q, k, positions, memo = torch.randn(2, 3, 6), torch.randn(2, 1, 6), torch.tensor([4, 8]), {}
+    q, k, positions, plan_cache = torch.randn(2, 3, 6), torch.randn(2, 1, 6), torch.tensor([4, 8]), {}
     for table in (*tables, *tables):
-        kept = rotate(q, k, table, positions, interleaved=interleaved, memo=memo)
+        kept = rotate(q, k, table, positions, interleaved=interleaved, plan_cache=plan_cache)
         for ours, plain in zip(kept, rotate(q, k, table, positions, interleaved=interleaved)):
             assert torch.equal(ours, plain)
-    assert len(memo) == 2
+    assert len(plan_cache) == 2

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import ctypes
+import os
+
 import pytest
 import torch
 
@@ -15,6 +18,18 @@ def test_pool_holds_its_pages_and_one_for_scratch() -> None:
         assert not k.any()
     assert pool.scratch_page == 5
     assert pool.nbytes == 3 * 2 * 6 * 2 * 4 * 8 * 2
+
+
+def test_a_forked_process_writes_to_a_copy() -> None:
+    pool = KVPool(1, 1, 1, 1, 1, torch.float32, "cpu")
+    pool[0].k.fill_(1)
+    address = pool[0].k.data_ptr()
+    child = os.fork()
+    if child == 0:  # nothing of torch: its threads are not here
+        ctypes.c_float.from_address(address).value = 7
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert pool[0].k.eq(1).all()
 
 
 def test_layers_do_not_share_memory() -> None:

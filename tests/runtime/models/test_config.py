@@ -108,6 +108,23 @@ def test_context_length_follows_from_the_scaling(scaling, context) -> None:
     assert Config({**BARE, "rope_scaling": scaling}).rope().context_length == context
 
 
+@pytest.mark.parametrize("name", ["su", "yarn", "longrope"])
+def test_phi3_checkpoints_have_called_longrope_by_several_names(name: str) -> None:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    values = {**BARE, "architectures": ["Phi3ForCausalLM"], "max_position_embeddings": 8192}
+    rope = Config({**values, "rope_scaling": {"type": name, **factors}}).rope()
+    assert (rope.kind, rope.factor, rope.original_context) == ("longrope", 2.0, 4096)
+
+
+@pytest.mark.parametrize("section", [[4, 4], [4, 4, 1], [9, -1, 0], "248", [2.0, 3, 3]])
+def test_sections_of_a_rotary_embedding_must_fit_the_head(section: object) -> None:
+    rope = {"type": "mrope", "mrope_section": section}
+    with pytest.raises(CheckpointError, match="mrope_section must be 3 whole numbers with the sum 8"):
+        Config({**BARE, "rope_scaling": rope}).rope()
+    fitting = Config({**BARE, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}).rope()
+    assert (fitting.kind, fitting.sections) == ("default", (2, 3, 3))
+
+
 @pytest.mark.parametrize(
     ("file", "overrides", "theta"),
     [

@@ -36,8 +36,11 @@ def load(path: str, rank_info: RankInfo, *, mmap: bool = True, matmul: str = "na
 
 @pytest.mark.parametrize("mmap", [True, False])
 @pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (4, 1), (1, 3), (2, 2)])
-def test_shares_are_slices_of_the_checkpoint_and_cover_it(tp_size: int, pp_size: int, mmap: bool):
-    path = tiny_checkpoints.cached("qwen2", vocab_size=131)
+@pytest.mark.parametrize("family", ["gemma2", "phi3", "qwen2"])
+def test_shares_are_slices_of_the_checkpoint_and_cover_it(
+    family: str, tp_size: int, pp_size: int, mmap: bool
+):
+    path = tiny_checkpoints.cached(family, vocab_size=131)
     tensors = load_file(Path(path) / "model.safetensors")
     covered = {name: torch.zeros_like(tensor, dtype=torch.bool) for name, tensor in tensors.items()}
     for rank in range(tp_size * pp_size):
@@ -50,8 +53,9 @@ def test_shares_are_slices_of_the_checkpoint_and_cover_it(tp_size: int, pp_size:
     assert all(each.all() for each in covered.values())
 
 
-def test_rank_reads_no_more_than_its_share(monkeypatch: pytest.MonkeyPatch):
-    path = tiny_checkpoints.cached("llama")
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_rank_reads_no_more_than_its_share(family: str, monkeypatch: pytest.MonkeyPatch):
+    path = tiny_checkpoints.cached(family)
     read = 0
     original = TensorFiles.read_all
 
