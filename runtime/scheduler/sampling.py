@@ -1,4 +1,4 @@
-"""How the sampling rows of a batch choose their tokens: gathered per step from the slot tables."""
+"""How the sampling rows of a batch choose their tokens: gathered per step from the request tables."""
 
 from __future__ import annotations
 
