@@ -140,3 +140,19 @@ def test_what_a_retracted_sequence_computed_is_found_again():
     num_decoded = 9 - (len(long.ids) - long.num_prompt)
     assert drive.runner.num_tokens_computed - before < long.num_prompt + 9 + num_decoded
     assert drive.output(long) == drive.expected(long)
+
+
+@pytest.mark.usefixtures("trusting")
+def test_known_tokens_go_on_with_the_pages_of_a_decode_row_that_retracted_itself():
+    ratios = {"new_token_ratio": 0.0, "min_new_token_ratio": 0.0}
+    plan = make_plan(max_running=3, chunk_tokens=4, max_prefill_tokens=4, mixed=False, **ratios)
+    drive = Drive(plan, num_pages=14, page_size=1, depth=0, vocab_size=5)
+    drive.add(make_sequence([0] * 3, max_new_tokens=0))
+    drive.run()
+    drive.runner.tokens_per_step = 3
+    short = [make_sequence([0] * 4, max_new_tokens=8, seed=seed) for seed in (0, 1)]
+    sequences = [*short, make_sequence([0] * 4, max_new_tokens=13, namespace="adapter")]
+    drive.add(*sequences)
+    drive.run(max_steps=60)
+    assert drive.scheduler.num_retracted > 0
+    assert [drive.output(s) for s in sequences] == [drive.expected(s) for s in sequences]
