@@ -45,16 +45,24 @@ test-gpu *options:
 check: lint test
 
 # Benchmarks: `just bench serving --help`.
+[positional-arguments]
 bench *options:
-    {{bin}}/python -m serve.bench {{options}}
+    {{bin}}/python -m serve.bench "$@"
+
+# Studies for developers, of costs, accuracy, kernels and GPUs: `just study --help`.
+[positional-arguments]
+study *options:
+    PYTHONPATH=tests:notebooks {{bin}}/python -m bench "$@"
 
 # Ours and every installed peer on this machine's CPU, in turns: `just bench-cpu --shapes S --rows 1 2`.
+[positional-arguments]
 bench-cpu *options:
-    {{bin}}/python -m serve.bench cpu {{options}}
+    PYTHONPATH=tests {{bin}}/python -m bench cpu "$@"
 
 # Install the peers that `bench-cpu` compares with, each in an environment of its own (several GB).
+[positional-arguments]
 bench-cpu-peers *names:
-    {{bin}}/python -m serve.bench cpu-peers {{names}}
+    PYTHONPATH=tests {{bin}}/python -m bench cpu-peers "$@"
 
 # Run the notebooks from top to bottom.
 notebooks:
@@ -64,6 +72,7 @@ notebooks:
 docs:
     {{bin}}/python -m serve explain --table markdown > docs/arguments.md
 
-# Train the embedded demo model anew (one to two hours on two cores, minutes on a GPU).
+# Train the demo model anew (one to two hours on two cores, minutes on a GPU): `just demo-model --help`.
+[positional-arguments]
 demo-model *options:
-    {{bin}}/python -m serve.demo.recipe all {{options}}
+    PYTHONPATH=notebooks {{bin}}/python -m demo_model "$@"

@@ -1,87 +1,162 @@
-"""The backends that users can name: which file implements each, and what it needs of a machine.
+"""The backends that users can name: one declaration each.
 
-Torch is not imported here, so that a choice can be explained without it.
+The command line's choices and help, what is refused and why, the choice at start, `explain` and the tables in
+docs/kernels.md follow from it. A backend of attention is an entry of `ATTENTION` here and its file in `ops/attention`,
+whose `make_attend(**settings)` makes it. Torch is not imported here, so that a choice can be explained without it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from ops.machine import Gpu, Machine
 
 CAPABILITY = (8, 0)  # of the GPUs that our kernels are compiled for
 GENERATIONS = {9: "Hopper", 10: "Blackwell"}  # major number of the capability -> what it is called
 
-Needs = Callable[[Machine, Gpu | None], str]
-
 
 @dataclass(frozen=True, slots=True)
-class Backend:
-    """One implementation as users call it.
-
-    `unmet` takes a machine and the GPU that the model runs on (None: the CPU) and says what is missing to run
-    there, as the end of a sentence that begins with the backend's name; empty if nothing is.
-    """
-
-    file: str  # the role of its file in the operation's folder
-    unmet: Needs
-
-
-def _nothing(machine: Machine, gpu: Gpu | None) -> str:
-    return ""
-
-
-def _gpu_package(package: str, *, generation: int | None = None) -> Needs:
+class GpuWith:
     """A GPU that is new enough, or of one generation (the major number of its capability), and a package."""
-    major, minor = CAPABILITY
-    needed = f"needs an NVIDIA GPU of compute capability {major}.{minor} or newer"
-    if generation is not None:
-        needed = f"needs an NVIDIA {GENERATIONS[generation]} GPU (compute capability {generation}.x)"
 
-    def unmet(machine: Machine, gpu: Gpu | None) -> str:
+    package: str
+    generation: int | None = None
+
+    def __str__(self) -> str:
+        if self.generation is not None:
+            return f"an NVIDIA {GENERATIONS[self.generation]} GPU (compute capability {self.generation}.x)"
+        return f"an NVIDIA GPU of compute capability {CAPABILITY[0]}.{CAPABILITY[1]} or newer"
+
+    def unmet(self, machine: Machine, gpu: Gpu | None) -> str:
+        """See `Backend.unmet`."""
         if gpu is None:
-            return f"{needed}, and this model runs on the CPU"
-        if gpu.capability < CAPABILITY or generation not in (None, gpu.capability[0]):
-            return f"{needed}, and {gpu.name} has {gpu.capability[0]}.{gpu.capability[1]}"
-        if package not in machine.packages:
-            return f"needs the package {package}, which is not installed (pip install 'penstock[cuda]')"
+            return f"needs {self}, and this model runs on the CPU"
+        if gpu.capability < CAPABILITY or self.generation not in (None, gpu.capability[0]):
+            return f"needs {self}, and {gpu.name} has {gpu.capability[0]}.{gpu.capability[1]}"
+        if self.package not in machine.packages:
+            return f"needs the package {self.package}, which is not installed (pip install 'penstock[cuda]')"
         return ""
 
-    return unmet
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backend:
+    """One implementation of an operation as users call it."""
+
+    file: str  # in the operation's folder
+    kernels: str  # whose they are
+    needs: GpuWith | None = None  # None: it runs everywhere
+
+    def unmet(self, machine: Machine, gpu: Gpu | None) -> str:
+        """What is missing to run for a model on this GPU (None: the CPU) of the machine.
+
+        The end of a sentence that begins with the backend's name; empty if nothing is missing.
+        """
+        return "" if self.needs is None else self.needs.unmet(machine, gpu)
 
 
-# In the order in which they are tried where nobody says which.
-ATTENTION: Mapping[str, Backend] = {
-    "triton": Backend("with_triton", _gpu_package("triton")),
-    "torch_native": Backend("native", _nothing),
-    "flashinfer": Backend("with_flashinfer", _gpu_package("flashinfer-python")),
-    "fa3": Backend("with_fa3", _gpu_package("flashinfer-python", generation=9)),
-    "trtllm_mha": Backend("with_trtllm", _gpu_package("flashinfer-python", generation=10)),
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionShape:
+    """What a model wants of attention, as far as it decides who can compute it."""
+
+    dtype: str  # as torch calls it
+    head_dim: int | None  # None: no model is known
+    page_size: int
+    kv_dtype: str  # of the cache
+    features: frozenset[str] = frozenset()  # of "sliding window", "soft cap", "sinks"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionBackend(Backend):
+    """An implementation of attention. What is empty has no limit."""
+
+    head_dims: tuple[int, ...] = ()
+    dtypes: tuple[str, ...] = ()
+    page_sizes: tuple[int, ...] = ()
+    float8_cache: bool = True  # it reads a cache of another dtype than the model's
+    lacks: frozenset[str] = frozenset()  # features
+    # Whether a CUDA graph can hold it: it must read nothing of the rows on the host.
+    captured: bool = False
+    decode_settings: Mapping[str, str] = field(default_factory=dict)  # option -> keyword of make_attend
+    uncaptured_with: Mapping[str, str] = field(default_factory=dict)  # option -> why no graph holds it then
+
+    def lacking(self, shape: AttentionShape) -> list[str]:
+        """What it does not compute of this shape, each as the end of a sentence that begins with "it"."""
+        missing = []
+        if shape.head_dim is not None and self.head_dims and shape.head_dim not in self.head_dims:
+            missing.append(
+                f"takes heads of {_listed(self.head_dims)} dimensions, and this model has {shape.head_dim}"
+            )
+        if shape.head_dim is not None and self.dtypes and shape.dtype not in self.dtypes:
+            missing.append(f"computes in {' or '.join(self.dtypes)}, and this model in {shape.dtype}")
+        if self.page_sizes and shape.page_size not in self.page_sizes:
+            missing.append(
+                f"reads pages of {_listed(self.page_sizes)} tokens, and --page-size is {shape.page_size}"
+            )
+        if not self.float8_cache and shape.kv_dtype != shape.dtype:
+            missing.append(f"reads a cache of the model's dtype only, and this one is in {shape.kv_dtype}")
+        missing += [
+            f"has no {feature}, which this model has" for feature in sorted(self.lacks & shape.features)
+        ]
+        return missing
+
+
+# What FlashInfer's kernels compute, whichever they are.
+FLASHINFER_HEAD_DIMS = (64, 128, 256)
+FLASHINFER_DTYPES = ("float16", "bfloat16")
+TRTLLM_PAGE_SIZES = (16, 32, 64)
+
+# In the order in which they are tried where nobody names one.
+ATTENTION: Mapping[str, AttentionBackend] = {
+    "triton": AttentionBackend(
+        file="with_triton",
+        kernels="our own in Triton",
+        needs=GpuWith("triton"),
+        captured=True,
+        decode_settings={
+            "triton_attention_num_kv_splits": "num_kv_splits",
+            "triton_attention_split_tile_size": "split_tile_tokens",
+        },
+        uncaptured_with={"triton_attention_split_tile_size": "the longest row decides what is launched"},
+    ),
+    "torch_native": AttentionBackend(file="native", kernels="plain torch"),
+    "flashinfer": AttentionBackend(
+        file="with_flashinfer",
+        kernels="FlashInfer's own choice",
+        needs=GpuWith("flashinfer-python"),
+        head_dims=FLASHINFER_HEAD_DIMS,
+        dtypes=FLASHINFER_DTYPES,
+        lacks=frozenset({"sinks"}),
+    ),
+    "fa3": AttentionBackend(
+        file="with_fa3",
+        kernels="FlashAttention 3",
+        needs=GpuWith("flashinfer-python", generation=9),
+        head_dims=FLASHINFER_HEAD_DIMS,
+        dtypes=FLASHINFER_DTYPES,
+        float8_cache=False,
+        lacks=frozenset({"sinks"}),
+    ),
+    "trtllm_mha": AttentionBackend(
+        file="with_trtllm",
+        kernels="TensorRT-LLM's",
+        needs=GpuWith("flashinfer-python", generation=10),
+        head_dims=FLASHINFER_HEAD_DIMS,
+        dtypes=FLASHINFER_DTYPES,
+        page_sizes=TRTLLM_PAGE_SIZES,
+        float8_cache=False,
+        lacks=frozenset({"soft cap"}),
+    ),
 }
 SAMPLING: Mapping[str, Backend] = {
-    "pytorch": Backend("native", _nothing),
-    "triton": Backend("with_triton", _gpu_package("triton")),
+    "pytorch": Backend(file="native", kernels="plain torch"),
+    "triton": Backend(file="with_triton", kernels="our own in Triton", needs=GpuWith("triton")),
 }
 # Operations that users do not choose for: the first backend that runs.
 SMALL_OPERATIONS = ("activation", "kv", "norm", "rope")
 GPU_OPERATIONS = ("embedding", "moe")  # likewise on a GPU; on a CPU plain torch, or C++ for the former
 SMALL: Mapping[str, Backend] = {name: ATTENTION[name] for name in ("triton", "torch_native")}
-# What FlashInfer computes, of what models have, in all of its backends.
-FLASHINFER = ("flashinfer", "fa3", "trtllm_mha")
-FLASHINFER_HEAD_DIMS = (64, 128, 256)
-FLASHINFER_DTYPES = ("float16", "bfloat16")
-SAME_DTYPE_CACHE = ("fa3", "trtllm_mha")  # these read no cache of another dtype than the query's
-TRTLLM_PAGE_SIZES = (16, 32, 64)
 
 
-def first_that_runs(
-    backends: Mapping[str, Backend], machine: Machine, gpu: Gpu | None
-) -> tuple[str, dict[str, str]]:
-    """The name of the first backend that this machine runs, and of those before it what each lacks."""
-    lacking: dict[str, str] = {}
-    for name, backend in backends.items():
-        if not (reason := backend.unmet(machine, gpu)):
-            return name, lacking
-        lacking[name] = reason
-    raise LookupError("every operation has a backend that runs anywhere")
+def _listed(values: tuple[int, ...]) -> str:
+    return ", ".join(map(str, values))

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from ops.attention.divided import divide
+from ops.backends import ATTENTION, SAMPLING
+from ops.cpp.library import KernelDescription
 from ops.machine import Machine
 from ops.sampling import Choose, Penalize, Score
 
@@ -20,19 +22,20 @@ if TYPE_CHECKING:
 
 PREFILL = "prefill_attention"  # in choices: attention of rows of several tokens
 
-BY_FLASHINFER = ("with_flashinfer", "with_fa3", "with_trtllm")
-
 # operation -> (the Kernels fields its backend file provides, the backend files there are)
 OPERATIONS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "activation": (("gate",), ("native", "with_cpp", "with_triton")),
-    "attention": (("attend",), ("native", "with_cpp", "with_onednn", "with_triton", *BY_FLASHINFER)),
+    "attention": (
+        ("attend",),
+        ("with_cpp", "with_onednn", *(backend.file for backend in ATTENTION.values())),
+    ),
     "embedding": (("embed", "reads", "as_logits"), ("native", "with_cpp", "with_triton")),
     "kv": (("store", "copy_pages"), ("native", "with_cpp", "with_triton")),
     "matmul": (("prepare", "linear", "logits"), ("native", "int8", "with_cpp", "with_onednn")),
     "moe": (("route", "mix"), ("native", "with_triton")),
     "norm": (("rms_norm", "add_rms_norm"), ("native", "with_cpp", "with_triton")),
     "rope": (("rotate",), ("native", "with_cpp", "with_triton")),
-    "sampling": (("choose", "penalize", "score"), ("native", "with_triton")),
+    "sampling": (("choose", "penalize", "score"), tuple(backend.file for backend in SAMPLING.values())),
 }
 
 
@@ -52,13 +55,27 @@ class Kernels:
     as_logits: Callable[..., Tensor]
     route: Callable[..., tuple[Tensor, Tensor]]
     mix: Callable[..., Tensor]
-    prepare: Callable[[Tensor], Tensor]
+    prepare: Callable[..., Tensor]
     linear: Callable[..., Tensor]
     logits: Callable[[Tensor, Tensor], Tensor]
     choose: Choose
     penalize: Penalize
     score: Score
+    backends: Mapping[str, str]  # operation -> backend file of what was chosen; also "prefill_attention"
     executor: Executor | None = None  # of those in C++, where there are some
+
+    @property
+    def description(self) -> KernelDescription:
+        """Which arithmetic is used on a CPU: that of the kernels in C++ where there are some, or else torch's."""
+        if self.executor is not None:
+            return self.executor.description
+        return KernelDescription(
+            kernels="torch",
+            library=f"torch {torch.__version__}",
+            num_threads=torch.get_num_threads(),
+            instruction_set=torch.backends.cpu.get_cpu_capability().lower(),
+            matrix_unit=None,
+        )
 
 
 def select(
@@ -71,8 +88,7 @@ def select(
     operation or backend that does not exist, and `ops.cpp.build.BuildError` where kernels in C++ cannot be compiled.
     """
     choices, settings = dict(choices or {}), dict(settings or {})
-    cpp = dict(settings.pop("with_cpp", {}))
-    weight_bits, executor = cpp.pop("weight_bits", None), None
+    cpp, executor = settings.pop("with_cpp", {}), None
     if "with_cpp" in choices.values():
         executor = _executor(**cpp)
         settings["with_cpp"] = {"executor": executor}
@@ -83,35 +99,32 @@ def select(
                 f"There is no operation '{operation}'; there are {', '.join(sorted(OPERATIONS))}."
             )
     callables: dict[str, Any] = {}
+    backends = {operation: choices.get(operation, "native") for operation in OPERATIONS}
     for operation, (fields, _) in OPERATIONS.items():
-        file = choices.get(operation, "native")
+        file = backends[operation]
         module = _backend(operation, file)
         if operation == "attention":
             continue
         if file == "with_cpp":
-            options = {"weight_bits": weight_bits} if operation == "matmul" else {}
-            callables.update(module.make(executor, **options))
+            callables.update(module.make(executor))
         else:
             callables.update({field: getattr(module, field) for field in fields})
-    callables["attend"] = _attention(choices.get("attention", "native"), prefill, settings)
-    return Kernels(**callables, executor=executor)
+    callables["attend"] = _attention(backends["attention"], prefill, settings)
+    backends[PREFILL] = prefill or backends["attention"]
+    return Kernels(**callables, backends=backends, executor=executor)
 
 
 def _executor(num_threads: int | None = None, compiler: str | None = None) -> Executor:
     """Runs the kernels in C++, on as many threads as torch uses unless told."""
-    from ops.cpp.build import BuildError, build
+    from ops.cpp.build import BuildError
     from ops.cpp.executor import Executor
-    from ops.cpp.library import Library
+    from ops.cpp.library import load
 
     machine = Machine.probe()
     compiler = compiler or machine.compiler
     if compiler is None:
         raise BuildError("There is no C++ compiler.")
-    path = build(compiler, machine.cpu_flags)
-    try:
-        library = Library(path)
-    except OSError as error:  # from a disk of which nothing may be run, say
-        raise BuildError(f"What {compiler} made cannot be loaded: {error}.") from error
+    library = load(compiler, machine.cpu_flags)
     return Executor(library, num_threads or torch.get_num_threads())
 
 

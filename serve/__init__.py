@@ -8,10 +8,9 @@ async with Engine(model_path="...") as engine:
 
 from __future__ import annotations
 
-from importlib import import_module
+from importlib import import_module, util
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from serve.guard import check_packages
 
 if TYPE_CHECKING:
     from runtime.errors import (
@@ -44,9 +43,30 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Public names are imported when they are first asked for: the command line's help needs none of them."""
+    """Import a public name when it is first used, so that `--help` imports none of them."""
     if name not in __all__:
         raise AttributeError(f"module 'serve' has no attribute '{name}'")
-    check_packages()  # before anything is imported from a package that may be somebody else's
-    home = "serve.engine" if name in ("Engine", "SyncEngine") else "runtime.errors"
-    return getattr(import_module(home), name)
+    check_packages()
+    module = "serve.engine" if name in ("Engine", "SyncEngine") else "runtime.errors"
+    return getattr(import_module(module), name)
+
+
+class WrongPackageError(ImportError):
+    """A package of Penstock is missing, or another project's package of the same name is found first."""
+
+
+def check_packages(names: tuple[str, ...] = ("runtime", "ops")) -> None:
+    """Raise `WrongPackageError` unless the named packages lie beside this one. Imports none of them.
+
+    Other projects use these names too, so this runs before anything is imported from `runtime` or `ops`.
+    """
+    root = Path(__file__).resolve().parent.parent
+    for name in names:
+        spec = util.find_spec(name)
+        if spec is None or spec.origin is None:
+            raise WrongPackageError(f"The package '{name}' of Penstock is missing; install Penstock again.")
+        if Path(spec.origin).resolve() != root / name / "__init__.py":
+            raise WrongPackageError(
+                f"The package '{name}' is not Penstock's: Python finds {spec.origin} first. Use a virtual "
+                f"environment without the other '{name}', or start from another folder."
+            )

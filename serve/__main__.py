@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from serve.guard import WrongPackageError, check_packages
+from serve import WrongPackageError, check_packages
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -15,7 +15,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except WrongPackageError as error:
         sys.stderr.write(f"penstock: {error}\n")
         return 2
-    from serve.cli import run  # not before the check: it imports what is checked
+    from serve.cli import run  # imports what is checked above
 
     return run(sys.argv[1:] if argv is None else argv)
 

@@ -1,103 +1,74 @@
-"""The web application: every route, and what stands around them."""
+"""The web application: the table of routes, and the middleware around them."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, NamedTuple
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request as HttpRequest
 from starlette.routing import Route
-from starlette.types import ASGIApp
 
-from serve.admin import AdminDoor
 from serve.auth import ApiKey
-from serve.body import MAX_BODY_BYTES
-from serve.core import EngineCore
-from serve.errors import Dialect, Door, answer_http_exception, native_body, openai_body
-from serve.native import generate
-from serve.native.tokens import TokensDoor
-from serve.openai import chat, completions
-from serve.openai.models import ModelsDoor
+from serve.endpoint import Endpoint, Handler
+from serve.errors import NATIVE, OPENAI, ErrorFormat, http_exception_response
+from serve.native import admin, generate, tokens
+from serve.openai import chat, completions, models
 from serve.page import page_routes
 
-NATIVE = Dialect(native_body)
-OPENAI = Dialect(openai_body)
+if TYPE_CHECKING:
+    from runtime.actors.engine_core import EngineCore
+
+GET, POST = ("GET",), ("POST",)
 
 
-def build_app(core: EngineCore, *, lifespan: Any = None, max_body_bytes: int = MAX_BODY_BYTES) -> Starlette:
-    """The application that serves `core`. `lifespan` is starlette's: what runs before and after serving."""
-    api_key = core.plan.serve.api_key
+class RouteSpec(NamedTuple):
+    """One route. `error_format` is how its errors are reported."""
+
+    methods: tuple[str, ...]
+    path: str
+    handler: Handler
+    error_format: ErrorFormat = NATIVE
+
+
+ROUTES = (  # searched from the first to the last: what is called most often comes first
+    RouteSpec(POST, "/v1/chat/completions", chat.create, chat.ERROR_FORMAT),
+    RouteSpec(POST, "/v1/completions", completions.create, completions.ERROR_FORMAT),
+    RouteSpec(("POST", "PUT"), "/generate", generate.generate, generate.ERROR_FORMAT),
+    RouteSpec(GET, "/health", admin.health),
+    RouteSpec(GET, "/health_generate", admin.health_generate),
+    RouteSpec(GET, "/ready", admin.health),
+    RouteSpec(GET, "/get_model_info", admin.model_info),
+    RouteSpec(GET, "/model_info", admin.model_info),
+    RouteSpec(GET, "/get_server_info", admin.server_info),
+    RouteSpec(GET, "/server_info", admin.server_info),
+    RouteSpec(GET, "/get_load", admin.load),
+    RouteSpec(("GET", "POST"), "/flush_cache", admin.flush_cache),
+    RouteSpec(POST, "/abort_request", admin.abort_request),
+    RouteSpec(POST, "/tokenize", tokens.tokenize),
+    RouteSpec(POST, "/v1/tokenize", tokens.tokenize),
+    RouteSpec(POST, "/detokenize", tokens.detokenize),
+    RouteSpec(POST, "/v1/detokenize", tokens.detokenize),
+    RouteSpec(("GET", "POST"), "/v1/models", models.list_models, OPENAI),
+    RouteSpec(GET, "/v1/models/{model:path}", models.retrieve_model, OPENAI),
+)
+
+
+def build_app(core: EngineCore) -> Starlette:
+    """The application that serves `core`: `ROUTES`, and the chat page unless it is switched off."""
+    plan = core.plan.serve
     middleware = [
         # No credentials: with every origin allowed, a cookie or a client certificate must not be usable.
         Middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"]),
-        *([Middleware(ApiKey, api_key=api_key)] if api_key else []),
+        *([Middleware(ApiKey, api_key=plan.api_key)] if plan.api_key else []),
+    ]
+    routes = [
+        Route(spec.path, Endpoint(spec.handler, core, spec.error_format), methods=list(spec.methods))
+        for spec in ROUTES
     ]
     return Starlette(
-        routes=[  # looked through from the first to the last: what is asked for most comes first
-            *_generating_routes(core, max_body_bytes),
-            *_native_routes(core, max_body_bytes),
-            *_openai_routes(core),
-            *(page_routes() if core.plan.serve.chat_page else []),
-        ],
+        routes=[*routes, *(page_routes() if plan.chat_page else [])],
         middleware=middleware,
-        exception_handlers={HTTPException: answer_http_exception},
-        lifespan=lifespan,
+        exception_handlers={HTTPException: http_exception_response},
     )
-
-
-def _generating_routes(core: EngineCore, max_body_bytes: int) -> list[Route]:
-    chatting = chat.ChatDoor(core, max_body_bytes=max_body_bytes)
-    completing = completions.CompletionsDoor(core, max_body_bytes=max_body_bytes)
-    generating = generate.GenerateDoor(core, max_body_bytes=max_body_bytes)
-    return [
-        _route("/v1/chat/completions", chatting.complete, ["POST"], chat.DIALECT),
-        _route("/v1/completions", completing.complete, ["POST"], completions.DIALECT),
-        _route("/generate", generating.generate, ["POST", "PUT"], generate.DIALECT),
-    ]
-
-
-def _native_routes(core: EngineCore, max_body_bytes: int) -> list[Route]:
-    admin = AdminDoor(core, max_body_bytes=max_body_bytes)
-    tokens = TokensDoor(core, max_body_bytes=max_body_bytes)
-    return [
-        _route("/health", admin.health, ["GET"]),
-        _route("/health_generate", admin.health_generate, ["GET"]),
-        _route("/ready", admin.health, ["GET"]),
-        *_routes(("/get_model_info", "/model_info"), admin.model_info, ["GET"]),
-        *_routes(("/get_server_info", "/server_info"), admin.server_info, ["GET"]),
-        _route("/get_load", admin.load, ["GET"]),
-        _route("/flush_cache", admin.flush_cache, ["GET", "POST"]),
-        _route("/abort_request", admin.abort, ["POST"]),
-        *_routes(("/tokenize", "/v1/tokenize"), tokens.tokenize, ["POST"]),
-        *_routes(("/detokenize", "/v1/detokenize"), tokens.detokenize, ["POST"]),
-    ]
-
-
-def _openai_routes(core: EngineCore) -> list[Route]:
-    models = ModelsDoor(core)
-    return [
-        _route("/v1/models", models.list, ["GET", "POST"], OPENAI),
-        _route("/v1/models/{model:path}", models.one, ["GET"], OPENAI),
-    ]
-
-
-def _route(
-    path: str,
-    handler: Callable[[HttpRequest], Awaitable[ASGIApp]],
-    methods: Sequence[str],
-    dialect: Dialect = NATIVE,
-) -> Route:
-    return Route(path, Door(handler, dialect), methods=list(methods))
-
-
-def _routes(
-    paths: Sequence[str],
-    handler: Callable[[HttpRequest], Awaitable[ASGIApp]],
-    methods: Sequence[str],
-    dialect: Dialect = NATIVE,
-) -> list[Route]:
-    return [_route(path, handler, methods, dialect) for path in paths]

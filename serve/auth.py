@@ -1,17 +1,19 @@
-"""The API key: every request carries it, but for health checks, metrics, the page and CORS preflights."""
+"""The API key: every request must carry it, except health checks, metrics, the chat page and CORS preflights."""
 
 from __future__ import annotations
 
 import hmac
 
 import orjson
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from runtime.errors import Unauthorized
+from serve.errors import Failure, openai_body
 from serve.page import PATHS as PAGE_PATHS
 
 OPEN_PREFIXES = ("/health", "/metrics")
 OPEN_PATHS = frozenset({"/ready", *PAGE_PATHS})
-_BODY = orjson.dumps({"error": "Unauthorized"})
 
 
 class ApiKey:
@@ -27,7 +29,7 @@ class ApiKey:
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
-            await _refuse(send)
+            await _unauthorized(scope["path"])(scope, receive, send)
 
     def _has_key(self, scope: Scope) -> bool:
         given = b""
@@ -44,11 +46,10 @@ def _is_open(scope: Scope) -> bool:
     return scope.get("method") == "OPTIONS" or path in OPEN_PATHS or path.startswith(OPEN_PREFIXES)
 
 
-async def _refuse(send: Send) -> None:
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", b"%d" % len(_BODY)),
-        (b"www-authenticate", b"Bearer"),
-    ]
-    await send({"type": "http.response.start", "status": 401, "headers": headers})
-    await send({"type": "http.response.body", "body": _BODY})
+def _unauthorized(path: str) -> Response:
+    """401. Under /v1 in the format of OpenAI's errors, elsewhere as clients of the native API expect it."""
+    body = {"error": "Unauthorized"}
+    if path.startswith("/v1/"):
+        body = openai_body(Failure(Unauthorized.status, Unauthorized.kind, "Unauthorized"))
+    headers = {"www-authenticate": "Bearer"}
+    return Response(orjson.dumps(body), Unauthorized.status, headers, media_type="application/json")

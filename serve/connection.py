@@ -1,7 +1,7 @@
-"""One HTTP connection: uvicorn's protocol, with an end to its patience.
+"""One HTTP connection: uvicorn's protocol, with limits on the size of a request's head and on time.
 
-Without these limits a client that means harm holds memory and connections for ever: with a header that never
-ends, a body that never comes, or an answer that it never reads.
+Without them a malicious client holds memory and connections for ever: with a header that never ends, a body that
+never arrives, or an answer that it never reads.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0
 
 
 class BodyWriter:
-    """Writes pieces of a streamed answer at once, where ASGI's `send` takes a coroutine for each.
+    """Writes parts of a streamed body at once, where ASGI's `send` takes a coroutine for each.
 
-    It does not keep the answer alive, whose scope it stands in.
+    It stands in the scope of uvicorn's request-response cycle and references the cycle weakly.
     """
 
     __slots__ = ("_cycle",)
@@ -32,21 +32,21 @@ class BodyWriter:
 
     @property
     def ready(self) -> bool:
-        """Whether a piece may be written now: a body is being streamed to a client who keeps up with it."""
+        """Whether a part may be written now: a body is being streamed to a client that reads it fast enough."""
         cycle = self._cycle()
         if cycle is None or cycle.disconnected or cycle.response_complete:
             return False
         return cycle.chunked_encoding is True and not cycle.flow.write_paused
 
-    def write(self, piece: bytes) -> None:
-        """Write some bytes, at least one. Only while `ready`."""
+    def write(self, part: bytes) -> None:
+        """Write at least one byte. Only while `ready`."""
         cycle = self._cycle()
         if cycle is not None:
-            cycle.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+            cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
 
 
 class Connection(HttpToolsProtocol):
-    """Ends itself when the client sends too large a head, or stops sending or reading midway."""
+    """Closes itself when the head is too large, or when the client stops sending or reading midway."""
 
     arrival_s = ARRIVAL_S
     stall_s = STALL_S
@@ -57,14 +57,14 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._await_arrival()
+        self._watch_arrival()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._has_arrived()
+        self._stop_arrival()
         self._stop_stall()
         super().connection_lost(exc)
 
-    # --- what comes in ---
+    # --- reading the request ---
 
     def data_received(self, data: bytes) -> None:
         self._num_unparsed += len(data)
@@ -76,7 +76,7 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         if self._arrival is None:
-            self._await_arrival()
+            self._watch_arrival()
 
     def on_headers_complete(self) -> None:
         self._num_unparsed = 0
@@ -90,51 +90,51 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._num_unparsed = 0
-        self._has_arrived()
+        self._stop_arrival()
         super().on_message_complete()
 
-    def _await_arrival(self) -> None:
-        self._arrival = self.loop.call_later(self.arrival_s, self._give_up_arrival)
+    def _watch_arrival(self) -> None:
+        self._arrival = self.loop.call_later(self.arrival_s, self._arrival_timed_out)
 
-    def _has_arrived(self) -> None:
+    def _stop_arrival(self) -> None:
         if self._arrival is not None:
             self._arrival.cancel()
             self._arrival = None
 
-    def _give_up_arrival(self) -> None:
-        if self._is_answering():  # the next request waits its turn: reading is paused meanwhile
-            self._await_arrival()
+    def _arrival_timed_out(self) -> None:
+        if self._is_answering():  # reading is paused until the current request is answered
+            self._watch_arrival()
         else:
             self.transport.abort()
 
     def _is_answering(self) -> bool:
-        """Whether a request that arrived whole is being answered."""
+        """Whether a request that arrived in full is being answered."""
         cycle = self.cycle
         if self.pipeline:
             return True
         return cycle is not None and not cycle.more_body and not cycle.response_complete
 
-    # --- what goes out ---
+    # --- writing the response ---
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._await_reader()
+        self._watch_stall()
 
     def resume_writing(self) -> None:
         self._stop_stall()
         super().resume_writing()
 
-    def _await_reader(self) -> None:
+    def _watch_stall(self) -> None:
         size = cast(asyncio.WriteTransport, self.transport).get_write_buffer_size()
-        self._stall = self.loop.call_later(self.stall_s, self._give_up_reader, size)
+        self._stall = self.loop.call_later(self.stall_s, self._stall_timed_out, size)
 
     def _stop_stall(self) -> None:
         if self._stall is not None:
             self._stall.cancel()
             self._stall = None
 
-    def _give_up_reader(self, size_before: int) -> None:
+    def _stall_timed_out(self, size_before: int) -> None:
         if cast(asyncio.WriteTransport, self.transport).get_write_buffer_size() < size_before:
-            self._await_reader()  # slow, but reading
+            self._watch_stall()  # slow, but reading
         else:
             self.transport.abort()

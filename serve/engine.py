@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, aclosing
+from dataclasses import replace
 from functools import partial
 from typing import Any, Self
 from weakref import finalize
@@ -16,15 +17,14 @@ from ops.machine import Machine
 from runtime.actors.assemble import assemble, prepare
 from runtime.actors.engine_core import EngineCore, Status
 from runtime.config import Args
-from runtime.errors import ConfigurationError, EngineClosed, InvalidRequest, first_error
-from runtime.request import Chunk
+from runtime.errors import ConfigurationError, EngineClosed, InvalidRequest
+from runtime.request import SamplingParams
+from serve.background import BackgroundTask, event_loop_thread
 from serve.decode import decode
 from serve.demo import demo_path
-from serve.hosted import Hosted
-from serve.native.answers import Answers
+from serve.native.generate import GenerateAnswers
 from serve.native.schema import GenerateBody, requests_of
-from serve.portal import open_portal
-from serve.replies import close_all, each, submit_all
+from serve.output_streams import read_all, submit_all
 
 Prompt = str | Sequence[str]
 Ids = Sequence[int] | Sequence[Sequence[int]]
@@ -41,8 +41,13 @@ class Engine:
 
     Keyword names are the names of the server's options; without `model_path` it serves the embedded demo
     model. Raises `ConfigurationError` with everything that cannot be done here. Cancelling a call, or leaving
-    a stream's loop, frees what its request held. Use it on one event loop; it starts no process and touches
-    no global state, and `aclose` gives everything back.
+    a stream's loop, frees what its request held. Use it on one event loop. `aclose` ends all that it started.
+
+    On one device it computes in this process; only compilers run beside it, where kernels must be built. With
+    `tp_size` or `pp_size` above 1 each further rank is a child process. Several ranks or replicas on one CPU share
+    its cores: unless OMP_NUM_THREADS is set, torch's number of threads is lowered in this process and stays so.
+    Nothing else outside the engine changes: no signal handler, logging configuration, start method or event loop
+    policy.
     """
 
     def __init__(self, model_path: str | None = None, **options: Any) -> None:
@@ -60,7 +65,7 @@ class Engine:
     def _init(self, args: Args) -> None:
         self._args = args
         self._core: EngineCore | None = None
-        self._hosted = Hosted(self._run)
+        self._task = BackgroundTask(self._run)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -71,18 +76,18 @@ class Engine:
 
     async def start(self) -> None:
         """Load the model; return when requests are taken. Cancelled or failed, nothing is left behind."""
-        if self._hosted.running:
+        if self._task.running:
             raise EngineClosed("The engine is already started.")
-        await self._hosted.start()
+        await self._task.start()
 
     async def aclose(self) -> None:
         """End every request and give back memory, threads and files. Does nothing the second time."""
-        await self._hosted.stop()
+        await self._task.stop()
         self._core = None
 
     async def wait(self) -> None:
-        """Until the engine ends; raises what ended it."""
-        await self._hosted.wait()
+        """Wait until the engine ends; raises what ended it."""
+        await self._task.wait()
 
     async def _run(self, started: Callable[[], None]) -> None:
         prepared = partial(prepare, self._args, Machine.probe(), demo_path=demo_path())
@@ -96,7 +101,7 @@ class Engine:
 
     @property
     def core(self) -> EngineCore:
-        """What the doors talk to. Raises `EngineClosed` before the start and after the end."""
+        """The engine core, as HTTP handlers use it. Raises `EngineClosed` before the start and after the end."""
         if self._core is None:
             raise EngineClosed("The engine is not running: use `async with Engine(...)`, or start it.")
         return self._core
@@ -119,20 +124,8 @@ class Engine:
         body = _body(prompt, sampling_params, input_ids, options)
         requests = requests_of(body, self.core)
         single = not body.is_batch and requests[0].sampling.n == 1
-        answers = self._answers(requests, indexed=not single)
-        replies = submit_all(self.core, requests)
-        chunks: list[list[Chunk]] = [[] for _ in replies]
-
-        async def read(place: int) -> None:
-            chunks[place] = await replies[place].whole()
-
-        try:
-            await each(read, len(replies))
-        except ExceptionGroup as errors:
-            raise first_error(errors) from None
-        finally:
-            close_all(replies)
-        found = answers.whole(chunks)
+        answers = GenerateAnswers(self.core, requests, indexed=not single)
+        found = answers.whole(await read_all(submit_all(self.core, requests)))
         return found[0] if single else found
 
     async def stream(
@@ -147,32 +140,45 @@ class Engine:
 
         Each piece is a dict with the new text as `delta`, all text so far as `text`, the new ids as
         `output_ids`, and `meta_info`, whose `finish_reason` is None until the last piece. With n > 1 the
-        choices interleave, told apart by `index`. Leaving the loop frees the request.
+        choices interleave, distinguished by `index`. Leaving the loop frees the request.
         """
         body = _body(prompt, sampling_params, input_ids, options)
         if body.is_batch:
             raise InvalidRequest("stream takes one prompt; start one stream for each.", param="text")
         [request] = requests_of(body, self.core)
-        answers = self._answers([request], indexed=True)
+        answers = GenerateAnswers(self.core, [request], indexed=True)
         texts = [""] * request.sampling.n
-        [reply] = submit_all(self.core, [request])
-        async with aclosing(reply.chunks()) as arrivals:
+        async with aclosing(self.core.submit(request).chunks()) as arrivals:
             async for chunks in arrivals:
                 for chunk in chunks:
                     [piece] = answers.whole([[chunk]])
                     texts[chunk.index] += chunk.text
                     yield {**piece, "delta": chunk.text, "text": texts[chunk.index], "index": chunk.index}
 
-    def _answers(self, requests: Sequence[Any], *, indexed: bool) -> Answers:
-        core = self.core
-        return Answers(
-            requests,
-            indexed=indexed,
-            weight_version=core.plan.serve.weight_version,
-            token_text=core.tokenizer.token_text if core.tokenizer else None,
-        )
+    async def encode(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        input_ids: Ids | None = None,
+        rid: str | Sequence[str] | None = None,
+    ) -> Any:
+        """The vector of one prompt as a dict, or of a list of prompts as a list of dicts. Nothing is generated.
 
-    # --- the rest ---
+        Each holds `embedding`, the model's last hidden state of the prompt's last token scaled to length 1 (a list
+        of E floats, E the model's hidden size; None where the request was aborted), and `meta_info`. Raises
+        `InvalidRequest` naming the parameter.
+        """
+        body = _body(prompt, None, input_ids, {} if rid is None else {"rid": rid})
+        sampling = SamplingParams(max_new_tokens=0)
+        requests = [
+            replace(request, sampling=sampling, wants_embedding=True)
+            for request in requests_of(body, self.core)
+        ]
+        answers = GenerateAnswers(self.core, requests, indexed=False)
+        found = answers.embeddings(await read_all(submit_all(self.core, requests)))
+        return found if body.is_batch else found[0]
+
+    # --- managing ---
 
     def abort(self, rid: str = "", *, abort_all: bool = False) -> int:
         """Abort the requests whose `rid` begins so, or all; returns how many."""
@@ -183,7 +189,7 @@ class Engine:
         return self.core.flush_cache()
 
     def status(self) -> Status:
-        """Counts of requests, pages and tokens now."""
+        """Counts of requests, pages and tokens now, and in `kernels` what computes the model."""
         return self.core.status()
 
 
@@ -216,7 +222,7 @@ class SyncEngine:
         if self._portal is not None:
             raise EngineClosed("The engine is already started.")
         with ExitStack() as stack:
-            portal = stack.enter_context(open_portal("penstock-sync"))
+            portal = stack.enter_context(event_loop_thread("penstock-sync"))
             portal.call(self._engine.start)
             stack.callback(portal.call, self._engine.aclose)
             self._portal = portal
@@ -246,6 +252,10 @@ class SyncEngine:
                 if self._portal is not None:
                     self._call(pieces.aclose)
                 raise
+
+    def encode(self, *args: Any, **options: Any) -> Any:
+        """See `Engine.encode`."""
+        return self._call(partial(self._engine.encode, *args, **options))
 
     def _call(self, function: Callable[[], Any]) -> Any:
         """Call on the engine's loop and wait. Interrupted, it cancels the call."""

@@ -1,42 +1,33 @@
-"""What a client gets to know about an error, and in which shape.
+"""What a client learns of an error, and the JSON that says so.
 
-Two shapes, as clients of the two families of routes expect them:
-
-    OPENAI  {"object": "error", "message", "type", "param", "code"}
-    NATIVE  {"error": {"message", "type", "param", "code"}} for the sender's mistakes, the flat shape for ours
+OPENAI  {"object": "error", "message", "type", "param", "code"}
+NATIVE  {"error": {"message", "type", "param", "code"}} for the sender's mistakes, as OPENAI for ours
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import orjson
 from sse_starlette.event import ServerSentEvent
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from runtime.errors import EngineFailure, InvalidRequest, NotFound, Overloaded, RequestError, Unauthorized
 
 logger = logging.getLogger("penstock.http")
 
-CLIENT_GONE = 499  # nobody reads it; for access logs
 _KINDS = {400: InvalidRequest.kind, 401: Unauthorized.kind, 404: NotFound.kind, 405: "MethodNotAllowedError"}
 
 AnyRequestError = TypeVar("AnyRequestError", bound=RequestError)
 
 
-class ClientGoneError(Exception):
-    """The client left before its answer was ready."""
-
-
 class Failure(NamedTuple):
-    """An error in words that may leave the house."""
+    """An error as a client may see it."""
 
     status: int
     kind: str
@@ -46,7 +37,7 @@ class Failure(NamedTuple):
 
 
 def describe(error: Exception) -> Failure:
-    """What to tell the client. Errors that are not ours are logged with their traceback and told as ours."""
+    """What to tell the client. Messages of foreign exceptions are logged with their traceback and not sent."""
     if isinstance(error, RequestError):
         headers = {"connection": "close"} if error.status == 413 else None
         return Failure(error.status, error.kind, error.message, error.param, headers)
@@ -71,9 +62,29 @@ def renamed(error: AnyRequestError, param: str) -> AnyRequestError:
     return type(error)(message, param=param)
 
 
+def openai_body(failure: Failure) -> dict[str, Any]:
+    """Both shapes that clients of this API read: the fields flat, and again in `error`."""
+    fields = _fields(failure)
+    return {**fields, "error": fields}
+
+
+def native_body(failure: Failure) -> dict[str, Any]:
+    return openai_body(failure) if failure.status >= 500 else {"error": _fields(failure)}
+
+
+def _fields(failure: Failure) -> dict[str, Any]:
+    return {
+        "object": "error",
+        "message": failure.message,
+        "type": failure.kind,
+        "param": failure.param,
+        "code": failure.status,
+    }
+
+
 @dataclass(frozen=True, slots=True)
-class Dialect:
-    """How one route speaks of errors. `names` turns the engine's parameter names into the route's."""
+class ErrorFormat:
+    """How one route reports errors. `names` maps the engine's parameter names to the route's."""
 
     body: Callable[[Failure], dict[str, Any]]
     names: Mapping[str, str] = field(default_factory=dict)
@@ -94,49 +105,15 @@ class Dialect:
         )
 
     def event(self, error: Exception) -> bytes:
-        """One server-sent event, for a stream that has begun."""
-        return ServerSentEvent(orjson.dumps({"error": self.inner(error)}).decode(), sep="\n").encode()
-
-    def inner(self, error: Exception) -> Any:
-        body = self.body(self.failure(error))
-        return body.get("error", body)
+        """One server-sent event, `{"error": {...}}`, for a stream that has begun."""
+        event = {"error": self.body(self.failure(error))["error"]}
+        return ServerSentEvent(orjson.dumps(event).decode(), sep="\n").encode()
 
 
-def openai_body(failure: Failure) -> dict[str, Any]:
-    return {
-        "object": "error",
-        "message": failure.message,
-        "type": failure.kind,
-        "param": failure.param,
-        "code": failure.status,
-    }
+NATIVE = ErrorFormat(native_body)
+OPENAI = ErrorFormat(openai_body)
 
 
-def native_body(failure: Failure) -> dict[str, Any]:
-    if failure.status >= 500:
-        return openai_body(failure)
-    body = openai_body(failure)
-    del body["object"]
-    return {"error": body}
-
-
-@dataclass(frozen=True, slots=True)
-class Door:
-    """One route: its handler, and the border where every error becomes an answer."""
-
-    handler: Callable[[HttpRequest], Awaitable[ASGIApp]]
-    dialect: Dialect
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            response = await self.handler(HttpRequest(scope, receive))
-        except (ClientGoneError, ClientDisconnect):
-            response = Response(status_code=CLIENT_GONE)
-        except Exception as error:  # the request's border
-            response = self.dialect.response(error)
-        await response(scope, receive, send)
-
-
-async def answer_http_exception(request: HttpRequest, error: Exception) -> Response:
+async def http_exception_response(request: HttpRequest, error: Exception) -> Response:
     """For what the router refuses: unknown paths and methods."""
-    return Dialect(openai_body).response(error)
+    return OPENAI.response(error)

@@ -1,4 +1,4 @@
-"""`penstock explain [options]`: every option that was said or decided, what is done, and because of what."""
+"""`penstock explain [options]`: every option that was set or decided, what is done, and why."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from textwrap import wrap
 import orjson
 
 from ops.machine import KNOWN_GPUS, Machine
-from runtime.config import Args, Option, options, shown, without_effect
+from runtime.config import Args, Option, Outcome, options, shown, without_effect
 from runtime.config.model_facts import ModelFacts
-from runtime.config.plan import Plan
+from runtime.config.plan import KernelPlan, Plan
 from runtime.config.resolve import ANY_MODEL, decide
 from runtime.errors import ConfigurationError
 from serve.demo import demo_path
-from serve.usage import markdown
+from serve.usage import differences, markdown
 
-COLUMNS = ("option", "asked", "done", "because")
-_BECAUSE_WIDTH = 60
+TABLES = {"markdown": markdown, "differences": differences}
+COLUMNS = ("option", "asked", "done", "reason")
+_REASON_WIDTH = 60
 _CELL_WIDTH = 40
-_WITHOUT_MODEL = "kernels."  # a section of the plan that no model changes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One option: as it was said, what is done, and why."""
+    """One option: as it was set, what is done, and why."""
 
     option: str
     asked: str
     done: str
-    because: str
+    reason: str
 
 
 def main(words: Sequence[str]) -> int:
@@ -41,10 +41,10 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--all", action="store_true", help="show also the options left at their defaults")
     parser.add_argument("--machine", choices=["cpu", *KNOWN_GPUS], help="explain for such a machine")
-    parser.add_argument("--table", choices=["markdown"], help="print the table of all options")
+    parser.add_argument("--table", choices=TABLES, help="print a table of options")
     own, rest = parser.parse_known_args(words)
     if own.table:
-        sys.stdout.write(markdown())
+        sys.stdout.write(TABLES[own.table]())
         return 0
     args = Args.parse(rest)
     machine = Machine.named(own.machine) if own.machine else Machine.probe()
@@ -66,14 +66,14 @@ def explain(
 
 def as_text(rows: Sequence[Row], refusals: Sequence[str]) -> str:
     """An aligned table; the reasons wrap."""
-    cells = [COLUMNS, *((row.option, row.asked, row.done, row.because) for row in rows)]
+    cells = [COLUMNS, *((row.option, row.asked, row.done, row.reason) for row in rows)]
     widths = [min(_CELL_WIDTH, max(len(line[column]) for line in cells)) for column in range(3)]
     lines: list[str] = []
-    for *short, because in cells:
-        reasons = wrap(because, _BECAUSE_WIDTH) or [""]
+    for *short, reason in cells:
+        reasons = wrap(reason, _REASON_WIDTH) or [""]
         lines.append("  ".join(cell.ljust(width) for cell, width in zip(short, widths)) + f"  {reasons[0]}")
         indent = " " * (sum(widths) + 6)
-        lines += [indent + reason for reason in reasons[1:]]
+        lines += [indent + line for line in reasons[1:]]
     if refusals:
         lines += ["", "This cannot be done:", *(f"  - {sentence}" for sentence in refusals)]
     return "\n".join(line.rstrip() for line in lines) + "\n"
@@ -100,33 +100,33 @@ def _rows(
     args: Args, plan: Plan, refusals: Mapping[str, str], everything: bool, *, has_model: bool
 ) -> list[Row]:
     idle = without_effect(args)
-    decided = {
-        place: why for place, why in plan.because.items() if has_model or place.startswith(_WITHOUT_MODEL)
-    }
     rows = []
     for option in options():
-        name, said = option.name, option.name in args.said
-        because = refusals.get(name) or idle.get(name) or decided.get(option.spec.plan, "")
-        if everything or said or because not in ("", "the default"):
-            if name in refusals:
-                done = "refused"
-            else:
-                done = "nothing" if name in idle else _done(option, args, plan, has_model)
-            asked = shown(option, args.get(name), _CELL_WIDTH) if said else ""
-            because = because or ("as asked" if said else "the default")
-            rows.append(Row(option=option.flag, asked=asked, done=done, because=because))
-    if has_model:  # no option says these
+        name = option.name
+        asked = shown(option, args.get(name), _CELL_WIDTH) if name in args.explicitly_set else ""
+        done, reason = _done(option, args, plan, has_model)
+        if asked and option.spec.outcome is Outcome.ALWAYS:
+            reason = option.spec.reason
+        if name in idle:
+            done, reason = "nothing", idle[name]
+        if name in refusals:
+            done, reason = "refused", refusals[name]
+        if everything or asked or reason not in ("", "the default"):
+            reason = reason or ("as asked" if asked else "the default")
+            rows.append(Row(option=option.flag, asked=asked, done=done, reason=reason))
+    if has_model:  # no option shows these
         kernels = ", ".join(f"{operation} {backend}" for operation, backend in plan.kernels.choices.items())
-        rows.append(Row(option="(kernels)", asked="", done=kernels, because=decided["kernels.choices"]))
+        rows.append(Row(option="(kernels)", asked="", done=kernels, reason=plan.kernels.reasons["choices"]))
     return rows
 
 
-def _done(option: Option, args: Args, plan: Plan, has_model: bool) -> str:
-    """The value in force; under its own name where the plan calls it differently from the option."""
-    section, _, name = option.spec.plan.partition(".")
-    if not section:
-        return shown(option, args.get(option.name), _CELL_WIDTH)
-    if not has_model and not option.spec.plan.startswith(_WITHOUT_MODEL):
-        return "unknown without a model"
-    value = shown(option, getattr(getattr(plan, section), name), _CELL_WIDTH)
-    return value if name == option.name else f"{name} {value}"
+def _done(option: Option, args: Args, plan: Plan, has_model: bool) -> tuple[str, str]:
+    """(the value in force, under its own name where the plan calls it differently from the option; its reason)"""
+    field = option.spec.plan
+    if field is None:
+        return shown(option, args.get(option.name), _CELL_WIDTH), ""
+    if not has_model and field.__objclass__ is not KernelPlan:  # the only section that no model changes
+        return "unknown without a model", ""
+    value, reason = plan.decision(field)
+    text = shown(option, value, _CELL_WIDTH)
+    return text if field.__name__ == option.name else f"{field.__name__} {text}", reason

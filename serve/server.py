@@ -1,4 +1,4 @@
-"""The server process: engine, application and socket, from start to the last answer."""
+"""The server process: socket, engine and web application, from the start to a graceful shutdown."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 from contextlib import suppress
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -18,11 +19,12 @@ from ops.machine import Machine
 from runtime.actors.assemble import prepare
 from runtime.actors.engine_core import EngineCore
 from runtime.config import Args
-from runtime.config.torchrun import with_torchrun
+from runtime.config.resolve.parallel import with_torchrun
 from runtime.distributed.node import run_node
 from runtime.errors import ConfigurationError, EngineFailure
 from runtime.request import Request, SamplingParams
 from serve.app import build_app
+from serve.background import background_tasks
 from serve.connection import Connection
 from serve.demo import demo_path
 from serve.engine import Engine
@@ -36,10 +38,11 @@ GC_ALLOCATIONS = 20_000
 
 
 def run(args: Args) -> int:
-    """Serve until a signal ends it; returns the exit status.
+    """Serve until a signal; returns the exit status.
 
-    SIGTERM and SIGINT let what runs finish; a second one ends it at once. Raises `ConfigurationError` for
-    what cannot be done here.
+    The first SIGTERM or SIGINT refuses new connections and lets running requests finish: status 0. A second one
+    ends them with an error: 128 + its number. An engine that fails ends the server: 1. Interrupted while it
+    starts: 130. Raises `ConfigurationError` for what cannot be done here.
     """
     _configure_logging(args)
     args = with_torchrun(args, os.environ)
@@ -66,23 +69,41 @@ async def _main(args: Args) -> int:
 
 
 async def _serve(engine: Engine, listening: socket.socket) -> int:
+    """Serve until a signal or the end of the engine; returns the exit status."""
     server = _Server(uvicorn_config(engine.core))
-    serving = asyncio.create_task(server.serve(sockets=[listening]))
-    engine_ended = asyncio.create_task(engine.wait())
-    await asyncio.wait([serving, engine_ended], return_when=asyncio.FIRST_COMPLETED)
-    if not serving.done():
-        logger.critical("The engine died; the server ends.")
-        server.should_exit = True
-        await serving
-        return 1
-    engine_ended.cancel()
-    await asyncio.wait([engine_ended])
-    await serving
-    return 0
+    work = (server.serve(sockets=[listening]), server.forced.wait(), engine.wait())
+    async with background_tasks(*work) as (serving, forced, engine_ended):
+        await asyncio.wait((serving, forced, engine_ended), return_when=asyncio.FIRST_COMPLETED)
+        if engine_ended.done():
+            error = None if engine_ended.cancelled() else engine_ended.exception()
+            logger.critical("The engine failed; the server ends.", exc_info=error)
+            server.should_exit = True
+            await asyncio.wait((serving, forced), return_when=asyncio.FIRST_COMPLETED)
+            return 1
+        if serving.done():
+            serving.result()
+            return 0
+        return 128 + server.last_signal
 
 
 class _Server(uvicorn.Server):
-    """Says when it is ready, and where."""
+    """Logs its address when it is ready. The first signal starts the shutdown, a second one sets `forced`.
+
+    uvicorn raises the signals again after the shutdown, which would kill the process before its engine is closed
+    and give a status other than 0; here it does not learn of them.
+    """
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.forced = asyncio.Event()
+        self.last_signal = 0
+        self._loop = asyncio.get_running_loop()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.last_signal = sig
+        if self.should_exit:
+            self._loop.call_soon_threadsafe(self.forced.set)
+        self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -93,10 +114,7 @@ class _Server(uvicorn.Server):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket on the address, taken before anything heavy happens.
-
-    Raises `ConfigurationError` when that is not possible.
-    """
+    """A socket bound to the address, before a model is loaded. Raises `ConfigurationError` if that fails."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, protocol)
@@ -114,19 +132,19 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 async def warm_up(core: EngineCore) -> None:
-    """Compute a few tokens, so that the first user does not pay for what happens only once."""
+    """Generate a few tokens, so that the first request does not wait for work that is done once."""
     sampling = SamplingParams(max_new_tokens=WARM_UP_TOKENS, temperature=0, ignore_eos=True)
     prompt = (0,) * min(4, core.plan.model.context_length - WARM_UP_TOKENS)
     if not prompt:
         return
     [chunk] = await core.submit(Request(ids=prompt, sampling=sampling, label="WARM_UP")).whole()
     if len(chunk.ids) != WARM_UP_TOKENS:
-        raise EngineFailure("The warm-up request did not come back whole.")
+        raise EngineFailure("The warm-up request ended early.")
     core.flush_cache()
 
 
 def uvicorn_config(core: EngineCore) -> uvicorn.Config:
-    """How uvicorn serves this core, on the loop that runs."""
+    """How uvicorn serves this core on the running event loop."""
     plan = core.plan.serve
     return uvicorn.Config(
         build_app(core),
@@ -151,10 +169,10 @@ def _loop_factory() -> Any:
 
 
 def calm_collector() -> None:
-    """Keep the garbage collector from walking all of torch while tokens stream.
+    """Keep the garbage collector from walking all objects of torch while tokens stream.
 
-    What is alive now stays for the life of the process, so it is taken out of the collector's sight; and
-    requests make few cycles, so a sweep every 700 allocations finds nothing. For the server's process alone.
+    Objects alive now live as long as the process, so the collector stops tracking them. Requests make few
+    reference cycles, so it runs every 20,000 allocations instead of every 700. Only for the server's process.
     """
     gc.collect()
     gc.freeze()
@@ -162,7 +180,7 @@ def calm_collector() -> None:
 
 
 def _configure_logging(args: Args) -> None:
-    """For the server's process alone; used as a library, the engine leaves logging to its user."""
+    """Only for the server's process: an `Engine` leaves the configuration of logging to its user."""
     level = args.observe.log_level.upper()
     level_http = (args.observe.log_level_http or args.observe.log_level).upper()
     handlers: dict[str, Any] = {"handlers": ["stderr"], "propagate": False}
@@ -183,7 +201,7 @@ def _configure_logging(args: Args) -> None:
 
 
 def _raise_file_limit() -> None:
-    """One descriptor per connection; the usual limit of 1,024 is reached quickly."""
+    """Each connection needs a file descriptor, and the usual limit is 1,024."""
     with suppress(ImportError, OSError, ValueError):
         import resource
 

@@ -1,10 +1,10 @@
-"""Server-sent events, written as finished bytes (see `Encoder`).
+"""Server-sent events: the response that relays output streams to a client as an encoder writes them.
 
-While the client keeps up, a chunk is written on the detokenizer's own turn: no task is woken for it, no coroutine
-made, and the body of a stream is nothing that middleware has a say in. The first chunk of a stream, and what comes
-while something is still being sent, goes the usual way through a task and ASGI's `send`. sse-starlette's response
-cost several microseconds a token more; what is rare, pings and errors, is its `ServerSentEvent`. A stream begins with
-its first chunk, so an error before it is still answered with its status.
+The first chunk, and chunks that arrive while something is being sent, take the usual way: they wake this response's
+task, which awaits ASGI's `send`. While the client keeps up, a chunk is written to the connection at once, during
+the detokenizer's turn, without a task or a coroutine for it. A stream begins with its first chunk, so that an error
+before it still has its own status. Of sse-starlette only `ServerSentEvent` is used, for pings and errors: its
+response costs several microseconds more for each token.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from starlette.types import Receive, Scope, Send
 from runtime.actors.output_stream import OutputStream
 from runtime.errors import first_error
 from runtime.request import Chunk
+from serve.background import background_tasks
 from serve.connection import BODY_WRITER, BodyWriter
-from serve.errors import Dialect
-from serve.replies import close_all, each, tasks_of, until_gone
+from serve.endpoint import until_disconnect
+from serve.errors import ErrorFormat
+from serve.output_streams import close_all, run_each
 
 PING_S = 15.0
 PING = ServerSentEvent(comment="ping", sep="\n").encode()
@@ -38,10 +40,10 @@ HEADERS = [
 
 
 class Encoder(Protocol):
-    """Turns chunks into events of one protocol. One object per stream; it keeps what the stream needs."""
+    """Turns chunks into the events of one API. One object per response; it keeps what later events need."""
 
-    def events(self, place: int, chunks: Sequence[Chunk]) -> bytes:
-        """The events for what arrived from the request at `place`; may be empty."""
+    def events(self, request_index: int, chunks: Sequence[Chunk]) -> bytes:
+        """The events for chunks of one of the response's requests; may be empty."""
         ...
 
     def closing(self) -> bytes:
@@ -50,18 +52,24 @@ class Encoder(Protocol):
 
 
 class EventStream:
-    """An ASGI response that relays replies until they end or the client leaves; then they are closed.
+    """An ASGI response that relays output streams until they end or the client disconnects; then it closes them.
 
-    Awaiting the send is the back pressure: while the client does not read, nothing is taken from the reply.
+    Nothing is taken from a stream while `send` waits for a client that does not read.
     """
 
     def __init__(
-        self, replies: Sequence[OutputStream], encoder: Encoder, dialect: Dialect, *, ping_s: float = PING_S
+        self,
+        streams: Sequence[OutputStream],
+        encoder: Encoder,
+        error_format: ErrorFormat,
+        *,
+        ping_s: float = PING_S,
     ) -> None:
-        self._replies = replies
+        self._streams = streams
         self._encoder = encoder
-        self._dialect = dialect
+        self._error_format = error_format
         self._ping_s = ping_s
+        self._encoding = asyncio.Lock()  # held while the encoder is in use, perhaps in a thread
         self._starting = asyncio.Lock()
         self._started = False
         self._writer: BodyWriter | None = None
@@ -71,18 +79,18 @@ class EventStream:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._writer = scope.get(BODY_WRITER)
         try:
-            async with tasks_of(self._relay_all(send), until_gone(receive)) as (relay, gone):
-                await self._accompany(send, (relay, gone))
+            async with background_tasks(self._relay_all(send), until_disconnect(receive)) as (relay, gone):
+                await self._ping_until_done(send, (relay, gone))
         finally:
-            close_all(self._replies)
+            close_all(self._streams)
         if not gone.cancelled():
             gone.result()
         failure = None if relay.cancelled() else relay.result()
         if failure is not None and not self._started:
-            await self._dialect.response(failure)(scope, receive, send)
+            await self._error_format.response(failure)(scope, receive, send)
 
-    async def _accompany(self, send: Send, tasks: tuple[asyncio.Task[Any], ...]) -> None:
-        """Until one of the tasks has ended, send a comment in every long silence, for proxies' sake."""
+    async def _ping_until_done(self, send: Send, tasks: tuple[asyncio.Task[Any], ...]) -> None:
+        """Until one of the tasks has ended, send a comment in every long silence; proxies close silent streams."""
         wait_s = self._ping_s
         while True:
             ended, _ = await asyncio.wait(tasks, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
@@ -96,48 +104,49 @@ class EventStream:
                 await self._write(send, PING)
 
     async def _relay_all(self, send: Send) -> Exception | None:
-        """Relay to the end, also where that is an error. Returns it."""
+        """Relay to the end, with an error event where an error ends it. Returns the error."""
         failure = await self._relay(send)
         if failure is not None and self._started and not isinstance(failure, OSError):
-            await self._write(send, self._dialect.event(failure) + DONE, more=False)
+            await self._write(send, self._error_format.event(failure) + DONE, more=False)
         return failure
 
     async def _relay(self, send: Send) -> Exception | None:
-        """Pass everything on. Returns the error that ended it early; an OSError when the client is gone."""
+        """Relay every chunk. Returns the error that ended it early; an OSError when the client is gone."""
 
-        async def read(place: int) -> None:
-            async with aclosing(self._replies[place].chunks(partial(self._push, place))) as arrivals:
+        async def read(index: int) -> None:
+            async with aclosing(self._streams[index].chunks(partial(self._push, index))) as arrivals:
                 async for chunks in arrivals:
-                    if chunks[0].prompt_logprobs is None:
-                        events = self._encoder.events(place, chunks)
-                    else:  # thousands of numbers, once
-                        events = await anyio.to_thread.run_sync(self._encoder.events, place, chunks)
+                    async with self._encoding:
+                        if chunks[0].prompt_logprobs is None:
+                            events = self._encoder.events(index, chunks)
+                        else:  # thousands of numbers, once
+                            events = await anyio.to_thread.run_sync(self._encoder.events, index, chunks)
                     if events:
                         await self._write(send, events)
 
         try:
-            await each(read, len(self._replies))
+            await run_each(read, len(self._streams))
             await self._write(send, self._encoder.closing() + DONE, more=False)
         except ExceptionGroup as errors:
             return first_error(errors)
-        except Exception as error:  # the request's border: the stream says it in its own words
+        except Exception as error:  # any error ends this stream and nothing else
             return error
         return None
 
-    def _push(self, place: int, chunk: Chunk) -> bool:
-        """Write a chunk's events at once; False where that cannot be."""
+    def _push(self, index: int, chunk: Chunk) -> bool:
+        """Write a chunk's events at once; False where that is not possible now."""
         writer = self._writer
         if writer is None or not self._started or self._num_writing or not writer.ready:
             return False
-        if chunk.prompt_logprobs is not None:
+        if chunk.prompt_logprobs is not None or self._encoding.locked():
             return False
-        if events := self._encoder.events(place, (chunk,)):
+        if events := self._encoder.events(index, (chunk,)):
             self._last_write_s = time.monotonic()
             writer.write(events)
         return True
 
     async def _write(self, send: Send, body: bytes, *, more: bool = True) -> None:
-        """Send whole events, so that those of several replies and pings never mix."""
+        """Send whole events, so that those of several streams and pings never mix."""
         if not self._started:
             await self._start(send)
         self._last_write_s = time.monotonic()

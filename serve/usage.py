@@ -26,7 +26,7 @@ command line an option is a flag, in a `--config` file a key with dashes or unde
 with underscores: `--page-size 16`, `page-size: 16`, `page_size=16`.
 
 What an option marked *not built yet* asks for is refused with a clear message, and so are such values. *No
-effect* marks what is accepted for compatibility only.
+effect* marks what is accepted for compatibility only, *always so* what asks for something that is so anyway.
 """
 
 
@@ -51,6 +51,17 @@ def markdown() -> str:
         parts += [_row(option) for option in group]
         parts.append("")
     return "\n".join(parts)
+
+
+def differences() -> str:
+    """The table in docs/migration.md: the options whose default is not that of SGLang."""
+    rows = ["| option | in SGLang | here |", "|---|---|---|"]
+    rows += [
+        f"| `{option.flag}` | {option.spec.sglang} | {_default_in_words(option)} |"
+        for option in options()
+        if option.spec.sglang
+    ]
+    return "\n".join(rows) + "\n"
 
 
 def _by_group() -> Iterable[tuple[str, list[Option]]]:
@@ -88,6 +99,15 @@ def _values(option: Option, *, built_only: bool = False) -> str:
     return f"{one} ..." if option.many else one
 
 
+def _default_in_words(option: Option) -> str:
+    """What holds where the option is not set."""
+    if option.spec.outcome is Outcome.ALWAYS and option.type is bool:
+        return f"always on: {option.spec.reason}"
+    if option.default is True:
+        return "on"
+    return option.spec.help.partition("Default: ")[2].rstrip(".") or shown(option, option.default)
+
+
 def _default_note(option: Option) -> str:
     if option.default is None or option.default is False or "Default:" in option.spec.help:
         return ""
@@ -99,14 +119,22 @@ def _default_note(option: Option) -> str:
 def _outcome_note(option: Option) -> str:
     spec = option.spec
     if spec.outcome is Outcome.INERT:
-        return f" *No effect*: {spec.instead}."
+        return f" *No effect*: {spec.reason}."
+    if spec.outcome is Outcome.ALWAYS:
+        return f" *Always so*: {spec.reason}.{_later(option)}"
     if spec.outcome is Outcome.PLANNED:
         return f" *Not built yet*{f': {spec.instead}' if spec.instead else ''}."
-    if spec.built is None:
+    return _later(option)
+
+
+def _later(option: Option) -> str:
+    """The values that do not work yet."""
+    built, choices = option.spec.built, option.spec.choices
+    if built is None:
         return ""
-    if not spec.choices:
-        return f" *So far only* {' or '.join(str(value) for value in spec.built)}."
-    later = [str(choice) for choice in spec.choices if choice not in spec.built and choice != option.default]
+    if not choices:
+        return f" *So far only* {' or '.join(str(value) for value in built)}."
+    later = [str(choice) for choice in choices if choice not in built and choice != option.default]
     return f" *Not built yet*: {', '.join(later)}." if later else ""
 
 

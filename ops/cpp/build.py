@@ -8,12 +8,18 @@ same home directory makes its own.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
+import shutil
+import signal
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import IO
+
+logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).with_name("source")
 _FLOAT32 = ("-DTYPE=float", "-DTYPE_NAME=float32")
@@ -35,7 +41,8 @@ FLAGS = (
     "-fPIC",
     "-Wno-psabi",
 )
-TIMEOUT_S = 300
+TIMEOUT_S = 300  # of one unit
+DIGEST_BYTES = 32  # of the SHA-256 that follows a library in its file
 
 
 class BuildError(RuntimeError):
@@ -43,76 +50,144 @@ class BuildError(RuntimeError):
 
 
 def cache_directory() -> Path:
-    """Where libraries are kept: `$XDG_CACHE_HOME/penstock/cpp`, by default under `~/.cache`."""
+    """Where libraries are kept: `$XDG_CACHE_HOME/penstock/cpp`, by default under `~/.cache`.
+
+    Raises RuntimeError for a user without a home.
+    """
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "penstock" / "cpp"
 
 
-def library_path(
-    compiler: str, processor: Sequence[str] | frozenset[str], flags: Sequence[str] = FLAGS
-) -> Path:
+def library_path(compiler: str, processor: Collection[str], flags: Sequence[str] = FLAGS) -> Path:
     """Where the library for this compiler and a processor of these flags is, or will be."""
-    return cache_directory() / _name(compiler, processor, flags)
+    return cache_directory() / _name(SOURCES, compiler, processor, flags)
 
 
-def _name(compiler: str, processor: Sequence[str] | frozenset[str], flags: Sequence[str]) -> str:
+def build(compiler: str, processor: Collection[str], flags: Sequence[str] = FLAGS) -> Path:
+    """The compiled library, from the cache where it is there. Blocks for some seconds where it is not.
+
+    One process compiles at a time, others wait for it and take what it made. A build that fails is tried once more.
+    Where the cache cannot be written, the library is made in a temporary directory. Raises `BuildError`.
+    """
+    name = _name(SOURCES, compiler, processor, flags)
+    try:
+        path = cache_directory() / name
+        if _is_whole(path):
+            return path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = _locked(path.parent)
+    except (OSError, RuntimeError):
+        return _make(Path(tempfile.mkdtemp(prefix="penstock-")), compiler, processor, flags)
+    with lock:
+        return path if _is_whole(path) else _make(path.parent, compiler, processor, flags)
+
+
+def _name(sources: Path, compiler: str, processor: Collection[str], flags: Sequence[str]) -> str:
+    """Of the library's file. A compiler is known by its path, size and time, which change with its version."""
+    try:
+        program = Path(shutil.which(compiler) or compiler).resolve(strict=True)
+        facts = program.stat()
+    except OSError as error:
+        raise BuildError(f"{compiler} cannot be run: {error}.") from error
     digest = hashlib.sha256()
-    for source in sorted(SOURCES.iterdir()):
-        if source.suffix in (".cpp", ".h"):
-            digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    digest.update("\0".join([os.path.realpath(compiler), *flags, *sorted(processor)]).encode())
+    for source in _sources(sources):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    units = [argument for unit in UNITS for argument in unit]
+    key = [str(program), str(facts.st_size), str(facts.st_mtime_ns), *units, *flags, *sorted(processor)]
+    digest.update("\0".join(key).encode())
     return f"kernels-{digest.hexdigest()[:24]}.so"
 
 
-def build(compiler: str, processor: Sequence[str] | frozenset[str], flags: Sequence[str] = FLAGS) -> Path:
-    """The compiled library, from the cache where it is there. Blocks for some seconds where it is not.
+def _sources(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.suffix in (".cpp", ".h"))
 
-    Several processes may build at once; each writes its own file, and the last one stays. Where the cache cannot be
-    written, the library is made in a temporary directory. Raises `BuildError`.
-    """
+
+def _is_whole(path: Path) -> bool:
+    """Whether the file is there as it was written: loading a part of a library can end the process."""
     try:
-        path = library_path(compiler, processor, flags)
-        if path.is_file():
-            return path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = tempfile.TemporaryDirectory(dir=path.parent)
-    except (OSError, RuntimeError):  # the latter: the user has no home
-        path = Path(tempfile.mkdtemp(prefix="penstock-")) / _name(compiler, processor, flags)
-        scratch = tempfile.TemporaryDirectory(dir=path.parent)
-    with scratch as folder:
-        made = Path(folder) / "library.so"
-        _make(compiler, made, flags)
+        content = memoryview(path.read_bytes())
+    except FileNotFoundError:
+        return False
+    return hashlib.sha256(content[:-DIGEST_BYTES]).digest() == content[-DIGEST_BYTES:]
+
+
+def _locked(folder: Path) -> IO[bytes]:
+    """Wait until no other process compiles into the folder; others wait until the file is closed."""
+    import fcntl  # not on Windows, for which there are no kernels in C++
+
+    file = (folder / "lock").open("ab")
+    fcntl.flock(file, fcntl.LOCK_EX)
+    return file
+
+
+def _make(folder: Path, compiler: str, processor: Collection[str], flags: Sequence[str]) -> Path:
+    """Compile a copy of the sources into the folder -> the library, named after what was compiled."""
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        sources = Path(scratch)
+        for source in _sources(SOURCES):
+            shutil.copyfile(source, sources / source.name)
+        path = folder / _name(sources, compiler, processor, flags)
+        try:
+            made = _compile(compiler, flags, sources, os.cpu_count() or 1)
+        except BuildError as error:  # killed for want of memory, say, or out of time
+            logger.warning("Compiling the kernels in C++ is tried again, one unit at a time: %s", error)
+            made = _compile(compiler, flags, sources, 1)
+        with made.open("r+b") as file:
+            file.write(hashlib.sha256(file.read()).digest())
+            file.flush()
+            os.fsync(file.fileno())
         made.replace(path)
+    _sync(folder)
     return path
 
 
-def _make(compiler: str, output: Path, flags: Sequence[str]) -> None:
-    """Compile the units, as many at a time as there are processors, and link them."""
-    objects = [str(output.with_name(f"{number}.o")) for number in range(len(UNITS))]
+def _sync(folder: Path) -> None:
+    """Write a folder's names to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _compile(compiler: str, flags: Sequence[str], sources: Path, parallel: int) -> Path:
+    """Compile the units, so many at a time, and link them -> the library, beside its sources."""
+    objects = [str(sources / f"{number}.o") for number in range(len(UNITS))]
 
     def compile_unit(unit: tuple[str, ...], made: str) -> None:
         source, *own = unit
-        _run(compiler, [*flags, *own, "-c", str(SOURCES / source), "-o", made])
+        _run(compiler, [*flags, *own, "-c", str(sources / source), "-o", made])
 
-    with ThreadPoolExecutor(min(len(UNITS), os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(min(len(UNITS), parallel)) as pool:
         list(pool.map(compile_unit, UNITS, objects))  # raises what the first of them raised
-    _run(compiler, [*flags, "-shared", *objects, "-o", str(output)])
-    if not output.is_file():
+    library = sources / "library.so"
+    _run(compiler, [*flags, "-shared", *objects, "-o", str(library)])
+    if not library.is_file():
         raise BuildError(f"{compiler} wrote no library.")
+    return library
 
 
 def _run(compiler: str, arguments: Sequence[str]) -> None:
     try:
-        done = subprocess.run(
+        process = subprocess.Popen(
             [compiler, *arguments],
-            capture_output=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            timeout=TIMEOUT_S,
-            check=False,
+            process_group=0,  # with the programs that it starts, which do not end with it
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except OSError as error:
         raise BuildError(f"{compiler} cannot be run: {error}.") from error
-    if done.returncode != 0:
-        lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+    with process:
+        try:
+            _, said = process.communicate(timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired as error:
+            raise BuildError(f"{compiler} cannot be run: {error}.") from error
+        finally:
+            if process.returncode is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode != 0:
+        lines = [line for line in said.splitlines() if "error" in line] or said.splitlines()
         raise BuildError(f"{compiler} fails: {(lines or ['no message'])[0].strip()}")

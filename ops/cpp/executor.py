@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from threading import Lock
 from time import perf_counter
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ops.attention import AttentionInputs
-from ops.cpp.library import TYPES, Library, Node, Rotate, RotateStore, Step, Store, address
+from ops.cpp.library import TYPES, KernelDescription, Library, Node, Rotate, RotateStore, Step, Store, address
 
 CACHE_LINE = 64
 
@@ -36,13 +37,26 @@ class Executor:
     def __init__(self, library: Library, num_threads: int) -> None:
         self.library = library
         self.num_threads = num_threads
-        self._pool = library.open_pool(num_threads)
-        self._close = weakref.finalize(self, library.close_pool, self._pool)
+        self._pool = _Pool(library, num_threads)
+        self._close = weakref.finalize(self, self._pool.close)
         self._tape: Tape | None = None
+        self._recorded: Step | None = None  # what recorded kernels may read of rows
 
     def close(self) -> None:
-        """End the threads; nothing can be run any more."""
+        """End the threads, after the run that another thread is in; nothing can be run any more."""
         self._close()
+
+    @property
+    def description(self) -> KernelDescription:
+        """Which arithmetic the kernels use."""
+        library = self.library
+        return KernelDescription(
+            kernels="C++",
+            library=library.path.name,
+            num_threads=self.num_threads,
+            instruction_set=library.instruction_set,
+            matrix_unit=library.uses_matrix_unit,
+        )
 
     @property
     def dtypes(self) -> Collection[torch.dtype]:
@@ -68,6 +82,8 @@ class Executor:
     ) -> None:
         """Run a kernel now, for the rows in `step` if it reads any; or note it."""
         if self._tape is not None:
+            if step is not None and self._recorded is not None:
+                _check_same(step, self._recorded)
             self._tape.note(kernel, dtype, operands)
             return
         node = Node(self.library.kernel(kernel, dtype), ctypes.addressof(operands))
@@ -75,17 +91,17 @@ class Executor:
 
     def run(self, nodes: int, count: int, step: Step) -> None:
         """Run so many nodes from an address on. Raises RuntimeError after `close`."""
-        if not self._close.alive:
-            raise RuntimeError("The threads of the kernels have ended.")
-        self.library.run(self._pool, nodes, count, ctypes.addressof(step))
+        self._pool.run(nodes, count, ctypes.addressof(step))
 
-    def record(self, capacity: int, forward: Callable[[], object]) -> Tape:
+    def record(self, capacity: int, forward: Callable[[], object], step: Step | None = None) -> Tape:
         """What `forward` launches for steps of up to `capacity` tokens.
 
-        Raises `NotRecordable` where torch itself would have to compute something.
+        Raises `NotRecordable` where torch itself would have to compute something. With a `step`, whose buffers every
+        step that is run will have, also where a kernel is given token ids, positions, slots or the rows' borders that
+        are not in those buffers.
         """
         tape = Tape(self, capacity)
-        self._tape = tape
+        self._tape, self._recorded = tape, step
         try:
             with _ViewsOnly():
                 forward()
@@ -96,6 +112,35 @@ class Executor:
 
 
 _NO_STEP = Step()
+_BUFFERS = ("token_ids", "positions", "slots", "query_starts")
+
+
+def _check_same(given: Step, recorded: Step) -> None:
+    """Raise `NotRecordable` where a kernel was given buffers that the recorded step does not have."""
+    for name in _BUFFERS:
+        if getattr(given, name) not in (None, getattr(recorded, name)):
+            raise NotRecordable(f"an operation reads {name} that are not the step's own")
+
+
+class _Pool:
+    """The threads. They are not ended while one runs kernels: that may be in a thread that the process ends with."""
+
+    def __init__(self, library: Library, num_threads: int) -> None:
+        self._library = library
+        self._in_use = Lock()
+        self._threads: int | None = library.open_pool(num_threads)
+
+    def run(self, nodes: int, count: int, step: int) -> None:
+        with self._in_use:
+            if self._threads is None:
+                raise RuntimeError("The threads of the kernels have ended.")
+            self._library.run(self._threads, nodes, count, step)
+
+    def close(self) -> None:
+        with self._in_use:
+            if self._threads is not None:
+                self._library.close_pool(self._threads)
+            self._threads = None
 
 
 class Tape:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import Structure, c_float, c_int64, c_void_p
+from collections.abc import Collection, Sequence
+from ctypes import Structure, c_bool, c_char_p, c_float, c_int64, c_void_p
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from ops.cpp.build import FLAGS, BuildError, build
 
 TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}  # what the kernels compute in
 
@@ -42,7 +46,7 @@ class Node(Structure):
 
 
 class Embed(Structure):
-    _fields_ = (("weight", c_void_p), ("out", c_void_p), ("size", c_int64))
+    _fields_ = (("weight", c_void_p), ("out", c_void_p), ("size", c_int64), ("scale", c_float))
 
 
 class Norm(Structure):
@@ -186,10 +190,36 @@ STRUCTURES = (
 )  # fmt: skip
 
 
+class KernelDescription(NamedTuple):
+    """Which arithmetic a CPU's kernels use: two engines that differ in it may round differently.
+
+    As text it is one line for a table or a bug report.
+    """
+
+    kernels: str  # "C++" or "torch"
+    library: (
+        str  # the name of the compiled file, in which stands the hash of what was compiled; torch's version
+    )
+    num_threads: int
+    instruction_set: str  # such as "avx512f avx512_vnni avx512_bf16"
+    matrix_unit: (
+        bool | None
+    )  # whether the system has granted AMX to kernels that use it; None where torch decides
+
+    def __str__(self) -> str:
+        text = f"{self.kernels}, {self.library}, {self.num_threads} threads, {self.instruction_set}"
+        if self.matrix_unit is None:
+            return text
+        if not self.matrix_unit and "amx" in self.instruction_set:
+            return f"{text}, without the matrix unit, which the system refuses"
+        return f"{text}, {'with' if self.matrix_unit else 'without'} matrix unit"
+
+
 class Library:
     """The kernels by name and type. Raises RuntimeError where they and this file differ about a structure."""
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         self._library = ctypes.CDLL(str(path))
         self.run = self._library.run  # run(pool, nodes, count, step); no lock of Python's is held
         self.run.argtypes = (c_void_p, c_void_p, c_int64, c_void_p)
@@ -205,6 +235,10 @@ class Library:
         self.panel_width = int(self._library.panel_width())
         self.byte_step = int(self._library.byte_step())  # to whole ones depths are filled up in 8 bits
         self.max_byte_depth = int(self._library.max_byte_depth())
+        self._library.instruction_set.restype = c_char_p
+        self._library.uses_matrix_unit.restype = c_bool
+        self.instruction_set: str = self._library.instruction_set().decode()
+        self.uses_matrix_unit: bool = self._library.uses_matrix_unit()
         self._addresses: dict[tuple[str, torch.dtype], int] = {}
 
     def kernel(self, name: str, dtype: torch.dtype) -> int:
@@ -218,6 +252,22 @@ class Library:
     def name_of(self, kernel: int) -> str:
         """The name of a kernel that was asked for, by its address."""
         return next(name for (name, _), known in self._addresses.items() if known == kernel)
+
+
+def load(compiler: str, processor: Collection[str], flags: Sequence[str] = FLAGS) -> Library:
+    """The library for a processor of these flags, compiled where the cache has none that can be loaded.
+
+    Raises `BuildError`.
+    """
+    path = build(compiler, processor, flags)
+    try:
+        return Library(path)
+    except OSError:
+        path.unlink(missing_ok=True)
+    try:
+        return Library(build(compiler, processor, flags))
+    except OSError as error:  # from a disk of which nothing may be run, say
+        raise BuildError(f"What {compiler} made cannot be loaded: {error}.") from error
 
 
 def address(tensor: Tensor | None) -> int | None:

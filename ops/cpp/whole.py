@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ops.attention import AttentionInputs
 from ops.cpp.executor import Executor, NotRecordable
-from ops.cpp.library import Begin, Choose, Embed, Last, Product, Product8, Step, address
+from ops.cpp.library import Begin, Choose, Last, Product, Product8, Step, address
 from ops.matmul.with_cpp import Panels, Panels8, scratch8
 
 SAMPLES = -1  # as the number of a kernel's rows: those of the step that sample
@@ -53,14 +53,6 @@ class Inputs:
 def begin(executor: Executor, inputs: Inputs, dtype: torch.dtype) -> None:
     """Token ids, positions and cache slots from the batch's arrays."""
     executor.launch("begin", dtype, Begin(**inputs.addresses()))
-
-
-def embed(executor: Executor, weight: Tensor, num_tokens: int, step: Step | None = None) -> Tensor:
-    """The rows of weight [V, E], plain or in panels, of the step's tokens, [T, E]; of `step`'s, outside of a tape."""
-    x = executor.empty((num_tokens, weight.shape[1]), weight.dtype)
-    kernel = "embed_panels" if isinstance(weight, Panels) else "embed"
-    executor.launch(kernel, weight.dtype, Embed(address(weight), address(x), weight.shape[1]), step)
-    return x
 
 
 def last(executor: Executor, hidden: Tensor, out: Tensor) -> None:

@@ -8,9 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def embed(token_ids: Tensor, weight: Tensor, first_id: int | None = None) -> Tensor:
+def embed(
+    token_ids: Tensor, weight: Tensor, first_id: int | None = None, *, scale: float | None = None
+) -> Tensor:
     """The vectors of a rank's own ids (see `ops.embedding`)."""
-    return look_up(F.embedding, token_ids, weight, first_id)
+    vectors = look_up(F.embedding, token_ids, weight, first_id)
+    return vectors if scale is None else vectors.mul_(scale)
 
 
 def look_up(

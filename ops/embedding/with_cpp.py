@@ -1,4 +1,4 @@
-"""Embedding from a head's panels in C++ (`ops/cpp/source/whole.h`); from a plain weight torch's own is as fast."""
+"""Embedding in C++, from a plain weight (`ops/cpp/source/small.h`) or a head's panels (`ops/cpp/source/whole.h`)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ops.cpp import whole
 from ops.cpp.executor import Executor
-from ops.cpp.library import Step, address
+from ops.cpp.library import TYPES, Embed, Step, address
 from ops.embedding import native
 from ops.matmul.with_cpp import Panels
 
@@ -21,15 +20,26 @@ def make(executor: Executor) -> Mapping[str, Callable[..., Any]]:
         """Panels of the weight's own dtype hold all that there was."""
         return isinstance(prepared, Panels)
 
-    def embed(token_ids: Tensor, weight: Tensor, first_id: int | None = None) -> Tensor:
+    def embed(
+        token_ids: Tensor, weight: Tensor, first_id: int | None = None, *, scale: float | None = None
+    ) -> Tensor:
         """The vectors of a rank's own ids."""
-        if not isinstance(weight, Panels):
-            return native.embed(token_ids, weight, first_id)
+        if not isinstance(weight, Panels) and not (weight.dtype in TYPES and weight.is_contiguous()):
+            return native.embed(token_ids, weight, first_id, scale=scale)
+
+        def rows(places: Tensor, weight: Tensor) -> Tensor:
+            return look_up(places, weight, 1.0 if scale is None else scale)
+
         return native.look_up(rows, token_ids, weight, first_id)
 
-    def rows(places: Tensor, panels: Tensor) -> Tensor:
+    def look_up(places: Tensor, weight: Tensor, scale: float) -> Tensor:
         places = places.contiguous()
+        x = executor.empty((len(places), weight.shape[1]), weight.dtype)
+        kernel = "embed_panels" if isinstance(weight, Panels) else "embed"
         step = Step(num_tokens=len(places), token_ids=address(places))
-        return whole.embed(executor, panels, len(places), step)
+        executor.launch(
+            kernel, weight.dtype, Embed(address(weight), address(x), weight.shape[1], scale), step
+        )
+        return x
 
     return {"embed": embed, "reads": reads, "as_logits": native.as_logits}

@@ -12,7 +12,9 @@ from torch import Tensor
 BLOCK = 1024
 
 
-def embed(token_ids: Tensor, weight: Tensor, first_id: int | None = None) -> Tensor:
+def embed(
+    token_ids: Tensor, weight: Tensor, first_id: int | None = None, *, scale: float | None = None
+) -> Tensor:
     """The vectors of a rank's own ids (see `ops.embedding`)."""
     num_ids, width = weight.shape
     out = torch.empty((len(token_ids), width), dtype=weight.dtype, device=weight.device)
@@ -24,6 +26,7 @@ def embed(token_ids: Tensor, weight: Tensor, first_id: int | None = None) -> Ten
         num_ids,
         width,
         weight.stride(0),
+        1.0 if scale is None else scale,
         BLOCK=min(BLOCK, triton.next_power_of_2(width)),
     )
     return out
@@ -62,6 +65,7 @@ def _embed_kernel(
     num_ids,
     width,
     stride,
+    vector_scale,
     BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -70,6 +74,7 @@ def _embed_kernel(
     is_own = (place >= 0) & (place < num_ids)
     read = tl.where(is_own, width, 0)
     vector = tl.load(weight + place * stride + columns, mask=columns < read, other=0.0)
+    vector = vector.to(tl.float32) * vector_scale
     tl.store(out + token * width + columns, vector, mask=columns < width)
 
 

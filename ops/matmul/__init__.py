@@ -2,12 +2,13 @@
 
 A backend file holds
 
-    prepare(weight [O, I]) -> weight
+    prepare(weight [O, I], *, bits=None) -> weight
     linear(x [..., I], weight [O, I], bias [O] | None) -> [..., O]
     logits(x [R, I], weight [O, I]) -> [R, O]
 
 `linear` is x @ weight.T + bias in x's dtype, `logits` is x @ weight.T in x's dtype or, where that costs nothing, in
 float32; every product with a weight goes through one of them. They take plain weights and what `prepare` makes of
 them. `prepare` is called once for each complete weight: it returns the weight as it is, or in a layout that only
-products can read, of the same shape; then the plain one may be let go.
+products can read, of the same shape; then the plain one may be let go. With `bits` 8 it is rounded, each output with a
+scale of its own; a backend that cannot do that raises ValueError.
 """

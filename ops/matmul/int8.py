@@ -15,8 +15,12 @@ class Int8(Tensor):
     """A weight [O, I] of 8 bits; behind it in the same memory stand the outputs' scales, float32."""
 
 
-def prepare(weight: Tensor) -> Tensor:
-    """The weight rounded to 8 bits, each output with a scale of its own (see `ops.matmul`)."""
+def prepare(weight: Tensor, *, bits: int | None = None) -> Tensor:
+    """The weight rounded to 8 bits if asked, each output with a scale of its own (see `ops.matmul`)."""
+    if bits is None:
+        return weight
+    if bits != 8:
+        raise ValueError(f"Weights are rounded to 8 bits, not {bits}.")
     out_size, in_size = weight.shape
     room = -(-out_size * in_size // 4) * 4  # scales stand at a multiple of their size
     memory = torch.empty(room + 4 * out_size, dtype=torch.int8, device=weight.device)

@@ -6,8 +6,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def prepare(weight: Tensor) -> Tensor:
+def prepare(weight: Tensor, *, bits: int | None = None) -> Tensor:
     """The weight as it is (see `ops.matmul`)."""
+    if bits is not None:
+        raise ValueError(f"Plain products take no weights of {bits} bits.")
     return weight
 
 

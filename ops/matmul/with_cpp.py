@@ -37,18 +37,20 @@ def scratch8(executor: Executor, rows: int, in_size: int) -> Tensor:
     return executor.empty((rows, (-(-in_size // step) + 1) * step), torch.uint8)
 
 
-def make(executor: Executor, weight_bits: int | None = None) -> Mapping[str, Callable[..., Any]]:
-    """`prepare`, `linear` and `logits` (see `ops.matmul`), with 8 bits where `weight_bits` says so."""
+def make(executor: Executor) -> Mapping[str, Callable[..., Any]]:
+    """`prepare`, `linear` and `logits` (see `ops.matmul`)."""
     width, step = executor.library.panel_width, executor.library.byte_step
 
-    def prepare(weight: Tensor) -> Tensor:
-        """The weight in panels; as it is where the kernels do not take it."""
+    def prepare(weight: Tensor, *, bits: int | None = None) -> Tensor:
+        """The weight in panels, of 8 bits if asked; as it is where the kernels do not take it."""
+        if bits not in (None, 8):
+            raise ValueError(f"Weights are rounded to 8 bits, not {bits}.")
         dtype, (out_size, in_size) = weight.dtype, weight.shape
         if weight.device.type != "cpu" or dtype not in TYPES:
             return weight
         padded = -(-out_size // width) * width
         plain = weight.detach().contiguous()
-        if weight_bits == 8 and in_size <= executor.library.max_byte_depth:
+        if bits == 8 and in_size <= executor.library.max_byte_depth:
             scales, depth = padded * SCALE_BYTES, -(-in_size // step) * step
             memory = torch.empty(scales + padded * depth, dtype=torch.uint8)
             first = memory.data_ptr()

@@ -16,8 +16,10 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 
-def prepare(weight: Tensor) -> Tensor:
+def prepare(weight: Tensor, *, bits: int | None = None) -> Tensor:
     """The weight in oneDNN's own layout (see `ops.matmul`); as it is where this torch cannot pack its dtype."""
+    if bits is not None:
+        raise ValueError(f"These products take no weights of {bits} bits.")
     if weight.device.type != "cpu" or not packs(weight.dtype):
         return weight
     return torch.ops.mkldnn._reorder_linear_weight.default(weight.detach(), None)

@@ -12,7 +12,7 @@ from runtime.actors.output_stream import join_logprobs
 from runtime.errors import EngineFailure
 from runtime.request import Chunk, Delta, Finish, Logprobs, Request
 from runtime.scheduler.apply import first_logprobs
-from runtime.tokenizer.incremental import Incremental
+from runtime.tokenizer.incremental import IncrementalDecoder
 from runtime.tokenizer.stop import StopMatcher
 from runtime.tokenizer.tokenizer import Tokenizer
 
@@ -112,10 +112,9 @@ class ChoiceDecoder:
         self._held_ids: list[int] = []
         self._held_logprobs: list[Logprobs] = []
         self._prompt_logprobs: Logprobs | None = None
-        self._incremental: Incremental | None = None
+        self._incremental: IncrementalDecoder | None = None
         if tokenizer is not None:
-            self._incremental = Incremental(
-                tokenizer,
+            self._incremental = tokenizer.decoder(
                 request.ids or (),
                 sampling.skip_special_tokens,
                 sampling.spaces_between_special_tokens,
@@ -161,7 +160,7 @@ class ChoiceDecoder:
         return chunk
 
     def _decode(
-        self, incremental: Incremental, ids: list[int], finish: Finish | None
+        self, incremental: IncrementalDecoder, ids: list[int], finish: Finish | None
     ) -> tuple[str, list[int], Finish | None]:
         """Text that is certain, its ids, and the finish, which a stop string may replace."""
         shown = ids
@@ -174,7 +173,7 @@ class ChoiceDecoder:
 
     def _match(
         self,
-        incremental: Incremental,
+        incremental: IncrementalDecoder,
         matcher: StopMatcher,
         shown: list[int],
         ids: list[int],

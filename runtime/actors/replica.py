@@ -14,10 +14,9 @@ from ops.machine import GIB
 from runtime.batch import Runner
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import Plan
-from runtime.config.resolve import max_running, size_pool
-from runtime.config.resolve.memory import StepMemory, check_balance, memory_table
 from runtime.errors import first_error
 from runtime.kv_cache.prefix_cache import PrefixCache
+from runtime.kv_cache.sizing import StepMemory, check_balance, max_running, memory_table, size_pool
 from runtime.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -100,7 +99,7 @@ def _log_memory(plan: Plan, before: Mapping[str, int], kv_bytes: int, because: s
         total_bytes=before["total"],
         weight_bytes=before["weights"],
         kv_bytes=kv_bytes,
-        kv_because=because,
+        kv_reason=because,
         # A pool of zeros takes real memory only as it is written.
         free_bytes=min(own["available"], before["available"] - kv_bytes),
         steps=crew.steps,

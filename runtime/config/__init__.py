@@ -1,12 +1,12 @@
-"""Arguments: one declaration per option, from which every other form of it is derived.
+"""Options and the plan: one declaration per option, from which every other form of it is derived.
 
-A group file such as `cache.py` declares options; nothing else has to be touched to add one.
+`options/` declares them, one file per subject; nothing else has to be touched to add one. `resolve/` makes the
+plan of what was set, of the machine and of the model.
 """
 
-from runtime.config.args import Args, options
-from runtime.config.option_spec import Json, OptionSpec, Outcome, inert, planned
+from runtime.config.args import Args, not_built, options, without_effect
+from runtime.config.option_spec import Json, OptionSpec, Outcome
 from runtime.config.option_table import Option
-from runtime.config.refusals import not_built, without_effect
 from runtime.config.values import kind, shown
 
 __all__ = [
@@ -15,11 +15,9 @@ __all__ = [
     "Option",
     "OptionSpec",
     "Outcome",
-    "inert",
     "kind",
     "not_built",
     "options",
-    "planned",
     "shown",
     "without_effect",
 ]

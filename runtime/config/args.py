@@ -1,4 +1,4 @@
-"""What the user said: frozen, one field per group of options, never written to afterwards."""
+"""What the user set: frozen, one field per group of options, never written to afterwards."""
 
 from __future__ import annotations
 
@@ -7,26 +7,21 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Self
 
 from runtime.config import command_line, config_file
+from runtime.config.option_spec import Outcome
 from runtime.config.option_table import Option, Options
-from runtime.config.options.cache import CacheArgs
-from runtime.config.options.debug import DebugArgs
-from runtime.config.options.disaggregation import DisaggregationArgs
+from runtime.config.options.cache import CacheArgs, HierarchyArgs
 from runtime.config.options.graphs import GraphArgs
-from runtime.config.options.hierarchy import HierarchyArgs
 from runtime.config.options.http import HttpArgs
 from runtime.config.options.kernels import KernelArgs
 from runtime.config.options.lora import LoraArgs
-from runtime.config.options.model import ModelArgs
+from runtime.config.options.model import ModelArgs, OffloadArgs, QuantArgs
 from runtime.config.options.moe import MoeArgs
-from runtime.config.options.observe import ObserveArgs
-from runtime.config.options.offload import OffloadArgs
-from runtime.config.options.parallel import ParallelArgs
-from runtime.config.options.quant import QuantArgs
-from runtime.config.options.sampling import SamplingArgs
+from runtime.config.options.observe import DebugArgs, ObserveArgs
+from runtime.config.options.parallel import DisaggregationArgs, ParallelArgs
+from runtime.config.options.sampling import SamplingArgs, SpeculativeArgs
 from runtime.config.options.schedule import ScheduleArgs
-from runtime.config.options.speculative import SpeculativeArgs
 from runtime.config.options.text import TextArgs
-from runtime.config.values import from_object
+from runtime.config.values import from_object, shown
 from runtime.errors import ConfigurationError
 
 
@@ -57,7 +52,7 @@ class Args:
     observe: ObserveArgs = field(default_factory=ObserveArgs)
     disaggregation: DisaggregationArgs = field(default_factory=DisaggregationArgs)
     debug: DebugArgs = field(default_factory=DebugArgs)
-    said: frozenset[str] = frozenset()  # names of the options that were set explicitly
+    explicitly_set: frozenset[str] = frozenset()  # names of options
 
     @classmethod
     def of(cls, **keywords: Any) -> Self:
@@ -86,9 +81,15 @@ class Args:
         """The value of one option by its name. Raises `KeyError` for a name that does not exist."""
         return getattr(getattr(self, _OPTIONS[name].group), name)
 
+    def changed(self, name: str) -> bool:
+        """Whether the option has another value than its default. To set the default explicitly changes nothing."""
+        return self.get(name) != _OPTIONS[name].default
+
     def keywords(self) -> dict[str, Any]:
-        """What was said, as keywords: `Args.of(**args.keywords()) == args`."""
-        return {option.name: self.get(option.name) for option in _OPTIONS if option.name in self.said}
+        """What was set explicitly, as keywords: `Args.of(**args.keywords()) == args`."""
+        return {
+            option.name: self.get(option.name) for option in _OPTIONS if option.name in self.explicitly_set
+        }
 
     @classmethod
     def _with_file(cls, values: Mapping[str, Any], refusals: list[str]) -> Self:
@@ -102,7 +103,7 @@ class Args:
             mine = {name: value for name, value in values.items() if _OPTIONS[name].group == group.name}
             if mine and group.default_factory is not MISSING:
                 made[group.name] = group.default_factory(**mine)
-        return cls(**made, said=frozenset(values))
+        return cls(**made, explicitly_set=frozenset(values))
 
 
 _OPTIONS = Options(Args)
@@ -111,3 +112,42 @@ _OPTIONS = Options(Args)
 def options() -> tuple[Option, ...]:
     """Every option there is, in the order of the groups."""
     return tuple(_OPTIONS)
+
+
+def not_built(args: Args) -> dict[str, str]:
+    """Option name -> one sentence, for every option whose value asks for what does not exist yet."""
+    return {
+        option.name: _refusal(option, args.get(option.name))
+        for option in _OPTIONS
+        if not _is_built(option, args.get(option.name))
+    }
+
+
+def without_effect(args: Args) -> dict[str, str]:
+    """Option name -> one sentence, for every option that was set and is accepted for compatibility only."""
+    return {
+        option.name: f"{option.flag} has no effect: {option.spec.reason}."
+        for option in _OPTIONS
+        if option.spec.outcome is Outcome.INERT and option.name in args.explicitly_set
+    }
+
+
+def _is_built(option: Option, value: Any) -> bool:
+    if value == option.default or value in (option.spec.built or ()):
+        return True
+    return option.spec.outcome is not Outcome.PLANNED and option.spec.built is None
+
+
+def _refusal(option: Option, value: Any) -> str:
+    asked = option.flag if value is True else f"{option.flag} {shown(option, value)}"
+    needs = option.spec.needs.get(value, "") if isinstance(value, str) else ""
+    return f"{asked} is not built yet{f' (and needs {needs})' if needs else ''}{_instead(option)}."
+
+
+def _instead(option: Option) -> str:
+    if option.spec.instead:
+        return f"; {option.spec.instead}"
+    if option.spec.outcome is Outcome.PLANNED:
+        return ""
+    works = [shown(option, value) for value in option.spec.built or () if value is not None]
+    return f"; use {' or '.join([', '.join(works[:-1]), works[-1]] if len(works) > 1 else works)}"

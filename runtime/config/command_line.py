@@ -1,6 +1,6 @@
-"""Words of a command line, sorted to the options they belong to.
+"""Option values from the words of a command line.
 
-argparse stops at the first mistake; this reads on, so that all of them can be said at once.
+argparse stops at the first mistake; this reads on, so that all of them are reported together.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _NUMBER = re.compile(r"-\.?\d")
 
 
 def read(options: Options, words: Sequence[str], refusals: list[str]) -> dict[str, Any]:
-    """Option name -> value for everything said; of a repeated flag the last one counts.
+    """Option name -> value for everything that is set; of a repeated flag the last one counts.
 
     What cannot be read is left out and gets a sentence in `refusals`.
     """

@@ -14,7 +14,7 @@ from runtime.errors import ConfigurationError
 def read(options: Options, path: str, refusals: list[str]) -> dict[str, Any]:
     """Option name -> value for every entry of the file.
 
-    Keys may be written with `-` or `_`, with leading dashes or without. `null` says nothing. What cannot be
+    Keys may be written with `-` or `_`, with leading dashes or without. `null` sets nothing. What cannot be
     read is left out and gets a sentence in `refusals`.
     """
     try:
@@ -31,7 +31,7 @@ def read(options: Options, path: str, refusals: list[str]) -> dict[str, Any]:
             if option.name == "config":
                 raise ConfigurationError("--config cannot stand inside a configuration file.")
             if option.name in values:
-                raise ConfigurationError(f"{option.flag} is said twice.")
+                raise ConfigurationError(f"{option.flag} is set twice.")
             value = from_words(option, _words(option, entry))
             values[option.name] = not value if negated else value
         except ConfigurationError as refusal:

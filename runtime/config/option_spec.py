@@ -1,4 +1,4 @@
-"""What an option says about itself: help, spellings, allowed values, and whether it does anything yet."""
+"""How an option is declared: its default, help, spellings, allowed values, and whether it does anything yet."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ class Outcome(StrEnum):
 
     WORKS = "works"
     PLANNED = "planned"  # refused unless it keeps its default
-    INERT = "inert"  # accepted for compatibility, without effect; said in help and logged once
+    ALWAYS = "always"  # accepted, and nothing reads it: what it asks for is so whether it is set or not
+    INERT = "inert"  # accepted for compatibility, without effect; noted in help and logged once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionSpec:
-    """The metadata of one option, written as `name: Annotated[type, OptionSpec("help", ...)] = default`.
+    """The metadata of one option, which stands beside its type and default in a group's dataclass.
 
-    The annotated type fixes how text is read: `bool`, `int`, `float`, `str`, `Json`, `tuple[X, ...]` for
-    several values, and `| None` where nothing said has a meaning of its own.
+    The type of the field fixes how text is read: `bool`, `int`, `float`, `str`, `Json`, `tuple[X, ...]` for
+    several values, and `| None` where an option that is not set has a meaning of its own.
     """
 
     help: str = field(kw_only=False)  # what it does, the unit, what the default means
@@ -38,16 +39,33 @@ class OptionSpec:
     empty: bool = False  # whether a list may be empty
     none_text: bool = False  # "None" and "" mean nothing
     secret: bool = False  # never shown
-    plan: str = ""  # where the Plan says what is done, as "section.field"
+    plan: Any = None  # the field of the plan that shows what is done, such as `CachePlan.page_size`
     outcome: Outcome = Outcome.WORKS
-    instead: str = ""  # what to do meanwhile (planned); why it does nothing (inert)
+    instead: str = ""  # what serves in the meantime, of an option or value that is not built
+    reason: str = ""  # why nothing reads it (always, inert); ends a sentence
+    sglang: str = ""  # what SGLang does by default, where that is something else
 
 
-def planned(help: str, *, instead: str = "", **more: Any) -> OptionSpec:
-    """An option that is not built yet; `instead` names what serves in the meantime."""
-    return OptionSpec(help, outcome=Outcome.PLANNED, instead=instead, **more)
+def option(default: Any, help: str, **spec: Any) -> Any:
+    """The dataclass field of an option: `page_size: int = option(16, "Tokens in one page.", low=1)`.
+
+    The keywords are those of `OptionSpec`.
+    """
+    made = OptionSpec(help, **spec)
+    given: dict[str, Any] = {"default_factory": dict} if default == {} else {"default": default}
+    return field(**given, repr=not made.secret, metadata={"spec": made})
 
 
-def inert(help: str, *, because: str, **more: Any) -> OptionSpec:
-    """An option that is accepted for compatibility and has no effect; `because` ends that sentence."""
-    return OptionSpec(help, outcome=Outcome.INERT, instead=because, **more)
+def planned(default: Any, help: str, **spec: Any) -> Any:
+    """An option that is not built yet: it is refused unless it keeps its default."""
+    return option(default, help, outcome=Outcome.PLANNED, **spec)
+
+
+def always(default: Any, help: str, *, reason: str, **spec: Any) -> Any:
+    """An option that asks for what is so anyway; `reason` says why."""
+    return option(default, help, outcome=Outcome.ALWAYS, reason=reason, **spec)
+
+
+def inert(default: Any, help: str, *, reason: str, **spec: Any) -> Any:
+    """An option that is accepted for compatibility and has no effect; `reason` says why."""
+    return option(default, help, outcome=Outcome.INERT, reason=reason, **spec)

@@ -8,7 +8,7 @@ from difflib import SequenceMatcher
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from runtime.config.option_spec import OptionSpec
+from runtime.config.option_spec import Json, OptionSpec
 from runtime.errors import ConfigurationError
 
 
@@ -98,16 +98,16 @@ def _declared(args_class: type) -> Iterator[Option]:
     for group, group_class in get_type_hints(args_class).items():
         if not hasattr(group_class, "__dataclass_fields__"):
             continue
-        hints = get_type_hints(group_class, include_extras=True)
+        hints = get_type_hints(group_class)
         title = (group_class.__doc__ or group).strip().rstrip(".")
         for declared in fields(group_class):
             yield _option(declared, hints[declared.name], group, title)
 
 
 def _option(declared: Field, hint: Any, group: str, title: str) -> Option:
-    annotated, spec = get_args(hint)[:2]
-    optional = get_origin(annotated) in (Union, UnionType) and NoneType in get_args(annotated)
-    plain = next(part for part in get_args(annotated) if part is not NoneType) if optional else annotated
+    spec: OptionSpec = declared.metadata["spec"]
+    optional = get_origin(hint) in (Union, UnionType) and NoneType in get_args(hint)
+    plain = next(part for part in get_args(hint) if part is not NoneType) if optional else hint
     many = get_origin(plain) is tuple
     default = declared.default if declared.default_factory is MISSING else declared.default_factory()
     return Option(
@@ -116,7 +116,7 @@ def _option(declared: Field, hint: Any, group: str, title: str) -> Option:
         title=title,
         flags=("--" + declared.name.replace("_", "-"), *spec.aliases),
         spec=spec,
-        type=get_args(plain)[0] if many else plain,
+        type=get_args(plain)[0] if many else Json if plain == Json else plain,  # an alias is evaluated anew
         many=many,
         optional=optional,
         default=default,

@@ -1,17 +1,24 @@
 """What will be done: frozen sections, each read by one part, made from Args, Machine and ModelFacts.
 
-Nobody reads Args after this. `Plan.because` says for every decided value why it is what it is.
+Nobody reads Args after this. A section says for every decided value why it is what it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelPlan:
+class Section:
+    """A part of the plan. Its fields are plain values; the reason for each stands beside them under its name."""
+
+    reasons: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelPlan(Section):
     path: str
     load_format: str  # "auto", "safetensors", "pt", "dummy"
     dtype: str  # "float32", "bfloat16", "float16"
@@ -20,10 +27,13 @@ class ModelPlan:
     random_seed: int
     mmap: bool = True
     num_load_threads: int = 1
+    quantization: str | None = (
+        None  # how weights are rounded when they are loaded; None: they stay as they are
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CachePlan:
+class CachePlan(Section):
     page_size: int
     prefix_cache: bool  # keep finished prefixes in the radix tree
     kv_dtype: str  # as torch calls it: that of the model, "bfloat16", "float8_e5m2", "float8_e4m3fn"
@@ -33,7 +43,7 @@ class CachePlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulePlan:
+class SchedulePlan(Section):
     max_running: int
     max_queued: int
     chunk_tokens: int | None  # prompt tokens per step and per chunk; None: whole prompts
@@ -52,37 +62,25 @@ class SchedulePlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KernelPlan:
+class KernelPlan(Section):
     """Which implementation of each operation runs."""
 
     # By file role: operation -> "native", "with_cpp", "with_triton". "attention" is for rows of one
     # token where "prefill_attention" differs from it.
     choices: Mapping[str, str] = field(default_factory=dict)
     fallback: Mapping[str, str] | None = None  # instead, where the kernels in C++ turn out not to compile
-    weight_bits: int | None = None  # 8: weights are rounded when they are loaded; None: they stay as they are
-    cpu_threads: int | None = None  # of those in C++; None: as many as torch uses
+    settings: Mapping[str, Mapping[str, Any]] = field(
+        default_factory=dict
+    )  # what backends are made with, by file
     # The same as users call it: "torch_native", "triton", ...
     attention_backend: str = "torch_native"
     prefill_attention_backend: str = "torch_native"  # of rows of several tokens
     decode_attention_backend: str = "torch_native"  # of rows of one token
     sampling_backend: str = "pytorch"
-    triton_attention_num_kv_splits: int = 8  # parts of a row's keys, at most
-    triton_attention_split_tile_size: int | None = None  # or tokens of each part
-
-    @property
-    def settings(self) -> dict[str, dict[str, int | None]]:
-        """What backends are made with, by file role."""
-        return {
-            "with_cpp": {"num_threads": self.cpu_threads, "weight_bits": self.weight_bits},
-            "with_triton": {
-                "num_kv_splits": self.triton_attention_num_kv_splits,
-                "split_tile_tokens": self.triton_attention_split_tile_size,
-            },
-        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GraphPlan:
+class GraphPlan(Section):
     """Which steps are captured or compiled ahead."""
 
     sizes: tuple[int, ...] = ()  # rows of one token for which a CUDA graph is captured; (): no graphs
@@ -93,7 +91,7 @@ class GraphPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParallelPlan:
+class ParallelPlan(Section):
     """Over how many processes and devices the model is spread."""
 
     tp_size: int = 1  # ranks that share every layer
@@ -120,7 +118,7 @@ class ParallelPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TextPlan:
+class TextPlan(Section):
     tokenizer_path: str | None  # None: ids in, ids out
     mode: str  # "auto", "slow"
     trust_remote_code: bool
@@ -129,7 +127,7 @@ class TextPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServePlan:
+class ServePlan(Section):
     host: str
     port: int
     api_key: str | None = field(repr=False)
@@ -154,4 +152,10 @@ class Plan:
     serve: ServePlan
     parallel: ParallelPlan = field(default_factory=ParallelPlan)
     graphs: GraphPlan = field(default_factory=GraphPlan)
-    because: Mapping[str, str]  # "cache.page_size" -> one sentence
+
+    def decision(self, field: Any) -> tuple[Any, str]:
+        """(value, reason) of a field that is named as `CachePlan.page_size`; no reason where none was noted."""
+        for section in (getattr(self, each.name) for each in fields(self)):
+            if type(section) is field.__objclass__:
+                return field.__get__(section), section.reasons.get(field.__name__, "")
+        raise LookupError(f"the plan has no section {field.__objclass__.__name__}")

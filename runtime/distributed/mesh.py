@@ -10,7 +10,7 @@ from torch import Tensor
 
 from runtime.config.model_facts import ModelFacts
 from runtime.distributed.collectives import Group
-from runtime.layers.sharding import Stage, span
+from runtime.layers.sharding import Stage, shard_range
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class Place:
 
     def local(self, facts: ModelFacts) -> ModelFacts:
         """The facts of this rank's share, as far as its part of the KV pool is concerned."""
-        kv_heads = span("kv_heads", facts.num_kv_heads, 1, self.tp_rank, self.tp_size).size
+        kv_heads = shard_range("kv_heads", facts.num_kv_heads, 1, self.tp_rank, self.tp_size).size
         return replace(facts, num_kv_heads=kv_heads, num_layers=len(self.share(facts.num_layers).layers))
 
 

@@ -27,18 +27,18 @@ from runtime.batch import Batch, Tokens
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import Plan
 from runtime.config.resolve.graphs import within
-from runtime.config.resolve.memory import StepMemory
 from runtime.distributed.message import encode, encode_batch
 from runtime.distributed.rendezvous import TOKEN_VARIABLE, Gate, fingerprint, listen
 from runtime.distributed.spawn import Worker, gather_all, tell_all
 from runtime.errors import ConfigurationError, WorkerFailed
 from runtime.kv_cache.pools import KVPool
+from runtime.kv_cache.sizing import StepMemory
 from runtime.models.decoder import Decoder
 from runtime.worker.compiled import CompiledForward
-from runtime.worker.cpu_graph import StepTape
-from runtime.worker.cuda_graph import GraphedForward
+from runtime.worker.cpu_graph import CpuGraph
+from runtime.worker.cuda_graph import CudaGraphRunner
 from runtime.worker.device import Device, open_device
-from runtime.worker.forward import EagerForward, Forward
+from runtime.worker.forward_batch import Forward
 from runtime.worker.model_runner import ModelRunner, ModelStep, PipelinedStep
 from runtime.worker.sampler import Sampler
 from runtime.worker.worker import Member
@@ -150,14 +150,14 @@ class Crew:
         )
         return CrewRunner(inner, self) if self.workers else inner
 
-    def _tape(self, model: Decoder, pool: KVPool, kernels: Kernels, num_slots: int) -> StepTape | None:
+    def _tape(self, model: Decoder, pool: KVPool, kernels: Kernels, num_slots: int) -> CpuGraph | None:
         """Whole steps in one call, where all kernels can be recorded."""
         if kernels.executor is None or self._plan.parallel.ranks > 1:
             return None
         schedule = self._plan.schedule
         capacity = (schedule.chunk_tokens or schedule.max_prefill_tokens) + num_slots
         try:
-            return StepTape(model, pool, kernels, capacity, num_slots)
+            return CpuGraph(model, pool, kernels, capacity, num_slots)
         except NotRecordable as reason:
             logger.info("Steps are computed operation by operation: %s.", reason)
             return None
@@ -168,15 +168,15 @@ class Crew:
         """How steps are computed, and what makes them faster while the engine runs."""
         plan = self._plan
         graphs = plan.graphs
-        forward: Forward = EagerForward(model, pool)
+        forward: Forward = model
         if graphs.compile_max_rows:
             forward = CompiledForward(model, pool, graphs.compile_max_rows)
             forward.compile(device)
         if not graphs.sizes:
             if not device.is_host:
-                logger.info("No CUDA graphs are captured: %s.", plan.because.get("graphs.sizes", ""))
+                logger.info("No CUDA graphs are captured: %s.", graphs.reasons.get("sizes", ""))
             return forward, None
-        captured = GraphedForward(
+        captured = CudaGraphRunner(
             forward,
             pool,
             device,

@@ -58,7 +58,6 @@ def _work(link: WorkerLink, path: str | None) -> None:
     import torch
 
     from runtime.worker.device import open_device
-    from runtime.worker.forward import EagerForward
     from runtime.worker.rank import Rank
     from runtime.worker.worker import Member
 
@@ -72,8 +71,7 @@ def _work(link: WorkerLink, path: str | None) -> None:
     pool = member.join(join)
     model = member.take_model()
     device = open_device(member.device)
-    forward = EagerForward(model, pool)
-    rank = Rank(model, pool, forward, num_slots=join["num_slots"], device=device, mesh=member.mesh)
+    rank = Rank(model, pool, model, num_slots=join["num_slots"], device=device, mesh=member.mesh)
     link.send(encode({"ready": True}))
     with torch.inference_mode(), device.forward():
         if not member.mesh.place.first:

@@ -1,88 +1,82 @@
-"""Linear layers, several of a checkpoint's in one product."""
+"""Linear layers, several of a model's in one product."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
-from ops.select import Kernels
-from runtime.layers.sharding import Span, Team, span, whole_span
-from runtime.layers.weight import Piece
-
-
-class Part(NamedTuple):
-    """One of the checkpoint's linear layers: its name, output size, and the logical axis of its output.
-
-    Where the output is cut over ranks, `unit` rows stay together: those of a head.
-    """
-
-    name: str
-    size: int
-    axis: str | None = None
-    unit: int = 1
+from runtime.layers.build import Build
+from runtime.layers.forward_batch import ForwardBatch
+from runtime.layers.quantization import LinearLayout, Unquantized
+from runtime.layers.sharding import ShardRange, TensorParallelGroup, shard_range, whole_range
+from runtime.layers.weight import Shard, SubLayer, parameter
 
 
 class Linear(nn.Module):
-    """x [T, I] -> [T, sum of the parts' sizes]: the parts' outputs one after the other.
+    """x [T, I] -> [T, sum of the sub-layers' sizes]: their outputs one after the other.
 
-    Cut along its output, it gives this rank's share of each part; cut along its input, it takes this rank's
-    share of x and gives the sum over all ranks.
+    The weight belongs to the model's quantisation method: how it is read, prepared and multiplied. It stays in full
+    precision with `quantized=False`. Cut along its output, the layer gives this rank's share of each sub-layer; cut
+    along its input, it takes this rank's share of x and gives the sum over all ranks.
     """
 
     def __init__(
         self,
         in_size: int,
-        parts: Sequence[Part],
-        kernels: Kernels,
+        sub_layers: Sequence[SubLayer],
+        build: Build,
         *,
         bias: bool = False,
         in_axis: str | None = None,
         in_unit: int = 1,
+        quantized: bool = True,
     ) -> None:
         super().__init__()
-        self.parts = tuple(parts)
-        self.in_axis = in_axis
+        self.kernels = build.kernels
+        self.method = build.quantization if quantized else Unquantized()
         self.in_unit = in_unit
-        self.kernels = kernels
-        self._rows = tuple(whole_span(part.size) for part in parts)
-        self._columns = whole_span(in_size)
-        self._summed_over: Team | None = None
-        size = sum(part.size for part in parts)
-        self.weight = nn.Parameter(torch.empty(size, in_size), requires_grad=False)  # [O, I]
-        self.bias = nn.Parameter(torch.empty(size), requires_grad=False) if bias else None
+        rows = tuple(whole_range(each.size) for each in sub_layers)
+        self.layout = LinearLayout(tuple(sub_layers), rows, whole_range(in_size), in_axis)
+        self.has_bias = bias
+        self._summed_over: TensorParallelGroup | None = None
+        self.allocate()
 
-    def split(self, team: Team) -> None:
-        """Keep this rank's rows of each part and this rank's columns."""
+    def allocate(self) -> None:
+        """Make this rank's parameters, to be filled."""
+        self.method.allocate(self, self.layout)
+        self.bias = parameter(self.layout.out_size) if self.has_bias else None
 
-        def share(axis: str | None, size: int, unit: int) -> Span:
-            return span(axis, size, unit, team.rank, team.size)
+    def split(self, group: TensorParallelGroup) -> None:
+        """Keep this rank's rows of each sub-layer and this rank's columns."""
 
-        self._rows = tuple(share(part.axis, part.size, part.unit) for part in self.parts)
-        self._columns = share(self.in_axis, self._columns.full, self.in_unit)
-        size = sum(rows.size for rows in self._rows)
-        self.weight = nn.Parameter(self.weight.new_empty(size, self._columns.size), requires_grad=False)
-        if self.bias is not None:
-            self.bias = nn.Parameter(self.bias.new_empty(size), requires_grad=False)
-        if not self._columns.whole:
-            self._summed_over = team
+        def share(axis: str | None, size: int, unit: int) -> ShardRange:
+            return shard_range(axis, size, unit, group.rank, group.size)
 
-    def pieces(self) -> Iterator[Piece]:
+        sub_layers, in_axis = self.layout.sub_layers, self.layout.in_axis
+        rows = tuple(share(each.axis, each.size, each.unit) for each in sub_layers)
+        columns = share(in_axis, self.layout.columns.full, self.in_unit)
+        self.layout = LinearLayout(sub_layers, rows, columns, in_axis)
+        self.allocate()
+        if not columns.whole:
+            self._summed_over = group
+
+    def shards(self) -> Iterator[Shard]:
+        yield from self.method.shards(self, self.layout)
+        if self.bias is None:
+            return
         row = 0
-        for (name, _, axis, _), rows in zip(self.parts, self._rows, strict=True):
-            axes = (axis, self.in_axis)
-            yield Piece(f"{name}.weight", self.weight, row, rows.size, axes, (rows, self._columns))
-            if self.bias is not None:
-                yield Piece(f"{name}.bias", self.bias, row, rows.size, (axis,), (rows,))
+        for sub_layer, rows in zip(self.layout.sub_layers, self.layout.rows, strict=True):
+            ranges = (sub_layer.in_tensor(rows),)
+            yield Shard(f"{sub_layer.name}.bias", self.bias, row, rows.size, (sub_layer.axis,), ranges)
             row += rows.size
 
     def prepare(self) -> None:
-        self.weight = nn.Parameter(self.kernels.prepare(self.weight), requires_grad=False)
+        self.method.prepare(self, self.kernels)
 
-    def forward(self, x: Tensor) -> Tensor:
-        team = self._summed_over
-        if team is None:
-            return self.kernels.linear(x, self.weight, self.bias)
-        return team.all_reduce(self.kernels.linear(x, self.weight, self.bias if team.rank == 0 else None))
+    def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        group = self._summed_over
+        if group is None:
+            return self.method.multiply(self, x, self.bias, self.kernels)
+        bias = self.bias if group.rank == 0 else None
+        return group.all_reduce(self.method.multiply(self, x, bias, self.kernels))

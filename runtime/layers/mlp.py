@@ -4,22 +4,35 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ops.select import Kernels
-from runtime.layers.linear import Linear, Part
+from runtime.layers.build import Build
+from runtime.layers.forward_batch import ForwardBatch
+from runtime.layers.linear import Linear
+from runtime.layers.weight import SubLayer, in_one_tensor
 
 
 class GatedMLP(nn.Module):
-    """down(activation(gate(x)) * up(x)), gate and up in one product."""
+    """down(activation(gate(x)) * up(x)), gate and up in one product; `fused` is the checkpoint's one tensor of both."""
 
     def __init__(
-        self, name: str, size: int, inner_size: int, activation: str, kernels: Kernels, *, bias: bool = False
+        self,
+        name: str,
+        size: int,
+        inner_size: int,
+        activation: str,
+        build: Build,
+        *,
+        bias: bool = False,
+        fused: str | None = None,
     ) -> None:
         super().__init__()
         self.activation = activation
-        self.kernels = kernels
-        gate, up = (Part(f"{name}.{part}", inner_size, "mlp") for part in ("gate_proj", "up_proj"))
-        self.gate_up = Linear(size, (gate, up), kernels, bias=bias)
-        self.down = Linear(inner_size, [Part(f"{name}.down_proj", size)], kernels, bias=bias, in_axis="mlp")
+        self.kernels = build.kernels
+        halves = [SubLayer(f"{name}.{part}", inner_size, "mlp") for part in ("gate_proj", "up_proj")]
+        if fused is not None:
+            halves = in_one_tensor(f"{name}.{fused}", halves)
+        self.gate_up = Linear(size, halves, build, bias=bias)
+        self.down = Linear(inner_size, [SubLayer(f"{name}.down_proj", size)], build, bias=bias, in_axis="mlp")
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.kernels.gate(self.gate_up(x), self.activation))
+    def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """x [T, E] -> [T, E]."""
+        return self.down(self.kernels.gate(self.gate_up(x, batch), self.activation), batch)

@@ -4,27 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor, nn
 
-from ops.select import Kernels
-from runtime.layers.weight import Piece, whole
+from runtime.layers.build import Build
+from runtime.layers.weight import Shard, parameter, whole
 
 
 class RMSNorm(nn.Module):
     """Root mean square normalisation of the last dimension; `unit_offset` scales by 1 + weight."""
 
-    def __init__(
-        self, name: str, size: int, eps: float, kernels: Kernels, *, unit_offset: bool = False
-    ) -> None:
+    def __init__(self, name: str, size: int, eps: float, build: Build, *, unit_offset: bool = False) -> None:
         super().__init__()
         self.name = name
         self.eps = eps
         self.unit_offset = unit_offset
-        self.kernels = kernels
-        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.kernels = build.kernels
+        self.weight = parameter(size)
 
-    def pieces(self) -> Iterator[Piece]:
+    def shards(self) -> Iterator[Shard]:
         yield whole(f"{self.name}.weight", self.weight, (None,))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, MutableMapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ops.select import Kernels
+from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.rope_parameters import RopeParameters
 
 
@@ -28,6 +27,7 @@ class Rope(nn.Module):
     ) -> None:
         super().__init__()
         self.interleaved = parameters.interleaved
+        self.sections = parameters.sections
         self.kernels = kernels
         frequencies, factor = inverse_frequencies(parameters, context_length)
         positions = torch.arange(context_length, dtype=torch.float32, device="cpu")
@@ -35,11 +35,29 @@ class Rope(nn.Module):
         table = torch.cat((angles.cos(), angles.sin()), dim=-1) * factor
         self.register_buffer("table", table.to(device), persistent=False)
 
-    def forward(
-        self, q: Tensor, k: Tensor, positions: Tensor, memo: MutableMapping[Hashable, Any] | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """`memo` is the step's: see `ops.rope`."""
-        return self.kernels.rotate(q, k, self.table, positions, interleaved=self.interleaved, memo=memo)
+    def forward(self, q: Tensor, k: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        """q [T, H, D], k [T, K, D], which may be overwritten -> the same, rotated.
+
+        Raises ValueError for positions of three axes where the parameters have no sections.
+        """
+        table, positions, memo = self.table, batch.positions, batch.attention.memo
+        if positions.dim() == 2:
+            key = (__name__, id(self))
+            if key not in memo:
+                memo[key] = self._table_of(positions)
+            table, positions = memo[key]
+        return self.kernels.rotate(q, k, table, positions, interleaved=self.interleaved, memo=memo)
+
+    def _table_of(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions [3, T] -> a table [T, R] of these tokens alone, and the tokens' places in it.
+
+        Each pair of dimensions turns with the axis in whose section it is (Qwen2-VL, arXiv 2409.12191).
+        """
+        if not self.sections:
+            raise ValueError("Positions have three axes, and this model's rotary embedding has no sections.")
+        halves = self.table[positions].chunk(2, dim=-1)  # cosines and sines, [3, T, R / 2]
+        parts = [part[axis] for half in halves for axis, part in enumerate(half.split(self.sections, dim=-1))]
+        return torch.cat(parts, dim=-1), torch.arange(positions.shape[1], device=positions.device)
 
 
 def inverse_frequencies(parameters: RopeParameters, context_length: int) -> tuple[Tensor, float]:

@@ -28,6 +28,9 @@ class RopeParameters:
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
     interleaved: bool = False
+    sections: tuple[
+        int, ...
+    ] = ()  # pairs that turn with the time, height and width of a position; (): one axis
 
     @property
     def trained_context(self) -> int:

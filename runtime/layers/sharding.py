@@ -13,7 +13,7 @@ MESH_AXES: Mapping[str, str] = {"heads": "tp", "kv_heads": "tp", "mlp": "tp", "v
 SHARED_AXES = frozenset({"kv_heads"})
 
 
-class Span(NamedTuple):
+class ShardRange(NamedTuple):
     """A rank's part of one dimension: `size` entries from `start`, of `full`."""
 
     start: int
@@ -37,7 +37,7 @@ class Stage(NamedTuple):
     last: bool
 
 
-class Team(Protocol):
+class TensorParallelGroup(Protocol):
     """The ranks that share every layer, seen from one of them. All of them call the same methods in step."""
 
     @property
@@ -58,22 +58,22 @@ class Team(Protocol):
 class Split(Protocol):
     """A layer that can be cut. `split` is called once, before its parameters have memory."""
 
-    def split(self, team: Team) -> None: ...
+    def split(self, group: TensorParallelGroup) -> None: ...
 
 
-def whole_span(full: int) -> Span:
-    return Span(0, full, full)
+def whole_range(full: int) -> ShardRange:
+    return ShardRange(0, full, full)
 
 
-def span(axis: str | None, full: int, unit: int, rank: int, size: int) -> Span:
+def shard_range(axis: str | None, full: int, unit: int, rank: int, size: int) -> ShardRange:
     """The part of a dimension that `rank` of `size` holds; units (the rows of a head) are never cut.
 
     Parts differ by one unit at most where the units do not divide evenly.
     """
     if axis is None or MESH_AXES.get(axis) != "tp":
-        return whole_span(full)
+        return whole_range(full)
     units = full // unit
     first, end = rank * units // size, (rank + 1) * units // size
     if axis in SHARED_AXES:
         end = max(end, first + 1)
-    return Span(first * unit, (end - first) * unit, full)
+    return ShardRange(first * unit, (end - first) * unit, full)

@@ -1,56 +1,37 @@
-"""A decoder-only language model: embedding, blocks, norm, head."""
+"""A decoder-only language model: embedding, layers, norm, head."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from ops.attention import AttentionInputs
-from ops.select import Kernels
-from runtime.layers.embed import Embedding, Head
+from runtime.layers.build import Build
+from runtime.layers.embedding import Embedding
+from runtime.layers.forward_batch import ForwardBatch
+from runtime.layers.lm_head import LMHead
 from runtime.layers.norm import RMSNorm
-from runtime.layers.rope import Rope
-from runtime.layers.rope_parameters import RopeParameters
 from runtime.layers.sharding import Stage
 from runtime.models.config import Config
-from runtime.models.registry import entry
-
-
-class LayerPools(Protocol):
-    """What a decoder needs of a KV pool."""
-
-    def layer(self, index: int) -> tuple[Tensor, Tensor]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Build:
-    """What the layers of one model are built with; layers with the same angles share one table."""
-
-    kernels: Kernels
-    context_length: int
-    device: torch.device
-    ropes: dict[RopeParameters, Rope] = field(default_factory=dict)
-
-    def rope(self, parameters: RopeParameters) -> Rope:
-        if parameters not in self.ropes:
-            self.ropes[parameters] = Rope(parameters, self.context_length, self.kernels, self.device)
-        return self.ropes[parameters]
 
 
 class Decoder(nn.Module):
-    """Computes hidden states of a flat batch of tokens over a paged cache, and logits of chosen ones."""
+    """Computes hidden states of a batch of tokens over a cache, and logits of chosen ones.
 
-    def __init__(self, embedding: Embedding, layers: Sequence[nn.Module], norm: RMSNorm, head: Head) -> None:
+    A layer takes (x, residual, batch) and gives the pair that the next one takes: what it computed, and the sum to
+    which that is still to be added.
+    """
+
+    def __init__(
+        self, embedding: Embedding, layers: Sequence[nn.Module], norm: RMSNorm, head: LMHead
+    ) -> None:
         super().__init__()
         self.embedding: Embedding | None = embedding
         self.layers = nn.ModuleList(layers)
         self.norm: RMSNorm | None = norm
-        self.head: Head | None = head
-        self.hidden_size = embedding.weight.shape[1]
+        self.head: LMHead | None = head
+        self.hidden_size = embedding.size
 
     def keep(self, stage: Stage) -> None:
         """Let go of all that other stages of a pipeline compute."""
@@ -65,25 +46,20 @@ class Decoder(nn.Module):
         """Of the weights and of what passes between layers."""
         return next(self.parameters()).dtype
 
-    def forward(
-        self, token_ids: Tensor, positions: Tensor, inputs: AttentionInputs, pool: LayerPools
-    ) -> Tensor:
-        """token_ids, positions int64 [T] -> hidden [T, E], the final norm applied. Writes the KV of all T."""
-        return self.finish(*self.blocks(self.embed(token_ids), positions, inputs, pool))
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """Hidden states [T, E] of the batch's tokens, the final norm applied. Writes the KV of all T."""
+        return self.finish(*self.blocks(self.embed(batch), None, batch))
 
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """token_ids [T] -> [T, E]; in the first stage of a pipeline."""
+    def embed(self, batch: ForwardBatch) -> Tensor:
+        """The tokens' vectors [T, E]; in the first stage of a pipeline."""
         if self.embedding is None:
             raise RuntimeError("Only the first stage embeds tokens.")
-        return self.embedding(token_ids)
+        return self.embedding(batch)
 
-    def blocks(
-        self, x: Tensor, positions: Tensor, inputs: AttentionInputs, pool: LayerPools
-    ) -> tuple[Tensor, Tensor | None]:
-        """This stage's layers: x [T, E] -> what the last one computed, and the sum to which that is due."""
-        residual = None
-        for index, layer in enumerate(self.layers):
-            x, residual = layer(x, residual, positions, inputs, *pool.layer(index))
+    def blocks(self, x: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
+        """This stage's layers: (x, residual) [T, E] as the layer before gave them -> as the last one does."""
+        for layer in self.layers:
+            x, residual = layer(x, residual, batch)
         return x, residual
 
     def finish(self, x: Tensor, residual: Tensor | None) -> Tensor:
@@ -99,13 +75,25 @@ class Decoder(nn.Module):
         return self.head(hidden)
 
 
-def assemble(config: Config, build: Build) -> Decoder:
-    """The decoder that a configuration describes, its parameters not yet filled."""
-    layer = entry(config.architecture).layer()
-    embedding = Embedding("model.embed_tokens", config.vocab_size, config.hidden_size, build.kernels)
+def assemble(
+    config: Config,
+    build: Build,
+    layer: Callable[[int], nn.Module],
+    *,
+    unit_offset: bool = False,
+    embedding_scale: float | None = None,
+    soft_cap: float | None = None,
+) -> Decoder:
+    """A decoder with Llama's names for its ends, `layer` giving each layer by its number.
+
+    `unit_offset` is the final norm's, `soft_cap` that of the logits.
+    """
+    embedding = Embedding(
+        "model.embed_tokens", config.vocab_size, config.hidden_size, build, scale=embedding_scale
+    )
     return Decoder(
         embedding,
-        [layer(config, index, build) for index in range(config.num_layers)],
-        RMSNorm("model.norm", config.hidden_size, config.norm_eps, build.kernels),
-        Head("lm_head", embedding, build.kernels, tied=config.flag("tie_word_embeddings")),
+        [layer(index) for index in range(config.num_layers)],
+        RMSNorm("model.norm", config.hidden_size, config.norm_eps, build, unit_offset=unit_offset),
+        LMHead("lm_head", embedding, build, tied=config.flag("tie_word_embeddings"), soft_cap=soft_cap),
     )

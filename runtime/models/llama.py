@@ -1,56 +1,67 @@
-"""Llama and the many models of its shape."""
+"""Llama, and the parts of it that the many models of its shape share."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from torch import nn
 
 from runtime.layers.attention import Attention
 from runtime.layers.block import PreNormBlock
+from runtime.layers.build import Build
 from runtime.layers.mlp import GatedMLP
 from runtime.layers.norm import RMSNorm
 from runtime.models.config import Config
-from runtime.models.decoder import Build
+from runtime.models.decoder import Decoder, assemble
 
 
-def layer(config: Config, index: int, build: Build) -> PreNormBlock:
+def decoder(config: Config, build: Build) -> Decoder:
     """Biases where the configuration asks for them, no window."""
-    bias = config.flag("attention_bias")
-    return block(config, index, build, qkv_bias=bias, out_bias=bias, mlp_bias=config.flag("mlp_bias"))
+    bias, mlp_bias = config.flag("attention_bias"), config.flag("mlp_bias")
+
+    def layer(index: int) -> PreNormBlock:
+        attended = attention(config, index, build, bias=bias, out_bias=bias)
+        return block(config, index, build, attended, mlp(config, index, build, bias=mlp_bias))
+
+    return assemble(config, build, layer)
+
+
+def attention(config: Config, index: int, build: Build, **options: Any) -> Attention:
+    """The attention of layer `index`; `options` are those of `Attention`."""
+    return Attention(
+        f"model.layers.{index}.self_attn",
+        index,
+        config.hidden_size,
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        build,
+        rope=build.rope(config.rope()),
+        **options,
+    )
+
+
+def mlp(
+    config: Config, index: int, build: Build, *, activation: str | None = None, **options: Any
+) -> GatedMLP:
+    """The MLP of layer `index`, with the configuration's activation unless told; `options` are those of `GatedMLP`."""
+    name, activation = f"model.layers.{index}.mlp", activation or config.activation
+    return GatedMLP(name, config.hidden_size, config.intermediate_size, activation, build, **options)
 
 
 def block(
     config: Config,
     index: int,
     build: Build,
+    attention: Attention,
+    mlp: nn.Module,
     *,
-    qkv_bias: bool = False,
-    out_bias: bool = False,
-    mlp_bias: bool = False,
-    qk_norm: bool = False,
-    window: int | None = None,
-    mlp: nn.Module | None = None,
+    unit_offset: bool = False,
 ) -> PreNormBlock:
-    """The layer of this family and its relatives, with their differences as switches; `mlp` in place of its own."""
-    name, size, eps, kernels = f"model.layers.{index}", config.hidden_size, config.norm_eps, build.kernels
-    attention = Attention(
-        f"{name}.self_attn",
-        size,
-        config.num_heads,
-        config.num_kv_heads,
-        config.head_dim,
-        kernels,
-        rope=build.rope(config.rope()),
-        bias=qkv_bias,
-        out_bias=out_bias,
-        qk_norm_eps=eps if qk_norm else None,
-        window=window,
-    )
-    if mlp is None:
-        width, activation = config.intermediate_size, config.activation
-        mlp = GatedMLP(f"{name}.mlp", size, width, activation, kernels, bias=mlp_bias)
-    return PreNormBlock(
-        RMSNorm(f"{name}.input_layernorm", size, eps, kernels),
-        attention,
-        RMSNorm(f"{name}.post_attention_layernorm", size, eps, kernels),
-        mlp,
-    )
+    """Layer `index` of these parts, with a norm before each."""
+
+    def norm(name: str) -> RMSNorm:
+        place = f"model.layers.{index}.{name}"
+        return RMSNorm(place, config.hidden_size, config.norm_eps, build, unit_offset=unit_offset)
+
+    return PreNormBlock(norm("input_layernorm"), attention, norm("post_attention_layernorm"), mlp)

@@ -14,11 +14,14 @@ from ops.select import Kernels
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import ModelPlan
 from runtime.errors import CheckpointError
-from runtime.layers.sharding import Split, Stage, Team
-from runtime.layers.weight import Piece, Prepared, Weighted
+from runtime.layers.build import Build
+from runtime.layers.quantization import METHODS
+from runtime.layers.sharding import Split, Stage, TensorParallelGroup
+from runtime.layers.weight import Prepared, Shard, Weighted
 from runtime.models.checkpoint import find_weights
 from runtime.models.config import Config
-from runtime.models.decoder import Build, Decoder, assemble
+from runtime.models.decoder import Decoder
+from runtime.models.registry import entry
 from runtime.models.tensors import TensorFiles
 
 MAX_NAMED = 20  # tensors listed in one error
@@ -34,12 +37,12 @@ def load_model(
     facts: ModelFacts,
     plan: ModelPlan,
     kernels: Kernels,
-    team: Team | None = None,
+    group: TensorParallelGroup | None = None,
     stage: Stage | None = None,
 ) -> Decoder:
     """The model on plan.device in plan.dtype, ready to compute, without gradients.
 
-    Of every layer only the share of the `team`'s rank, of the layers only those of the `stage`.
+    Of every layer only the share of the `group`'s rank, of the layers only those of the `stage`.
 
     At no time does it hold more than these weights and one tensor; a tied head in a layout that the embedding cannot
     read is a weight of its own. Raises CheckpointError naming every tensor that is missing, left over or misshapen;
@@ -47,58 +50,119 @@ def load_model(
     """
     device = torch.device(plan.device)
     config = Config(facts.config)
+    build = Build(kernels, plan.context_length, device, METHODS[plan.quantization]())
     with torch.device("meta"):
-        model = assemble(config, Build(kernels, plan.context_length, device))
+        model = entry(config.architecture).decoder()(config, build)
     tensors = None
     if plan.load_format != "dummy":
         tensors = TensorFiles(find_weights(Path(facts.path), plan.load_format), mmap=plan.mmap)
         ignored = _ignored(tensors.shapes, tied=config.flag("tie_word_embeddings"))
         shapes = {name: shape for name, shape in tensors.shapes.items() if name not in ignored}
-        check_total(collect_pieces(model), shapes)
+        check_total(collect_shards(model), shapes)
     if stage is not None:
         model.keep(stage)
-    if team is not None and team.size > 1:
+    if group is not None and group.size > 1:
         with torch.device("meta"):
-            split(model, team)
-    _allocate(model, getattr(torch, plan.dtype), device)
-    _fill_all(collect_pieces(model), tensors, plan.num_load_threads)
+            split(model, group)
+    dtype = getattr(torch, plan.dtype)
+    for module in model.modules():
+        _allocate(module, dtype, device)
+    _fill_all(collect_shards(model), tensors, plan.num_load_threads)
     for module in model.modules():
         if isinstance(module, Prepared):
             module.prepare()
     return model.eval()
 
 
-def split(model: nn.Module, team: Team) -> None:
+def update_weights(model: Decoder, tensors: Mapping[str, Tensor]) -> None:
+    """Give the layers that `tensors` names new weights: whole checkpoint tensors by name, of any dtype.
+
+    To be called between steps. Weights keep the memory that they have where their layout allows it, so that recorded
+    and captured steps see the new ones. Raises CheckpointError, and changes nothing, for a tensor that no layer of this
+    rank has, one of another shape, and a layer of which only some tensors are there.
+    """
+    tied = model.head is not None and model.head.weight is None
+    tensors = {name: tensors[name] for name in tensors.keys() - _ignored(tensors, tied=tied)}
+    layers = [(module, _own_shards(module)) for module in model.modules() if isinstance(module, Weighted)]
+    layers = [(module, own) for module, own in layers if not tensors.keys().isdisjoint(own)]
+    wanted = {name: shards for _, own in layers for name, shards in own.items()}
+    check_total(wanted, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    dtype = model.dtype
+    with torch.inference_mode():
+        for module, _ in layers:
+            _renew(module, tensors, dtype)
+
+
+def _renew(module: Weighted, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    """Fill a layer that has its weights already, and prepare them again if they were prepared."""
+    before: dict[str, nn.Parameter] = {}
+    if isinstance(module, Prepared) and isinstance(module, nn.Module):
+        before = dict(module.named_parameters(recurse=False))
+        with torch.device("meta"):
+            module.allocate()
+        if before:
+            _allocate(module, dtype, next(iter(before.values())).device)
+    for name, shards in _own_shards(module).items():
+        for shard in shards:
+            if name in tensors:
+                shard.target.copy_(tensors[name][shard.cut])
+    if not (isinstance(module, Prepared) and isinstance(module, nn.Module)):
+        return
+    module.prepare()
+    for name, now in list(module.named_parameters(recurse=False)):
+        if name in before and _same_layout(before[name], now):
+            before[name].untyped_storage().copy_(now.untyped_storage())
+            setattr(module, name, before[name])
+
+
+def _same_layout(one: Tensor, other: Tensor) -> bool:
+    """Whether the bytes of one tensor can take the place of the other's."""
+    if type(one) is not type(other) or one.is_mkldnn or other.is_mkldnn:
+        return False
+    layouts = ((x.dtype, x.shape, x.stride(), x.untyped_storage().nbytes()) for x in (one, other))
+    return next(layouts) == next(layouts)
+
+
+def split(model: nn.Module, group: TensorParallelGroup) -> None:
     """Cut every layer that can be cut. Its parameters must not have memory yet."""
     for module in model.modules():
         if isinstance(module, Split):
-            module.split(team)
+            module.split(group)
 
 
-def collect_pieces(model: nn.Module) -> dict[str, Piece]:
-    """What each checkpoint tensor fills. RuntimeError where a layer's pieces leave a gap or overlap."""
-    pieces: dict[str, Piece] = {}
+def collect_shards(model: nn.Module) -> dict[str, list[Shard]]:
+    """What each checkpoint tensor fills: one part of one layer, or several.
+
+    RuntimeError where a layer's shards leave a gap or overlap, and where two layers claim one tensor.
+    """
+    found: dict[str, list[Shard]] = {}
     for module in model.modules():
-        own = list(module.pieces()) if isinstance(module, Weighted) else []
-        _check_cover(module, own)
-        for piece in own:
-            if piece.name in pieces:
-                raise RuntimeError(f"Two layers claim the tensor {piece.name}.")
-            pieces[piece.name] = piece
-    return pieces
+        own = _own_shards(module) if isinstance(module, Weighted) else {}
+        _check_cover(module, [shard for shards in own.values() for shard in shards])
+        for name in own.keys() & found.keys():
+            raise RuntimeError(f"Two layers claim the tensor {name}.")
+        found |= own
+    return found
 
 
-def check_total(pieces: Mapping[str, Piece], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise CheckpointError unless the tensors are exactly those that the model is made of.
+def _own_shards(module: Weighted) -> dict[str, list[Shard]]:
+    shards: dict[str, list[Shard]] = {}
+    for shard in module.shards():
+        shards.setdefault(shard.name, []).append(shard)
+    return shards
+
+
+def check_total(shards: Mapping[str, Sequence[Shard]], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise CheckpointError unless the tensors are exactly those that the layers are made of.
 
     Those with a default may be absent.
     """
-    missing = [name for name, piece in pieces.items() if name not in shapes and piece.default is None]
-    extra = [name for name in shapes if name not in pieces]
+    missing = [name for name, (shard, *_) in shards.items() if name not in shapes and shard.default is None]
+    extra = [name for name in shapes if name not in shards]
     misshapen = [
-        f"{name} is {_text(shapes[name])}, must be {_text(piece.shape)}"
-        for name, piece in pieces.items()
-        if name in shapes and (shapes[name] or (1,)) != piece.shape  # a scalar is a vector of one
+        f"{name} is {_text(shapes[name])}, must be {_text(shard.shape)}"
+        for name, (shard, *_) in shards.items()
+        if name in shapes and (shapes[name] or (1,)) != shard.shape  # a scalar is a vector of one
     ]
     problems = [
         _list("missing", missing),
@@ -111,23 +175,22 @@ def check_total(pieces: Mapping[str, Piece], shapes: Mapping[str, tuple[int, ...
         )
 
 
-def _allocate(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Give every parameter memory; until now they were shapes only."""
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            memory = torch.empty(parameter.shape, dtype=dtype, device=device)
-            setattr(module, name, nn.Parameter(memory, requires_grad=False))
+def _allocate(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Give a layer's own parameters memory; until now they were shapes, or prepared."""
+    for name, shape in list(module.named_parameters(recurse=False)):
+        memory = torch.empty(shape.shape, dtype=getattr(shape, "own_dtype", dtype), device=device)
+        setattr(module, name, nn.Parameter(memory, requires_grad=False))
 
 
-def _check_cover(module: nn.Module, pieces: Sequence[Piece]) -> None:
+def _check_cover(module: nn.Module, shards: Sequence[Shard]) -> None:
     for name, parameter in module.named_parameters(recurse=False):
         row = 0
-        for piece in sorted((p for p in pieces if p.parameter is parameter), key=lambda p: p.first_row):
-            if piece.first_row != row:
+        for shard in sorted((p for p in shards if p.parameter is parameter), key=lambda p: p.first_row):
+            if shard.first_row != row:
                 raise RuntimeError(
-                    f"{type(module).__name__}.{name}: {piece.name} does not begin at row {row}."
+                    f"{type(module).__name__}.{name}: {shard.name} does not begin at row {row}."
                 )
-            row += piece.num_rows
+            row += shard.num_rows
         if row != parameter.shape[0]:
             raise RuntimeError(
                 f"{type(module).__name__}.{name}: {row} of {parameter.shape[0]} rows are filled."
@@ -138,37 +201,40 @@ def _ignored(names: Mapping[str, object], *, tied: bool) -> set[str]:
     return {name for name in names if IGNORED.fullmatch(name) or (tied and IGNORED_IF_TIED.fullmatch(name))}
 
 
-def _fill_all(pieces: Mapping[str, Piece], tensors: TensorFiles | None, num_threads: int) -> None:
+def _fill_all(shards: Mapping[str, Sequence[Shard]], tensors: TensorFiles | None, num_threads: int) -> None:
     if tensors is None:
-        for piece in pieces.values():
-            fill_dummy(piece)
+        for each in shards.values():
+            for shard in each:
+                fill_dummy(shard)
         return
-    stored = {name: piece.cut for name, piece in pieces.items() if name in tensors.shapes}
-    tensors.read_all(lambda name, tensor: _fill(pieces[name], tensor), stored, num_threads)
-    for name, piece in pieces.items():
-        if piece.default is not None and name not in stored:
-            piece.target.fill_(piece.default)
+
+    def fill(name: str, parts: Sequence[Tensor]) -> None:
+        for shard, part in zip(shards[name], parts, strict=True):
+            shard.target.copy_(part)
+
+    stored = {name: [shard.cut for shard in each] for name, each in shards.items() if name in tensors.shapes}
+    tensors.read_all(fill, stored, num_threads)
+    for name, each in shards.items():
+        for shard in each:
+            if shard.default is not None and name not in stored:
+                shard.target.fill_(shard.default)
 
 
-def _fill(piece: Piece, tensor: Tensor) -> None:
-    piece.target.copy_(tensor)
-
-
-def fill_dummy(piece: Piece) -> None:
+def fill_dummy(shard: Shard) -> None:
     """Small uniform numbers that depend on the tensor's name and the device alone, drawn there; or the default.
 
     On a GPU that takes milliseconds, where drawing and sending 8 billion of them would take a minute.
     """
-    target = piece.target
-    if piece.default is not None:
-        target.fill_(piece.default)
+    target = shard.target
+    if shard.default is not None:
+        target.fill_(shard.default)
         return
-    generator = torch.Generator(target.device).manual_seed(DUMMY_SEED + crc32(piece.name.encode()))
-    if not piece.cut:
+    generator = torch.Generator(target.device).manual_seed(DUMMY_SEED + crc32(shard.name.encode()))
+    if not shard.cut:
         target.uniform_(-DUMMY_RANGE, DUMMY_RANGE, generator=generator)
         return
-    values = torch.empty(piece.shape, dtype=target.dtype, device=target.device)
-    target.copy_(values.uniform_(-DUMMY_RANGE, DUMMY_RANGE, generator=generator)[piece.cut])
+    values = torch.empty(shard.shape, dtype=target.dtype, device=target.device)
+    target.copy_(values.uniform_(-DUMMY_RANGE, DUMMY_RANGE, generator=generator)[shard.cut])
 
 
 def _list(problem: str, names: Sequence[str]) -> str:

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from runtime.layers.block import PreNormBlock
+from runtime.layers.build import Build
 from runtime.models.config import Config
-from runtime.models.decoder import Build
-from runtime.models.llama import block
+from runtime.models.decoder import Decoder, assemble
+from runtime.models.llama import attention, block, mlp
 
 
-def layer(config: Config, index: int, build: Build) -> PreNormBlock:
+def decoder(config: Config, build: Build) -> Decoder:
     """All layers look at the last `sliding_window` positions."""
-    return block(config, index, build, window=config.optional_integer("sliding_window"))
+    window = config.optional_integer("sliding_window")
+
+    def layer(index: int) -> PreNormBlock:
+        attended = attention(config, index, build, window=window)
+        return block(config, index, build, attended, mlp(config, index, build))
+
+    return assemble(config, build, layer)

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from runtime.layers.block import PreNormBlock
+from runtime.layers.build import Build
 from runtime.models.config import Config
-from runtime.models.decoder import Build
-from runtime.models.llama import block
+from runtime.models.decoder import Decoder, assemble
+from runtime.models.llama import attention, block, mlp
 
 
-def layer(config: Config, index: int, build: Build) -> PreNormBlock:
-    """Layer `index`; see `window`."""
-    return block(config, index, build, qkv_bias=True, window=window(config, index))
+def decoder(config: Config, build: Build) -> Decoder:
+    """Windows as `window` says."""
+
+    def layer(index: int) -> PreNormBlock:
+        attended = attention(config, index, build, bias=True, window=window(config, index))
+        return block(config, index, build, attended, mlp(config, index, build))
+
+    return assemble(config, build, layer)
 
 
 def window(config: Config, index: int) -> int | None:

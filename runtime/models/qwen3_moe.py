@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from runtime.errors import CheckpointError
 from runtime.layers.block import PreNormBlock
+from runtime.layers.build import Build
 from runtime.layers.moe import MoE
 from runtime.models.config import Config
-from runtime.models.decoder import Build
-from runtime.models.llama import block
+from runtime.models.decoder import Decoder, assemble
+from runtime.models.llama import block, mlp
+from runtime.models.qwen3 import normed_attention
 
 
-def layer(config: Config, index: int, build: Build) -> PreNormBlock:
-    """Layer `index`; the window, if there is one, is that of all layers."""
-    bias = config.flag("attention_bias")
+def decoder(config: Config, build: Build) -> Decoder:
+    """The window, if there is one, is that of all layers."""
     window = config.optional_integer("sliding_window") if config.flag("use_sliding_window") else None
-    mlp = _experts(config, index, build) if has_experts(config, index) else None
-    return block(config, index, build, qkv_bias=bias, out_bias=bias, qk_norm=True, window=window, mlp=mlp)
+
+    def layer(index: int) -> PreNormBlock:
+        inner = experts if has_experts(config, index) else mlp
+        attended = normed_attention(config, index, build, window)
+        return block(config, index, build, attended, inner(config, index, build))
+
+    return assemble(config, build, layer)
 
 
 def has_experts(config: Config, index: int) -> bool:
@@ -26,7 +32,8 @@ def has_experts(config: Config, index: int) -> bool:
     return index not in plain and (index + 1) % config.integer("decoder_sparse_step") == 0
 
 
-def _experts(config: Config, index: int, build: Build) -> MoE:
+def experts(config: Config, index: int, build: Build) -> MoE:
+    """The mixture of layer `index`."""
     # Two spellings; the older one is that of the published checkpoints.
     num_experts = config.optional_integer("num_experts") or config.integer("num_local_experts")
     top_k = config.integer("num_experts_per_tok")
@@ -39,6 +46,6 @@ def _experts(config: Config, index: int, build: Build) -> MoE:
         num_experts,
         top_k,
         config.activation,
-        build.kernels,
+        build,
         renormalise=config.flag("norm_topk_prob"),
     )

@@ -11,24 +11,23 @@ from typing import TYPE_CHECKING, Any
 from runtime.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from torch import nn
-
+    from runtime.layers.build import Build
     from runtime.models.config import Config
-    from runtime.models.decoder import Build
+    from runtime.models.decoder import Decoder
 
-    BuildLayer = Callable[[Config, int, Build], nn.Module]
+    BuildDecoder = Callable[[Config, Build], Decoder]
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
     """A family's file, and the values its configuration takes where config.json is silent."""
 
-    family: str
+    family: str  # the file in this folder; in config.json "model_type" is the same
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
-    def layer(self) -> BuildLayer:
-        """The family's function that builds layer i."""
-        return import_module(f"runtime.models.{self.family}").layer
+    def decoder(self) -> BuildDecoder:
+        """The family's function that builds the whole model, its parameters not yet filled."""
+        return import_module(f"runtime.models.{self.family}").decoder
 
 
 _QWEN = {
@@ -46,11 +45,29 @@ _QWEN_EXPERTS = {
     "num_local_experts": 128,
 }
 
+_GEMMA = {"head_dim": 256, "max_position_embeddings": 8192, "tie_word_embeddings": True}
+
+_GEMMA_2 = {
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+
 ARCHITECTURES: Mapping[str, Entry] = {
+    "GemmaForCausalLM": Entry(
+        "gemma", {**_GEMMA, "hidden_act": "gelu_pytorch_tanh", "num_key_value_heads": 16}
+    ),
+    "Gemma2ForCausalLM": Entry("gemma2", {**_GEMMA, **_GEMMA_2}),
     "LlamaForCausalLM": Entry("llama", {"max_position_embeddings": 2048}),
     "MistralForCausalLM": Entry(
         "mistral",
         {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+    ),
+    "Phi3ForCausalLM": Entry(
+        "phi3",
+        {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
     ),
     "Qwen2ForCausalLM": Entry("qwen2", _QWEN),
     "Qwen3ForCausalLM": Entry("qwen3", {**_QWEN, "head_dim": 128}),

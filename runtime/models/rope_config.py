@@ -9,7 +9,8 @@ from runtime.errors import CheckpointError
 from runtime.layers.rope_parameters import KINDS, RopeParameters
 from runtime.models.fields import Fields
 
-_RENAMED = {"su": "longrope"}
+_RENAMED = {"su": "longrope", "mrope": "default"}
+NUM_AXES = 3
 
 
 def rope_parameters(config: Fields, head_dim: int, layer_type: str | None = None) -> RopeParameters:
@@ -22,6 +23,8 @@ def rope_parameters(config: Fields, head_dim: int, layer_type: str | None = None
     rope = _fields(config, layer_type)
     kind = rope.choice("rope_type", [*KINDS, *_RENAMED], default="default")
     kind = _RENAMED.get(kind, kind)
+    if kind == "yarn" and rope.values.get("short_factor") is not None:
+        kind = "longrope"  # as the first Phi-3 checkpoints called it
     max_position = config.integer("max_position_embeddings")
     original = config.optional_integer("original_max_position_embeddings") or rope.optional_integer(
         "original_max_position_embeddings"
@@ -39,8 +42,20 @@ def rope_parameters(config: Fields, head_dim: int, layer_type: str | None = None
         max_position=max_position,
         kind=kind,
         original_context=original or 0,
+        sections=_sections(rope, dim),
         **_scaling(rope, kind, dim, max_position / original if original else None),
     )
+
+
+def _sections(rope: Fields, dim: int) -> tuple[int, ...]:
+    """How many pairs of dimensions turn with each axis of a position, where positions have several."""
+    sections = rope.values.get("mrope_section")
+    if sections is None:
+        return ()
+    numbers = isinstance(sections, list) and all(type(each) is int and each >= 0 for each in sections)
+    if not numbers or len(sections) != NUM_AXES or sum(sections) != dim // 2:
+        raise rope.wrong("mrope_section", f"{NUM_AXES} whole numbers with the sum {dim // 2}")
+    return tuple(sections)
 
 
 def _fields(config: Fields, layer_type: str | None) -> Fields:

@@ -31,7 +31,8 @@ _DTYPES = {
 }
 
 
-Cuts = Mapping[str, tuple[slice, ...]]  # tensor name -> what to read of it; () for all
+Cut = tuple[slice, ...]  # what to read of a tensor; () for all of it
+Cuts = Mapping[str, Sequence[Cut]]  # tensor name -> the parts that are wanted
 
 
 class TensorFiles:
@@ -54,15 +55,17 @@ class TensorFiles:
                     raise CheckpointError(f"The tensor {name} stands in two weight files.")
                 self.shapes[name] = shape
 
-    def read_all(self, take: Callable[[str, Tensor], None], cuts: Cuts, num_threads: int = 1) -> None:
-        """Give the tensors that `cuts` names to `take`, on this thread or, file by file, on several.
+    def read_all(
+        self, take: Callable[[str, Sequence[Tensor]], None], cuts: Cuts, num_threads: int = 1
+    ) -> None:
+        """Give the parts of each tensor that `cuts` names to `take`, on this thread or, file by file, on several.
 
-        Of a cut tensor only that part is read, or, where a file cannot be read in parts, held on to.
+        Of a cut tensor only those parts are read, or, where a file cannot be read in parts, held on to.
         """
 
         def read(file: _File) -> None:
-            for name, tensor in file.tensors(cuts, mmap=self._mmap):
-                take(name, tensor)
+            for name, parts in file.tensors(cuts, mmap=self._mmap):
+                take(name, parts)
 
         if num_threads <= 1:
             for file in self._files:
@@ -80,19 +83,20 @@ class _SafetensorsFile:
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: entry.shape for name, entry in self._header.items()}
 
-    def tensors(self, cuts: Cuts, *, mmap: bool) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, cuts: Cuts, *, mmap: bool) -> Iterator[tuple[str, list[Tensor]]]:
         wanted = {name: entry for name, entry in self._header.items() if name in cuts}
         if mmap:
             with safe_open(self._path, framework="pt") as tensors:
                 for name in wanted:
-                    cut = cuts[name]
-                    yield name, tensors.get_slice(name)[cut] if cut else tensors.get_tensor(name)
+                    stored = tensors.get_slice(name)
+                    yield name, [stored[cut] if cut else tensors.get_tensor(name) for cut in cuts[name]]
             return
         with self._path.open("rb") as stream:
             for name, entry in wanted.items():
                 stream.seek(entry.begin)
                 content = bytearray(stream.read(entry.end - entry.begin))
-                yield name, self._decode(name, entry, content)[cuts[name]]
+                tensor = self._decode(name, entry, content)
+                yield name, [tensor[cut] for cut in cuts[name]]
 
     def _decode(self, name: str, entry: StoredTensor, content: bytearray) -> Tensor:
         if entry.dtype not in _DTYPES:
@@ -110,10 +114,10 @@ class _TorchFile:
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes
 
-    def tensors(self, cuts: Cuts, *, mmap: bool) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, cuts: Cuts, *, mmap: bool) -> Iterator[tuple[str, list[Tensor]]]:
         for name, tensor in self._load(mmap).items():
             if name in cuts:
-                yield name, tensor[cuts[name]]
+                yield name, [tensor[cut] for cut in cuts[name]]
 
     def _load(self, mmap: bool) -> Mapping[str, Tensor]:
         mmap = mmap and is_zipfile(self._path)  # files of old torch versions cannot be mapped

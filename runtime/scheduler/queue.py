@@ -110,6 +110,9 @@ def along_the_tree(waiting: list[Sequence], cache: PrefixCache) -> list[Sequence
         for node in path:
             weights[node] = weights.get(node, 0) + 1
     positions = {node: position for position, node in enumerate(weights)}  # arrival decides among equals
-    # A path that ends here sorts before those that go on: of two prefixes the shorter one is a parent.
-    keyed = [([(-weights[node], positions[node]) for node in path], sequence) for path, sequence in paths]
+    # Below a node its branches come first, and then the sequences whose path ends there.
+    end = (1, 0)
+    keyed = [
+        ([*((-weights[node], positions[node]) for node in path), end], sequence) for path, sequence in paths
+    ]
     return [sequence for _, sequence in sorted(keyed, key=lambda pair: pair[0])]

@@ -16,7 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from runtime.errors import ConfigurationError, InvalidRequest
-from runtime.tokenizer.content import Accepts, accepted_content, prepare_messages
+from runtime.tokenizer.messages import Accepts, accepted_content, prepare_messages
 
 _CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "
 _OURS = frozenset({"messages", "tools", "add_generation_prompt"})
@@ -121,10 +121,10 @@ class ChatTemplate:
             raise InvalidRequest(
                 "The chat template leaves the final message out, so it cannot be continued.", param="messages"
             )
-        place = text.rindex(mark)
-        kept = text[:place]
+        end_index = text.rindex(mark)
+        kept = text[:end_index]
         # A template that trims messages has trimmed the mark's space: then the message's own goes too.
-        return kept if text.startswith(_CONTINUE, place) else kept.rstrip()
+        return kept if text.startswith(_CONTINUE, end_index) else kept.rstrip()
 
 
 def load_template(

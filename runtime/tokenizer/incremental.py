@@ -1,51 +1,51 @@
-"""Token ids to text, piece by piece, as a sequence grows."""
+"""Token ids to text, as a sequence grows."""
 
 from __future__ import annotations
 
 from codecs import utf_8_decode
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from runtime.tokenizer.backend import Backend
-    from runtime.tokenizer.pieces import Pieces
-    from runtime.tokenizer.tokenizer import Tokenizer
+from runtime.tokenizer.backend import Backend
+from runtime.tokenizer.token_bytes import TokenBytes
 
 REPLACEMENT = "\ufffd"
 CONTEXT = 8  # tokens before the new ones that a window decodes again
 MAX_HELD = 8  # tokens that a window holds back; a character has at most four bytes
 
 
-class Incremental:
+class IncrementalDecoder:
     """The text of one choice as its tokens arrive.
 
     The pushes and the flush together are the text of prompt and output minus the text of the prompt, however
     the ids are divided over the pushes. A character that began in the prompt is given whole when the output
-    completes it. `spaces_between_special_tokens` is accepted for the sampling parameter of that name; no
-    tokenizer of transformers 5 puts spaces there, so it changes nothing.
+    completes it. `token_bytes` is None for tokenizers whose decoder looks at neighbours.
+    `spaces_between_special_tokens` is accepted for the sampling parameter of that name; no tokenizer of
+    transformers 5 puts spaces there, so it changes nothing.
     """
 
-    __slots__ = ("_begun", "_first", "_held", "_pieces", "_rest", "_shared", "_skip", "_window")
+    __slots__ = ("_begun", "_first", "_held", "_rest", "_shared", "_skip", "_token_bytes", "_window")
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
-        prompt_ids: Sequence[int],
+        backend: Backend,
+        token_bytes: TokenBytes | None,
+        prompt_ids: Sequence[int] = (),
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
     ) -> None:
         self._skip = skip_special_tokens
-        self._pieces: Pieces | None = tokenizer.pieces
+        self._token_bytes = token_bytes
         self._window: _Window | None = None
         self._held = b""  # the beginning of a character
         self._shared = False  # whether it began in the prompt
-        if tokenizer.pieces is None:
-            self._window = _Window(tokenizer.backend, prompt_ids, skip_special_tokens)
+        if token_bytes is None:
+            self._window = _Window(backend, prompt_ids, skip_special_tokens)
             return
-        pieces = tokenizer.pieces
-        self._rest = pieces.rest_skipping if skip_special_tokens else pieces.rest
-        self._first = pieces.first_skipping if skip_special_tokens else pieces.first
-        self._begun = any(pieces.counts(token_id, skip_special_tokens) for token_id in reversed(prompt_ids))
+        self._rest = token_bytes.rest_skipping if skip_special_tokens else token_bytes.rest
+        self._first = token_bytes.first_skipping if skip_special_tokens else token_bytes.first
+        self._begun = any(
+            token_bytes.counts(token_id, skip_special_tokens) for token_id in reversed(prompt_ids)
+        )
         self._held = _incomplete_end(self._rest, prompt_ids)
         self._shared = bool(self._held)
 
@@ -74,12 +74,12 @@ class Incremental:
 
     def _begin(self, ids: Sequence[int]) -> bytes:
         """Bytes of ids that nothing precedes: the first that counts is the beginning of the text."""
-        if self._pieces is None:
+        if self._token_bytes is None:
             return b""
-        for place, token_id in enumerate(ids):
-            if self._pieces.counts(token_id, self._skip):
+        for index, token_id in enumerate(ids):
+            if self._token_bytes.counts(token_id, self._skip):
                 self._begun = True
-                return self._first[token_id] + b"".join([self._rest[later] for later in ids[place + 1 :]])
+                return self._first[token_id] + b"".join([self._rest[later] for later in ids[index + 1 :]])
         return b""
 
     def _without_shared(self, text: str) -> str:
@@ -119,12 +119,12 @@ class _Window:
         text = self._backend.decode(self._ids, self._skip)
         if text.endswith(REPLACEMENT) and self._num_held < MAX_HELD:
             return ""
-        return self._give(text)
+        return self._emit(text)
 
     def flush(self) -> str:
-        return self._give(self._backend.decode(self._ids, self._skip)) if self._num_held else ""
+        return self._emit(self._backend.decode(self._ids, self._skip)) if self._num_held else ""
 
-    def _give(self, text: str) -> str:
+    def _emit(self, text: str) -> str:
         before = self._before
         if not text.startswith(before):  # a broken character at its end is whole now
             before = before.rstrip(REPLACEMENT)

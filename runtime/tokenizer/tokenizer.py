@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import TextPlan
 from runtime.errors import ConfigurationError, InvalidRequest
-from runtime.tokenizer.backend import Backend
+from runtime.tokenizer.backend import Backend, read_tokenizer
 from runtime.tokenizer.chat_template import ChatTemplate, load_template
-from runtime.tokenizer.incremental import Incremental
-from runtime.tokenizer.pieces import Pieces, pieces_of
-from runtime.tokenizer.source import read
+from runtime.tokenizer.incremental import IncrementalDecoder
+from runtime.tokenizer.token_bytes import TokenBytes, token_bytes_of
 
 # Ends of a turn that chat models write though their eos token is another one.
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>")
@@ -22,14 +21,14 @@ class Tokenizer:
     """A loaded tokenizer. Immutable but for caches; every method may be called from any thread.
 
     `eos_ids` are the tokenizer's own end of text and the ends of a turn that its chat template writes.
-    `pieces` is None where decoding needs more than one token at a time.
+    `bytes_of` is None where decoding needs more than one token at a time.
     """
 
     def __init__(
         self, backend: Backend, special: Mapping[str, str], template: ChatTemplate | None = None
     ) -> None:
         self.backend = backend
-        self.pieces: Pieces | None = pieces_of(backend)
+        self.bytes_of: TokenBytes | None = token_bytes_of(backend)
         self.template = template
         self.vocab_size = backend.vocab_size
         self.special_ids = backend.special_ids
@@ -42,14 +41,14 @@ class Tokenizer:
 
         Raises ConfigurationError when its files are missing or broken, or belong to a larger model.
         """
-        source = read(plan)
-        if source.backend.base_size > facts.vocab_size:
+        files = read_tokenizer(plan)
+        if files.backend.base_size > facts.vocab_size:
             raise ConfigurationError(
-                f"The tokenizer in {plan.tokenizer_path} has {source.backend.base_size} tokens, the model "
+                f"The tokenizer in {plan.tokenizer_path} has {files.backend.base_size} tokens, the model "
                 f"only {facts.vocab_size}: --tokenizer-path names the tokenizer of another model."
             )
-        template = load_template(plan.chat_template, source.templates, source.special)
-        return cls(source.backend, source.special, template)
+        template = load_template(plan.chat_template, files.templates, files.special)
+        return cls(files.backend, files.special, template)
 
     def encode_batch(
         self, texts: Sequence[str], *, add_special_tokens: bool | Sequence[bool] = True
@@ -85,18 +84,29 @@ class Tokenizer:
 
         Bytes that are no UTF-8 become replacement characters, one for each broken sequence.
         """
-        if self.pieces is None:
+        if self.bytes_of is None:
             return self.backend.decode(ids, skip_special_tokens)
-        stream = Incremental(self, (), skip_special_tokens, spaces_between_special_tokens)
-        return stream.push(ids) + stream.flush()
+        decoder = self.decoder((), skip_special_tokens, spaces_between_special_tokens)
+        return decoder.push(ids) + decoder.flush()
+
+    def decoder(
+        self,
+        prompt_ids: Sequence[int],
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+    ) -> IncrementalDecoder:
+        """What decodes the output of a sequence with this prompt as it grows."""
+        return IncrementalDecoder(
+            self.backend, self.bytes_of, prompt_ids, skip_special_tokens, spaces_between_special_tokens
+        )
 
     def token_bytes(self, token_id: int) -> bytes | None:
         """What the token adds to a text, with its leading space; None if the id names no token."""
         if self.backend.token(token_id) is None:
             return None
-        if self.pieces is None:
+        if self.bytes_of is None:
             return self.backend.decode([token_id], False).encode()
-        return self.pieces.rest[token_id]
+        return self.bytes_of.rest[token_id]
 
     def token_text(self, token_id: int) -> str:
         """`token_bytes` as text, with replacement characters for what is no UTF-8 alone."""

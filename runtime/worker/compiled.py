@@ -1,4 +1,4 @@
-"""Steps of output tokens with layers compiled by torch.compile."""
+"""Steps of output tokens with the model's forward compiled by torch.compile."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from torch import Tensor
 from ops.attention import AttentionInputs
 from ops.select import Kernels
 from runtime.kv_cache.pools import KVPool
+from runtime.layers.forward_batch import ForwardBatch
 from runtime.models.decoder import Decoder
 from runtime.worker.device import Device
-from runtime.worker.forward import EagerForward
-from runtime.worker.forward_batch import StepInputs
 
 logger = logging.getLogger("penstock.core")
 
@@ -37,31 +36,32 @@ class CompiledForward:
     number; `compile` makes both before a step needs them, which takes up to minutes.
     """
 
-    def __init__(self, model: Decoder, pool: KVPool, max_rows: int) -> None:
-        self._eager = EagerForward(model, pool)
-        self._pool = pool
+    def __init__(self, model: Decoder, cache: KVPool, max_rows: int) -> None:
+        self._model = model
+        self._cache = cache
         self._max_rows = max_rows
         self._compiled = torch.compile(model.forward, dynamic=True)
 
-    def __call__(self, token_ids: Tensor, inputs: StepInputs) -> Tensor:
-        counts = inputs.attention.counts_host
-        if len(counts) > self._max_rows or any(count != 1 for count in counts):
-            return self._eager(token_ids, inputs)
-        return self._compiled(token_ids, inputs.positions, inputs.attention, self._pool)
+    def __call__(self, batch: ForwardBatch) -> Tensor:
+        counts = batch.attention.counts_host
+        single = batch.is_plain and len(counts) <= self._max_rows and all(count == 1 for count in counts)
+        return self._compiled(batch) if single else self._model(batch)
 
     def compile(self, device: Device) -> None:
-        """Compile now, with rows that touch nothing but the pool's scratch page. Blocks."""
+        """Compile now, with rows that touch nothing but the cache's scratch page. Blocks."""
         began = time.perf_counter()
-        pool = self._pool
+        cache = self._cache
         with torch.inference_mode(), device.forward():
             for num_rows in range(1, min(2, self._max_rows) + 1):
                 zeros = torch.zeros(num_rows, dtype=torch.int64, device=device.torch_device)
-                inputs = AttentionInputs.build(
+                attention = AttentionInputs.build(
                     [0] * num_rows,
                     [1] * num_rows,
-                    np.full((num_rows, 1), pool.scratch_page, np.int32),
-                    pool.page_size,
+                    np.full((num_rows, 1), cache.scratch_page, np.int32),
+                    cache.page_size,
                     device.torch_device,
                 )
-                self._compiled(zeros, zeros, inputs, pool)
-        logger.info("Compiled the layers in %.1f s.", time.perf_counter() - began)
+                self._compiled(
+                    ForwardBatch(token_ids=zeros, positions=zeros, attention=attention, cache=cache)
+                )
+        logger.info("Compiled the forward in %.1f s.", time.perf_counter() - began)

@@ -1,7 +1,7 @@
-"""A step as one native call: the model's kernels in C++, recorded once and run from a tape.
+"""A step as one native call: the model's own forward, recorded once, its kernels in C++ run one after the other.
 
 The counterpart on a CPU of what a CUDA graph is on a GPU. A step of a small model is hundreds of operations, each of
-which costs Python and torch microseconds and asks for Python's lock, for which the loop competes. From a tape they
+which costs Python and torch microseconds and asks for Python's lock, for which the loop competes. Recorded they
 cost one call, without the lock, for any batch of up to `capacity` tokens: from the batch's arrays to its tokens.
 """
 
@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ops.attention import AttentionInputs
 from ops.cpp import whole
 from ops.cpp.executor import NotRecordable, Tape
 from ops.cpp.library import Step
 from ops.select import Kernels
-from runtime.batch import Batch, Sampling
+from runtime.batch import Batch, Ints, Sampling
 from runtime.kv_cache.pools import KVPool
+from runtime.layers.forward_batch import ForwardBatch
 from runtime.models.decoder import Decoder
 
 NOBODY = np.zeros(0, np.int32)
@@ -33,34 +33,42 @@ def chooses_greedily(sampling: Sampling) -> bool:
     )
 
 
-class StepTape:
+class CpuGraph:
     """Computes steps of up to `capacity` tokens and `max_rows` rows. Belongs to the thread that computes.
 
-    Raises `NotRecordable` for a model of which torch computes a part.
+    Recorded is `model(batch)`, with a batch whose tensors every step writes first. Raises `NotRecordable` for a model
+    of which torch computes a part.
     """
 
-    def __init__(self, model: Decoder, pool: KVPool, kernels: Kernels, capacity: int, max_rows: int) -> None:
+    def __init__(self, model: Decoder, cache: KVPool, kernels: Kernels, capacity: int, max_rows: int) -> None:
         executor, head = kernels.executor, model.head
         if executor is None or head is None or model.dtype not in executor.dtypes:
             raise NotRecordable(f"the kernels in C++ compute nothing in {model.dtype}")
         self._executor = executor
-        self._model, self._pool = model, pool  # the tape holds addresses in both
+        self._model, self._cache = model, cache  # the graph holds addresses in both
         self._head = head
         self._capacity, self._max_rows = capacity, max_rows
         with torch.inference_mode():
             self._inputs = whole.Inputs.empty(capacity, max_rows)
-            self._hidden = torch.empty(max_rows, model.hidden_size, dtype=model.dtype)  # of rows that sample
-            self._step = Step(page_size=pool.page_size, **self._inputs.addresses())
-            inputs = self._inputs.attention(self._step)
-            body = executor.record(capacity, lambda: self._body(model, pool, inputs))
-            self._to_hidden = body
+            self._hidden = torch.empty(
+                max_rows, model.hidden_size, dtype=model.dtype
+            )  # of the rows asked for
+            self._step = Step(page_size=cache.page_size, **self._inputs.addresses())
+            recorded = ForwardBatch(
+                token_ids=self._inputs.token_ids,
+                positions=self._inputs.positions,
+                attention=self._inputs.attention(self._step),
+                cache=cache,
+            )
+            forward = executor.record(capacity, lambda: self._compute(recorded), self._step)
+            self._to_hidden = forward
             self._to_tokens: Tape | None = None
             if head.is_plain:
-                chosen = executor.record(capacity, lambda: self._choice(head.prepared))
-                self._to_tokens = body.followed_by(chosen)
+                chosen = executor.record(capacity, self._choose, self._step)
+                self._to_tokens = forward.followed_by(chosen)
 
     def takes(self, batch: Batch) -> bool:
-        """Whether the batch fits. Log-probabilities of prompts need hidden states that the tape does not give."""
+        """Whether the batch fits. Log-probabilities of prompts need hidden states that the graph does not give."""
         fits = len(batch.token_ids) <= self._capacity and len(batch.starts) <= self._max_rows
         return fits and not batch.prompt_logprobs
 
@@ -71,7 +79,7 @@ class StepTape:
 
     def run(self, batch: Batch, last_tokens: Tensor) -> None:
         """Compute a step of which nobody wants tokens."""
-        self._run(self._to_hidden, batch, last_tokens)
+        self._run(self._to_hidden, batch, last_tokens, NOBODY)
 
     def choose(self, batch: Batch, last_tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Compute a step -> the likeliest token of each sampling row, int64 [R], and whether it is sound, bool [R].
@@ -79,51 +87,53 @@ class StepTape:
         Reads and writes `last_tokens`, int64 by slot. What is returned is overwritten by the next step.
         """
         if self._to_tokens is None:
-            raise RuntimeError("The tokens of this model are not chosen on the tape.")
-        num_samples = self._run(self._to_tokens, batch, last_tokens)
-        return self._ids[:num_samples], self._sound[:num_samples]
+            raise RuntimeError("The tokens of this model are not chosen by the graph.")
+        rows = batch.sampling.rows if batch.sampling is not None else NOBODY
+        self._run(self._to_tokens, batch, last_tokens, rows)
+        return self._ids[: len(rows)], self._sound[: len(rows)]
 
     def logits(self, batch: Batch, last_tokens: Tensor) -> Tensor:
         """Compute a step -> float32 logits [R, V] of its sampling rows. Reads `last_tokens`, int64 by slot."""
-        num_samples = self._run(self._to_hidden, batch, last_tokens)
-        return self._head(self._hidden[:num_samples])
+        rows = batch.sampling.rows if batch.sampling is not None else NOBODY
+        return self._head(self.hidden(batch, last_tokens, rows))
+
+    def hidden(self, batch: Batch, last_tokens: Tensor, rows: Ints) -> Tensor:
+        """Compute a step -> the hidden states [n, E] at the last positions of these rows, the final norm applied.
+
+        Reads `last_tokens`, int64 by slot. What is returned is overwritten by the next step.
+        """
+        self._run(self._to_hidden, batch, last_tokens, rows)
+        return self._hidden[: len(rows)]
 
     def close(self) -> None:
         """End the threads that compute."""
         self._executor.close()
 
-    def _body(self, model: Decoder, pool: KVPool, attention: AttentionInputs) -> None:
-        """From the batch to the hidden states of the rows that sample."""
-        executor, inputs = self._executor, self._inputs
-        embedding = model.embedding
-        if embedding is None:
-            raise NotRecordable("the token ids are another stage's")
-        whole.begin(executor, inputs, model.dtype)
-        x = whole.embed(executor, embedding.weight, self._capacity)
-        hidden = model.finish(*model.blocks(x, inputs.positions, attention, pool))
-        whole.last(executor, hidden, self._hidden)
+    def _compute(self, batch: ForwardBatch) -> None:
+        """From the batch's arrays to the hidden states of the rows asked for."""
+        whole.begin(self._executor, self._inputs, self._model.dtype)
+        whole.last(self._executor, self._model(batch), self._hidden)
 
-    def _choice(self, weight: Tensor) -> None:
-        self._ids, self._sound = whole.likeliest(self._executor, self._hidden, weight)
+    def _choose(self) -> None:
+        self._ids, self._sound = whole.likeliest(self._executor, self._hidden, self._head.prepared)
 
     def time(self, batch: Batch, last_tokens: Tensor) -> list[tuple[str, float]]:
         """Compute a step kernel by kernel -> the name of each and the seconds that it took."""
-        _kept = self._hand_over(batch, last_tokens)
+        rows = batch.sampling.rows if batch.sampling is not None else NOBODY
+        _kept = self._hand_over(batch, last_tokens, rows)
         return (self._to_tokens or self._to_hidden).time(self._step)
 
-    def _run(self, tape: Tape, batch: Batch, last_tokens: Tensor) -> int:
-        """Run a tape for the batch -> how many rows sample."""
-        _kept = self._hand_over(batch, last_tokens)
+    def _run(self, tape: Tape, batch: Batch, last_tokens: Tensor, rows: Ints) -> None:
+        """Compute the batch; `rows` are those whose last hidden state is wanted."""
+        _kept = self._hand_over(batch, last_tokens, rows)
         tape.run(self._step)
-        return self._step.num_samples
 
-    def _hand_over(self, batch: Batch, last_tokens: Tensor) -> list[np.ndarray]:
+    def _hand_over(self, batch: Batch, last_tokens: Tensor, rows: Ints) -> list[np.ndarray]:
         """Put the batch's addresses into the step -> the arrays that must live as long as it is computed."""
-        step, sampling = self._step, batch.sampling
-        rows = sampling.rows if sampling is not None else NOBODY
+        step = self._step
         given = (batch.token_ids, batch.starts, batch.counts, batch.slots, rows, batch.page_table)
         arrays = [np.ascontiguousarray(array, np.int32) for array in given]
-        step.num_tokens, step.num_rows, step.num_samples = (len(arrays[place]) for place in (0, 1, 4))
+        step.num_tokens, step.num_rows, step.num_samples = (len(arrays[index]) for index in (0, 1, 4))
         step.table_width = arrays[-1].shape[1]
         step.given_ids, step.starts, step.counts, step.row_slots, step.sample_rows, step.page_table = (
             array.ctypes.data for array in arrays

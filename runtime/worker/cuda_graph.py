@@ -14,21 +14,22 @@ from torch import Tensor
 from ops.attention import AttentionInputs
 from runtime.config.resolve.graph_sizes import Buckets
 from runtime.kv_cache.pools import KVPool
+from runtime.layers.forward_batch import ForwardBatch
 from runtime.worker.device import Device, Graph, collector_paused
-from runtime.worker.forward import Forward
-from runtime.worker.forward_batch import StepInputs
+from runtime.worker.forward_batch import Forward
 
 logger = logging.getLogger("penstock.core")
 
 PROFILE_ROWS = 20  # of the table that --enable-profile-cuda-graph prints
 
 
-class GraphedForward:
-    """Replays a captured step where every row computes one token and a graph is large enough; else `eager`.
+class CudaGraphRunner:
+    """Replays a captured forward where every row computes one token and a graph is large enough; else `eager`.
 
-    A graph reads fixed buffers, into which a step's inputs are copied. Rows beyond the step's own write to the
-    pool's scratch page and read position 0 of it. Until `capture_next` has been called for a size, batches of
-    that size run eagerly. The attention must read nothing of the rows on the host, for that is captured too.
+    Captured is `eager`, a model as a rule, with a batch of fixed buffers, into which a step's inputs are copied. Rows
+    beyond the step's own write to the cache's scratch page and read position 0 of it. Until `capture_next` has been
+    called for a size, batches of that size run eagerly. The attention must read nothing of the rows on the host, for
+    that is captured too.
 
     All buffers are of the largest size and shared; smaller graphs use their first rows.
     """
@@ -36,7 +37,7 @@ class GraphedForward:
     def __init__(
         self,
         eager: Forward,
-        pool: KVPool,
+        cache: KVPool,
         device: Device,
         buckets: Buckets,
         *,
@@ -48,7 +49,7 @@ class GraphedForward:
         self._eager = eager
         self._device = device
         self._buckets = buckets
-        self._scratch_page, self._page_size = pool.scratch_page, pool.page_size
+        self._cache = cache
         self._waiting = list(buckets.sizes)  # the last one is captured next
         self._graphs: dict[int, tuple[Graph, Tensor]] = {}
         self._collect_garbage = collect_garbage
@@ -58,14 +59,13 @@ class GraphedForward:
             self._buffers = self._make_buffers(max(buckets.sizes, default=0), max_pages)
         self._num_real = 0  # leading rows of the buffers that may hold a step's own values
 
-    def __call__(self, token_ids: Tensor, inputs: StepInputs) -> Tensor:
-        graph = self._fitting(inputs.attention)
+    def __call__(self, batch: ForwardBatch) -> Tensor:
+        graph = self._fitting(batch)
         if graph is None:
-            return self._eager(token_ids, inputs)
-        num_rows = len(token_ids)
-        self._fill(token_ids, inputs)
+            return self._eager(batch)
+        self._fill(batch)
         graph[0].replay()
-        return graph[1][:num_rows]
+        return graph[1][: batch.num_tokens]
 
     @property
     def captured(self) -> frozenset[int]:
@@ -87,23 +87,24 @@ class GraphedForward:
             logger.info("Captured %d CUDA graphs in %.1f s of work.", len(self._graphs), self._seconds)
         return bool(self._waiting)
 
-    def _fitting(self, attention: AttentionInputs) -> tuple[Graph, Tensor] | None:
+    def _fitting(self, batch: ForwardBatch) -> tuple[Graph, Tensor] | None:
         """The graph for a step with these rows."""
-        if any(count != 1 for count in attention.counts_host):
+        attention = batch.attention
+        if not batch.is_plain or any(count != 1 for count in attention.counts_host):
             return None
         size = self._buckets.take(len(attention.counts_host))
         if size is None or attention.page_table.shape[1] > self._buffers.attention.page_table.shape[1]:
             return None
         return self._graphs.get(size)
 
-    def _fill(self, token_ids: Tensor, inputs: StepInputs) -> None:
-        num_rows, width = inputs.attention.page_table.shape
+    def _fill(self, batch: ForwardBatch) -> None:
+        num_rows, width = batch.attention.page_table.shape
         buffers = self._buffers
-        buffers.token_ids[:num_rows].copy_(token_ids)
-        buffers.positions[:num_rows].copy_(inputs.positions)
-        buffers.attention.slots[:num_rows].copy_(inputs.attention.slots)
-        buffers.attention.starts[:num_rows].copy_(inputs.attention.starts)
-        buffers.attention.page_table[:num_rows, :width].copy_(inputs.attention.page_table)
+        buffers.token_ids[:num_rows].copy_(batch.token_ids)
+        buffers.positions[:num_rows].copy_(batch.positions)
+        buffers.attention.slots[:num_rows].copy_(batch.attention.slots)
+        buffers.attention.starts[:num_rows].copy_(batch.attention.starts)
+        buffers.attention.page_table[:num_rows, :width].copy_(batch.attention.page_table)
         if num_rows < self._num_real:
             self._reset(num_rows)
         self._num_real = num_rows
@@ -114,16 +115,16 @@ class GraphedForward:
         buffers = self._buffers
         buffers.token_ids[rows].fill_(0)
         buffers.positions[rows].fill_(0)
-        buffers.attention.slots[rows].fill_(self._scratch_page * self._page_size)
+        buffers.attention.slots[rows].fill_(self._cache.scratch_page * self._cache.page_size)
         buffers.attention.starts[rows].fill_(0)
-        buffers.attention.page_table[rows].fill_(self._scratch_page)
+        buffers.attention.page_table[rows].fill_(self._cache.scratch_page)
         self._num_real = min(first, self._num_real)
 
     def _run(self, size: int) -> Tensor:
         """The first `size` rows of the buffers, eagerly. Nothing derived from earlier rows is kept."""
         buffers = self._buffers
         attention = buffers.attention
-        rows = replace(
+        attention = replace(
             attention,
             page_table=attention.page_table[:size],
             starts=attention.starts[:size],
@@ -134,30 +135,34 @@ class GraphedForward:
             counts_host=[1] * size,
             memo={},
         )
-        token_ids = buffers.token_ids[:size]
         return self._eager(
-            token_ids,
-            buffers._replace(token_ids=token_ids, positions=buffers.positions[:size], attention=rows),
+            replace(
+                buffers,
+                token_ids=buffers.token_ids[:size],
+                positions=buffers.positions[:size],
+                attention=attention,
+            )
         )
 
-    def _make_buffers(self, num_rows: int, max_pages: int) -> StepInputs:
-        device = self._device.torch_device
+    def _make_buffers(self, num_rows: int, max_pages: int) -> ForwardBatch:
+        cache, device = self._cache, self._device.torch_device
 
         def filled(value: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.full(shape, value, dtype=dtype, device=device)
 
-        nothing = filled(0, 0)
         attention = AttentionInputs(
-            page_table=filled(self._scratch_page, num_rows, max_pages, dtype=torch.int32),
+            page_table=filled(cache.scratch_page, num_rows, max_pages, dtype=torch.int32),
             starts=filled(0, num_rows, dtype=torch.int32),
             counts=filled(1, num_rows, dtype=torch.int32),
             query_starts=torch.arange(num_rows + 1, dtype=torch.int32, device=device),
-            slots=filled(self._scratch_page * self._page_size, num_rows),
-            page_size=self._page_size,
+            slots=filled(cache.scratch_page * cache.page_size, num_rows),
+            page_size=cache.page_size,
             starts_host=[],
             counts_host=[],
         )
-        return StepInputs(filled(0, num_rows), nothing, filled(0, num_rows), nothing, nothing, attention)
+        return ForwardBatch(
+            token_ids=filled(0, num_rows), positions=filled(0, num_rows), attention=attention, cache=cache
+        )
 
     def _around(self, size: int) -> ExitStack:
         """What surrounds the capture of a size."""

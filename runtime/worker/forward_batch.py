@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -10,22 +11,28 @@ from torch import Tensor
 
 from ops.attention import AttentionInputs
 from runtime.batch import Batch
+from runtime.kv_cache.pools import KVPool
+from runtime.layers.forward_batch import ForwardBatch
 from runtime.worker.device import Device, Mark
+
+# How hidden states [T, E] are computed, the final norm applied: a model, or what captured or compiled its forward.
+# What is returned is the caller's until the next call.
+Forward = Callable[[ForwardBatch], Tensor]
 
 
 class StepInputs(NamedTuple):
-    """What the model reads. T tokens, B rows, R rows that sample."""
+    """A step's tensors: what the model reads, and what is done with its result. R rows sample."""
 
-    token_ids: Tensor  # int64 [T]; negative where the slot's last token is to be taken
-    token_slots: Tensor  # int64 [T], the slot of each token's row
-    positions: Tensor  # int64 [T]
+    forward: ForwardBatch
     last_index: Tensor  # int64 [R], into [T]: the position that predicts the sampled token
     sample_slots: Tensor  # int64 [R]
-    attention: AttentionInputs
 
 
-def prepare(batch: Batch, page_size: int, staging: Staging) -> StepInputs:
-    """Compute positions and KV slots, and bring everything to the device in one copy."""
+def prepare(batch: Batch, cache: KVPool, staging: Staging, last_tokens: Tensor) -> StepInputs:
+    """Compute positions and KV slots, and bring everything to the device in one copy.
+
+    Tokens that only the device knows are taken from `last_tokens`, int64 by slot.
+    """
     counts = batch.counts.astype(np.int64)
     starts = batch.starts.astype(np.int64)
     query_starts = np.zeros(len(counts) + 1, np.int64)
@@ -33,6 +40,7 @@ def prepare(batch: Batch, page_size: int, staging: Staging) -> StepInputs:
     num_tokens = int(query_starts[-1])
     rows = np.repeat(np.arange(len(counts)), counts)
     positions = np.arange(num_tokens) + (starts - query_starts[:-1])[rows]
+    page_size = cache.page_size
     pages = batch.page_table[rows, positions // page_size].astype(np.int64)
     sample_rows = batch.sampling.rows if batch.sampling is not None else np.zeros(0, np.int64)
     there = staging.copy(
@@ -49,12 +57,10 @@ def prepare(batch: Batch, page_size: int, staging: Staging) -> StepInputs:
             "query_starts": query_starts.astype(np.int32),
         }
     )
-    return StepInputs(
-        token_ids=there["token_ids"],
-        token_slots=there["token_slots"],
+    token_ids = there["token_ids"]
+    forward = ForwardBatch(
+        token_ids=torch.where(token_ids < 0, last_tokens[there["token_slots"]], token_ids),
         positions=there["positions"],
-        last_index=there["last_index"],
-        sample_slots=there["sample_slots"],
         attention=AttentionInputs(
             page_table=there["page_table"],
             starts=there["starts"],
@@ -65,7 +71,9 @@ def prepare(batch: Batch, page_size: int, staging: Staging) -> StepInputs:
             starts_host=starts.tolist(),
             counts_host=counts.tolist(),
         ),
+        cache=cache,
     )
+    return StepInputs(forward, there["last_index"], there["sample_slots"])
 
 
 class Staging:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from runtime.batch import UNKNOWN, Batch, Tokens
 from runtime.errors import OutOfMemory
-from runtime.worker.cpu_graph import StepTape, chooses_greedily
+from runtime.worker.cpu_graph import CpuGraph, chooses_greedily
 from runtime.worker.device import Device
 from runtime.worker.device_stream import Collect
 from runtime.worker.forward_batch import StepInputs
@@ -29,7 +29,7 @@ class Launcher:
     Every launch raises `OutOfMemory` where the device has too little for the step; the next one may succeed.
     """
 
-    def __init__(self, rank: Rank, sampler: Sampler, device: Device, tape: StepTape | None = None) -> None:
+    def __init__(self, rank: Rank, sampler: Sampler, device: Device, tape: CpuGraph | None = None) -> None:
         self._rank = rank
         self._sampler = sampler
         self._device = device
@@ -71,7 +71,7 @@ class Launcher:
             self._device.release_unused()
             raise OutOfMemory("The device ran out of memory in a step.") from error
 
-    def _run_tape(self, tape: StepTape, batch: Batch) -> Collect[Tokens]:
+    def _run_tape(self, tape: CpuGraph, batch: Batch) -> Collect[Tokens]:
         """Compute a step by one native call, and choose its tokens in the same one where that is simple."""
         last_tokens, sampling, sampled = self._rank.last_tokens, batch.sampling, None
         if sampling is None:

@@ -11,12 +11,11 @@ from ops.select import Kernels
 from runtime.batch import Batch, Sampling
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import Plan
-from runtime.config.resolve.memory import StepMemory, largest_step_tokens
 from runtime.errors import ConfigurationError, OutOfMemory
 from runtime.kv_cache.pools import KVPool
+from runtime.kv_cache.sizing import StepMemory, largest_step_tokens
 from runtime.models.decoder import Decoder
 from runtime.worker.device import Device
-from runtime.worker.forward import EagerForward
 from runtime.worker.launch import Launcher
 from runtime.worker.rank import Rank
 from runtime.worker.sampler import Sampler
@@ -43,7 +42,7 @@ class DryRun:
             device.torch_device,
         )
         sampler = Sampler(facts.vocab_size, num_slots, device.torch_device, choose=kernels.choose)
-        rank = Rank(model, pool, EagerForward(model, pool), num_slots=num_slots, device=device)
+        rank = Rank(model, pool, model, num_slots=num_slots, device=device)
         self._launcher = Launcher(rank, sampler, device)
 
     def measure(self) -> StepMemory:

@@ -12,10 +12,10 @@ from runtime.batch import Batch, Tokens
 from runtime.distributed.mesh import Mesh
 from runtime.kv_cache.pools import KVPool
 from runtime.models.decoder import Decoder
-from runtime.worker.cpu_graph import StepTape
+from runtime.worker.cpu_graph import CpuGraph
 from runtime.worker.device import Device, open_device
 from runtime.worker.device_stream import DeviceStream, Ticket
-from runtime.worker.forward import EagerForward, Forward
+from runtime.worker.forward_batch import Forward
 from runtime.worker.graph_capture import Chores
 from runtime.worker.launch import Launcher
 from runtime.worker.rank import Rank
@@ -78,14 +78,12 @@ class ModelRunner:
         mesh: Mesh | None = None,
         forward: Forward | None = None,
         improve: Callable[[], bool] | None = None,
-        tape: StepTape | None = None,
+        tape: CpuGraph | None = None,
     ) -> None:
         if isinstance(device, str):
             device = open_device(torch.device(device))
         self.device, self._device = device.torch_device, device
-        self._rank = Rank(
-            model, pool, forward or EagerForward(model, pool), num_slots=num_slots, device=device, mesh=mesh
-        )
+        self._rank = Rank(model, pool, forward or model, num_slots=num_slots, device=device, mesh=mesh)
         self._launcher = Launcher(self._rank, sampler, device, tape)
         self._stream = DeviceStream(asyncio.get_running_loop(), separate_collect=not device.is_host)
         self._pipelined = mesh is not None and mesh.place.pp_size > 1

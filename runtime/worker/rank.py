@@ -10,8 +10,7 @@ from runtime.distributed.mesh import Mesh
 from runtime.kv_cache.pools import KVPool
 from runtime.models.decoder import Decoder
 from runtime.worker.device import Device
-from runtime.worker.forward import Forward
-from runtime.worker.forward_batch import Staging, StepInputs, prepare
+from runtime.worker.forward_batch import Forward, Staging, StepInputs, prepare
 from runtime.worker.logprobs import CHUNK, prompt_places
 
 
@@ -44,12 +43,11 @@ class Rank:
 
     def begin(self, batch: Batch) -> tuple[StepInputs, Tensor | None]:
         """The step's inputs, and the hidden states [T, E] of its tokens, unless later stages compute them."""
-        inputs = prepare(batch, self.pool.page_size, self._staging)
-        token_ids = self._resolve(inputs)
+        inputs = prepare(batch, self.pool, self._staging, self.last_tokens)
+        forward = inputs.forward
         if self._mesh is None or not self._pipelined:
-            return inputs, self._forward(token_ids, inputs)
-        x = self._model.embed(token_ids)
-        x, residual = self._model.blocks(x, inputs.positions, inputs.attention, self.pool)
+            return inputs, self._forward(forward)
+        x, residual = self._model.blocks(self._model.embed(forward), None, forward)
         self._mesh.pass_on(x if residual is None else x + residual)
         return inputs, None
 
@@ -94,9 +92,8 @@ class Rank:
         mesh = self._mesh
         if mesh is None:
             raise RuntimeError("There is no stage before this one.")
-        inputs = prepare(batch, self.pool.page_size, self._staging)
-        x = mesh.take(self._blank(inputs))
-        x, residual = self._model.blocks(x, inputs.positions, inputs.attention, self.pool)
+        inputs = prepare(batch, self.pool, self._staging, self.last_tokens)
+        x, residual = self._model.blocks(mesh.take(self._blank(inputs)), None, inputs.forward)
         if not mesh.place.last:
             mesh.pass_on(x if residual is None else x + residual)
             return
@@ -105,7 +102,7 @@ class Rank:
             mesh.pass_on(self._model.finish(x, residual)[places])
 
     def _blank(self, inputs: StepInputs) -> Tensor:
-        shape = (len(inputs.positions), self._model.hidden_size)
+        shape = (inputs.forward.num_tokens, self._model.hidden_size)
         return torch.zeros(shape, dtype=self._model.dtype, device=self.device)
 
     def _wanted(self, batch: Batch, inputs: StepInputs) -> Tensor:
@@ -114,8 +111,3 @@ class Rank:
             return inputs.last_index
         prompts = torch.from_numpy(prompt_places(batch.prompt_logprobs)).to(self.device)
         return torch.cat([inputs.last_index, prompts])
-
-    def _resolve(self, inputs: StepInputs) -> Tensor:
-        """Token ids with the places filled in: what each slot sampled last."""
-        known = inputs.token_ids
-        return torch.where(known < 0, self.last_tokens[inputs.token_slots], known)

@@ -15,9 +15,9 @@ from ops.machine import Machine
 from ops.select import Kernels, select
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import ModelPlan, Plan
-from runtime.config.resolve.memory import StepMemory
 from runtime.distributed.mesh import Mesh, Place
 from runtime.kv_cache.pools import KVPool
+from runtime.kv_cache.sizing import StepMemory
 from runtime.models.decoder import Decoder
 from runtime.models.loader import load_model
 from runtime.worker.compiled import compilable
@@ -86,6 +86,7 @@ class Member:
             local.head_dim,
             getattr(torch, join["kv_dtype"]),
             self.device,
+            first_layer=self.mesh.place.share(self.facts.num_layers).layers.start,
         )
 
     def _store(self, join: Mapping[str, Any]) -> Any:

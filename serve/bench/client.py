@@ -25,7 +25,7 @@ class ExchangeError(Exception):
     """No complete response came: refused, closed too early, or not HTTP."""
 
 
-class Piece(NamedTuple):
+class Received(NamedTuple):
     """Bytes of a body and when they were read (`time.perf_counter`)."""
 
     at_s: float
@@ -34,16 +34,16 @@ class Piece(NamedTuple):
 
 @dataclass(slots=True)
 class Response:
-    """A whole response; `pieces` are the body in the order of its arrival."""
+    """A whole response; `received` is the body in the order of its arrival."""
 
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)  # names in lower case
-    pieces: list[Piece] = field(default_factory=list)
+    received: list[Received] = field(default_factory=list)
     ended_s: float = 0.0
 
     @property
     def body(self) -> bytes:
-        return b"".join(piece.data for piece in self.pieces)
+        return b"".join(part.data for part in self.received)
 
 
 class Connection(asyncio.Protocol):
@@ -135,7 +135,7 @@ class Connection(asyncio.Protocol):
         self._in_chunks = "transfer-encoding" in self._response.headers
 
     def on_body(self, data: bytes) -> None:
-        self._response.pieces.append(Piece(self._now, data))
+        self._response.received.append(Received(self._now, data))
 
     def on_message_complete(self) -> None:
         self.reusable = self.reusable and self._parser is not None and self._parser.should_keep_alive()

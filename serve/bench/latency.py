@@ -11,12 +11,10 @@ import anyio
 
 from runtime.errors import ConfigurationError
 from serve.bench import report
-from serve.bench.in_process import Generator, ask, model_vocabulary, parse, run_with_engine
+from serve.bench.load import Generator, Progress, generate_arguments, model_vocabulary, parse, run_with_engine
 from serve.bench.metrics import summarize
 from serve.bench.options import add_output_options, new_parser, read_vocabulary
-from serve.bench.progress import Progress
-from serve.bench.vocabulary import Vocabulary
-from serve.bench.workload import Prompt, SharedPrefixes, shared_prefix_prompts
+from serve.bench.workload import Prompt, SharedPrefixes, Vocabulary, shared_prefix_prompts
 
 
 class Repetition(NamedTuple):
@@ -102,7 +100,7 @@ async def time_batch(engine: Generator, batch: Sequence[Prompt]) -> Repetition:
     async def follow(prompt: Prompt) -> None:
         nonlocal first_s, last_s, num_prompt, num_output
         meta = None
-        async for answer in engine.stream(**ask(prompt)):
+        async for answer in engine.stream(**generate_arguments(prompt)):
             if meta is None:
                 first_s = max(first_s, perf_counter())
             meta = answer["meta_info"]

@@ -1,16 +1,64 @@
-"""Sends a workload: each prompt at its time, no more at once than allowed, and collects the outcomes."""
+"""Sends a workload and shows its progress; starts the engine in this process for `offline` and `latency`."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+import json
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from pathlib import Path
 from time import perf_counter
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeVar
 
 import anyio
 
-from serve.bench.progress import Progress
-from serve.bench.workload import Prompt
+from runtime.errors import ConfigurationError
+from serve.bench.workload import Prompt, Vocabulary
+
+if TYPE_CHECKING:
+    from runtime.config import Args
+
+
+WIDTH = 30
+EVERY_S = 0.1
+
+
+class Progress:
+    """Counts up to `total`. A context manager; leaves the finished line standing."""
+
+    def __init__(self, total: int, what: str, stream: TextIO | None = None) -> None:
+        self._stream = sys.stderr if stream is None else stream
+        self._shown = self._stream.isatty() and total > 0
+        self._total = total
+        self._what = what
+        self._done = 0
+        self._start_s = self._drawn_s = perf_counter()
+
+    def __enter__(self) -> Progress:
+        self._draw()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._draw()
+        if self._shown:
+            self._stream.write("\n")
+
+    def advance(self) -> None:
+        self._done += 1
+        if self._shown and perf_counter() - self._drawn_s >= EVERY_S:
+            self._draw()
+
+    def _draw(self) -> None:
+        if not self._shown:
+            return
+        self._drawn_s = perf_counter()
+        full = WIDTH * self._done // self._total
+        bar = "#" * full + "." * (WIDTH - full)
+        elapsed_s = self._drawn_s - self._start_s
+        self._stream.write(f"\r{self._what} [{bar}] {self._done}/{self._total} {elapsed_s:.0f} s ")
+        self._stream.flush()
+
 
 Result = TypeVar("Result")
 Send = Callable[[Prompt, float], Awaitable[Result]]
@@ -27,16 +75,16 @@ async def drive(
     """What `send` returned in the order of the prompts, and the seconds from the start to the last one.
 
     `send(prompt, start_s)` must not raise for what a server does. With `max_concurrency` a prompt whose time
-    has come waits for a free place; its clock starts when it is sent.
+    has come waits for one to end; its clock starts when it is sent.
     """
     outcomes: list[Result | None] = [None] * len(prompts)
-    places = anyio.Semaphore(max_concurrency) if max_concurrency else None
+    slots = anyio.Semaphore(max_concurrency) if max_concurrency else None
     start_s = perf_counter()
 
     async def one(number: int) -> None:
         async with AsyncExitStack() as stack:
-            if places is not None:
-                await stack.enter_async_context(places)
+            if slots is not None:
+                await stack.enter_async_context(slots)
             outcomes[number] = await send(prompts[number], start_s)
         if progress is not None:
             progress.advance()
@@ -47,3 +95,60 @@ async def drive(
                 await anyio.sleep(early_s)
             group.start_soon(one, number)
     return [outcome for outcome in outcomes if outcome is not None], perf_counter() - start_s
+
+
+Result = TypeVar("Result")
+Answer = Mapping[str, Any]  # text, output_ids, meta_info: as the native endpoint answers
+
+
+class Generator(Protocol):
+    """What is needed of an engine."""
+
+    def generate(
+        self, prompt: str | None = None, sampling_params: Mapping[str, Any] | None = None, **more: Any
+    ) -> Awaitable[Any]: ...
+
+    def stream(
+        self, prompt: str | None = None, sampling_params: Mapping[str, Any] | None = None, **more: Any
+    ) -> AsyncIterator[Any]: ...
+
+
+def parse(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Namespace, Args]:
+    """Split a command line into this benchmark's options and the engine's; both refuse what they must.
+
+    A name that both have (a benchmark's --seed, say) belongs to the benchmark.
+    """
+    from runtime.config import Args
+
+    options, rest = parser.parse_known_args(argv)
+    return options, Args.parse(rest)
+
+
+def run_with_engine(args: Args, work: Callable[[Generator], Awaitable[Result]]) -> Result:
+    """Start an engine, await `work` with it, shut it down."""
+    from serve import Engine
+
+    async def run() -> Result:
+        async with Engine.of(args) as engine:
+            return await work(engine)
+
+    return anyio.run(run, backend_options={"use_uvloop": True})
+
+
+def generate_arguments(prompt: Prompt, *, ignore_eos: bool = True) -> dict[str, Any]:
+    """Keyword arguments of `generate` and `stream` for one prompt: greedy, as many tokens as asked."""
+    if prompt.messages is not None:
+        raise ConfigurationError("The engine in this process takes texts and token ids, not messages.")
+    sampling = {"temperature": 0.0, "max_new_tokens": prompt.output_tokens, "ignore_eos": ignore_eos}
+    what = {"prompt": prompt.text} if prompt.ids is None else {"input_ids": list(prompt.ids)}
+    return {**what, "sampling_params": sampling}
+
+
+def model_vocabulary(path: str | None) -> Vocabulary | None:
+    """Ids that a local checkpoint knows, from its config.json; None for anything else."""
+    config = Path(path or "") / "config.json"
+    if path is None or not config.is_file():
+        return None
+    content = json.loads(config.read_text(encoding="utf-8"))
+    size = content.get("vocab_size") or content.get("text_config", {}).get("vocab_size")
+    return Vocabulary.of_size(size) if size else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -48,9 +49,9 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
     """The value below which `percent` of an ascending sequence lies, linear between neighbours."""
     if not ordered:
         raise ValueError("There is no percentile of nothing.")
-    place = (len(ordered) - 1) * percent / 100
-    low, high = math.floor(place), math.ceil(place)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    position = (len(ordered) - 1) * percent / 100
+    low, high = math.floor(position), math.ceil(position)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
 def summarize(values: Iterable[float], scale: float = 1.0) -> Summary | None:
@@ -120,7 +121,7 @@ def measure(
         itl_ms=summarize(chain.from_iterable(outcome.itl_s for outcome in good), 1e3),
         tpot_ms=summarize((tpot for outcome in good if (tpot := outcome.tpot_s) is not None), 1e3),
         e2e_ms=summarize((outcome.e2e_s for outcome in good), 1e3),
-        errors=_count(outcome.error for outcome in outcomes if outcome.error is not None),
+        errors=dict(Counter(outcome.error for outcome in outcomes if outcome.error is not None)),
     )
 
 
@@ -163,10 +164,3 @@ def meets(outcome: Outcome, objectives: Mapping[str, float]) -> bool:
         return False
     seen = {"ttft": outcome.ttft_s, "tpot": outcome.tpot_s or 0.0, "e2e": outcome.e2e_s}
     return all(seen[name] <= limit_s for name, limit_s in objectives.items())
-
-
-def _count(texts: Iterable[str]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for text in texts:
-        counts[text] = counts.get(text, 0) + 1
-    return counts

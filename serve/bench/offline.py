@@ -7,8 +7,15 @@ from collections.abc import Sequence
 from time import perf_counter
 
 from serve.bench import report
-from serve.bench.in_process import Generator, ask, model_vocabulary, parse, run_with_engine
-from serve.bench.load import drive
+from serve.bench.load import (
+    Generator,
+    Progress,
+    drive,
+    generate_arguments,
+    model_vocabulary,
+    parse,
+    run_with_engine,
+)
 from serve.bench.metrics import Outcome, Results, measure
 from serve.bench.options import (
     add_dataset_options,
@@ -18,7 +25,6 @@ from serve.bench.options import (
     new_parser,
     read_vocabulary,
 )
-from serve.bench.progress import Progress
 from serve.bench.workload import Prompt
 
 
@@ -64,7 +70,7 @@ async def throughput(
 
     async def send(prompt: Prompt, start_s: float) -> Outcome:
         sent_s = perf_counter()
-        answer = await engine.generate(**ask(prompt, ignore_eos=ignore_eos))
+        answer = await engine.generate(**generate_arguments(prompt, ignore_eos=ignore_eos))
         meta = answer["meta_info"]
         return Outcome(
             started_s=sent_s - start_s,

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 
 from runtime.errors import ConfigurationError
-from serve.bench.vocabulary import Vocabulary
+from serve.bench import PROGRAM
 from serve.bench.workload import (
     Prompt,
     RandomLengths,
     SharedPrefixes,
+    Vocabulary,
     file_prompts,
     random_prompts,
     shared_prefix_prompts,
@@ -31,9 +33,9 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
         return super()._get_help_string(action)
 
 
-def new_parser(command: str, description: str) -> argparse.ArgumentParser:
+def new_parser(command: str, description: str, *, program: str = PROGRAM) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
-        prog=f"python -m serve.bench {command}",
+        prog=f"{program} {command}",
         description=description,
         formatter_class=_Formatter,
         allow_abbrev=False,
@@ -118,14 +120,7 @@ def build_warmup(
     known, seed = _need(vocabulary, as_text=as_text), options.seed + WARMUP_SEED
     if options.dataset_name == "random":
         return random_prompts(_lengths(options), number, seed, known, as_text=as_text)
-    shape = _prefixes(options)
-    one_each = SharedPrefixes(
-        groups=number,
-        prompts_per_group=1,
-        system_prompt_tokens=shape.system_prompt_tokens,
-        question_tokens=shape.question_tokens,
-        output_tokens=shape.output_tokens,
-    )
+    one_each = replace(_prefixes(options), groups=number, prompts_per_group=1)
     return shared_prefix_prompts(one_each, seed, known, as_text=as_text)
 
 

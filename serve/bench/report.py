@@ -1,19 +1,22 @@
-"""Results as a table for eyes and as JSON for machines."""
+"""Results as a table for eyes and as JSON for machines, with the hardware and versions that they hold for."""
 
 from __future__ import annotations
 
+import platform
+import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import orjson
 
 from ops.machine import Machine
-from serve.bench.machine import describe_machine, describe_versions
+from serve.bench import PROGRAM
 from serve.bench.metrics import Summary
 
 SCHEMA_VERSION = 1
@@ -55,7 +58,13 @@ def text_of(value: Any) -> str:
 
 
 def document(
-    benchmark: str, settings: Mapping[str, Any], results: Any, details: Any = None, argv: Sequence[str] = ()
+    benchmark: str,
+    settings: Mapping[str, Any],
+    results: Any,
+    details: Any = None,
+    argv: Sequence[str] = (),
+    *,
+    program: str = PROGRAM,
 ) -> dict[str, Any]:
     """The result file's content: enough to repeat the run and to compare it with another."""
     machine = Machine.probe()
@@ -63,7 +72,7 @@ def document(
         "schema_version": SCHEMA_VERSION,
         "benchmark": benchmark,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", "serve.bench", benchmark, *without_secrets(argv)]),
+        "command": f"{program} {shlex.join([benchmark, *without_secrets(argv)])}",
         "machine": describe_machine(machine),
         "versions": describe_versions(machine),
         "settings": _public(settings),
@@ -117,3 +126,42 @@ def plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [plain(part) for part in value]
     return value
+
+
+VECTOR_FLAGS = ("avx", "amx", "fma", "f16c", "asimd", "sve", "bf16", "i8mm")
+_PACKAGES = ("penstock", "tokenizers", "uvicorn", "uvloop", "httptools", "numpy")
+
+
+def describe_machine(machine: Machine | None = None) -> dict[str, Any]:
+    """Processor, what its vectors can do, usable cores, memory in bytes, GPUs, operating system."""
+    machine = Machine.probe() if machine is None else machine
+    return {
+        "cpu": cpu_name(),
+        "cpu_flags": sorted(flag for flag in machine.cpu_flags if flag.startswith(VECTOR_FLAGS)),
+        "cores": machine.num_cpus,
+        "memory_bytes": machine.total_bytes,
+        "gpus": [gpu.name for gpu in machine.gpus],
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+    }
+
+
+def describe_versions(machine: Machine | None = None) -> dict[str, str]:
+    """Versions of Python and of the packages that matter, where they are installed."""
+    machine = Machine.probe() if machine is None else machine
+    versions = {"python": platform.python_version(), **machine.packages}
+    for package in _PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return versions
+
+
+def cpu_name() -> str:
+    """The processor's own name for itself, or the architecture's."""
+    try:
+        described = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        described = ""
+    found = re.search(r"^model name\s*:\s*(.+)$", described, re.MULTILINE)
+    return found[1].strip() if found else platform.processor() or platform.machine()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from time import perf_counter, process_time
 from typing import Any
 
@@ -14,7 +15,7 @@ import orjson
 from runtime.errors import ConfigurationError
 from serve.bench import report
 from serve.bench.client import Client, ExchangeError
-from serve.bench.load import drive
+from serve.bench.load import Progress, drive
 from serve.bench.metrics import Outcome, Results, measure, parse_objectives
 from serve.bench.options import (
     add_dataset_options,
@@ -24,11 +25,8 @@ from serve.bench.options import (
     new_parser,
     read_vocabulary,
 )
-from serve.bench.progress import Progress
-from serve.bench.protocol import BACKENDS, Asking
-from serve.bench.timeline import failed, observe
-from serve.bench.vocabulary import Vocabulary
-from serve.bench.workload import Prompt, arrival_times
+from serve.bench.protocol import BACKENDS, RequestDefaults, failed, observe
+from serve.bench.workload import Prompt, Vocabulary, arrival_times
 
 BUSY_CLIENT = 0.8  # above this share of a core the client may be what is measured
 NUM_SHOWN_ERRORS = 3
@@ -75,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
     if options.output_file:
         figures = {**report.plain(results), "client_cpu_share": client_share}
         details = outcomes if options.output_details else None
-        settings = {**vars(options), "model": run.asking.model, "request_rate": str(options.request_rate)}
+        settings = {**vars(options), "model": run.defaults.model, "request_rate": str(options.request_rate)}
         report.write(options.output_file, report.document("serving", settings, figures, details, argv))
     return 0 if results.completed else 1
 
@@ -99,13 +97,13 @@ class ServingRun:
             len(self.prompts), options.request_rate, options.burstiness, options.seed
         )
         self.headers = _headers(options.header, options.api_key)
-        self.asking = Asking(
+        self.defaults = RequestDefaults(
             model=options.model,
             ignore_eos=not options.disable_ignore_eos,
             extra=_json_object("--extra-request-body", options.extra_request_body),
         )
         for prompt in self.prompts:  # refuse before anything is sent
-            self.backend.ask(prompt, self.asking)
+            self.backend.request_body(prompt, self.defaults)
 
     async def measure(self) -> tuple[list[Outcome], float, float]:
         """Outcomes, seconds, and the share of a core that this client used."""
@@ -129,10 +127,8 @@ class ServingRun:
         return outcomes, duration_s, cpu_s / duration_s
 
     async def _prepare(self, client: Client) -> None:
-        if self.asking.model is None and self.options.backend != "native":
-            self.asking = Asking(
-                model=await _first_model(client), ignore_eos=self.asking.ignore_eos, extra=self.asking.extra
-            )
+        if self.defaults.model is None and self.options.backend != "native":
+            self.defaults = replace(self.defaults, model=await _first_model(client))
         for prompt in self.warmup:
             outcome = await self._send(client, prompt, perf_counter())
             if outcome.error is not None:
@@ -143,7 +139,7 @@ class ServingRun:
                 raise ConfigurationError(f"POST /flush_cache was answered with {response.status}.")
 
     async def _send(self, client: Client, prompt: Prompt, start_s: float) -> Outcome:
-        body = orjson.dumps(self.backend.ask(prompt, self.asking))
+        body = orjson.dumps(self.backend.request_body(prompt, self.defaults))
         sent_s = perf_counter()
         try:
             with anyio.fail_after(self.options.request_timeout_s):

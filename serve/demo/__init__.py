@@ -1,4 +1,4 @@
-"""The embedded demo model: weights in `weights/`, the recipe that makes them in `recipe/`."""
+"""The weights of the demo model, which ship with the package. `notebooks/demo_model` tells how they were made."""
 
 from __future__ import annotations
 

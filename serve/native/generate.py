@@ -1,57 +1,201 @@
-"""The door of `/generate`."""
+"""`/generate`: the handler, and its answers: dicts when they are whole, events when they stream."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
 import anyio.to_thread
+import orjson
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from runtime.request import Chunk, Request, SamplingParams
-from serve.body import parse_object, read_body
-from serve.core import EngineCore
+from runtime.request import Chunk, Finish, Logprobs, Request, SamplingParams
 from serve.decode import decode
-from serve.errors import Dialect, native_body
-from serve.native.answers import Answers
+from serve.endpoint import json_response, parse_object, read_all_or_disconnect, read_body
+from serve.errors import ErrorFormat, native_body
 from serve.native.schema import GenerateBody, requests_of
-from serve.replies import json_response, submit_all, wait_all
+from serve.output_streams import submit_all
 from serve.sse import EventStream
 
-DIALECT = Dialect(
+if TYPE_CHECKING:
+    from runtime.actors.engine_core import EngineCore
+
+ERROR_FORMAT = ErrorFormat(
     native_body,
     {name: f"sampling_params.{name}" for name in SamplingParams.__dataclass_fields__},
 )
 
+TokenText = Callable[[int], str]
 
-class GenerateDoor:
-    """Prompt or prompts in, text and ids out, whole or streamed."""
 
-    def __init__(self, core: EngineCore, *, max_body_bytes: int) -> None:
-        self._core = core
-        self._max_body_bytes = max_body_bytes
+async def generate(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    """Prompt or prompts in, text and token ids out, whole or streamed."""
+    body, requests = await read_body(http, partial(_read, core))
+    single = not body.is_batch and requests[0].sampling.n == 1
+    answers = GenerateAnswers(core, requests, indexed=not single)
+    streams = submit_all(core, requests)
+    if body.stream:
+        return EventStream(streams, answers, ERROR_FORMAT)
+    chunks = await read_all_or_disconnect(streams, http.receive)
+    if any(request.logprobs for request in requests):  # long lists
+        return await anyio.to_thread.run_sync(_response, answers, chunks, single)
+    return _response(answers, chunks, single)
 
-    async def generate(self, http: HttpRequest) -> ASGIApp:
-        body, requests = await read_body(http, self._read, limit=self._max_body_bytes)
-        core = self._core
-        single = not body.is_batch and requests[0].sampling.n == 1
-        answers = Answers(
-            requests,
-            indexed=not single,
-            weight_version=core.plan.serve.weight_version,
-            token_text=core.tokenizer.token_text if core.tokenizer else None,
+
+def _read(core: EngineCore, raw: bytes) -> tuple[GenerateBody, list[Request]]:
+    body = decode(GenerateBody, parse_object(raw))
+    return body, requests_of(body, core)
+
+
+def _response(answers: GenerateAnswers, chunks: Sequence[Sequence[Chunk]], single: bool) -> Response:
+    found = answers.whole(chunks)
+    return json_response(found[0] if single else found)
+
+
+class GenerateAnswers:
+    """Makes the answers of one call to `/generate`, or to `Engine.generate`.
+
+    `indexed`: events carry the number of their choice, counted prompt by prompt.
+    """
+
+    def __init__(self, core: EngineCore, requests: Sequence[Request], *, indexed: bool) -> None:
+        self._requests = requests
+        self._indexed = indexed
+        self._weight_version = core.plan.serve.weight_version
+        self._token_text = core.tokenizer.token_text if core.tokenizer else None
+        self._started_s = time.perf_counter()
+        self._growing: dict[tuple[int, int], _Growing] = {}
+
+    def whole(self, answers: Sequence[Sequence[Chunk]]) -> list[dict[str, Any]]:
+        """Prompt by prompt, choice by choice."""
+        return [
+            {
+                "text": chunk.text,
+                "output_ids": chunk.ids,
+                "meta_info": self._meta(request, chunk) | self._logprobs(request, chunk),
+            }
+            for request, chunks in zip(self._requests, answers, strict=True)
+            for chunk in chunks
+        ]
+
+    def embeddings(self, answers: Sequence[Sequence[Chunk]]) -> list[dict[str, Any]]:
+        """Prompt by prompt, for requests that want a vector."""
+        return [
+            {"embedding": chunk.embedding, "meta_info": self._meta(request, chunk)}
+            for request, chunks in zip(self._requests, answers, strict=True)
+            for chunk in chunks
+        ]
+
+    # --- streaming: see serve.sse.Encoder ---
+
+    def events(self, request_index: int, chunks: Sequence[Chunk]) -> bytes:
+        return b"".join([self._event(request_index, chunk) for chunk in chunks])
+
+    def closing(self) -> bytes:
+        return b""
+
+    def _event(self, request_index: int, chunk: Chunk) -> bytes:
+        request = self._requests[request_index]
+        growing = self._growing.get((request_index, chunk.index))
+        if growing is None:
+            tail = self._tail(request, request_index * request.sampling.n + chunk.index)
+            growing = self._growing[request_index, chunk.index] = _Growing(tail)
+        growing.add_text(chunk.text)
+        if request.logprobs is not None:
+            growing.add_lists(self._logprobs(request, chunk))
+        usage = chunk.usage
+        late = b""
+        if chunk.finish is not None:
+            late = b',"e2e_latency":%.6f' % (time.perf_counter() - self._started_s)
+        return b'data: {"text":"%b","output_ids":%b,"meta_info":{"finish_reason":%b,%b%b%b,%b' % (
+            growing.text,
+            orjson.dumps(chunk.ids),
+            b"null" if chunk.finish is None else orjson.dumps(finish_reason(chunk.finish)),
+            b'"prompt_tokens":%d,"completion_tokens":%d,"cached_tokens":%d' % usage,
+            late,
+            growing.lists_json(),
+            growing.tail,
         )
-        replies = submit_all(core, requests)
-        if body.stream:
-            return EventStream(replies, answers, DIALECT)
-        chunks = await wait_all(replies, http.receive)
-        if any(request.logprobs for request in requests):  # long lists
-            return await anyio.to_thread.run_sync(self._answer, answers, chunks, single)
-        return self._answer(answers, chunks, single)
 
-    def _answer(self, answers: Answers, chunks: list[list[Chunk]], single: bool) -> Response:
-        found = answers.whole(chunks)
-        return json_response(found[0] if single else found)
+    def _tail(self, request: Request, number: int) -> bytes:
+        """The end of every event of one choice."""
+        names = orjson.dumps({"id": request.label, "weight_version": self._weight_version})[1:]
+        index = b',"index":%d' % number if self._indexed else b""
+        return names + index + b"}\n\n"
 
-    def _read(self, raw: bytes) -> tuple[GenerateBody, list[Request]]:
-        body = decode(GenerateBody, parse_object(raw))
-        return body, requests_of(body, self._core)
+    # --- both ---
+
+    def _meta(self, request: Request, chunk: Chunk) -> dict[str, Any]:
+        return {
+            "id": request.label,
+            "finish_reason": finish_reason(chunk.finish),
+            "prompt_tokens": chunk.usage.prompt,
+            "weight_version": self._weight_version,
+            "completion_tokens": chunk.usage.output,
+            "cached_tokens": chunk.usage.cached,
+            "e2e_latency": time.perf_counter() - self._started_s,
+        }
+
+    def _logprobs(self, request: Request, chunk: Chunk) -> dict[str, list[Any]]:
+        wanted = request.logprobs
+        if wanted is None:
+            return {}
+        text = self._token_text if wanted.text else None
+        lists: dict[str, list[Any]] = {}
+        for side, logprobs in (("input", chunk.prompt_logprobs), ("output", chunk.logprobs)):
+            found = logprobs or Logprobs([], [], [])
+            lists[f"{side}_token_logprobs"] = _entries(found.chosen, text)
+            if wanted.top:
+                lists[f"{side}_top_logprobs"] = [_optional(pairs, text) for pairs in found.top]
+            if wanted.token_ids:
+                lists[f"{side}_token_ids_logprobs"] = [_optional(pairs, text) for pairs in found.picked]
+        return lists
+
+
+def finish_reason(finish: Finish | None) -> dict[str, Any] | None:
+    """As `meta_info` says it."""
+    if finish is None:
+        return None
+    if finish.kind == "stop":
+        return {"type": "stop", "matched": finish.matched}
+    if finish.kind == "length":
+        return {"type": "length", "length": finish.length}
+    message = finish.message or "Aborted."
+    return {"type": "abort", "message": message, "status_code": None, "err_type": None}
+
+
+def _entries(pairs: Iterable[tuple[float | None, int]], text: TokenText | None) -> list[list[Any]]:
+    return [[logprob, token_id, text(token_id) if text else None] for logprob, token_id in pairs]
+
+
+def _optional(pairs: Sequence[tuple[float, int]] | None, text: TokenText | None) -> list[list[Any]] | None:
+    return None if pairs is None else _entries(pairs, text)
+
+
+class _Growing:
+    """What the events of one choice repeat and extend, kept as JSON so that nothing is written twice."""
+
+    __slots__ = ("lists", "tail", "text")
+
+    def __init__(self, tail: bytes) -> None:
+        self.tail = tail
+        self.text = bytearray()  # a JSON string without its quotes
+        self.lists: dict[str, bytearray] = {}  # JSON lists without their brackets
+
+    def add_text(self, text: str) -> None:
+        self.text += orjson.dumps(text)[1:-1]
+
+    def add_lists(self, lists: dict[str, list[Any]]) -> None:
+        for name, items in lists.items():
+            grown = self.lists.setdefault(name, bytearray())
+            if items:
+                if grown:
+                    grown += b","
+                grown += orjson.dumps(items)[1:-1]
+
+    def lists_json(self) -> bytes:
+        return b"".join([b',"%b":[%b]' % (name.encode(), items) for name, items in self.lists.items()])

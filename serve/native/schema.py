@@ -1,18 +1,20 @@
-"""What `/generate` takes, and the requests it becomes."""
+"""The body of `/generate`, and the requests it becomes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 from uuid import uuid4
 
 from runtime.errors import InvalidRequest
 from runtime.request import LogprobParams, Request, SamplingParams
-from serve.core import EngineCore
 from serve.decode import Length, NotBuilt
 from serve.errors import renamed
 from serve.sampling import sampling_params
+
+if TYPE_CHECKING:
+    from runtime.actors.engine_core import EngineCore
 
 MAX_PROMPTS = 1024
 MAX_CHOICES_IN_ALL = 4096  # prompts times n
@@ -70,12 +72,12 @@ def requests_of(body: GenerateBody, core: EngineCore) -> list[Request]:
         Request(
             text=prompt if isinstance(prompt, str) else None,
             ids=None if isinstance(prompt, str) else tuple(prompt),
-            sampling=sampling[place],
-            logprobs=logprobs[place],
+            sampling=sampling[index],
+            logprobs=logprobs[index],
             truncate=core.plan.serve.allow_auto_truncate,
-            label=labels[place],
+            label=labels[index],
         )
-        for place, prompt in enumerate(prompts)
+        for index, prompt in enumerate(prompts)
     ]
 
 
@@ -83,7 +85,7 @@ def check_choices(num_prompts: int, n: int) -> None:
     if num_prompts * n > MAX_CHOICES_IN_ALL:
         raise InvalidRequest(
             f"{num_prompts} prompts times n = {n} make {num_prompts * n} choices; "
-            f"at most {MAX_CHOICES_IN_ALL} are taken at once.",
+            f"at most {MAX_CHOICES_IN_ALL} are accepted at once.",
             param="n",
         )
 
@@ -96,9 +98,9 @@ def _prompts(body: GenerateBody) -> Sequence[str | list[int]]:
     given: Any = body.input_ids if body.text is None else body.text
     name = "input_ids" if body.text is None else "text"
     prompts = given if body.is_batch else [given]
-    for place, prompt in enumerate(prompts):
+    for index, prompt in enumerate(prompts):
         if not prompt:
-            param = f"{name}.{place}" if body.is_batch else name
+            param = f"{name}.{index}" if body.is_batch else name
             raise InvalidRequest(f"{param} must not be empty.", param=param)
     return prompts
 
@@ -109,8 +111,8 @@ def _sampling(body: GenerateBody, core: EngineCore, count: int) -> list[Sampling
         return [sampling_params(asked or {}, preferred, path="sampling_params")] * count
     _check_length(asked, count, "sampling_params")
     return [
-        sampling_params(params, preferred, path=f"sampling_params.{place}")
-        for place, params in enumerate(asked)
+        sampling_params(params, preferred, path=f"sampling_params.{index}")
+        for index, params in enumerate(asked)
     ]
 
 
@@ -123,7 +125,7 @@ def _labels(body: GenerateBody, count: int) -> Sequence[str]:
 def labels_of(rid: str | list[str], count: int, *, is_batch: bool) -> Sequence[str]:
     """The client's names for its prompts: a single one is numbered in a batch."""
     if isinstance(rid, str):
-        return [f"{rid}_{place}" for place in range(count)] if is_batch else [rid]
+        return [f"{rid}_{index}" for index in range(count)] if is_batch else [rid]
     _check_length(rid, count, "rid")
     return rid
 
@@ -132,28 +134,28 @@ def _logprobs(body: GenerateBody, count: int) -> list[LogprobParams | None]:
     wanted = _spread(body.return_logprob, count, "return_logprob")
     starts = _spread(body.logprob_start_len, count, "logprob_start_len")
     tops = _spread(body.top_logprobs_num, count, "top_logprobs_num")
-    picked = body.token_ids_logprob or []
-    if any(isinstance(ids, list) or ids is None for ids in picked):
-        _check_length(picked, count, "token_ids_logprob")
+    requested = body.token_ids_logprob or []
+    if any(isinstance(ids, list) or ids is None for ids in requested):
+        _check_length(requested, count, "token_ids_logprob")
     else:
-        picked = [picked] * count
+        requested = [requested] * count
     found: list[LogprobParams | None] = []
-    for place in range(count):
-        if not wanted[place]:
+    for index in range(count):
+        if not wanted[index]:
             found.append(None)
             continue
         try:
             found.append(
                 LogprobParams(
-                    start=starts[place],
-                    top=tops[place],
-                    token_ids=tuple(picked[place] or ()),  # pyright: ignore[reportArgumentType]
+                    start=starts[index],
+                    top=tops[index],
+                    token_ids=tuple(requested[index] or ()),  # pyright: ignore[reportArgumentType]
                     text=body.return_text_in_logprobs,
                 )
             )
         except InvalidRequest as error:
             name = str(error.param)
-            param = f"{name}.{place}" if isinstance(getattr(body, name), list) and body.is_batch else name
+            param = f"{name}.{index}" if isinstance(getattr(body, name), list) and body.is_batch else name
             raise renamed(error, param) from None
     return found
 

@@ -1,18 +1,21 @@
-"""What every OpenAI answer begins with, and how its events are put together from ready bytes."""
+"""What chat and completion answers have in common: the fields they begin with, events as bytes, token counts."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from serve.core import EngineCore
+from runtime.request import Usage
+
+if TYPE_CHECKING:
+    from runtime.actors.engine_core import EngineCore
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class AnswerHeader:
     """The same in every event of one answer."""
 
     id: str
@@ -22,7 +25,7 @@ class Head:
     cache_report: bool
 
     @classmethod
-    def of(cls, core: EngineCore, label: str, model: str) -> Head:
+    def of(cls, core: EngineCore, label: str, model: str) -> AnswerHeader:
         serve = core.plan.serve
         return cls(label, int(time.time()), model, serve.weight_version, serve.cache_report)
 
@@ -42,3 +45,38 @@ class Head:
 def event_end(usage: dict[str, Any] | None = None) -> bytes:
     """An event from the end of its choices."""
     return b'],"usage":' + orjson.dumps(usage) + b"}\n\n"
+
+
+class UsageCount:
+    """Adds up the usage of all choices. A prompt counts once however many choices it has."""
+
+    def __init__(self, *, cache_report: bool) -> None:
+        self._cache_report = cache_report
+        self._latest: dict[tuple[int, int], Usage] = {}
+
+    def note(self, request_index: int, index: int, usage: Usage) -> None:
+        """The usage so far of one choice of the prompt at `request_index`."""
+        self._latest[request_index, index] = usage
+
+    def total(self) -> dict[str, Any]:
+        """The `usage` object."""
+        first = {
+            request_index: usage for (request_index, _), usage in sorted(self._latest.items(), reverse=True)
+        }
+        prompt = sum(usage.prompt for usage in first.values())
+        cached = sum(usage.cached for usage in first.values())
+        return self._usage(prompt, sum(usage.output for usage in self._latest.values()), cached)
+
+    def so_far(self, usage: Usage) -> dict[str, Any]:
+        """The `usage` object of one choice."""
+        return self._usage(*usage)
+
+    def _usage(self, prompt: int, output: int, cached: int) -> dict[str, Any]:
+        details = {"cached_tokens": cached} if self._cache_report and cached > 0 else None
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": output,
+            "total_tokens": prompt + output,
+            "prompt_tokens_details": details,
+            "reasoning_tokens": 0,
+        }

@@ -1,32 +1,40 @@
-"""/v1/completions."""
+"""`/v1/completions`: the handler, and the answer, whole or streamed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import anyio.to_thread
+import orjson
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from runtime.errors import InvalidRequest
-from runtime.request import Chunk, LogprobParams, Request
-from serve.body import read_body, require_json
-from serve.core import EngineCore
-from serve.errors import Dialect, openai_body
+from runtime.request import Chunk, Finish, LogprobParams, Logprobs, Request
+from serve.endpoint import json_response, read_all_or_disconnect, read_body, require_json
+from serve.errors import ErrorFormat, openai_body
 from serve.native.schema import check_choices, labels_of
-from serve.openai.answers import Head
-from serve.openai.completion_answers import CompletionAnswers
-from serve.openai.requests import check_model, decode_body, sampling_of
-from serve.openai.schema import NAMES, CompletionBody
-from serve.replies import json_response, submit_all, wait_all
+from serve.openai.answers import AnswerHeader, UsageCount, event_end
+from serve.openai.logprobs import CompletionLogprobs
+from serve.openai.models import check_model
+from serve.openai.requests import decode_body, sampling_of
+from serve.openai.schema import NAMES, CompletionBody, StreamOptions
+from serve.output_streams import submit_all
 from serve.sse import EventStream
 
-DIALECT = Dialect(
+if TYPE_CHECKING:
+    from runtime.actors.engine_core import EngineCore
+    from runtime.tokenizer.tokenizer import Tokenizer
+
+ERROR_FORMAT = ErrorFormat(
     openai_body, {**NAMES, "text": "prompt", "input_ids": "prompt", "top_logprobs_num": "logprobs"}
 )
+KIND = "text_completion"
 TEMPERATURE = 1.0  # of this endpoint, where neither the model nor the user says another
 
 
@@ -40,67 +48,61 @@ class _Call:
     echoes: list[str] | None  # the prompts' texts
 
 
-class CompletionsDoor:
+async def create(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """Prompts in, their continuations out, whole or streamed."""
+    require_json(http)
+    call = await read_body(http, partial(_read, core))
+    body = call.body
+    label = body.rid if isinstance(body.rid, str) else call.requests[0].label
+    answers = CompletionAnswers(
+        AnswerHeader.of(core, label, call.model),
+        core.tokenizer,
+        call.requests,
+        echoes=call.echoes,
+        options=body.stream_options,
+    )
+    streams = submit_all(core, call.requests)
+    if body.stream:
+        return EventStream(streams, answers, ERROR_FORMAT)
+    chunks = await read_all_or_disconnect(streams, http.receive)
+    if body.logprobs is not None:  # long lists
+        return await anyio.to_thread.run_sync(_response, answers, chunks)
+    return _response(answers, chunks)
 
-    def __init__(self, core: EngineCore, *, max_body_bytes: int) -> None:
-        self._core = core
-        self._max_body_bytes = max_body_bytes
 
-    async def complete(self, http: HttpRequest) -> ASGIApp:
-        require_json(http)
-        call = await read_body(http, self._read, limit=self._max_body_bytes)
-        core, body = self._core, call.body
-        label = body.rid if isinstance(body.rid, str) else call.requests[0].label
-        answers = CompletionAnswers(
-            Head.of(core, label, call.model),
-            core.tokenizer,
-            call.requests,
-            echoes=call.echoes,
-            options=body.stream_options,
+def _response(answers: CompletionAnswers, chunks: Sequence[Sequence[Chunk]]) -> Response:
+    return json_response(answers.whole(chunks))
+
+
+def _read(core: EngineCore, raw: bytes) -> _Call:
+    body = decode_body(CompletionBody, raw)
+    tokenizer = core.tokenizer
+    if tokenizer is None:
+        raise InvalidRequest("This server has no tokenizer; use /generate with input_ids.", param="prompt")
+    model = check_model(core, body.model)
+    if body.best_of is not None and body.best_of != body.n:
+        raise InvalidRequest("best_of is not built yet; leave it out or make it n.", param="best_of")
+    if body.max_tokens == 0 and not body.echo:
+        raise InvalidRequest("max_tokens must be at least 1 unless echo is true.", param="max_tokens")
+    prompts, is_batch = _prompts(body)
+    check_choices(len(prompts), body.n)
+    sampling = sampling_of(core, body, max_tokens=body.max_tokens, temperature=TEMPERATURE)
+    logprobs = _logprobs(body)
+    rid = body.rid or uuid4().hex
+    labels = labels_of(rid, len(prompts), is_batch=is_batch)
+    requests = [
+        Request(
+            text=prompt if isinstance(prompt, str) else None,
+            ids=None if isinstance(prompt, str) else tuple(prompt),
+            sampling=sampling,
+            logprobs=logprobs,
+            truncate=core.plan.serve.allow_auto_truncate,
+            label=label,
         )
-        replies = submit_all(core, call.requests)
-        if body.stream:
-            return EventStream(replies, answers, DIALECT)
-        chunks = await wait_all(replies, http.receive)
-        if body.logprobs is not None:  # long lists
-            return await anyio.to_thread.run_sync(self._answer, answers, chunks)
-        return self._answer(answers, chunks)
-
-    def _answer(self, answers: CompletionAnswers, chunks: Sequence[Sequence[Chunk]]) -> Response:
-        return json_response(answers.whole(chunks))
-
-    def _read(self, raw: bytes) -> _Call:
-        core, body = self._core, decode_body(CompletionBody, raw)
-        tokenizer = core.tokenizer
-        if tokenizer is None:
-            raise InvalidRequest(
-                "This server has no tokenizer; use /generate with input_ids.", param="prompt"
-            )
-        model = check_model(core, body.model)
-        if body.best_of is not None and body.best_of != body.n:
-            raise InvalidRequest("best_of is not built yet; leave it out or make it n.", param="best_of")
-        if body.max_tokens == 0 and not body.echo:
-            raise InvalidRequest("max_tokens must be at least 1 unless echo is true.", param="max_tokens")
-        prompts, is_batch = _prompts(body)
-        check_choices(len(prompts), body.n)
-        sampling = sampling_of(core, body, max_tokens=body.max_tokens, temperature=TEMPERATURE)
-        logprobs = _logprobs(body)
-        rid = body.rid or uuid4().hex
-        labels = labels_of(rid, len(prompts), is_batch=is_batch)
-        requests = [
-            Request(
-                text=prompt if isinstance(prompt, str) else None,
-                ids=None if isinstance(prompt, str) else tuple(prompt),
-                sampling=sampling,
-                logprobs=logprobs,
-                truncate=core.plan.serve.allow_auto_truncate,
-                label=label,
-            )
-            for prompt, label in zip(prompts, labels, strict=True)
-        ]
-        echoes = [p if isinstance(p, str) else tokenizer.decode(p) for p in prompts] if body.echo else None
-        return _Call(body, model, requests, echoes)
+        for prompt, label in zip(prompts, labels, strict=True)
+    ]
+    echoes = [p if isinstance(p, str) else tokenizer.decode(p) for p in prompts] if body.echo else None
+    return _Call(body, model, requests, echoes)
 
 
 def _prompts(body: CompletionBody) -> tuple[Sequence[str | list[int]], bool]:
@@ -112,9 +114,9 @@ def _prompts(body: CompletionBody) -> tuple[Sequence[str | list[int]], bool]:
         return [prompt], False
     if isinstance(prompt[0], int):
         return [prompt], False  # pyright: ignore[reportReturnType]
-    for place, item in enumerate(prompt):
+    for index, item in enumerate(prompt):
         if not item:
-            raise InvalidRequest(f"prompt.{place} must not be empty.", param=f"prompt.{place}")
+            raise InvalidRequest(f"prompt.{index} must not be empty.", param=f"prompt.{index}")
     return prompt, True  # pyright: ignore[reportReturnType]
 
 
@@ -122,3 +124,121 @@ def _logprobs(body: CompletionBody) -> LogprobParams | None:
     if body.logprobs is None:
         return None
     return LogprobParams(start=0 if body.echo else -1, top=body.logprobs, text=True)
+
+
+# --- the answer ---
+
+
+class CompletionAnswers:
+    """Makes the answer of one call. Choices are numbered prompt by prompt: request_index * n + index.
+
+    `echoes` are the prompts' texts when the answer repeats them.
+    """
+
+    def __init__(
+        self,
+        header: AnswerHeader,
+        tokenizer: Tokenizer | None,
+        requests: Sequence[Request],
+        *,
+        echoes: Sequence[str] | None,
+        options: StreamOptions | None,
+    ) -> None:
+        self._header = header
+        self._tokenizer = tokenizer
+        self._requests = requests
+        self._echoes = echoes
+        self._options = options or StreamOptions()
+        self._usage = UsageCount(cache_report=header.cache_report)
+        self._logprobs: dict[int, CompletionLogprobs] = {}
+        self._start = header.event_start(KIND)
+        self._end = event_end()
+        self._before_text: dict[int, bytes] = {}
+
+    def whole(self, answers: Sequence[Sequence[Chunk]]) -> dict[str, Any]:
+        """The `text_completion` object; one finished chunk per choice."""
+        choices = []
+        for request_index, chunks in enumerate(answers):
+            for chunk in chunks:
+                number, text = self._number(request_index, chunk), self._echo(request_index) + chunk.text
+                self._usage.note(request_index, chunk.index, chunk.usage)
+                finish = chunk.finish or Finish("abort")
+                choices.append(
+                    {
+                        "index": number,
+                        "text": text,
+                        "logprobs": self._piece(request_index, number, chunk, text),
+                        "finish_reason": finish.kind,
+                        "matched_stop": finish.matched,
+                    }
+                )
+        return self._header.whole(KIND, choices, self._usage.total())
+
+    # --- streaming: see serve.sse.Encoder ---
+
+    def events(self, request_index: int, chunks: Sequence[Chunk]) -> bytes:
+        parts: list[bytes] = []
+        for chunk in chunks:
+            number, text = self._number(request_index, chunk), chunk.text
+            before = self._before_text.get(number)
+            if before is None:
+                before = self._before_text[number] = self._start + b'{"index":%d,"text":' % number
+                text = self._echo(request_index) + text
+            self._usage.note(request_index, chunk.index, chunk.usage)
+            if not text and chunk.finish is None and chunk.logprobs is None:
+                continue
+            parts += (
+                before,
+                orjson.dumps(text),
+                self._rest(request_index, number, chunk, text),
+                self._event_end(chunk),
+            )
+        return b"".join(parts)
+
+    def closing(self) -> bytes:
+        return self._start + event_end(self._usage.total()) if self._options.include_usage else b""
+
+    def _rest(self, request_index: int, number: int, chunk: Chunk, text: str) -> bytes:
+        """A choice from the end of its text."""
+        if chunk.finish is None and chunk.logprobs is None:
+            return b',"logprobs":null,"finish_reason":null,"matched_stop":null}'
+        finish = chunk.finish
+        fields = {
+            "logprobs": self._piece(request_index, number, chunk, text),
+            "finish_reason": finish.kind if finish else None,
+            "matched_stop": finish.matched if finish else None,
+        }
+        return b"," + orjson.dumps(fields)[1:]
+
+    def _event_end(self, chunk: Chunk) -> bytes:
+        if self._options.continuous_usage_stats:
+            return event_end(self._usage.so_far(chunk.usage))
+        return self._end
+
+    # --- both ---
+
+    def _number(self, request_index: int, chunk: Chunk) -> int:
+        return request_index * self._requests[request_index].sampling.n + chunk.index
+
+    def _echo(self, request_index: int) -> str:
+        return self._echoes[request_index] if self._echoes is not None else ""
+
+    def _piece(self, request_index: int, number: int, chunk: Chunk, text: str) -> dict[str, Any] | None:
+        """The logprobs object for the tokens of `text`, those of an echoed prompt included."""
+        request, tokenizer = self._requests[request_index], self._tokenizer
+        if request.logprobs is None or tokenizer is None:
+            return None
+        pieces = self._logprobs.get(number)
+        if pieces is None:
+            pieces = self._logprobs[number] = CompletionLogprobs(
+                tokenizer,
+                top=request.logprobs.top,
+                skip_special_tokens=request.sampling.skip_special_tokens,
+            )
+        return pieces.piece(_joined(chunk.prompt_logprobs, chunk.logprobs), text)
+
+
+def _joined(prompt: Logprobs | None, output: Logprobs | None) -> Logprobs:
+    empty = Logprobs([], [], [])
+    first, second = prompt or empty, output or empty
+    return Logprobs(first.chosen + second.chosen, first.top + second.top, first.picked + second.picked)

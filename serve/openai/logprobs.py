@@ -17,8 +17,8 @@ LOWEST = -9999.0  # stands for minus infinity, which JSON has not
 def chat_logprobs(logprobs: Logprobs, tokenizer: Tokenizer) -> dict[str, Any]:
     """`{"content": [{token, bytes, logprob, top_logprobs}]}`."""
     content = []
-    for place, (logprob, token_id) in enumerate(logprobs.chosen):
-        alternatives = logprobs.top[place] if logprobs.top else None
+    for index, (logprob, token_id) in enumerate(logprobs.chosen):
+        alternatives = logprobs.top[index] if logprobs.top else None
         top = [_chat_token(tokenizer, token, value) for value, token in alternatives or ()]
         content.append({**_chat_token(tokenizer, token_id, logprob), "top_logprobs": top})
     return {"content": content, "refusal": None}
@@ -57,13 +57,13 @@ class CompletionLogprobs:
         the first token's leading space is shown."""
         ids = [token_id for _, token_id in logprobs.chosen]
         return {
-            "text_offset": [self._place(token_id, text) for token_id in ids],
+            "text_offset": [self._text_offset(token_id, text) for token_id in ids],
             "token_logprobs": [None if value is None else _finite(value) for value, _ in logprobs.chosen],
             "tokens": [self._tokenizer.token_text(token_id) for token_id in ids],
             "top_logprobs": self._alternatives(logprobs) if self._top else None,
         }
 
-    def _place(self, token_id: int, text: str) -> int:
+    def _text_offset(self, token_id: int, text: str) -> int:
         offset = self._offset
         if token_id not in self._left_out:
             shown = self._decoder.decode(self._tokenizer.token_bytes(token_id) or b"")
@@ -76,8 +76,8 @@ class CompletionLogprobs:
     def _alternatives(self, logprobs: Logprobs) -> Sequence[Mapping[str, float] | None]:
         """Per token the best ones and the token itself; null where nothing precedes it."""
         found: list[Mapping[str, float] | None] = []
-        for place, (value, token_id) in enumerate(logprobs.chosen):
-            pairs = logprobs.top[place] if logprobs.top else None
+        for index, (value, token_id) in enumerate(logprobs.chosen):
+            pairs = logprobs.top[index] if logprobs.top else None
             if value is None or pairs is None:
                 found.append(None)
                 continue

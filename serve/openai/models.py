@@ -1,49 +1,60 @@
-"""/v1/models: the one model that is served."""
+"""`/v1/models`: the one model that is served, and the names it answers to."""
 
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp
 
-from serve.core import EngineCore
-from serve.replies import json_response
+from runtime.errors import NotFound
+from serve.endpoint import json_response
+
+if TYPE_CHECKING:
+    from runtime.actors.engine_core import EngineCore
+
+ANY_MODEL = "default"  # what clients of this API send when they do not choose
+STARTED_S = int(time.time())
 
 
-class ModelsDoor:
-    """Lists the model and describes it."""
+def check_model(core: EngineCore, model: str | None) -> str:
+    """The name to answer with. Raises `NotFound` for a model that is not served here."""
+    serve = core.plan.serve
+    if model is None:
+        return serve.served_model_name
+    if model not in (serve.served_model_name, core.plan.model.path, core.facts.path, ANY_MODEL):
+        raise NotFound(f"The model '{model[:200]}' does not exist.", param="model")
+    return model
 
-    def __init__(self, core: EngineCore) -> None:
-        self._core = core
-        self._created_s = int(time.time())
 
-    async def list(self, http: HttpRequest) -> ASGIApp:
-        return json_response({"object": "list", "data": [self._card()]})
+async def list_models(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    return json_response({"object": "list", "data": [_card(core)]})
 
-    async def one(self, http: HttpRequest) -> ASGIApp:
-        """The card of the model by its name, or 404."""
-        model = http.path_params["model"]
-        card = self._card()
-        if model == card["id"]:
-            return json_response(card)
-        error = {
-            "message": f"The model '{model[:200]}' does not exist",
-            "type": "invalid_request_error",
-            "param": "model",
-            "code": "model_not_found",
-        }
-        return json_response({"error": error}, 404)
 
-    def _card(self) -> dict[str, Any]:
-        plan = self._core.plan
-        return {
-            "id": plan.serve.served_model_name,
-            "object": "model",
-            "created": self._created_s,
-            "owned_by": "penstock",
-            "root": plan.serve.served_model_name,
-            "parent": None,
-            "max_model_len": plan.model.context_length,
-        }
+async def retrieve_model(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    """The card of the model by its name, or 404."""
+    model = http.path_params["model"]
+    card = _card(core)
+    if model == card["id"]:
+        return json_response(card)
+    error = {
+        "message": f"The model '{model[:200]}' does not exist",
+        "type": "invalid_request_error",
+        "param": "model",
+        "code": "model_not_found",
+    }
+    return json_response({"error": error}, 404)
+
+
+def _card(core: EngineCore) -> dict[str, Any]:
+    plan = core.plan
+    return {
+        "id": plan.serve.served_model_name,
+        "object": "model",
+        "created": STARTED_S,
+        "owned_by": "penstock",
+        "root": plan.serve.served_model_name,
+        "parent": None,
+        "max_model_len": plan.model.context_length,
+    }

@@ -1,19 +1,19 @@
-"""From an OpenAI body to what the engine understands: the parts that both endpoints share."""
+"""From an OpenAI body to the engine's request: what chat and completions have in common."""
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from runtime.errors import InvalidRequest, NotFound
+from runtime.errors import InvalidRequest
 from runtime.request import SamplingParams
-from serve.body import parse_object
-from serve.core import EngineCore
 from serve.decode import decode
+from serve.endpoint import parse_object
 from serve.errors import renamed
 from serve.openai.schema import NAMES, OpenAIBody
 from serve.sampling import generation_defaults, sampling_params
 
-ANY_MODEL = "default"  # what clients of this API family send when they do not care
+if TYPE_CHECKING:
+    from runtime.actors.engine_core import EngineCore
 
 Body = TypeVar("Body", bound=OpenAIBody)
 
@@ -41,16 +41,6 @@ def decode_body(cls: type[Body], raw: bytes) -> Body:
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream to be true.", param="stream_options")
     return body
-
-
-def check_model(core: EngineCore, model: str | None) -> str:
-    """The name to answer with. Raises `NotFound` for a model that is not served here."""
-    serve = core.plan.serve
-    if model is None:
-        return serve.served_model_name
-    if model not in (serve.served_model_name, core.plan.model.path, core.facts.path, ANY_MODEL):
-        raise NotFound(f"The model '{model[:200]}' does not exist.", param="model")
-    return model
 
 
 def sampling_of(

@@ -1,6 +1,6 @@
 """Bodies of the OpenAI endpoints. Keys that are not named here are ignored, as clients expect.
 
-Accepted without effect: `user` (an identifier for abuse reports, which nobody writes here), and
+Accepted without effect: `user` (an identifier for abuse reports; this server writes none), and
 `separate_reasoning` and `stream_reasoning` (there is no reasoning parser yet).
 """
 

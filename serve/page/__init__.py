@@ -1,4 +1,4 @@
-"""The chat page at `/`: plain files of this package, which the browser may not mix with anything else."""
+"""The chat page at `/`: static files of this package. Its content security policy admits no others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-# Every address of the page with its file. They are no secret: the page loads without an API key.
+# Every path of the page and its file. The page loads without an API key.
 PATHS = MappingProxyType(
     {
         "/": "chat.html",
@@ -27,7 +27,7 @@ HEADERS = {
     ),
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
-    "cache-control": "no-cache",  # an upgraded server must not meet an old script
+    "cache-control": "no-cache",  # after an upgrade the browser must not use an old script
 }
 _MEDIA_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 

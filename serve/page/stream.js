@@ -1,4 +1,4 @@
-// The server's API: one chat completion as a stream of events.
+// A client of the server's API: one chat completion as a stream of events.
 
 /** What the server refused or broke off. `status` is 0 where it could not be reached. */
 export class ServerError extends Error {

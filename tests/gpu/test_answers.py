@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("gemma", "gemma2", "llama", "mistral", "phi3", "qwen2", "qwen3", "qwen3_moe")
 WAYS: dict[str, dict[str, Any]] = {
     "as it comes": {},
     "no graphs": {"disable_cuda_graph": True},

@@ -12,7 +12,7 @@ FIRST_TOKEN_S, FIRST_TOKEN_EVER_S = 15.0, 60.0
 
 
 def test_the_benchmark_measures_every_row(device: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from serve.bench.__main__ import main
+    from bench.__main__ import main
 
     assert main(["gpu", "--device", device, "--shape", "tiny"]) == 0
     assert "not measured" not in capsys.readouterr().out
@@ -22,8 +22,8 @@ def test_a_cold_server_of_8_billion_weights_gives_a_token_in_time(device: str, t
     """Twice with the same folder for compiled kernels: the first start of all compiles them."""
     import anyio
 
-    from serve.bench.checkpoints import SHAPES, write_description
-    from serve.bench.gpu.cold_row import first_token
+    from bench.checkpoints import SHAPES, write_description
+    from bench.gpu.cold_row import first_token
 
     write_description(SHAPES["L8"], tmp_path)
     words = ["--model-path", str(tmp_path), "--load-format", "dummy", "--device", device]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import platform
-import shutil
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from ops.cpp.build import FLAGS, build
+from ops.cpp.build import FLAGS
 from ops.cpp.executor import Executor
-from ops.cpp.library import Library
+from ops.cpp.library import Library, load
+from ops.machine import Machine
 
 NATIVE = "-march=native"
 NO_MATRIX_UNIT = (NATIVE, "-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")
@@ -24,6 +24,9 @@ LESSER = {  # what a processor may lack
     "AVX2": ("-march=x86-64-v3",),
     "SSE2": ("-march=x86-64",),
 }
+CHOICES: dict[str, str] = dict.fromkeys(
+    ("activation", "attention", "embedding", "kv", "matmul", "norm", "rope"), "with_cpp"
+)  # of `ops.select`: everything that a model without experts computes
 DTYPES = (torch.float32, torch.bfloat16)
 THREADS = (1, 2)
 
@@ -31,13 +34,13 @@ THREADS = (1, 2)
 @cache
 def library(*march: str) -> Library:
     """The library for this processor, or compiled with these flags instead; skips the test without a compiler."""
-    compiler = shutil.which("g++") or shutil.which("c++")
-    if compiler is None:
+    machine = Machine.probe()
+    if machine.compiler is None:
         pytest.skip("there is no C++ compiler")
     if march and platform.machine() != "x86_64":
         pytest.skip("these flags are for x86")
-    flags = tuple(flag for flag in FLAGS if flag != NATIVE) + (march or (NATIVE,))
-    return Library(build(compiler, ["tests"], flags))
+    flags = (*(flag for flag in FLAGS if flag != NATIVE), *march) if march else FLAGS
+    return load(machine.compiler, machine.cpu_flags, flags)
 
 
 def executor(num_threads: int = 2, *march: str) -> Executor:
@@ -48,10 +51,12 @@ def executor(num_threads: int = 2, *march: str) -> Executor:
 _kept = cache(executor)
 
 
-def backend(operation: str, num_threads: int = 1, *march: str, **options: Any) -> Any:
-    """The callables of an operation in C++, as attributes: like a backend's file."""
-    make = import_module(f"ops.{operation}.with_cpp").make
-    return SimpleNamespace(**make(_kept(num_threads, *march), **options))
+def backend(operation: str, num_threads: int = 1, *march: str, weight_bits: int | None = None) -> Any:
+    """The callables of an operation in C++, as attributes: like a backend's file. Weights get so many bits."""
+    callables = dict(import_module(f"ops.{operation}.with_cpp").make(_kept(num_threads, *march)))
+    if weight_bits is not None:
+        callables["prepare"] = partial(callables["prepare"], bits=weight_bits)
+    return SimpleNamespace(**callables)
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:

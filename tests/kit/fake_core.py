@@ -106,7 +106,6 @@ def make_plan(**serve: Any) -> Plan:
             chat_template=None,
         ),
         serve=ServePlan(**given | serve),
-        because={},
     )
 
 
@@ -118,6 +117,7 @@ class FakeStatus:
     num_used_tokens: int = 0
     max_total_tokens: int = 4096
     gen_throughput: float = 0.0
+    kernels: str = "C++ kernels of a test"
 
 
 class FakeCore:

@@ -11,10 +11,33 @@ from transformers import AutoModelForCausalLM
 
 import tiny_checkpoints
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
-RECORDABLE = tuple(
-    family for family in FAMILIES if family != "qwen3_moe"
-)  # whose steps are kernels in C++ alone
+FAMILIES = tuple(tiny_checkpoints.CONFIGS)
+# Whose steps no CPU graph computes, and why.
+NOT_RECORDABLE = {"qwen3_moe": "computed by torch"}  # the experts
+RECORDABLE = tuple(family for family in FAMILIES if family not in NOT_RECORDABLE)
+FACTORS = [
+    1.0,
+    1.2,
+    1.7,
+    2.5,
+]  # the same within the trained context and beyond, which transformers tells by the step
+OWN: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 21},
+    "phi3": {
+        "hidden_size": 64,
+        "sliding_window": 33,
+        "original_max_position_embeddings": 64,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+            "original_max_position_embeddings": 64,
+            "short_factor": FACTORS,
+            "long_factor": FACTORS,
+        },
+    },
+    "qwen3": {"tie_word_embeddings": True},
+}
 NUM_NEW = 24
 GREEDY = {"temperature": 0, "max_new_tokens": NUM_NEW, "ignore_eos": True}
 
@@ -22,9 +45,7 @@ GREEDY = {"temperature": 0, "max_new_tokens": NUM_NEW, "ignore_eos": True}
 @cache
 def model_path(family: str) -> str:
     """With heads that the kernels in C++ take."""
-    return tiny_checkpoints.cached(
-        family, max_position_embeddings=512, tie_word_embeddings=family == "qwen3", head_dim=16
-    )
+    return tiny_checkpoints.cached(family, max_position_embeddings=512, head_dim=16, **OWN.get(family, {}))
 
 
 @cache

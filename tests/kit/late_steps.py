@@ -27,10 +27,10 @@ from runtime.kv_cache.pools import KVPool
 from runtime.models.config import read_facts
 from runtime.models.decoder import Decoder
 from runtime.models.loader import load_model
-from runtime.worker.cuda_graph import GraphedForward
+from runtime.worker.cuda_graph import CudaGraphRunner
 from runtime.worker.device import CpuDevice, Device
 from runtime.worker.device_stream import Collect
-from runtime.worker.forward import EagerForward, Forward
+from runtime.worker.forward_batch import Forward
 from runtime.worker.launch import Launcher
 from runtime.worker.rank import Rank
 from runtime.worker.sampler import Sampler
@@ -104,17 +104,17 @@ class Steps:
             torch.float32,
             "cpu",
         )
-        self.forward: Forward = EagerForward(model(), self.pool)
+        self.forward: Forward = model()
         self.vocab_size = VOCAB_SIZE
         self._num_slots = num_slots
         self._batches: deque[Batch] = deque()
         self._collects: deque[Collect[Tokens] | OutOfMemory] = deque()
         self._make_launcher()
 
-    def use_graphs(self, buckets: Buckets, **options: Any) -> GraphedForward:
+    def use_graphs(self, buckets: Buckets, **options: Any) -> CudaGraphRunner:
         """As `use_forward`, with graphs over what there was."""
         options = {"max_pages": CONTEXT // PAGE_SIZE} | options
-        graphs = GraphedForward(self.forward, self.pool, self.device, buckets, **options)
+        graphs = CudaGraphRunner(self.forward, self.pool, self.device, buckets, **options)
         self.use_forward(graphs)
         return graphs
 

@@ -11,6 +11,7 @@ from ops.attention import AttentionInputs, token_positions
 from ops.select import Kernels, select
 from runtime.config.plan import ModelPlan
 from runtime.kv_cache.pools import KVPool
+from runtime.layers.forward_batch import ForwardBatch
 from runtime.models.config import read_facts
 from runtime.models.decoder import Decoder
 from runtime.models.loader import load_model
@@ -68,11 +69,22 @@ def compute(
     model: Decoder, ids: list[list[int]], starts: list[int], page_table: np.ndarray, pool: KVPool
 ) -> list[torch.Tensor]:
     """One step: row b computes ids[b] from position starts[b] on; float32 logits [len, V] of each row."""
+    batch = batch_of(ids, starts, page_table, pool)
+    return list(model.logits(model(batch)).split([len(row) for row in ids]))
+
+
+def batch_of(
+    ids: list[list[int]], starts: list[int], page_table: np.ndarray, pool: KVPool, **changes: Any
+) -> ForwardBatch:
+    """What the model is given: row b is ids[b] from position starts[b] on; `changes` are fields of the batch."""
     counts = [len(row) for row in ids]
-    inputs = AttentionInputs.build(starts, counts, page_table, pool.page_size)
-    token_ids = torch.tensor([token for row in ids for token in row])
-    hidden = model(token_ids, torch.from_numpy(token_positions(starts, counts)), inputs, pool)
-    return list(model.logits(hidden).split(counts))
+    values = {
+        "token_ids": torch.tensor([token for row in ids for token in row]),
+        "positions": torch.from_numpy(token_positions(starts, counts)),
+        "attention": AttentionInputs.build(starts, counts, page_table, pool.page_size),
+        "cache": pool,
+    }
+    return ForwardBatch(**{**values, **changes})
 
 
 def pool_for(model: Decoder, num_pages: int, page_size: int) -> KVPool:

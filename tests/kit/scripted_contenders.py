@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from serve.bench.cpu.work import Ids, WorkError
+from bench.cpu.work import Ids, WorkError
 
 
 class ScriptedContender:

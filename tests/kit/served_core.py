@@ -1,16 +1,23 @@
-"""A scripted core behind a real server, and the clients to reach it."""
+"""A scripted engine core behind the real web application, and the clients to reach it."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import openai
 import orjson
+from starlette.applications import Starlette
 
 import fake_core
+from serve.app import build_app
+
+
+def app_of(core: fake_core.FakeCore) -> Starlette:
+    """The application over a scripted core, which has what handlers use of an engine core."""
+    return build_app(cast(Any, core))
 
 
 @dataclass

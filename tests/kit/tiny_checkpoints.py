@@ -14,15 +14,21 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.gemma import GemmaConfig
+from transformers.models.gemma2 import Gemma2Config
 from transformers.models.llama import LlamaConfig
 from transformers.models.mistral import MistralConfig
+from transformers.models.phi3 import Phi3Config
 from transformers.models.qwen2 import Qwen2Config
 from transformers.models.qwen3 import Qwen3Config
 from transformers.models.qwen3_moe import Qwen3MoeConfig
 
 CONFIGS = {
+    "gemma": GemmaConfig,
+    "gemma2": Gemma2Config,
     "llama": LlamaConfig,
     "mistral": MistralConfig,
+    "phi3": Phi3Config,
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
     "qwen3_moe": Qwen3MoeConfig,
@@ -38,9 +44,23 @@ SHAPE = {
     "rms_norm_eps": 1e-3,  # large enough to be noticed
     "bos_token_id": 1,
     "eos_token_id": 2,
+    "pad_token_id": 0,
     "sliding_window": None,
 }
-EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "norm_topk_prob": True}
+OWN = {  # of a family
+    "gemma2": {
+        "sliding_window": 9,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+        "query_pre_attn_scalar": 5,
+    },
+    "qwen3_moe": {
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "norm_topk_prob": True,
+    },
+}
 
 
 def write(
@@ -54,8 +74,8 @@ def write(
     **config_overrides: Any,
 ) -> str:
     """Write a checkpoint without a tokenizer and return its path. Overrides are configuration fields."""
-    shape = SHAPE | EXPERTS if family.endswith("_moe") else SHAPE
-    config = CONFIGS[family](vocab_size=vocab_size, **{**shape, **config_overrides})
+    values = {**SHAPE, **OWN.get(family, {}), **config_overrides}
+    config = CONFIGS[family](vocab_size=vocab_size, **values)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     redraw(model, seed)
     model.to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size=max_shard_size)
@@ -83,9 +103,10 @@ def _scratch() -> TemporaryDirectory[str]:
 
 
 def redraw(model: PreTrainedModel, seed: int) -> None:
-    """Matrices of standard deviation 0.2, norms around 1 and biases around 0 but well off both."""
+    """Matrices of standard deviation 0.2, norms and biases around what does nothing but well off it."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
+        norm = 0.0 if model.config.model_type.startswith("gemma") else 1.0  # what a norm's weight says 1 with
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.dim() > 1:
@@ -93,7 +114,7 @@ def redraw(model: PreTrainedModel, seed: int) -> None:
             elif name.endswith("bias"):
                 parameter.copy_(0.3 * noise)
             else:
-                parameter.copy_(1 + 0.3 * noise)
+                parameter.copy_(norm + 0.3 * noise)
 
 
 def reference(path: str, token_ids: list[int]) -> torch.Tensor:

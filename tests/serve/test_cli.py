@@ -14,9 +14,9 @@ import pytest
 
 from ops.machine import Machine
 from runtime.config import Args, options
-from serve import cli, explain, guard
+from serve import WrongPackageError, check_packages, cli, explain
 from serve.__main__ import main
-from serve.usage import markdown
+from serve.usage import differences, markdown
 
 ROOT = Path(__file__).parent.parent.parent
 CONFIG = {
@@ -95,7 +95,7 @@ def test_version_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("penstock ")
 
 
-def test_explain_shows_asked_done_and_because(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_shows_asked_done_and_the_reason(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["explain", "--model", model, "--page-size", "8", "--api-key", "hush-hush", "--sm-group-num", "4"]
     assert main(words) == 0
     text = capsys.readouterr().out
@@ -122,7 +122,7 @@ def test_explain_for_another_machine(model: str, capsys: pytest.CaptureFixture[s
     assert main(["explain", "--json", "--machine", "h200", "--model", model]) == 0
     rows = {row["option"]: row for row in json.loads(capsys.readouterr().out)["options"]}
     assert rows["--device"]["done"] == "cuda"
-    assert "H200" in rows["--device"]["because"]
+    assert "H200" in rows["--device"]["reason"]
 
 
 def test_explain_without_a_model_says_what_it_can() -> None:
@@ -155,8 +155,13 @@ def test_table_in_the_documentation_is_current() -> None:
     )
 
 
-def test_own_packages_pass_the_guard() -> None:
-    guard.check_packages()
+def test_differences_in_the_documentation_are_current() -> None:
+    written = (ROOT / "docs" / "migration.md").read_text(encoding="utf-8")
+    assert differences() in written, "write them with: python -m serve explain --table differences"
+
+
+def test_own_packages_pass_the_check() -> None:
+    check_packages()
 
 
 def test_foreign_package_is_named(tmp_path: Path) -> None:
@@ -170,5 +175,5 @@ def test_foreign_package_is_named(tmp_path: Path) -> None:
 
 
 def test_missing_package_is_named() -> None:
-    with pytest.raises(guard.WrongPackageError, match="'penstock_nothing' of Penstock is missing"):
-        guard.check_packages(("penstock_nothing",))
+    with pytest.raises(WrongPackageError, match="'penstock_nothing' of Penstock is missing"):
+        check_packages(("penstock_nothing",))

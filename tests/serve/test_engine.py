@@ -11,7 +11,9 @@ import threading
 import weakref
 from typing import Any
 
+import psutil
 import pytest
+import torch
 
 import tiny_models
 from serve import ConfigurationError, Engine, EngineClosed, InvalidRequest, SyncEngine
@@ -129,11 +131,13 @@ async def test_engine_is_a_good_guest(path: str):
             (root.level, list(root.handlers)),
             len(asyncio.all_tasks()),
             sorted(thread.name for thread in threading.enumerate() if "AnyIO" not in thread.name),
+            torch.get_num_threads(),
         )
 
     before = world()
     async with Engine(path) as engine:
         await engine.generate("Once", SHORT)
+        assert psutil.Process().children() == []
         model = weakref.ref(engine.core.runners[0]._rank._model)  # pyright: ignore[reportAttributeAccessIssue]
     del engine
     assert world() == before

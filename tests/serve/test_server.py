@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import re
 import signal
 import socket
@@ -12,12 +14,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from queue import Queue
 from threading import Thread
+from typing import Any, cast
 
 import httpx
+import orjson
 import pytest
 
+import fake_core
 import greedy
+import serve.server
 import tiny_models
+from runtime.errors import EngineFailure
 
 ROOT = Path(__file__).parents[2]
 
@@ -92,8 +99,45 @@ def test_running_stream_ends_whole_after_sigterm():
         assert '"finish_reason":null' in first
         assert '"length":500' in rest[-2]
         assert rest[-1] == "data: [DONE]"
-        assert server.process.wait(timeout=30) in (0, -signal.SIGTERM)
+        assert server.process.wait(timeout=30) == 0
         assert "Traceback" not in server.rest()
+
+
+@pytest.mark.slow
+def test_second_signal_ends_running_streams_with_an_error():
+    with serving("--model-path", tiny_models.cached()) as server:
+        body = {
+            "text": "Once",
+            "stream": True,
+            "sampling_params": {"max_new_tokens": 1900, "ignore_eos": True, "n": 128},  # takes long
+        }
+        with httpx.stream("POST", f"{server.url}/generate", json=body, timeout=60) as response:
+            lines = (line for line in response.iter_lines() if line)
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            server.wait_for("Waiting for connections to close")
+            server.process.send_signal(signal.SIGTERM)
+            *_, error, done = lines
+        assert orjson.loads(error.removeprefix("data: "))["error"]["code"] == 503
+        assert done == "data: [DONE]"
+        assert server.process.wait(timeout=30) == 128 + signal.SIGTERM
+        assert "Traceback" not in server.rest()
+
+
+async def test_failure_of_the_engine_ends_the_server_and_is_logged_once(caplog: pytest.LogCaptureFixture):
+    class Failing:
+        core = fake_core.FakeCore(None)
+
+        async def wait(self) -> None:
+            raise EngineFailure("An actor of the engine died.")
+
+    reports: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: reports.append(context["message"]))
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        assert await serve.server._serve(cast(Any, Failing()), listening) == 1
+    gc.collect()  # a task reports when it is deleted
+    assert reports == []
+    assert caplog.text.count("EngineFailure: An actor of the engine died.") == 1
 
 
 def refusal(*options: str) -> str:

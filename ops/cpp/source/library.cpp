@@ -28,6 +28,35 @@ int64_t panel_width() { return PANEL; }
 int64_t byte_step() { return UNIT_BYTES; }
 int64_t max_byte_depth() { return MAX_DEPTH8; }
 
+// What the kernels were compiled to use, in the names of /proc/cpuinfo.
+const char* instruction_set() {
+    return
+#if defined(__AVX512F__)
+        "avx512f"
+#elif defined(__AVX2__)
+        "avx2"
+#elif defined(__AVX__)
+        "avx"
+#elif defined(__x86_64__)
+        "sse2"
+#else
+        "generic"
+#endif
+#if defined(__AVX512VNNI__)
+        " avx512_vnni"
+#endif
+#if defined(__AVX512BF16__)
+        " avx512_bf16"
+#endif
+#if defined(PENSTOCK_MATRIX_UNIT)
+        " amx_bf16 amx_int8"
+#endif
+        ;
+}
+
+// Whether kernels use the matrix unit: they were compiled for one, and the system has granted it to this process.
+bool uses_matrix_unit() { return has_matrix_unit(); }
+
 Pool* open_pool(int64_t num_threads) { return new Pool(int(num_threads)); }
 
 void close_pool(Pool* pool) { delete pool; }

@@ -37,7 +37,7 @@ public:
 
 private:
     void wake() {
-        round_.fetch_add(1, std::memory_order_release);
+        round_.fetch_add(1, std::memory_order_seq_cst);  // before notify_all looks for who sleeps
         round_.notify_all();
     }
 
@@ -54,7 +54,7 @@ private:
     void work(int rank) {
         for (uint32_t seen = 0;; seen++) {
             for (int spins = 0; spins < IDLE_SPINS && round_.load(std::memory_order_acquire) == seen; spins++) pause(spins);
-            round_.wait(seen, std::memory_order_acquire);
+            round_.wait(seen, std::memory_order_seq_cst);
             if (!nodes_) return;
             run_as(rank);
         }

@@ -176,14 +176,22 @@ struct EmbedOperands {
     const void* weight;  // [V, E]
     void* out;           // [T, E]
     int64_t size;        // E
+    float scale;         // of the vectors
 };
+
+template <class T>
+inline void scale_line(T* x, int64_t size, float scale) {
+    if (scale == 1) return;
+    in_vectors(size, [&](int64_t k, int64_t count) { store(x + k, load(x + k, count) * scale, count); });
+}
 
 template <class T>
 void embed(const void* operands, const Step& step, Team& team) {
     const auto& o = *static_cast<const EmbedOperands*>(operands);
     team.share(step.num_tokens, [&](int64_t token) {
-        std::memcpy(static_cast<T*>(o.out) + token * o.size,
-                    static_cast<const T*>(o.weight) + step.token_ids[token] * o.size, o.size * sizeof(T));
+        T* to = static_cast<T*>(o.out) + token * o.size;
+        std::memcpy(to, static_cast<const T*>(o.weight) + step.token_ids[token] * o.size, o.size * sizeof(T));
+        scale_line(to, o.size, o.scale);
     });
 }
 

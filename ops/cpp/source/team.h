@@ -82,7 +82,7 @@ public:
         if (meeting_.arrived.fetch_add(1, std::memory_order_acq_rel) == size - 1) {
             meeting_.next.store(0, std::memory_order_relaxed);
             meeting_.arrived.store(0, std::memory_order_relaxed);
-            meeting_.round.store(round_, std::memory_order_release);
+            meeting_.round.store(round_, std::memory_order_seq_cst);  // before notify_all looks for who sleeps
             meeting_.round.notify_all();
             return;
         }
@@ -90,7 +90,7 @@ public:
             if (meeting_.round.load(std::memory_order_acquire) == round_) return;
             pause(spins);
         }
-        meeting_.round.wait(round_ - 1, std::memory_order_acquire);
+        meeting_.round.wait(round_ - 1, std::memory_order_seq_cst);
     }
 
 private:

@@ -47,6 +47,7 @@ void embed_panels(const void* operands, const Step& step, Team& team) {
         const T* from = static_cast<const T*>(o.weight) + id / PANEL * PANEL * o.size + id % PANEL * N;
         T* to = static_cast<T*>(o.out) + token * o.size;
         for (int64_t k = 0; k < o.size; k += N, from += PANEL * N) std::memcpy(to + k, from, N * sizeof(T));
+        scale_line(to, o.size, o.scale);
     });
 }
 
@@ -81,6 +82,7 @@ struct ChooseOperands {
     Product8Operands product;  // without out; of its fields only the plain ones unless weights have 8 bits
 };
 
+// Keeps in each lane the largest value, of equal ones that of the lowest panel.
 inline void note(Best& best, const Floats (&sums)[2], int64_t panel, int64_t out_size) {
     for (int half = 0; half < 2; half++) {
         Floats value = sums[half];
@@ -88,9 +90,11 @@ inline void note(Best& best, const Floats (&sums)[2], int64_t panel, int64_t out
         for (int64_t lane = std::max<int64_t>(0, width); lane < LANES; lane++)
             value[lane] = -std::numeric_limits<float>::infinity();
         best.broken |= value != value;
-        const Ints higher = value > best.value[half];
-        best.value[half] = higher ? value : best.value[half];
-        best.panel[half] = higher ? Ints{} + int32_t(panel) : best.panel[half];
+        // A thread that takes work from others comes to lower panels after higher ones.
+        const Ints before = (value == best.value[half]) & (Ints{} + int32_t(panel) < best.panel[half]);
+        const Ints better = (value > best.value[half]) | before;
+        best.value[half] = better ? value : best.value[half];
+        best.panel[half] = better ? Ints{} + int32_t(panel) : best.panel[half];
     }
 }
 

@@ -1,11 +1,11 @@
-"""Options about logs, metrics and traces."""
+"""Options about logs, metrics and traces, and for finding mistakes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
 
-from runtime.config.option_spec import Json, OptionSpec, planned
+from runtime.config.option_spec import Json, inert, option, planned
+from runtime.config.plan import SchedulePlan, ServePlan
 
 _LEVELS = ("debug", "info", "warning", "error", "critical")
 
@@ -14,84 +14,88 @@ _LEVELS = ("debug", "info", "warning", "error", "critical")
 class ObserveArgs:
     """Logs, metrics and traces."""
 
-    log_level: Annotated[
-        str, OptionSpec("Least important messages that are logged.", choices=_LEVELS, plan="serve.log_level")
-    ] = "info"
-    log_level_http: Annotated[
-        str | None,
-        OptionSpec(
-            "The same for the HTTP server's own messages. Default: that of --log-level.",
-            choices=(*_LEVELS, "trace"),
-            plan="serve.log_level_http",
-        ),
-    ] = None
-    decode_log_interval: Annotated[
-        int,
-        OptionSpec(
-            "Steps between two log lines about the running batch.", low=1, plan="schedule.log_interval_steps"
-        ),
-    ] = 40
-    log_requests: Annotated[bool, planned("Log every request when it arrives and when it ends.")] = False
-    log_requests_level: Annotated[
-        int,
-        planned(
-            "How much of a request is logged: 0 only its name, 1 also its parameters, 2 also the first 2048 "
-            "characters of its texts, 3 everything.",
-            choices=(0, 1, 2, 3),
-        ),
-    ] = 2
-    show_time_cost: Annotated[bool, planned("Print the time spent in marked parts of the code.")] = False
-    enable_metrics: Annotated[bool, planned("Serve Prometheus metrics at /metrics.")] = False
-    enable_metrics_for_all_schedulers: Annotated[
-        bool, planned("Let every tensor-parallel rank report metrics of its own.")
-    ] = False
-    bucket_time_to_first_token: Annotated[
-        tuple[float, ...] | None,
-        planned("Histogram bounds in seconds for the time to the first token.", above=0),
-    ] = None
-    bucket_inter_token_latency: Annotated[
-        tuple[float, ...] | None, planned("Histogram bounds in seconds for the time between tokens.", above=0)
-    ] = None
-    bucket_e2e_request_latency: Annotated[
-        tuple[float, ...] | None, planned("Histogram bounds in seconds for whole requests.", above=0)
-    ] = None
-    collect_tokens_histogram: Annotated[
-        bool, planned("Also keep histograms of prompt and output lengths.")
-    ] = False
-    prompt_tokens_buckets: Annotated[
-        tuple[str, ...] | None,
-        planned(
-            "Histogram bounds of prompt lengths: `default`, `tse MIDDLE BASE COUNT` for bounds that spread "
-            "from the middle, or `customer VALUE ...`.",
-        ),
-    ] = None
-    generation_tokens_buckets: Annotated[
-        tuple[str, ...] | None,
-        planned("Histogram bounds of output lengths, written like --prompt-tokens-buckets."),
-    ] = None
-    gc_warning_threshold_secs: Annotated[
-        float,
-        planned(
-            "Warn when Python's garbage collector takes longer than so many seconds; 0 never warns.", low=0
-        ),
-    ] = 0.0
-    enable_request_time_stats_logging: Annotated[
-        bool, planned("Log for every finished request how long it waited and ran.")
-    ] = False
-    kv_events_config: Annotated[
-        Json | None, planned("JSON object that says where events about cached pages are published.")
-    ] = None
-    enable_trace: Annotated[bool, planned("Send OpenTelemetry traces of requests.")] = False
-    oltp_traces_endpoint: Annotated[
-        str, planned("host:port of the trace collector.", aliases=("--otlp-traces-endpoint",))
-    ] = "localhost:4317"
-    tokenizer_metrics_custom_labels_header: Annotated[
-        str, planned("HTTP header whose JSON object adds labels to the metrics of a request.")
-    ] = "x-customer-labels"
-    tokenizer_metrics_allowed_customer_labels: Annotated[
-        tuple[str, ...] | None,
-        planned(
-            "Labels that this header may set.",
-            aliases=("--tokenizer-metrics-allowed-custom-labels",),
-        ),
-    ] = None
+    log_level: str = option(
+        "info", "Least important messages that are logged.", choices=_LEVELS, plan=ServePlan.log_level
+    )
+    log_level_http: str | None = option(
+        None,
+        "The same for the HTTP server's own messages. Default: that of --log-level.",
+        choices=(*_LEVELS, "trace"),
+        plan=ServePlan.log_level_http,
+    )
+    decode_log_interval: int = option(
+        40,
+        "Steps between two log lines about the running batch.",
+        low=1,
+        plan=SchedulePlan.log_interval_steps,
+    )
+    log_requests: bool = planned(False, "Log every request when it arrives and when it ends.")
+    log_requests_level: int = planned(
+        2,
+        "How much of a request is logged: 0 only its name, 1 also its parameters, 2 also the first 2048 "
+        "characters of its texts, 3 everything.",
+        choices=(0, 1, 2, 3),
+    )
+    show_time_cost: bool = planned(False, "Print the time spent in marked parts of the code.")
+    enable_metrics: bool = planned(False, "Serve Prometheus metrics at /metrics.")
+    enable_metrics_for_all_schedulers: bool = planned(
+        False, "Let every tensor-parallel rank report metrics of its own."
+    )
+    bucket_time_to_first_token: tuple[float, ...] | None = planned(
+        None, "Histogram bounds in seconds for the time to the first token.", above=0
+    )
+    bucket_inter_token_latency: tuple[float, ...] | None = planned(
+        None, "Histogram bounds in seconds for the time between tokens.", above=0
+    )
+    bucket_e2e_request_latency: tuple[float, ...] | None = planned(
+        None, "Histogram bounds in seconds for whole requests.", above=0
+    )
+    collect_tokens_histogram: bool = planned(False, "Also keep histograms of prompt and output lengths.")
+    prompt_tokens_buckets: tuple[str, ...] | None = planned(
+        None,
+        "Histogram bounds of prompt lengths: `default`, `tse MIDDLE BASE COUNT` for bounds that spread from "
+        "the middle, or `customer VALUE ...`.",
+    )
+    generation_tokens_buckets: tuple[str, ...] | None = planned(
+        None, "Histogram bounds of output lengths, written like --prompt-tokens-buckets."
+    )
+    gc_warning_threshold_secs: float = planned(
+        0.0, "Warn when Python's garbage collector takes longer than so many seconds; 0 never warns.", low=0
+    )
+    enable_request_time_stats_logging: bool = planned(
+        False, "Log for every finished request how long it waited and ran."
+    )
+    kv_events_config: Json | None = planned(
+        None, "JSON object that says where events about cached pages are published."
+    )
+    enable_trace: bool = planned(False, "Send OpenTelemetry traces of requests.")
+    oltp_traces_endpoint: str = planned(
+        "localhost:4317", "host:port of the trace collector.", aliases=("--otlp-traces-endpoint",)
+    )
+    tokenizer_metrics_custom_labels_header: str = planned(
+        "x-customer-labels", "HTTP header whose JSON object adds labels to the metrics of a request."
+    )
+    tokenizer_metrics_allowed_customer_labels: tuple[str, ...] | None = planned(
+        None, "Labels that this header may set.", aliases=("--tokenizer-metrics-allowed-custom-labels",)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DebugArgs:
+    """Finding mistakes."""
+
+    crash_dump_folder: str | None = planned(
+        None, "Folder for a record of the last requests when the server fails."
+    )
+    debug_tensor_dump_output_folder: str | None = planned(
+        None, "Folder into which the logits of every step are written."
+    )
+    debug_tensor_dump_input_file: str | None = planned(
+        None, "NumPy file with token ids that are run once at the start; then the server ends."
+    )
+    debug_tensor_dump_inject: str | None = planned(
+        None, "Folder with written tensors that replace the computed ones."
+    )
+    debug_tensor_dump_prefill_only: bool = inert(
+        False, "Write tensors of prompts only.", reason="nothing reads it where it comes from either"
+    )

@@ -7,10 +7,10 @@ All refusals are collected and raised together, before any weight is touched.
 from __future__ import annotations
 
 from ops.machine import Machine
-from runtime.config import Args, not_built
+from runtime.config.args import Args, not_built
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import Plan
-from runtime.config.resolve.cache import cache_plan, chosen_page_size, max_running, num_pages, size_pool
+from runtime.config.resolve.cache import cache_plan
 from runtime.config.resolve.graphs import graph_plan
 from runtime.config.resolve.kernels import kernel_plan
 from runtime.config.resolve.model import chosen_gpu, model_plan
@@ -20,7 +20,7 @@ from runtime.config.resolve.schedule import schedule_plan
 from runtime.config.resolve.serving import serve_plan, text_plan
 from runtime.errors import ConfigurationError
 
-__all__ = ["ANY_MODEL", "check", "decide", "max_running", "num_pages", "resolve", "size_pool"]
+__all__ = ["ANY_MODEL", "check", "decide", "resolve"]
 
 # Stands for a model whose facts are not known yet: nothing is refused because of it.
 ANY_MODEL = ModelFacts(
@@ -68,19 +68,18 @@ def decide(
     where = _where(builder, demo_path)
     model = model_plan(builder, machine, facts)
     gpu = chosen_gpu(model.device, machine)
-    page_size = chosen_page_size(builder)
-    schedule = schedule_plan(builder, gpu, page_size)
-    kernels = kernel_plan(builder, machine, gpu, model.dtype, facts, page_size)
+    cache = cache_plan(builder, gpu, model.dtype)
+    schedule = schedule_plan(builder, gpu, cache.page_size)
+    kernels = kernel_plan(builder, machine, gpu, model.dtype, facts, cache)
     plan = Plan(
         model=model,
-        cache=cache_plan(builder, gpu, model.dtype, page_size),
+        cache=cache,
         schedule=schedule,
         kernels=kernels,
         graphs=graph_plan(builder, machine, gpu, kernels.decode_attention_backend, schedule.max_running),
         parallel=parallel_plan(builder, machine, facts, model.device),
         text=text_plan(builder, facts.path),
         serve=serve_plan(builder, where, demo_path),
-        because=builder.because,
     )
     return plan, builder
 
@@ -89,6 +88,6 @@ def _where(builder: PlanBuilder, demo_path: str | None) -> str:
     path = builder.args.model.model_path or demo_path
     if path is None:
         builder.refuse(
-            "model_path", "No model is given and there is no demo model here; say --model-path FOLDER."
+            "model_path", "No model is given and there is no demo model here; set --model-path FOLDER."
         )
     return path or ""

@@ -1,76 +1,72 @@
-"""The cache's section of the plan, and the size of the KV pool once the weights are in place."""
+"""The cache's section of the plan."""
 
 from __future__ import annotations
 
 from ops.machine import GIB, Gpu
-from runtime.config.model_facts import ModelFacts
-from runtime.config.plan import CachePlan, Plan
-from runtime.config.resolve.memory import StepMemory
-from runtime.config.resolve.plan_builder import PlanBuilder
-from runtime.errors import ConfigurationError
+from runtime.config.plan import CachePlan
+from runtime.config.resolve.plan_builder import Decision, PlanBuilder, build
 
 PAGE_SIZE = 16
 MODEST_SHARE = 0.3
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e5m2": 1, "float8_e4m3fn": 1}
 FLOAT8 = {"fp8_e5m2": "float8_e5m2", "fp8_e4m3": "float8_e4m3fn"}
 E4M3_CAPABILITY = (8, 9)  # below it Triton has no e4m3
 
 
-def chosen_page_size(builder: PlanBuilder) -> int:
-    asked = builder.args.cache.page_size
-    if asked is not None:
-        return builder.decide("cache.page_size", asked, "as asked")
-    why = "pages of 16 are read faster than single tokens, and cut little off shared prefixes"
-    return builder.decide("cache.page_size", PAGE_SIZE, why)
-
-
-def cache_plan(builder: PlanBuilder, gpu: Gpu | None, dtype: str, page_size: int) -> CachePlan:
+def cache_plan(builder: PlanBuilder, gpu: Gpu | None, dtype: str) -> CachePlan:
     args = builder.args.cache
-    fraction, modest = _mem_fraction(builder, gpu)
-    cap = args.max_total_tokens
-    if cap is not None and cap < page_size:
+    page_size, cap = _page_size(builder), args.max_total_tokens
+    if cap is not None and cap < page_size.value:
         builder.refuse(
-            "max_total_tokens", f"--max-total-tokens {cap} is less than one page of {page_size} tokens."
+            "max_total_tokens", f"--max-total-tokens {cap} is less than one page of {page_size.value} tokens."
         )
-    return CachePlan(
+    modest = args.mem_fraction_static is None and gpu is None
+    return build(
+        CachePlan,
         page_size=page_size,
-        prefix_cache=builder.take("cache.prefix_cache", "disable_radix_cache", not args.disable_radix_cache),
+        prefix_cache=builder.follow("disable_radix_cache", not args.disable_radix_cache),
         kv_dtype=_kv_dtype(builder, gpu, dtype),
-        mem_fraction=fraction,
-        modest=modest,
-        max_total_tokens=builder.take("cache.max_total_tokens", "max_total_tokens"),
+        mem_fraction=_mem_fraction(builder, gpu),
+        modest=Decision(modest, "only without a GPU, and if no fraction was asked for"),
+        max_total_tokens=builder.follow("max_total_tokens"),
     )
 
 
-def _kv_dtype(builder: PlanBuilder, gpu: Gpu | None, dtype: str) -> str:
+def _page_size(builder: PlanBuilder) -> Decision[int]:
+    asked = builder.args.cache.page_size
+    if asked is not None:
+        return Decision(asked, "as asked")
+    return Decision(
+        PAGE_SIZE, "pages of 16 are read faster than single tokens, and cut little off shared prefixes"
+    )
+
+
+def _kv_dtype(builder: PlanBuilder, gpu: Gpu | None, dtype: str) -> Decision[str]:
     asked = builder.args.cache.kv_cache_dtype
     if asked == "auto":
-        return builder.decide("cache.kv_dtype", dtype, "that of the model")
+        return Decision(dtype, "that of the model")
     if asked == "fp8_e4m3" and gpu is not None and gpu.capability < E4M3_CAPABILITY:
         builder.refuse(
             "kv_cache_dtype",
             f"--kv-cache-dtype {asked} needs compute capability 8.9 or newer, and {gpu.name} has "
             f"{gpu.capability[0]}.{gpu.capability[1]}; use fp8_e5m2.",
         )
-        return dtype
-    return builder.decide("cache.kv_dtype", FLOAT8.get(asked, asked), "as asked")
+        return Decision(dtype, "what was asked for cannot be used")
+    return Decision(FLOAT8.get(asked, asked), "as asked")
 
 
-def _mem_fraction(builder: PlanBuilder, gpu: Gpu | None) -> tuple[float, bool]:
-    place = "cache.mem_fraction"
+def _mem_fraction(builder: PlanBuilder, gpu: Gpu | None) -> Decision[float]:
     asked = builder.args.cache.mem_fraction_static
-    modest = asked is None and gpu is None
-    builder.decide("cache.modest", modest, "only without a GPU, and if no fraction was asked for")
     if asked is not None:
-        return builder.decide(place, asked, "as asked, of all memory"), modest
+        return Decision(asked, "as asked, of all memory")
     if gpu is None:
-        why = "of the memory that is free once the weights are loaded; the rest stays for other programs"
-        return builder.decide(place, MODEST_SHARE, why), modest
+        reason = "of the memory that is free once the weights are loaded; the rest stays for other programs"
+        return Decision(MODEST_SHARE, reason)
     parallel = builder.args.parallel
     reserve = _reserve_bytes(gpu.memory_bytes, parallel.tp_size * parallel.pp_size)
     fraction = max(0.05, round(1 - reserve / gpu.memory_bytes, 3))
-    why = f"{reserve / GIB:.1f} GiB of {gpu.memory_bytes / GIB:.0f} stay free for activations"
-    return builder.decide(place, fraction, why), modest
+    return Decision(
+        fraction, f"{reserve / GIB:.1f} GiB of {gpu.memory_bytes / GIB:.0f} stay free for activations"
+    )
 
 
 def _reserve_bytes(memory_bytes: int, ranks: int) -> int:
@@ -79,70 +75,3 @@ def _reserve_bytes(memory_bytes: int, ranks: int) -> int:
         if memory_bytes < below * GIB:
             return int(reserve * GIB)
     return 32 * GIB
-
-
-def page_bytes(plan: Plan, facts: ModelFacts) -> int:
-    """Bytes of one page over all layers: keys and values of every kv head."""
-    token_bytes = (
-        2 * facts.num_layers * facts.num_kv_heads * facts.head_dim * DTYPE_BYTES[plan.cache.kv_dtype]
-    )
-    return token_bytes * plan.cache.page_size
-
-
-def num_pages(
-    plan: Plan, facts: ModelFacts, *, available_bytes: int, total_bytes: int, weight_bytes: int
-) -> int:
-    """Pages that the KV pool gets on a device with `total_bytes`, of which `available_bytes` are free now.
-
-    Called when the weights (`weight_bytes`) are in place. Raises `ConfigurationError` when not one page fits.
-    """
-    pages, _ = size_pool(
-        plan, facts, available_bytes=available_bytes, total_bytes=total_bytes, weight_bytes=weight_bytes
-    )
-    return pages
-
-
-def size_pool(
-    plan: Plan,
-    facts: ModelFacts,
-    *,
-    available_bytes: int,
-    total_bytes: int,
-    weight_bytes: int,
-    steps: StepMemory | None = None,
-) -> tuple[int, str]:
-    """Like `num_pages`, with the reason as a sentence: what limited the pool.
-
-    What `steps` need stays free, whatever share of the memory was asked for.
-    """
-    cache, schedule = plan.cache, plan.schedule
-    if cache.modest:
-        budget = int(cache.mem_fraction * available_bytes)
-        why = f"{cache.mem_fraction:.0%} of the {available_bytes / GIB:.1f} GiB that are free"
-    else:
-        # A share of everything, less what others and the weights (mapped ones may not show up as used) take.
-        others = available_bytes - int(total_bytes * (1 - cache.mem_fraction))
-        budget = min(others, int(total_bytes * cache.mem_fraction) - weight_bytes)
-        why = f"{cache.mem_fraction:.1%} of {total_bytes / GIB:.1f} GiB, less the weights"
-    if steps is not None and available_bytes - steps.reserved_bytes < budget:
-        budget = available_bytes - steps.reserved_bytes
-        why = f"the {available_bytes / GIB:.1f} GiB that are free, less {steps.reserved_bytes / GIB:.1f} for steps"
-    pages = budget // page_bytes(plan, facts)
-    if cache.modest and cache.max_total_tokens is None:
-        most = schedule.max_running * -(-plan.model.context_length // cache.page_size)
-        if most < pages:
-            pages, why = most, f"{schedule.max_running} sequences of full length need no more"
-    if cache.max_total_tokens is not None:
-        asked = cache.max_total_tokens // cache.page_size
-        if asked <= pages:
-            pages, why = asked, "as asked with --max-total-tokens"
-        else:
-            why = f"less than --max-total-tokens asks for: {why}"
-    if pages < 1:
-        raise ConfigurationError("Not enough memory. Please try to increase --mem-fraction-static.")
-    return pages, why
-
-
-def max_running(plan: Plan, pages: int) -> int:
-    """Sequences that may run together in a pool of so many pages: two tokens for each, and at least one."""
-    return max(1, min(plan.schedule.max_running, pages * plan.cache.page_size // 2))

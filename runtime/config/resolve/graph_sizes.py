@@ -30,10 +30,10 @@ class Buckets:
 
     def take(self, batch_size: int) -> int | None:
         """The size whose graph this batch replays; None: it runs eagerly."""
-        place = bisect_left(self.sizes, batch_size)
-        if batch_size < 1 or place == len(self.sizes):
+        index = bisect_left(self.sizes, batch_size)
+        if batch_size < 1 or index == len(self.sizes):
             return None
-        size = self.sizes[place]
+        size = self.sizes[index]
         return size if self.padding or size == batch_size else None
 
 

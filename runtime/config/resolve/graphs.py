@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from ops.backends import ATTENTION
 from ops.machine import Gpu, Machine
 from runtime.config.plan import GraphPlan
 from runtime.config.resolve.graph_sizes import Buckets, buckets
-from runtime.config.resolve.plan_builder import PlanBuilder
+from runtime.config.resolve.plan_builder import Decision, PlanBuilder, build
 
 _CAPTURING = (
     "cuda_graph_max_bs",
@@ -14,36 +15,33 @@ _CAPTURING = (
     "enable_profile_cuda_graph",
     "enable_cudagraph_gc",
 )
-# What captures: it reads the rows' lengths on the device.
-CAPTURED_ATTENTION = "triton"
-SPLIT_TILE = "triton_attention_split_tile_size"
 
 
 def graph_plan(
     builder: PlanBuilder, machine: Machine, gpu: Gpu | None, decode_attention: str, max_running: int
 ) -> GraphPlan:
     args = builder.args.graphs
-    sizes = _sizes(builder, gpu, decode_attention, max_running)
-    return GraphPlan(
-        sizes=sizes,
-        padding=builder.take(
-            "graphs.padding", "disable_cuda_graph_padding", not args.disable_cuda_graph_padding
-        ),
-        profile=builder.take("graphs.profile", "enable_profile_cuda_graph"),
-        collect_garbage=builder.take("graphs.collect_garbage", "enable_cudagraph_gc"),
+    return build(
+        GraphPlan,
+        sizes=_sizes(builder, gpu, decode_attention, max_running),
+        padding=builder.follow("disable_cuda_graph_padding", not args.disable_cuda_graph_padding),
+        profile=builder.follow("enable_profile_cuda_graph"),
+        collect_garbage=builder.follow("enable_cudagraph_gc"),
         compile_max_rows=_compiled(builder, machine, gpu),
     )
 
 
-def _sizes(builder: PlanBuilder, gpu: Gpu | None, decode_attention: str, max_running: int) -> tuple[int, ...]:
-    place, args = "graphs.sizes", builder.args.graphs
+def _sizes(
+    builder: PlanBuilder, gpu: Gpu | None, decode_attention: str, max_running: int
+) -> Decision[tuple[int, ...]]:
+    args = builder.args.graphs
     if args.disable_cuda_graph:
-        _refuse_idle(builder, "--disable-cuda-graph is said too")
-        return builder.decide(place, (), "as asked")
+        _refuse_idle(builder, "--disable-cuda-graph is set too")
+        return Decision((), "as asked")
     reason = _none_here(builder, gpu, decode_attention)
     if gpu is None or reason:
         _refuse_idle(builder, reason)
-        return builder.decide(place, (), reason)
+        return Decision((), reason)
     captured = buckets(
         gpu.memory_bytes,
         max_running,
@@ -52,8 +50,8 @@ def _sizes(builder: PlanBuilder, gpu: Gpu | None, decode_attention: str, max_run
         padding=not args.disable_cuda_graph_padding,
     )
     asked = args.cuda_graph_bs or args.cuda_graph_max_bs
-    why = "as asked" if asked else f"by the GPU's {gpu.memory_bytes >> 30} GiB of memory"
-    return builder.decide(place, captured.sizes, f"{why}, and at most {max_running} rows run together")
+    reason = "as asked" if asked else f"by the GPU's {gpu.memory_bytes >> 30} GiB of memory"
+    return Decision(captured.sizes, f"{reason}, and at most {max_running} rows run together")
 
 
 def _none_here(builder: PlanBuilder, gpu: Gpu | None, decode_attention: str) -> str:
@@ -63,34 +61,37 @@ def _none_here(builder: PlanBuilder, gpu: Gpu | None, decode_attention: str) -> 
         return "CUDA graphs need an NVIDIA GPU, and this model runs on the CPU"
     if parallel.tp_size * parallel.pp_size > 1:
         return "CUDA graphs are captured on one rank only so far"
-    if decode_attention != CAPTURED_ATTENTION:
+    backend = ATTENTION[decode_attention]
+    if not backend.captured:
+        others = " or ".join(name for name, other in ATTENTION.items() if other.captured)
         return (
             f"attention by {decode_attention} reads the lengths of rows on the host, so that no CUDA graph "
-            f"can hold it; {CAPTURED_ATTENTION} does not"
+            f"can hold it; {others} does not"
         )
-    if builder.args.get(SPLIT_TILE) is not None:
-        return f"with --{SPLIT_TILE.replace('_', '-')} the longest row decides what is launched"
+    for option, reason in backend.uncaptured_with.items():
+        if builder.args.changed(option):
+            return f"with --{option.replace('_', '-')} {reason}"
     return ""
 
 
 def _refuse_idle(builder: PlanBuilder, reason: str) -> None:
-    """What only captures read must not be said in vain."""
+    """Refuse what only captures read, where nothing is captured."""
     for option in _CAPTURING:
-        if option in builder.args.said and builder.args.get(option):
+        if builder.args.changed(option):
             flag = "--" + option.replace("_", "-")
             builder.refuse(option, f"{flag} has no effect here: {reason}.")
 
 
-def _compiled(builder: PlanBuilder, machine: Machine, gpu: Gpu | None) -> int:
+def _compiled(builder: PlanBuilder, machine: Machine, gpu: Gpu | None) -> Decision[int]:
     """Rows of one token that are compiled for, at most; 0: nothing is."""
-    place, args, parallel = "graphs.compile_max_rows", builder.args.graphs, builder.args.parallel
+    args, parallel = builder.args.graphs, builder.args.parallel
     if not args.enable_torch_compile:
-        if "torch_compile_max_bs" in builder.args.said:
+        if builder.args.changed("torch_compile_max_bs"):
             builder.refuse(
                 "torch_compile_max_bs",
                 "--torch-compile-max-bs has a meaning only with --enable-torch-compile.",
             )
-        return builder.decide(place, 0, "not asked for")
+        return Decision(0, "not asked for")
     needed = ""
     if parallel.tp_size * parallel.pp_size > 1:
         needed = "compiles for one rank only so far"
@@ -100,8 +101,8 @@ def _compiled(builder: PlanBuilder, machine: Machine, gpu: Gpu | None) -> int:
         needed = "needs the package triton, which is not installed"
     if needed:
         builder.refuse("enable_torch_compile", f"--enable-torch-compile {needed}; leave it out.")
-        return builder.decide(place, 0, needed)
-    return builder.decide(place, args.torch_compile_max_bs, "as asked")
+        return Decision(0, needed)
+    return Decision(args.torch_compile_max_bs, "as asked")
 
 
 def within(plan: GraphPlan, max_running: int) -> Buckets:

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from typing import Any
 
 from ops.backends import (
     ATTENTION,
-    FLASHINFER,
-    FLASHINFER_DTYPES,
-    FLASHINFER_HEAD_DIMS,
     GPU_OPERATIONS,
-    SAME_DTYPE_CACHE,
     SAMPLING,
     SMALL,
     SMALL_OPERATIONS,
-    TRTLLM_PAGE_SIZES,
+    AttentionShape,
     Backend,
-    first_that_runs,
 )
 from ops.machine import Gpu, Machine
 from runtime.config.model_facts import ModelFacts
-from runtime.config.plan import KernelPlan
-from runtime.config.resolve.plan_builder import PlanBuilder
+from runtime.config.plan import CachePlan, KernelPlan
+from runtime.config.resolve.plan_builder import Decision, PlanBuilder, build
 
 # Flags of an x86 processor, of which it needs one set whole: without them oneDNN refuses the dtype or is slow.
 ONEDNN_NEEDS: Mapping[str, Sequence[frozenset[str]]] = {
@@ -33,102 +30,141 @@ CPP_DTYPES = ("float32", "bfloat16")
 CPP_NEEDS = frozenset({"avx2", "fma"})
 # What torch.compile fuses better than we do by hand.
 FUSED = ("activation", "norm", "rope")
-_ATTENTION_OPTIONS = ("attention_backend", "decode_attention_backend", "prefill_attention_backend")
-_SPLITTING = ("triton_attention_num_kv_splits", "triton_attention_split_tile_size")
 
 
 def kernel_plan(
-    builder: PlanBuilder, machine: Machine, gpu: Gpu | None, dtype: str, facts: ModelFacts, page_size: int
+    builder: PlanBuilder, machine: Machine, gpu: Gpu | None, dtype: str, facts: ModelFacts, cache: CachePlan
 ) -> KernelPlan:
-    attention = _chosen(builder, "attention_backend", ATTENTION, machine, gpu)
-    decode = _chosen(builder, "decode_attention_backend", ATTENTION, machine, gpu, otherwise=attention)
-    prefill = _chosen(builder, "prefill_attention_backend", ATTENTION, machine, gpu, otherwise=attention)
-    sampling = _chosen(builder, "sampling_backend", SAMPLING, machine, gpu)
-    _refuse_idle_splitting(builder, decode)
-    for option, name in zip(_ATTENTION_OPTIONS, (attention, decode, prefill)):
-        if name in FLASHINFER and option in builder.args.said:
-            _refuse_for_flashinfer(builder, option, name, dtype, facts, page_size)
-    small, lacking = first_that_runs(SMALL, machine, gpu)
-    choices = dict.fromkeys((*SMALL_OPERATIONS, *GPU_OPERATIONS), SMALL[small].file)
-    compiled = builder.args.graphs.enable_torch_compile
-    if compiled:
-        choices |= dict.fromkeys(FUSED, "native")
+    attention, decode, prefill = _attention(builder, machine, gpu, _shape(dtype, facts, cache))
+    sampling = _chosen(builder, "sampling_backend", SAMPLING, _unmet(SAMPLING, machine, gpu))
+    choices, reasons = _small_operations(builder, machine, gpu)
     choices |= {
-        "attention": ATTENTION[decode].file,
-        "prefill_attention": ATTENTION[prefill].file,
-        "sampling": SAMPLING[sampling].file,
+        "attention": ATTENTION[decode.value].file,
+        "prefill_attention": ATTENTION[prefill.value].file,
+        "sampling": SAMPLING[sampling.value].file,
     }
-    reasons = ["attention and sampling as said there; of the small operations the first that runs here"]
-    reasons += _sentences(lacking)
-    if compiled:
-        reasons.append(f"{', '.join(FUSED)} are plain torch, which torch.compile fuses")
+    compiled = builder.args.graphs.enable_torch_compile
     if gpu is None:
-        by_products, why = _attends_by_products(builder, machine, dtype)
+        by_products, reason = _attends_by_products(builder, machine, dtype)
         if by_products:  # it hands rows of several tokens to plain torch itself
             choices |= dict.fromkeys(("attention", "prefill_attention"), "with_onednn")
-        reasons.append(why)
-    weight_bits = _weight_bits(builder, gpu)
-    if weight_bits is None:
-        choices["matmul"], why = _matmul(machine, gpu, dtype, compiled=compiled)
+        reasons.append(reason)
+    if builder.args.quant.quantization is None:
+        choices["matmul"], reason = _matmul(machine, gpu, dtype, compiled=compiled)
     else:
-        choices["matmul"], why = "int8", "weights have 8 bits, and torch makes them wide for every product"
-    reasons.append(why)
+        choices["matmul"], reason = "int8", "weights have 8 bits, and torch makes them wide for every product"
+    reasons.append(reason)
     fallback: Mapping[str, str] | None = None
     if gpu is None and not compiled:
-        in_cpp, why = _in_cpp(builder, machine, dtype)
+        in_cpp, reason = _in_cpp(builder, machine, dtype)
         if in_cpp:
             fallback, choices, reasons = choices, choices | in_cpp, []
-        reasons.append(why)
-    return KernelPlan(
-        choices=builder.decide("kernels.choices", choices, "; ".join(reasons)),
-        fallback=builder.decide(
-            "kernels.fallback", fallback, "where the kernels in C++ turn out not to compile"
-        ),
-        weight_bits=weight_bits,
-        cpu_threads=builder.take("kernels.cpu_threads", "cpu_threads"),
+        reasons.append(reason)
+    return build(
+        KernelPlan,
+        choices=Decision(choices, "; ".join(reasons)),
+        fallback=Decision(fallback, "where the kernels in C++ turn out not to compile"),
+        settings=_settings(builder, decode.value),
         attention_backend=attention,
         prefill_attention_backend=prefill,
         decode_attention_backend=decode,
         sampling_backend=sampling,
-        triton_attention_num_kv_splits=builder.take(f"kernels.{_SPLITTING[0]}", _SPLITTING[0]),
-        triton_attention_split_tile_size=builder.take(f"kernels.{_SPLITTING[1]}", _SPLITTING[1]),
     )
+
+
+def _shape(dtype: str, facts: ModelFacts, cache: CachePlan) -> AttentionShape:
+    config = facts.config
+    features = {
+        "sliding window": config.get("sliding_window") and config.get("use_sliding_window", True),
+        "soft cap": config.get("attn_logit_softcapping"),
+    }
+    return AttentionShape(
+        dtype=dtype,
+        head_dim=facts.head_dim if facts.architecture else None,
+        page_size=cache.page_size,
+        kv_dtype=cache.kv_dtype,
+        features=frozenset(name for name, present in features.items() if present),
+    )
+
+
+def _attention(
+    builder: PlanBuilder, machine: Machine, gpu: Gpu | None, shape: AttentionShape
+) -> tuple[Decision[str], Decision[str], Decision[str]]:
+    """The backends of attention in general, of rows of one token, and of longer rows."""
+    unusable = {name: ", and it ".join(backend.lacking(shape)) for name, backend in ATTENTION.items()}
+    unusable |= _unmet(ATTENTION, machine, gpu)
+    attention = _chosen(builder, "attention_backend", ATTENTION, unusable)
+    decode, prefill = (
+        _chosen(builder, f"{rows}_attention_backend", ATTENTION, unusable, otherwise=attention.value)
+        for rows in ("decode", "prefill")
+    )
+    for name, backend in ATTENTION.items():
+        for option in backend.decode_settings:
+            if builder.args.changed(option) and decode.value != name:
+                flag = "--" + option.replace("_", "-")
+                builder.refuse(
+                    option, f"{flag} has a meaning for {name} only, and output tokens use {decode.value}."
+                )
+    return attention, decode, prefill
+
+
+def _unmet(backends: Mapping[str, Backend], machine: Machine, gpu: Gpu | None) -> dict[str, str]:
+    """Of the backends that this machine does not run, what each lacks."""
+    reasons = {name: backend.unmet(machine, gpu) for name, backend in backends.items()}
+    return {name: reason for name, reason in reasons.items() if reason}
 
 
 def _chosen(
     builder: PlanBuilder,
     option: str,
     backends: Mapping[str, Backend],
-    machine: Machine,
-    gpu: Gpu | None,
+    unusable: Mapping[str, str],
     *,
     otherwise: str | None = None,
-) -> str:
-    """The backend's name: as asked, or else `otherwise`, or else the first that runs here."""
-    place, asked = f"kernels.{option}", builder.args.get(option)
+) -> Decision[str]:
+    """The backend's name: as asked, or else `otherwise`, or else the first that can be used."""
+    asked = builder.args.get(option)
+    first = next(name for name in backends if not unusable.get(name))
     if asked in backends:
-        if not (reason := backends[asked].unmet(machine, gpu)):
-            return builder.decide(place, asked, "as asked")
-        fallback, _ = first_that_runs(backends, machine, gpu)
+        if not (reason := unusable.get(asked)):
+            return Decision(asked, "as asked")
         flag = "--" + option.replace("_", "-")
-        builder.refuse(option, f"{flag} {asked} cannot be used: it {reason}; use {fallback}.")
-        return builder.decide(place, fallback, "what was asked for cannot be used")
+        builder.refuse(option, f"{flag} {asked} cannot be used: it {reason}; use {first}.")
+        return Decision(first, "what was asked for cannot be used")
     if otherwise is not None:
-        return builder.decide(place, otherwise, "that of --attention-backend")
-    name, lacking = first_that_runs(backends, machine, gpu)
-    why = "; ".join(_sentences(lacking)) or "the first choice, and this machine runs it"
-    return builder.decide(place, name, why)
+        return Decision(otherwise, "that of --attention-backend")
+    before = takewhile(lambda name: name != first, backends)
+    reason = "; ".join(f"{name} {unusable[name]}" for name in before)
+    return Decision(first, reason or "the first choice, and this machine runs it")
 
 
-def _weight_bits(builder: PlanBuilder, gpu: Gpu | None) -> int | None:
-    """8 where weights are to be rounded; that is refused on a GPU."""
-    if builder.args.quant.quantization != "w8a8_int8":
-        return builder.decide("kernels.weight_bits", None, "the default")
-    if gpu is not None:
+def _small_operations(
+    builder: PlanBuilder, machine: Machine, gpu: Gpu | None
+) -> tuple[dict[str, str], list[str]]:
+    """The files of the operations that users do not choose for, and why."""
+    unmet = _unmet(SMALL, machine, gpu)
+    file = next(backend.file for name, backend in SMALL.items() if name not in unmet)
+    choices: dict[str, str] = dict.fromkeys((*SMALL_OPERATIONS, *GPU_OPERATIONS), file)
+    reasons = ["attention and sampling as shown there; of the small operations the first that runs here"]
+    reasons += [f"{name} {reason}" for name, reason in unmet.items()]
+    if builder.args.moe.moe_runner_backend == "triton" and "triton" in unmet:
         builder.refuse(
-            "quantization", "--quantization w8a8_int8 is computed on a CPU only so far; say --device cpu."
+            "moe_runner_backend",
+            f"--moe-runner-backend triton cannot be used: it {unmet['triton']}; use auto.",
         )
-    return builder.decide("kernels.weight_bits", 8, "as asked: w8a8_int8")
+    if builder.args.graphs.enable_torch_compile:
+        choices |= dict.fromkeys(FUSED, "native")
+        reasons.append(f"{', '.join(FUSED)} are plain torch, which torch.compile fuses")
+    return choices, reasons
+
+
+def _settings(builder: PlanBuilder, decode: str) -> Decision[Mapping[str, Mapping[str, Any]]]:
+    backend = ATTENTION[decode]
+    own = {keyword: builder.args.get(option) for option, keyword in backend.decode_settings.items()}
+    cpp = {"num_threads": builder.args.kernels.cpu_threads}
+    return Decision(
+        {"with_cpp": cpp} | ({backend.file: own} if own else {}), "by the options of each backend"
+    )
 
 
 def _in_cpp(builder: PlanBuilder, machine: Machine, dtype: str) -> tuple[dict[str, str], str]:
@@ -140,7 +176,7 @@ def _in_cpp(builder: PlanBuilder, machine: Machine, dtype: str) -> tuple[dict[st
     if not machine.cpu_flags >= CPP_NEEDS:
         return {}, f"the kernels in C++ are slow on a processor without {'+'.join(sorted(CPP_NEEDS))}"
     operations: dict[str, str] = dict.fromkeys([*SMALL_OPERATIONS, "embedding", "matmul"], "with_cpp")
-    if any(name.endswith("attention_backend") for name in builder.args.said):
+    if any(name.endswith("attention_backend") for name in builder.args.explicitly_set):
         return operations, "C++ kernels compiled for this processor, but for attention, as asked"
     for rows in ("attention", "prefill_attention"):
         operations[rows] = "with_cpp"
@@ -149,7 +185,7 @@ def _in_cpp(builder: PlanBuilder, machine: Machine, dtype: str) -> tuple[dict[st
 
 def _attends_by_products(builder: PlanBuilder, machine: Machine, dtype: str) -> tuple[bool, str]:
     """Whether a CPU attends in batched products, and why."""
-    if any(name.endswith("attention_backend") for name in builder.args.said):
+    if any(name.endswith("attention_backend") for name in builder.args.explicitly_set):
         return False, "attention is plain torch as asked"
     if dtype != "bfloat16" or "amx_bf16" in machine.cpu_flags:
         return False, "attention is plain torch, the best there is so far"
@@ -178,40 +214,3 @@ def _packs(machine: Machine, dtype: str) -> bool:
 
 def _any_of(needed: Sequence[frozenset[str]]) -> str:
     return " or ".join("+".join(sorted(flags)) for flags in needed)
-
-
-def _sentences(lacking: Mapping[str, str]) -> list[str]:
-    return [f"{name} {reason}" for name, reason in lacking.items()]
-
-
-def _refuse_idle_splitting(builder: PlanBuilder, decode: str) -> None:
-    """What only the Triton decode kernel reads must not be said in vain."""
-    for option in _SPLITTING:
-        if option in builder.args.said and decode != "triton":
-            flag = "--" + option.replace("_", "-")
-            builder.refuse(option, f"{flag} has a meaning for triton only, and output tokens use {decode}.")
-
-
-def _refuse_for_flashinfer(
-    builder: PlanBuilder, option: str, name: str, dtype: str, facts: ModelFacts, page_size: int
-) -> None:
-    """What FlashInfer's kernels do not compute. Of heads nothing is refused while the model is unknown."""
-    missing = []
-    if facts.architecture and not (facts.head_dim in FLASHINFER_HEAD_DIMS and dtype in FLASHINFER_DTYPES):
-        missing.append(
-            f"takes heads of {_listed(FLASHINFER_HEAD_DIMS)} dimensions in float16 or bfloat16, and this model has "
-            f"{facts.head_dim} in {dtype}"
-        )
-    if name == "trtllm_mha" and page_size not in TRTLLM_PAGE_SIZES:
-        missing.append(f"reads pages of {_listed(TRTLLM_PAGE_SIZES)} tokens, and --page-size is {page_size}")
-    kv_dtype = builder.args.cache.kv_cache_dtype
-    if name in SAME_DTYPE_CACHE and kv_dtype != "auto":
-        missing.append(f"reads a cache of the model's dtype only, and --kv-cache-dtype is {kv_dtype}")
-    if missing:
-        builder.refuse(
-            option, f"--{option.replace('_', '-')} {name} {', and it '.join(missing)}; use triton."
-        )
-
-
-def _listed(values: Sequence[int]) -> str:
-    return ", ".join(map(str, values))

@@ -8,9 +8,10 @@ import secrets
 from ops.machine import Gpu, Machine
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import ModelPlan
-from runtime.config.resolve.plan_builder import PlanBuilder
+from runtime.config.resolve.plan_builder import Decision, PlanBuilder, build
 
 DTYPES = {"half": "float16", "float": "float32"} | {name: name for name in ("float16", "bfloat16", "float32")}
+REFUSED = Decision("cpu", "what was asked for cannot be used")
 _OTHER_DEVICES = {
     "xpu": "an Intel GPU",
     "hpu": "an Intel Gaudi accelerator",
@@ -24,16 +25,19 @@ _OTHER_DEVICES = {
 def model_plan(builder: PlanBuilder, machine: Machine, facts: ModelFacts) -> ModelPlan:
     args = builder.args.model
     device = _device(builder, machine)
-    why_path = "as asked" if args.model_path else "no model was asked for: the demo model"
-    return ModelPlan(
-        path=builder.decide("model.path", facts.path, why_path),
-        load_format=builder.take("model.load_format", "load_format"),
-        dtype=_dtype(builder, chosen_gpu(device, machine), facts),
+    return build(
+        ModelPlan,
+        path=Decision(
+            facts.path, "as asked" if args.model_path else "no model was asked for: the demo model"
+        ),
+        load_format=builder.follow("load_format"),
+        dtype=_dtype(builder, chosen_gpu(device.value, machine), facts),
         device=device,
         context_length=_context_length(builder, facts),
         random_seed=_random_seed(builder),
-        mmap=builder.take("model.mmap", "weight_loader_disable_mmap", not args.weight_loader_disable_mmap),
+        mmap=builder.follow("weight_loader_disable_mmap", not args.weight_loader_disable_mmap),
         num_load_threads=_num_load_threads(builder),
+        quantization=_quantization(builder, chosen_gpu(device.value, machine)),
     )
 
 
@@ -43,15 +47,15 @@ def chosen_gpu(device: str, machine: Machine) -> Gpu | None:
     return machine.gpus[int(device.partition(":")[2] or 0)]
 
 
-def _device(builder: PlanBuilder, machine: Machine) -> str:
+def _device(builder: PlanBuilder, machine: Machine) -> Decision[str]:
     asked, first = builder.args.model.device, builder.args.parallel.base_gpu_id
     if first and asked is not None and ":" in asked:
         builder.refuse("base_gpu_id", f"--base-gpu-id {first} and --device {asked}: give one of them.")
     elif first and asked in (None, "cuda") and not _no_cuda(machine):
         if reason := _no_such_gpu(machine, first):
             builder.refuse("base_gpu_id", f"--base-gpu-id {first} cannot be used: {reason}.")
-            return "cpu"
-        return builder.decide("model.device", f"cuda:{first}", "the first GPU that --base-gpu-id allows")
+            return REFUSED
+        return Decision(f"cuda:{first}", "the first GPU that --base-gpu-id allows")
     if asked is None:
         return _best_device(builder, machine)
     known = re.fullmatch(r"cpu|cuda(?::(\d+))?", asked)
@@ -59,19 +63,19 @@ def _device(builder: PlanBuilder, machine: Machine) -> str:
         kind = asked.partition(":")[0]
         needs = f" (and needs {_OTHER_DEVICES[kind]})" if kind in _OTHER_DEVICES else ""
         builder.refuse("device", f"--device {asked} is not built yet{needs}; use cpu, cuda or cuda:N.")
-        return "cpu"
+        return REFUSED
     if asked != "cpu":
         reason = _no_cuda(machine) or _no_such_gpu(machine, int(known[1] or 0))
         if reason:
             builder.refuse("device", f"--device {asked} cannot be used: {reason}.")
-            return "cpu"
-    return builder.decide("model.device", asked, "as asked")
+            return REFUSED
+    return Decision(asked, "as asked")
 
 
-def _best_device(builder: PlanBuilder, machine: Machine) -> str:
+def _best_device(builder: PlanBuilder, machine: Machine) -> Decision[str]:
     if reason := _no_cuda(machine):
-        return builder.decide("model.device", "cpu", reason)
-    return builder.decide("model.device", "cuda", f"there is a GPU: {machine.gpus[0].name}")
+        return Decision("cpu", reason)
+    return Decision("cuda", f"there is a GPU: {machine.gpus[0].name}")
 
 
 def _no_cuda(machine: Machine) -> str:
@@ -89,7 +93,7 @@ def _no_such_gpu(machine: Machine, index: int) -> str:
     return f"the GPUs here are numbered 0 to {len(machine.gpus) - 1}"
 
 
-def _dtype(builder: PlanBuilder, gpu: Gpu | None, facts: ModelFacts) -> str:
+def _dtype(builder: PlanBuilder, gpu: Gpu | None, facts: ModelFacts) -> Decision[str]:
     asked = builder.args.model.dtype
     if gpu is not None and gpu.capability < (7, 5):
         builder.refuse(
@@ -99,53 +103,57 @@ def _dtype(builder: PlanBuilder, gpu: Gpu | None, facts: ModelFacts) -> str:
         dtype = DTYPES[asked]
         if dtype == "bfloat16" and gpu is not None and gpu.capability < (8, 0):
             builder.refuse("dtype", f"--dtype {asked} is not possible on {gpu.name}; use float16.")
-        return builder.decide("model.dtype", dtype, "as asked")
+        return Decision(dtype, "as asked")
     if facts.dtype not in DTYPES.values():
         builder.refuse(
-            "dtype", f"Checkpoints in {facts.dtype} are not supported yet; say --dtype to convert it."
+            "dtype", f"Checkpoints in {facts.dtype} are not supported yet; set --dtype to convert it."
         )
-        return "float32"
-    return builder.decide("model.dtype", *_auto_dtype(gpu, facts.dtype))
+        return Decision("float32", "what was asked for cannot be used")
+    return _auto_dtype(gpu, facts.dtype)
 
 
-def _auto_dtype(gpu: Gpu | None, checkpoint: str) -> tuple[str, str]:
+def _auto_dtype(gpu: Gpu | None, checkpoint: str) -> Decision[str]:
     if gpu is None:
-        why = (
-            "the checkpoint's; a CPU computes it as exactly"
-            if checkpoint == "float32"
-            else "the checkpoint's"
-        )
-        return checkpoint, why
+        exact = "; a CPU computes it as exactly" if checkpoint == "float32" else ""
+        return Decision(checkpoint, f"the checkpoint's{exact}")
     if gpu.capability < (8, 0) and checkpoint != "float16":
-        return "float16", f"{gpu.name} has no bfloat16"
+        return Decision("float16", f"{gpu.name} has no bfloat16")
     if checkpoint == "float32":
-        return "bfloat16", "the checkpoint is float32, and a GPU is many times faster in bfloat16"
-    return checkpoint, "the checkpoint's"
+        return Decision("bfloat16", "the checkpoint is float32, and a GPU is many times faster in bfloat16")
+    return Decision(checkpoint, "the checkpoint's")
 
 
-def _context_length(builder: PlanBuilder, facts: ModelFacts) -> int:
+def _context_length(builder: PlanBuilder, facts: ModelFacts) -> Decision[int]:
     asked = builder.args.model.context_length
     if asked is None:
-        return builder.decide(
-            "model.context_length", facts.context_length, "as the model's configuration says"
-        )
+        return Decision(facts.context_length, "as the model's configuration says")
     if asked > facts.context_length:
         builder.refuse(
             "context_length",
             f"--context-length {asked} is longer than the {facts.context_length} tokens that the model was "
             f"made for; use at most {facts.context_length}.",
         )
-    return builder.decide("model.context_length", min(asked, facts.context_length), "as asked")
+    return Decision(min(asked, facts.context_length), "as asked")
 
 
-def _random_seed(builder: PlanBuilder) -> int:
+def _quantization(builder: PlanBuilder, gpu: Gpu | None) -> Decision[str | None]:
+    """How weights are rounded; refused on a GPU."""
+    asked = builder.args.quant.quantization
+    if asked is not None and gpu is not None:
+        builder.refuse(
+            "quantization", f"--quantization {asked} is computed on a CPU only so far; set --device cpu."
+        )
+    return builder.follow("quantization")
+
+
+def _random_seed(builder: PlanBuilder) -> Decision[int]:
     asked = builder.args.model.random_seed
     if asked is not None:
-        return builder.decide("model.random_seed", asked, "as asked")
-    return builder.decide("model.random_seed", secrets.randbelow(2**30), "a new one at each start")
+        return Decision(asked, "as asked")
+    return Decision(secrets.randbelow(2**30), "a new one at each start")
 
 
-def _num_load_threads(builder: PlanBuilder) -> int:
+def _num_load_threads(builder: PlanBuilder) -> Decision[int]:
     config = builder.args.model.model_loader_extra_config
     option, name = "model_loader_extra_config", "--model-loader-extra-config"
     unknown = config.keys() - {"enable_multithread_load", "num_threads"}
@@ -158,5 +166,5 @@ def _num_load_threads(builder: PlanBuilder) -> int:
     elif isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= 256:
         builder.refuse(option, f"{name}: num_threads must be a whole number from 1 to 256.")
     elif several:
-        return builder.decide("model.num_load_threads", threads, "as asked")
-    return builder.decide("model.num_load_threads", 1, "one file after the other, unless asked otherwise")
+        return Decision(threads, "as asked")
+    return Decision(1, "one file after the other, unless asked otherwise")

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ops.machine import Machine
+from runtime.config.args import Args
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import ParallelPlan
-from runtime.config.resolve.plan_builder import PlanBuilder
+from runtime.config.resolve.plan_builder import Decision, PlanBuilder, build
+from runtime.errors import ConfigurationError
 
 JOIN_TIMEOUT_S = 600.0
+ACROSS_MACHINES = ("node_rank", "dist_init_addr", "nccl_port")
+ONE_MACHINE = "there is one machine, whose ranks meet in a file"
+TORCHRUN = "TORCHELASTIC_RUN_ID"  # set by torchrun in what it starts
 
 
 def parallel_plan(builder: PlanBuilder, machine: Machine, facts: ModelFacts, device: str) -> ParallelPlan:
@@ -16,30 +23,33 @@ def parallel_plan(builder: PlanBuilder, machine: Machine, facts: ModelFacts, dev
     _check_stages(builder, facts)
     _check_devices(builder, machine, device)
     timeout = args.dist_timeout
-    why = "as asked" if timeout is not None else "long enough to read a large model"
-    return ParallelPlan(
-        gpu_step=builder.take("parallel.gpu_step", "gpu_id_step"),
-        nnodes=builder.take("parallel.nnodes", "nnodes"),
-        node_rank=builder.take("parallel.node_rank", "node_rank"),
+    return build(
+        ParallelPlan,
+        tp_size=builder.follow("tp_size"),
+        pp_size=builder.follow("pp_size"),
+        dp_size=builder.follow("dp_size"),
+        balance=builder.follow("load_balance_method"),
+        gpu_step=builder.follow("gpu_id_step"),
+        nnodes=builder.follow("nnodes"),
+        node_rank=builder.follow("node_rank"),
         meeting=_meeting(builder),
-        store_port=builder.take("parallel.store_port", "nccl_port"),
-        balance=builder.take("parallel.balance", "load_balance_method"),
-        tp_size=builder.take("parallel.tp_size", "tp_size"),
-        pp_size=builder.take("parallel.pp_size", "pp_size"),
-        dp_size=builder.take("parallel.dp_size", "dp_size"),
-        join_timeout_s=builder.decide("parallel.join_timeout_s", timeout or JOIN_TIMEOUT_S, why),
+        store_port=builder.follow("nccl_port") if args.nnodes > 1 else Decision(None, ONE_MACHINE),
+        join_timeout_s=Decision(JOIN_TIMEOUT_S, "long enough to read a large model")
+        if timeout is None
+        else Decision(float(timeout), "as asked"),
     )
 
 
-def _meeting(builder: PlanBuilder) -> tuple[str, int] | None:
+def _meeting(builder: PlanBuilder) -> Decision[tuple[str, int] | None]:
     args = builder.args.parallel
-    place = "parallel.meeting"
     if args.nnodes == 1:
-        for option in ("node_rank", "dist_init_addr", "nccl_port"):
-            if value := builder.args.get(option):
-                flag = "--" + option.replace("_", "-")
-                builder.refuse(option, f"{flag} {value} is for several machines; say --nnodes too.")
-        return builder.decide(place, None, "there is one machine")
+        # Scripts for any number of machines set these for one machine too; without --nnodes it was forgotten.
+        idle = ("node_rank",) if "nnodes" in builder.args.explicitly_set else ACROSS_MACHINES
+        for option in idle:
+            if builder.args.changed(option):
+                flag, value = "--" + option.replace("_", "-"), builder.args.get(option)
+                builder.refuse(option, f"{flag} {value} is for several machines; set --nnodes too.")
+        return Decision(None, ONE_MACHINE)
     if args.node_rank >= args.nnodes:
         builder.refuse("node_rank", f"--node-rank {args.node_rank}: it must be below --nnodes {args.nnodes}.")
     if args.tp_size * args.pp_size % args.nnodes:
@@ -54,8 +64,8 @@ def _meeting(builder: PlanBuilder) -> tuple[str, int] | None:
     host, colon, port = (args.dist_init_addr or "").rpartition(":")
     if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
         builder.refuse("dist_init_addr", "--nnodes needs --dist-init-addr HOST:PORT, of the first machine.")
-        return None
-    return builder.decide(place, (host.strip("[]"), int(port)), "as asked")
+        return Decision(None, "what was asked for cannot be used")
+    return Decision((host.strip("[]"), int(port)), "as asked")
 
 
 def _check_heads(builder: PlanBuilder, facts: ModelFacts) -> None:
@@ -81,7 +91,7 @@ def _check_stages(builder: PlanBuilder, facts: ModelFacts) -> None:
             "pp_size", f"--pp-size {args.pp_size}: the model has only {facts.num_layers} layers to share."
         )
     if args.max_micro_batch_size is not None and args.pp_size == 1:
-        builder.refuse("max_micro_batch_size", "--max-micro-batch-size needs a pipeline; say --pp-size too.")
+        builder.refuse("max_micro_batch_size", "--max-micro-batch-size needs a pipeline; set --pp-size too.")
 
 
 def _check_devices(builder: PlanBuilder, machine: Machine, device: str) -> None:
@@ -89,7 +99,7 @@ def _check_devices(builder: PlanBuilder, machine: Machine, device: str) -> None:
     needed = args.tp_size * args.pp_size * args.dp_size // args.nnodes
     if not device.startswith("cuda"):
         for option in ("base_gpu_id", "gpu_id_step"):
-            if option in builder.args.said:
+            if builder.args.changed(option):
                 builder.refuse(option, f"--{option.replace('_', '-')} needs GPUs; the model runs on the CPU.")
         return
     if needed == 1:
@@ -101,3 +111,26 @@ def _check_devices(builder: PlanBuilder, machine: Machine, device: str) -> None:
             f"--tp-size {args.tp_size} x --pp-size {args.pp_size} x --dp-size {args.dp_size} needs {needed} "
             f"GPUs from number {first} on; this machine has {len(machine.gpus)}.",
         )
+
+
+def with_torchrun(args: Args, environment: Mapping[str, str]) -> Args:
+    """The arguments with --nnodes, --node-rank and --dist-init-addr as torchrun has them, unless they are set.
+
+    torchrun itself listens at MASTER_PORT, so ours is the next one. Raises `ConfigurationError` when torchrun
+    started several processes on a machine: Penstock starts the ranks of a machine itself.
+    """
+    if TORCHRUN not in environment:
+        return args
+    if environment.get("LOCAL_WORLD_SIZE", "1") != "1":
+        raise ConfigurationError(
+            "Give torchrun --nproc-per-node 1: Penstock starts the other processes of a machine itself."
+        )
+    nnodes = int(environment.get("WORLD_SIZE", "1"))
+    if nnodes == 1:
+        return args
+    found = {
+        "nnodes": nnodes,
+        "node_rank": int(environment["RANK"]),
+        "dist_init_addr": f"{environment['MASTER_ADDR']}:{int(environment['MASTER_PORT']) + 1}",
+    }
+    return Args.of(**{**found, **args.keywords()})

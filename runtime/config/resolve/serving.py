@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from runtime.config.plan import ServePlan, TextPlan
-from runtime.config.resolve.plan_builder import PlanBuilder
+from runtime.config.resolve.plan_builder import Decision, PlanBuilder, build
 from runtime.errors import InvalidRequest
 from runtime.request import SamplingParams
 
@@ -21,73 +21,73 @@ def text_plan(builder: PlanBuilder, model_path: str) -> TextPlan:
             "chat_template",
             f"--chat-template {args.chat_template}: only .jinja files work so far; write it as one.",
         )
-    return TextPlan(
+    return build(
+        TextPlan,
         tokenizer_path=_tokenizer_path(builder, model_path),
-        mode=builder.take("text.mode", "tokenizer_mode"),
-        trust_remote_code=builder.take("text.trust_remote_code", "trust_remote_code"),
-        revision=builder.take("text.revision", "revision"),
-        chat_template=builder.take("text.chat_template", "chat_template"),
+        mode=builder.follow("tokenizer_mode"),
+        trust_remote_code=builder.follow("trust_remote_code"),
+        revision=builder.follow("revision"),
+        chat_template=builder.follow("chat_template"),
     )
 
 
-def _tokenizer_path(builder: PlanBuilder, model_path: str) -> str | None:
-    place = "text.tokenizer_path"
+def _tokenizer_path(builder: PlanBuilder, model_path: str) -> Decision[str | None]:
     if builder.args.text.skip_tokenizer_init:
         if builder.args.text.tokenizer_path is not None:
             builder.refuse("tokenizer_path", "--tokenizer-path and --skip-tokenizer-init exclude each other.")
-        return builder.decide(place, None, "as asked: token ids in, token ids out")
+        return Decision(None, "as asked: token ids in, token ids out")
     if builder.args.text.tokenizer_path is not None:
-        return builder.decide(place, builder.args.text.tokenizer_path, "as asked")
-    return builder.decide(place, model_path, "the model's folder")
+        return Decision(builder.args.text.tokenizer_path, "as asked")
+    return Decision(model_path, "the model's folder")
 
 
 def serve_plan(builder: PlanBuilder, model_path: str, demo_path: str | None) -> ServePlan:
     args = builder.args.http
     if args.api_key is not None and not args.api_key.strip():
         builder.refuse("api_key", "--api-key is empty; leave it out to ask for no key.")
-    return ServePlan(
-        host=builder.take("serve.host", "host"),
-        port=builder.take("serve.port", "port"),
-        api_key=builder.take("serve.api_key", "api_key"),
+    return build(
+        ServePlan,
+        host=builder.follow("host"),
+        port=builder.follow("port"),
+        api_key=builder.follow("api_key"),
         served_model_name=_served_model_name(builder, model_path, demo_path),
-        log_level=builder.take("serve.log_level", "log_level"),
+        log_level=builder.follow("log_level"),
         log_level_http=_log_level_http(builder),
-        skip_warmup=builder.take("serve.skip_warmup", "skip_server_warmup"),
-        cache_report=builder.take("serve.cache_report", "enable_cache_report"),
+        skip_warmup=builder.follow("skip_server_warmup"),
+        cache_report=builder.follow("enable_cache_report"),
         preferred_sampling=_preferred_sampling(builder),
-        allow_auto_truncate=builder.take("serve.allow_auto_truncate", "allow_auto_truncate"),
-        weight_version=builder.take("serve.weight_version", "weight_version"),
-        chat_page=builder.take("serve.chat_page", "disable_chat_page", not args.disable_chat_page),
+        allow_auto_truncate=builder.follow("allow_auto_truncate"),
+        weight_version=builder.follow("weight_version"),
+        chat_page=builder.follow("disable_chat_page", not args.disable_chat_page),
     )
 
 
-def _served_model_name(builder: PlanBuilder, model_path: str, demo_path: str | None) -> str:
-    place = "serve.served_model_name"
+def _served_model_name(builder: PlanBuilder, model_path: str, demo_path: str | None) -> Decision[str]:
     if builder.args.http.served_model_name is not None:
-        return builder.decide(place, builder.args.http.served_model_name, "as asked")
+        return Decision(builder.args.http.served_model_name, "as asked")
     if builder.args.model.model_path is None and demo_path is not None:
-        return builder.decide(place, DEMO_NAME, "the demo model's name")
-    return builder.decide(place, model_path, "the model's path")
+        return Decision(DEMO_NAME, "the demo model's name")
+    return Decision(model_path, "the model's path")
 
 
-def _log_level_http(builder: PlanBuilder) -> str:
+def _log_level_http(builder: PlanBuilder) -> Decision[str]:
     args = builder.args.observe
     if args.log_level_http is not None:
-        return builder.decide("serve.log_level_http", args.log_level_http, "as asked")
-    return builder.decide("serve.log_level_http", args.log_level, "that of --log-level")
+        return Decision(args.log_level_http, "as asked")
+    return Decision(args.log_level, "that of --log-level")
 
 
-def _preferred_sampling(builder: PlanBuilder) -> Mapping[str, Any]:
+def _preferred_sampling(builder: PlanBuilder) -> Decision[Mapping[str, Any]]:
     preferred = builder.args.sampling.preferred_sampling_params or {}
     name = "preferred_sampling_params"
     known = {field.name for field in fields(SamplingParams)}
     if unknown := sorted(preferred.keys() - known):
         builder.refuse(name, f"--preferred-sampling-params: {', '.join(unknown)} is no sampling parameter.")
-        return {}
+        return Decision({}, "what was asked for cannot be used")
     try:
         SamplingParams(**preferred)
     except InvalidRequest as error:
         builder.refuse(name, f"--preferred-sampling-params: {error.message}")
     except (TypeError, AttributeError):
         builder.refuse(name, "--preferred-sampling-params: a value has the wrong type.")
-    return builder.take("serve.preferred_sampling", name, preferred)
+    return builder.follow(name, preferred)

@@ -50,16 +50,17 @@ def outputs(backend: ModuleType, case: Case) -> list[Tensor]:
     """The vectors and the logits."""
     token_ids, weight, products = inputs(case)
     logits = backend.as_logits(products, scale=case.scale, soft_cap=case.soft_cap)
-    return [backend.embed(token_ids, weight, case.first_id), logits]
+    return [backend.embed(token_ids, weight, case.first_id, scale=case.scale), logits]
 
 
 def expected(case: Case) -> list[Tensor]:
     """One id after the other; the formula in float64."""
     token_ids, weight, products = inputs(case)
     rows = [token_id - (case.first_id or 0) for token_id in token_ids.tolist()]
-    nothing = torch.zeros(case.width, dtype=case.dtype)
-    vectors = [weight[row] if 0 <= row < case.vocab_size else nothing for row in rows]
-    logits = products.double() * (1.0 if case.scale is None else case.scale)
+    nothing = torch.zeros(case.width, dtype=torch.float64)
+    scale = 1.0 if case.scale is None else case.scale
+    vectors = [scale * weight[row].double() if 0 <= row < case.vocab_size else nothing for row in rows]
+    logits = products.double() * scale
     if case.soft_cap is not None:
         logits = case.soft_cap * torch.tanh(logits / case.soft_cap)
     return [torch.stack(vectors), logits]

@@ -14,6 +14,7 @@ import torch
 import tiny_checkpoints
 from greedy import GREEDY
 from runtime.errors import PenstockError
+from runtime.layers.forward_batch import ForwardBatch
 from runtime.models.decoder import Decoder
 from serve import Engine
 
@@ -117,10 +118,10 @@ def _failing() -> Iterator[None]:
     """Models say what a full GPU says."""
     forward = Decoder.forward
 
-    def full(self: Decoder, token_ids: torch.Tensor, *rest: Any) -> torch.Tensor:
-        if len(token_ids) > len(BIG_PROMPT) // 2:
+    def full(self: Decoder, batch: ForwardBatch) -> torch.Tensor:
+        if batch.num_tokens > len(BIG_PROMPT) // 2:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return forward(self, token_ids, *rest)
+        return forward(self, batch)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Decoder, "forward", full)

@@ -23,7 +23,6 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 E4M3_CAPABILITY = (8, 9)
 HOST_ONLY = ("with_onednn",)
-BY_FLASHINFER = ("with_flashinfer", "with_fa3", "with_trtllm")
 NO_TABLE = ("matmul",)  # torch's own on a GPU
 EXACT = ("kv", "sampling")  # these copy, round or choose: nothing may differ
 EXTRAS = ("penalized", "masked", "scored")  # functions of a table beside `outputs`
@@ -76,7 +75,8 @@ def runnable_files() -> set[str]:
     gpu = machine.gpus[0] if machine.gpus else None
     backends = (*ATTENTION.values(), *SAMPLING.values())
     files = {backend.file for backend in backends if not backend.unmet(machine, gpu)} - set(HOST_ONLY)
-    return files if compiles_flashinfer() else files - set(BY_FLASHINFER)
+    by_flashinfer = {b.file for b in backends if b.needs and b.needs.package == "flashinfer-python"}
+    return files if compiles_flashinfer() else files - by_flashinfer
 
 
 def compiles_flashinfer() -> bool:

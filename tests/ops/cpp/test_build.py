@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
 import subprocess
+import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from cpp_kernels import library
 from ops.cpp import build as building
-from ops.cpp.build import FLAGS, BuildError, build, library_path
+from ops.cpp.build import DIGEST_BYTES, FLAGS, BuildError, build, cache_directory, library_path
+from ops.cpp.library import load
+from ops.machine import Machine
 from ops.select import select
 
 Fake = Callable[[str], str]
+
+
+@pytest.fixture(scope="module")
+def real() -> Path:
+    """The kernels' library, compiled before the cache is another one."""
+    return library().path
 
 
 @pytest.fixture(autouse=True)
@@ -40,13 +50,23 @@ def runs(tmp_path: Path) -> int:
     return len((tmp_path / "runs").read_text().splitlines())
 
 
+def compiled(path: Path) -> str:
+    """What the compiler wrote."""
+    return path.read_bytes()[:-DIGEST_BYTES].decode()
+
+
+def libraries() -> list[Path]:
+    """All that is left in the cache, but for the lock."""
+    return [path for path in cache_directory().iterdir() if path.name != "lock"]
+
+
 def test_the_second_time_nothing_is_compiled(fake: Fake, tmp_path: Path) -> None:
     compiler = fake('echo made > "$OUT"')
     path = build(compiler, ["avx2"])
-    assert (path, path.read_text()) == (library_path(compiler, ["avx2"]), "made\n")
+    assert (path, compiled(path)) == (library_path(compiler, ["avx2"]), "made\n")
     assert build(compiler, ["avx2"]) == path
     assert runs(tmp_path) == len(building.UNITS) + 1
-    assert list(path.parent.iterdir()) == [path]  # nothing else is left
+    assert libraries() == [path]
 
 
 def test_another_processor_compiler_flag_or_source_has_another_library(
@@ -67,16 +87,85 @@ def test_another_processor_compiler_flag_or_source_has_another_library(
     assert library_path(compiler, ["avx2"]) in paths
     (sources / "simd.h").write_text("// changed\n")
     paths.add(library_path(compiler, ["avx2"]))
-    assert len(paths) == 5
+    os.utime(compiler, ns=(0, 0))  # as another version has
+    paths.add(library_path(compiler, ["avx2"]))
+    assert len(paths) == 6
     assert library_path(compiler, ["a", "b"]) == library_path(compiler, frozenset(["b", "a"]))
 
 
-def test_several_may_compile_at_once(fake: Fake) -> None:
+def test_tests_load_the_library_that_an_engine_loads(real: Path) -> None:
+    machine = Machine.probe()
+    assert machine.compiler is not None
+    assert real.name == library_path(machine.compiler, machine.cpu_flags).name
+
+
+def test_of_several_processes_one_compiles(fake: Fake, tmp_path: Path) -> None:
     compiler = fake('printf "the whole " > "$OUT"; sleep 0.05; printf library >> "$OUT"')
-    with ThreadPoolExecutor(4) as pool:
-        paths = list(pool.map(lambda _: build(compiler, ["avx2"]), range(4)))
-    assert {path.read_text() for path in paths} == {"the whole library"}
-    assert list(paths[0].parent.iterdir()) == [paths[0]]
+    script = f"from ops.cpp.build import build; print(build({compiler!r}, ['avx2']))"
+    command = [sys.executable, "-c", script]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    paths = {process.communicate()[0] for process in processes}
+    assert paths == {f"{library_path(compiler, ['avx2'])}\n"}
+    assert runs(tmp_path) == len(building.UNITS) + 1
+    assert [compiled(path) for path in libraries()] == ["the whole library"]
+
+
+def test_a_failed_build_is_tried_again_one_unit_at_a_time(
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    alone = f'mkdir "{tmp_path}/busy" 2> /dev/null || {{ echo "error: Killed" >&2; exit 1; }}'
+    compiler = fake(f'{alone}\nsleep 0.05\nrmdir "{tmp_path}/busy"\necho made > "$OUT"')
+    assert compiled(build(compiler, [])) == "made\n"
+    assert "tried again" in caplog.text
+    assert "Killed" in caplog.text
+
+
+def test_a_build_that_fails_twice_has_failed(fake: Fake, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(BuildError):
+        build(fake("exit 1"), [])
+    assert caplog.text.count("tried again") == 1
+
+
+def test_sources_that_change_meanwhile_are_not_mixed(
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = tmp_path / "source"
+    sources.mkdir()
+    for name in {source for source, *_ in building.UNITS}:
+        (sources / name).write_text("old ")
+    monkeypatch.setattr(building, "SOURCES", sources)
+    change = f'for file in "{sources}"/*.cpp; do printf "new " > "$file"; done'
+    link = 'for file; do case "$file" in *.o) cat "$file" >> "$OUT";; esac; done'
+    unit = 'for file; do case "$file" in *.cpp) cp "$file" "$OUT";; esac; done'
+    compiler = fake(f'case "$*" in *-shared*) {link};; *) {change}; {unit};; esac')
+    before = library_path(compiler, [])
+    assert build(compiler, []) == before
+    assert compiled(before) == "old " * len(building.UNITS)
+    assert library_path(compiler, []) != before
+
+
+@pytest.mark.parametrize("kept", [0, 10, 100, -1])
+def test_a_library_of_which_a_part_is_missing_is_compiled_again(
+    fake: Fake, tmp_path: Path, kept: int
+) -> None:
+    compiler = fake(f'echo "{"x" * 200}" > "$OUT"')
+    path = build(compiler, [])
+    whole = path.read_bytes()
+    path.write_bytes(whole[:kept])
+    assert build(compiler, []) == path
+    assert path.read_bytes() == whole
+    assert runs(tmp_path) == 2 * (len(building.UNITS) + 1)
+
+
+def test_a_library_that_cannot_be_loaded_is_compiled_again(fake: Fake, tmp_path: Path, real: Path) -> None:
+    compiler = fake(f'cp "{real}" "$OUT"')
+    wrong = b"no library"
+    path = library_path(compiler, [])
+    path.parent.mkdir(parents=True)
+    path.write_bytes(wrong + hashlib.sha256(wrong).digest())
+    assert load(compiler, []).path == path
+    assert runs(tmp_path) == len(building.UNITS) + 1
 
 
 def test_the_first_error_of_a_failing_compiler_is_told(fake: Fake) -> None:
@@ -84,7 +173,7 @@ def test_the_first_error_of_a_failing_compiler_is_told(fake: Fake) -> None:
     compiler = fake(f'echo half > "$OUT"; printf "{lines}" >&2; exit 1')
     with pytest.raises(BuildError, match=r"fails: x.cpp:3: error: no such thing$"):
         build(compiler, [])
-    assert list(building.cache_directory().iterdir()) == []
+    assert libraries() == []
 
 
 @pytest.mark.parametrize("message", ["", "\\377\\376 killed"])
@@ -98,10 +187,14 @@ def test_a_compiler_that_is_none_is_told(tmp_path: Path) -> None:
         build(str(tmp_path / "nothing"), [])
 
 
-def test_a_compiler_that_takes_too_long_is_ended(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_takes_too_long_is_ended(
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(building, "TIMEOUT_S", 0.1)
     with pytest.raises(BuildError, match="timed out"):
-        build(fake("exec sleep 60"), [])
+        build(fake(f'sleep 60 & echo $! > "{tmp_path}/started"; wait'), [])
+    state = Path(f"/proc/{(tmp_path / 'started').read_text().strip()}/stat")
+    assert not state.exists() or ") Z " in state.read_text()  # what it started has ended with it
 
 
 def test_a_compiler_that_writes_nothing_is_told(fake: Fake) -> None:
@@ -113,7 +206,7 @@ def test_without_a_cache_the_library_is_made_elsewhere(fake: Fake, tmp_path: Pat
     (tmp_path / "cache").write_text("a file where a directory should be")
     compiler = fake('echo made > "$OUT"')
     first, second = build(compiler, []), build(compiler, [])
-    assert first.read_text() == second.read_text() == "made\n"
+    assert compiled(first) == compiled(second) == "made\n"
     assert first != second
     for path in (first, second):
         path.unlink()
@@ -127,7 +220,7 @@ def test_a_user_without_a_home_gets_a_library(fake: Fake, monkeypatch: pytest.Mo
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", nowhere)
     path = build(fake('echo made > "$OUT"'), [])
-    assert path.read_text() == "made\n"
+    assert compiled(path) == "made\n"
     path.unlink()
 
 
@@ -145,8 +238,6 @@ def test_without_a_compiler_kernels_in_cpp_are_refused(monkeypatch: pytest.Monke
 
 @pytest.mark.slow
 def test_sources_give_no_warnings(tmp_path: Path) -> None:
-    from ops.machine import Machine
-
     compiler = Machine.probe().compiler
     if compiler is None:
         pytest.skip("there is no C++ compiler")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 from collections.abc import Callable
+from typing import cast
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ import torch
 from cpp_kernels import DTYPES, drawn, executor, library
 from ops.attention import AttentionInputs
 from ops.cpp.executor import Arena, Executor, NotRecordable, step_in
-from ops.cpp.library import Step
+from ops.cpp.library import Library, Step
 from ops.kv import with_cpp as kv
 from ops.norm import with_cpp as norm
 from ops.rope import with_cpp as rope
@@ -156,6 +158,20 @@ def test_something_else_than_the_tokens_of_the_step_cannot_be_recorded() -> None
         run.record(4, lambda: norm.make(run)["rms_norm"](x[:2], WEIGHT, 1e-5))
 
 
+def test_positions_that_are_not_the_steps_own_cannot_be_recorded() -> None:
+    run, table, positions = executor(1), drawn(40, 32), torch.arange(4)
+    q, k = drawn(4, 6, 48).split(3, dim=1)
+    step = Step(num_tokens=4, positions=positions.data_ptr())
+
+    def turn(positions: torch.Tensor) -> object:
+        return rope.make(run)["rotate"](q, k, table, positions)
+
+    run.record(4, lambda: turn(positions), step)
+    other = positions + 1
+    with pytest.raises(NotRecordable, match="positions that are not the step's own"):
+        run.record(4, lambda: turn(other), step)
+
+
 def test_a_tape_takes_no_more_tokens_than_it_has_room_for() -> None:
     run = executor(1)
     tape, _ = recorded(run, norms(run, 1), drawn(4, 32))
@@ -210,6 +226,43 @@ def test_after_closing_nothing_runs() -> None:
         norms(run, 1)(x)
     with pytest.raises(RuntimeError, match="have ended"):
         tape.run(Step(num_tokens=1))
+
+
+class SlowLibrary:
+    """A library whose kernels take until they are told to end; notes what happens in which order."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.runs, self.ends = threading.Event(), threading.Event()
+
+    def open_pool(self, num_threads: int) -> int:
+        return 1
+
+    def run(self, pool: int, nodes: int, count: int, step: int) -> None:
+        self.runs.set()
+        self.ends.wait()
+        self.events.append("run")
+
+    def close_pool(self, pool: int) -> None:
+        self.events.append("closed")
+
+
+def test_threads_do_not_end_while_they_run_kernels() -> None:
+    slow = SlowLibrary()
+    run = Executor(cast(Library, slow), 2)
+    running = threading.Thread(target=run.run, args=(0, 1, Step()))
+    closing = threading.Thread(target=run.close)
+    running.start()
+    assert slow.runs.wait(10)
+    closing.start()
+    closing.join(0.05)
+    assert slow.events == []
+    slow.ends.set()
+    closing.join(10)
+    running.join(10)
+    assert slow.events == ["run", "closed"]
+    with pytest.raises(RuntimeError, match="have ended"):
+        run.run(0, 1, Step())
 
 
 def test_an_unknown_dtype_is_an_error_not_a_wrong_result() -> None:

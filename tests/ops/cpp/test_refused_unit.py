@@ -7,12 +7,13 @@ import sys
 
 import pytest
 
-from ops.cpp.build import build
+from cpp_kernels import library
 from ops.machine import Machine
 
 # A filter of system calls: arch_prctl fails with EPERM from here on, and everything else is let through.
 REFUSED = """
 import ctypes, struct
+from pathlib import Path
 import torch
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -29,9 +30,11 @@ from ops.cpp.executor import Executor
 from ops.cpp.library import Library
 from ops.matmul import with_cpp
 
-matmul = with_cpp.make(Executor(Library(PATH), 2))
+executor = Executor(Library(Path(PATH)), 2)
+matmul = with_cpp.make(executor)
 x, weight = torch.randn(40, 64).bfloat16(), torch.randn(70, 64).bfloat16()
 found, wanted = matmul["logits"](x, matmul["prepare"](weight)), x.double() @ weight.double().T
+print(executor.description.matrix_unit, "refuses" in str(executor.description))
 print((found - wanted).norm().item() / wanted.norm().item())
 """
 
@@ -40,10 +43,11 @@ def test_products_are_right_without_the_unit() -> None:
     machine = Machine.probe()
     if "amx_bf16" not in machine.cpu_flags or machine.compiler is None:
         pytest.skip("there is no matrix unit that could be refused, or no compiler")
-    path = build(machine.compiler, ["tests"])  # before anything is refused
-    script = REFUSED.replace("PATH", repr(str(path)))
+    script = REFUSED.replace("PATH", repr(str(library().path)))  # compiled before anything is refused
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     if done.returncode == 77:
         pytest.skip("this system takes no filter of system calls")
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout) < 1e-5
+    description, error = done.stdout.splitlines()
+    assert description == "False True"
+    assert float(error) < 1e-5

@@ -1,4 +1,4 @@
-"""The embedding that reads a head's panels: bit for bit the plain one."""
+"""The embedding in C++, from plain weights and from a head's panels: bit for bit torch's."""
 
 from __future__ import annotations
 
@@ -19,17 +19,22 @@ def test_plain_weights_are_read_as_ever(name: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(9, 24), (64, 34), (100, 576)])
 @pytest.mark.parametrize("first_id", [None, 0, 3, 1000])
-def test_panels_give_what_the_plain_weight_gives(dtype, shape: tuple[int, int], first_id: int | None) -> None:
+@pytest.mark.parametrize("scale", [None, 7.0])
+def test_plain_weights_and_panels_give_what_torch_gives(
+    dtype, shape: tuple[int, int], first_id: int | None, scale: float | None
+) -> None:
     cpp, weight = backend("embedding", 2), drawn(*shape, dtype=dtype)
     panels = backend("matmul", 2).prepare(weight)
     assert cpp.reads(panels)
     high = len(weight) if first_id is None else len(weight) + 6
     ids = torch.randint(0, high, (37,), generator=torch.Generator().manual_seed(1))
     ids[0], ids[1] = 0, high - 1
-    assert torch.equal(cpp.embed(ids, panels, first_id), native.embed(ids, weight, first_id))
+    wanted = native.embed(ids, weight, first_id, scale=scale)
     strided = torch.stack([ids, ids], dim=1)[:, 0]
-    assert torch.equal(cpp.embed(strided, panels, first_id), native.embed(ids, weight, first_id))
-    assert cpp.embed(ids[:0], panels, first_id).shape == (0, shape[1])
+    for stored in (weight, panels):
+        assert torch.equal(cpp.embed(ids, stored, first_id, scale=scale), wanted)
+        assert torch.equal(cpp.embed(strided, stored, first_id, scale=scale), wanted)
+        assert cpp.embed(ids[:0], stored, first_id, scale=scale).shape == (0, shape[1])
 
 
 def test_what_rounds_a_weight_is_not_read() -> None:

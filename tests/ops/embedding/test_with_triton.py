@@ -30,6 +30,7 @@ def test_the_kernels_equal_native(name: str) -> None:
         ("the first part", "(place >= 0) & (place < num_ids)", "place >= 0"),
         ("soft cap", "2.0 / SOFT_CAP", "1.0 / SOFT_CAP"),
         ("scaled", ".to(tl.float32) * scale", ".to(tl.float32)"),
+        ("scaled", ".to(tl.float32) * vector_scale", ".to(tl.float32)"),
     ],
 )
 def test_a_broken_kernel_is_noticed(name: str, old: str, new: str, tmp_path: Path) -> None:

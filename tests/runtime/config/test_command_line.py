@@ -97,4 +97,4 @@ def test_no_command_line_raises_anything_but_refusals(words: list[str]) -> None:
     args = None
     with suppress(ConfigurationError):
         args = Args.parse(words)
-    assert args is None or args.said <= {option.name for option in options()}
+    assert args is None or args.explicitly_set <= {option.name for option in options()}

@@ -57,7 +57,7 @@ def test_command_line_wins_over_the_file(write: Write) -> None:
     path = write("port: 1\nhost: 0.0.0.0\n")
     for args in (Args.parse(["--port", "2", "--config", path]), Args.of(config=path, port=2)):
         assert (args.http.port, args.http.host) == (2, "0.0.0.0")
-        assert args.said == {"config", "port", "host"}
+        assert args.explicitly_set == {"config", "port", "host"}
         assert Args.of(**args.keywords()) == args
 
 
@@ -69,8 +69,8 @@ def test_command_line_wins_over_the_file(write: Write) -> None:
         ("page-sze: 3", "page-sze is not an option; did you mean --page-size?"),
         ("port: true", "put 'true' in quotes"),
         ("port: x", "--port must be a whole number, not 'x'."),
-        ("port: 1\nport: 2", "--port is said twice."),
-        ("page-size: 1\npage_size: 2", "--page-size is said twice."),
+        ("port: 1\nport: 2", "--port is set twice."),
+        ("page-size: 1\npage_size: 2", "--page-size is set twice."),
         ("config: other.yaml", "--config cannot stand inside a configuration file."),
         ("model: !!python/object/apply:os.getcwd []", "is not valid YAML (line 1)"),
     ],
@@ -92,7 +92,7 @@ def test_other_endings_and_missing_files_are_refused(write: Write, tmp_path: Pat
 
 
 def test_empty_file_says_nothing(write: Write) -> None:
-    assert Args.parse(["--config", write("# nothing\n", "o.yml")]).said == {"config"}
+    assert Args.parse(["--config", write("# nothing\n", "o.yml")]).explicitly_set == {"config"}
 
 
 def test_config_is_given_once(write: Write) -> None:

@@ -9,32 +9,14 @@ from typing import Any, get_type_hints
 
 import pytest
 
+from option_values import other_value
 from runtime.config import Args, Json, Option, Outcome, not_built, options, without_effect
 from runtime.config.plan import Plan
 from runtime.errors import ConfigurationError
 from surface_flags import FLAGS
 
 SNAPSHOT = Path(__file__).with_name("command_line.txt")
-SECTIONS = {name: kind for name, kind in get_type_hints(Plan).items() if name != "because"}
 each_option = pytest.mark.parametrize("option", options(), ids=lambda option: option.name)
-
-
-def other_value(option: Option) -> Any:
-    """A valid value that is not the default."""
-    spec = option.spec
-    if option.type is bool:
-        one: Any = not option.default
-    elif spec.choices:
-        one = next(choice for choice in reversed(spec.choices) if choice != option.default)
-    elif option.type in (int, float):
-        step = 1 if option.type is int else 0.125
-        low = spec.low if spec.low is not None else spec.above if spec.above is not None else 0
-        one = option.type(next(v for v in (low + step, low + 2 * step) if v != option.default))
-    elif option.type is Json:
-        one = {"temperature": 0.5}
-    else:
-        one = "something"
-    return (one,) if option.many else one
 
 
 def words(option: Option, value: Any) -> list[str]:
@@ -58,7 +40,7 @@ def test_command_line_and_keywords_say_the_same(option: Option) -> None:
         value = other_value(option)
         parsed = Args.parse(words(option, value))
         assert parsed.get(option.name) == value
-        assert parsed.said == {option.name}
+        assert parsed.explicitly_set == {option.name}
         assert Args.of(**parsed.keywords()) == parsed == Args.of(**{option.name: value})
 
 
@@ -107,7 +89,7 @@ def test_inert_option_is_accepted_and_says_why_it_does_nothing(option: Option) -
     said = without_effect(args).get(option.name, "")
     assert bool(said) == (option.spec.outcome is Outcome.INERT)
     if said:
-        assert option.spec.instead in said
+        assert option.spec.reason in said
         assert not_built(args) == {}
 
 
@@ -127,10 +109,14 @@ def test_defaults_are_allowed_by_their_declarations() -> None:
             assert Args.of(**{option.name: option.default}).get(option.name) == option.default
 
 
-def test_named_places_of_the_plan_exist() -> None:
+def test_what_shows_an_option_is_a_field_of_the_plan() -> None:
     for option in options():
-        section, _, name = option.spec.plan.partition(".")
-        assert not section or name in {field.name for field in fields(SECTIONS[section])}, option.name
+        if option.spec.plan is not None:
+            section = option.spec.plan.__objclass__
+            assert section in get_type_hints(Plan).values(), option.name
+            assert option.spec.plan.__name__ in {field.name for field in fields(section)} - {"reasons"}, (
+                option.name
+            )
 
 
 def test_command_line_is_as_frozen() -> None:

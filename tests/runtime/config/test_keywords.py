@@ -54,4 +54,4 @@ def test_paths_mappings_and_whole_numbers_are_taken() -> None:
 def test_none_is_said_where_it_is_allowed() -> None:
     args = Args.of(page_size=None)
     assert args.cache.page_size is None
-    assert args.said == {"page_size"}
+    assert args.explicitly_set == {"page_size"}

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ops.machine import GIB, Gpu, Machine
-from runtime.config import Args, options
+from runtime.config import Args, Option, options
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import Plan
-from runtime.config.resolve import check, decide, max_running, num_pages, resolve, size_pool
+from runtime.config.resolve import check, decide, resolve
 from runtime.errors import ConfigurationError
-from small_facts import FACTS, TOKEN_BYTES
+from small_facts import FACTS
 
 CPU = Machine.named("cpu")
 H200 = Machine.named("h200")
@@ -32,17 +32,13 @@ def refusals(machine: Machine = CPU, facts: ModelFacts = FACTS, **keywords: Any)
     return str(caught.value)
 
 
-def pages(made: Plan, *, available: int = 10 * GIB, total: int = 10 * GIB, weights: int = 0) -> int:
-    return num_pages(made, FACTS, available_bytes=available, total_bytes=total, weight_bytes=weights)
-
-
 @pytest.mark.parametrize("machine", [CPU, H200])
 def test_every_value_has_its_reason(machine: Machine) -> None:
     made = plan(machine)
-    sections = {field.name: getattr(made, field.name) for field in fields(made) if field.name != "because"}
-    places = {f"{name}.{field.name}" for name, section in sections.items() for field in fields(section)}
-    assert set(made.because) == places
-    assert all(made.because.values())
+    for section in (getattr(made, field.name) for field in fields(made)):
+        names = {field.name for field in fields(section)} - {"reasons"}
+        assert section.reasons.keys() == names
+        assert all(section.reasons.values())
 
 
 def test_asked_values_are_done() -> None:
@@ -51,7 +47,7 @@ def test_asked_values_are_done() -> None:
     )
     assert (made.cache.page_size, made.schedule.max_running, made.serve.port) == (4, 3, 0)
     assert (made.model.dtype, made.model.random_seed, made.cache.prefix_cache) == ("float16", 7, False)
-    assert made.because["cache.page_size"] == made.because["cache.prefix_cache"] == "as asked"
+    assert made.cache.reasons["page_size"] == made.cache.reasons["prefix_cache"] == "as asked"
 
 
 def test_defaults_without_a_gpu() -> None:
@@ -130,13 +126,6 @@ def test_chunk_is_a_multiple_of_the_page() -> None:
     assert plan(page_size=100).schedule.chunk_tokens == 4000
 
 
-def test_longest_prefix_first_needs_prefixes() -> None:
-    assert plan(schedule_policy="lpm").schedule.policy == "lpm"
-    made = plan(schedule_policy="lpm", disable_radix_cache=True)
-    assert made.schedule.policy == "fcfs"
-    assert "without the prefix cache" in made.because["schedule.policy"]
-
-
 def test_conservativeness_scales_what_is_reserved() -> None:
     assert plan(schedule_conservativeness=0.5).schedule.new_token_ratio == pytest.approx(0.35)
     eager = plan(schedule_conservativeness=9).schedule
@@ -210,47 +199,6 @@ def test_check_refuses_what_needs_no_model() -> None:
         check(Args.of(model_path="m", enable_dp_attention=True, device="cuda"), CPU)
 
 
-def test_pool_takes_a_modest_share_without_a_gpu() -> None:
-    made = plan(max_running_requests=10**6)
-    assert pages(made, available=10 * GIB, total=100 * GIB) == int(3 * GIB) // (16 * TOKEN_BYTES)
-
-
-def test_pool_is_not_larger_than_what_can_be_used() -> None:
-    assert pages(plan(max_running_requests=2), available=100 * GIB) == 2 * 2048 // 16
-    assert pages(plan(max_running_requests=2, page_size=100), available=100 * GIB) == 2 * 21
-
-
-def test_asked_fraction_holds_weights_and_cache() -> None:
-    made = plan(mem_fraction_static=0.5)
-    page = 16 * TOKEN_BYTES
-    assert pages(made, available=8 * GIB, weights=2 * GIB) == 3 * GIB // page  # 8 free, 5 stay free
-    assert (
-        pages(made, available=10 * GIB, weights=2 * GIB) == 3 * GIB // page
-    )  # mapped weights do not show as used
-
-
-def test_asked_tokens_cap_the_pool() -> None:
-    assert pages(plan(max_total_tokens=1000, max_running_requests=1)) == 62
-    made = plan(max_total_tokens=10**12)
-    count, why = size_pool(made, FACTS, available_bytes=GIB, total_bytes=GIB, weight_bytes=0)
-    assert count == int(0.3 * GIB) // (16 * TOKEN_BYTES)
-    assert "less than --max-total-tokens asks for" in why
-    assert "less than one page" in refusals(max_total_tokens=15)
-
-
-def test_pool_without_room_is_refused() -> None:
-    with pytest.raises(
-        ConfigurationError, match=r"^Not enough memory\. Please try to increase --mem-fraction-static\.$"
-    ):
-        pages(plan(mem_fraction_static=0.1), weights=2 * GIB)
-
-
-def test_running_sequences_are_bounded_by_the_pool() -> None:
-    assert max_running(plan(), 10) == 80
-    assert max_running(plan(max_running_requests=3), 10) == 3
-    assert max_running(plan(page_size=1), 1) == 1
-
-
 VALUES: dict[str, st.SearchStrategy[Any]] = {
     "device": st.text(max_size=8) | st.sampled_from(["cpu", "cuda", "cuda:0", "cuda:7", "xpu:1"]),
     "chat_template": st.text(max_size=8),
@@ -302,8 +250,6 @@ def test_nothing_but_refusals_is_ever_raised(keywords: dict[str, Any], machine: 
         assert made.cache.page_size >= 1
         assert 0 < made.cache.mem_fraction <= 1
         assert made.schedule.chunk_tokens is None or made.schedule.chunk_tokens % made.cache.page_size == 0
-        with suppress(ConfigurationError):
-            assert pages(made) >= 1
 
 
 @pytest.mark.parametrize(
@@ -343,14 +289,37 @@ def test_gpus_from_a_number_on_and_at_a_distance() -> None:
         ({"nnodes": 2, "tp_size": 2, "dist_init_addr": "h:1", "node_rank": 2}, "must be below --nnodes 2"),
         ({"nnodes": 2, "dist_init_addr": "h:1"}, "must divide --tp-size 1 x --pp-size 1"),
         ({"nnodes": 2, "tp_size": 2, "dp_size": 2, "dist_init_addr": "h:1"}, "start one server on each"),
-        ({"node_rank": 1}, "say --nnodes too"),
-        ({"nccl_port": 5}, "say --nnodes too"),
+        ({"node_rank": 1}, "set --nnodes too"),
+        ({"nccl_port": 5}, "set --nnodes too"),
+        ({"dist_init_addr": "h:1"}, "set --nnodes too"),
         ({"pp_size": 5}, "has only 4 layers"),
         ({"max_micro_batch_size": 2}, "needs a pipeline"),
     ],
 )
 def test_sizes_that_make_no_sense_are_refused(options: dict[str, Any], reason: str) -> None:
     assert reason in refusals(**options)
+
+
+def test_one_machine_may_be_described_as_several_are() -> None:
+    made = plan(nnodes=1, node_rank=0, dist_init_addr="h:1", nccl_port=5)
+    assert (made.parallel.meeting, made.parallel.store_port) == (None, None)
+    assert "there is one machine" in made.parallel.reasons["meeting"]
+
+
+@pytest.mark.parametrize("machine", [CPU, H200])
+@pytest.mark.parametrize("option", options(), ids=lambda option: option.name)
+def test_no_default_is_refused_where_it_is_set_explicitly(option: Option, machine: Machine) -> None:
+    if option.default is not None and option.name != "config":
+        _, builder = decide(Args.of(**{"model_path": "m"} | {option.name: option.default}), machine, FACTS)
+        assert builder.refusals == {}
+
+
+@pytest.mark.parametrize("policy", ["lpm", "dfs-weight"])
+def test_orders_by_cached_prefix_need_prefixes(policy: str) -> None:
+    assert plan(schedule_policy=policy).schedule.policy == policy
+    made = plan(schedule_policy=policy, disable_radix_cache=True)
+    assert made.schedule.policy == "fcfs"
+    assert "without the prefix cache" in made.schedule.reasons["policy"]
 
 
 def test_address_of_version_six_is_taken_apart() -> None:
@@ -371,13 +340,13 @@ MATMUL: list[tuple[Machine, str, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("machine", "dtype", "backend", "because"), MATMUL)
+@pytest.mark.parametrize(("machine", "dtype", "backend", "reason"), MATMUL)
 def test_weights_are_packed_where_the_processor_and_the_dtype_allow_it(
-    machine: Machine, dtype: str, backend: str, because: str
+    machine: Machine, dtype: str, backend: str, reason: str
 ) -> None:
     made = plan(machine, dtype=dtype)
     assert made.kernels.choices["matmul"] == backend
-    assert because in made.because["kernels.choices"]
+    assert reason in made.kernels.reasons["choices"]
 
 
 @pytest.mark.parametrize(

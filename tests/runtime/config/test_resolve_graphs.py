@@ -54,7 +54,7 @@ def test_asked_sizes_are_captured():
 def test_attention_that_needs_the_host_is_not_captured(keywords: dict[str, Any], reason: str):
     made = plan(**keywords)
     assert made.graphs.sizes == ()
-    assert reason in made.because["graphs.sizes"]
+    assert reason in made.graphs.reasons["sizes"]
     assert reason in refusals(**keywords, cuda_graph_max_bs=8)
 
 
@@ -72,7 +72,7 @@ def test_what_only_captures_read_is_refused_without_any(option: dict[str, Any]):
     [name] = option
     flag = "--" + name.replace("_", "-")
     assert f"{flag} has no effect here: CUDA graphs need an NVIDIA GPU" in refusals(CPU, **option)
-    assert "--disable-cuda-graph is said too" in refusals(disable_cuda_graph=True, **option)
+    assert "--disable-cuda-graph is set too" in refusals(disable_cuda_graph=True, **option)
     assert plan(CPU, disable_cuda_graph=True).graphs.sizes == ()
 
 

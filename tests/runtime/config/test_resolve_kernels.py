@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ops.backends import ATTENTION, SAMPLING
+from ops.backends import ATTENTION, SAMPLING, AttentionBackend
 from ops.machine import KNOWN_GPUS, Machine
 from runtime.config import Args, options
 from runtime.config.plan import KernelPlan
@@ -19,19 +20,19 @@ MACHINES = ("cpu", *KNOWN_GPUS)
 H200 = Machine.named("h200")
 
 
-def decided(machine: Machine, **keywords: Any) -> tuple[KernelPlan, dict[str, str], dict[str, str]]:
+def decided(machine: Machine, **keywords: Any) -> tuple[KernelPlan, Mapping[str, str], dict[str, str]]:
     """The kernels' plan, the reasons and the refusals."""
     plan, builder = decide(Args.of(**{"model_path": "/models/small"} | keywords), machine, ANY_MODEL)
-    return plan.kernels, builder.because, builder.refusals
+    return plan.kernels, plan.kernels.reasons, builder.refusals
 
 
 def test_a_cpu_runs_plain_torch_and_says_why() -> None:
-    kernels, because, refusals = decided(Machine.named("cpu"))
+    kernels, reasons, refusals = decided(Machine.named("cpu"))
     assert {kernels.choices[operation] for operation in kernels.choices if operation != "matmul"} == {
         "native"
     }
     assert kernels.attention_backend == "torch_native"
-    assert "triton needs an NVIDIA GPU" in because["kernels.attention_backend"]
+    assert "triton needs an NVIDIA GPU" in reasons["attention_backend"]
     assert not refusals
 
 
@@ -96,7 +97,11 @@ def test_each_generation_has_its_kernels(name: str, machines: set[str]) -> None:
     ("name", "keywords", "told"),
     [
         ("trtllm_mha", {"page_size": 1}, "reads pages of 16, 32, 64 tokens, and --page-size is 1;"),
-        ("trtllm_mha", {"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype is fp8_e4m3"),
+        (
+            "trtllm_mha",
+            {"kv_cache_dtype": "fp8_e4m3"},
+            "a cache of the model's dtype only, and this one is in float8_e4m3fn",
+        ),
         ("trtllm_mha", {"page_size": 64}, None),
     ],
 )
@@ -114,31 +119,53 @@ def test_a_cache_that_the_kernels_cannot_read_is_refused(
     ("facts", "told"),
     [
         ({"head_dim": 128, "dtype": "bfloat16"}, ""),
-        ({"head_dim": 80, "dtype": "bfloat16"}, "this model has 80 in bfloat16"),
-        ({"head_dim": 128, "dtype": "float32"}, "this model has 128 in float32"),
+        (
+            {"head_dim": 80, "dtype": "bfloat16"},
+            "takes heads of 64, 128, 256 dimensions, and this model has 80; use triton",
+        ),
+        (
+            {"head_dim": 128, "dtype": "float32"},
+            "computes in float16 or bfloat16, and this model in float32; use triton",
+        ),
     ],
 )
 def test_flashinfer_is_refused_for_heads_that_it_lacks(facts: dict[str, Any], told: str) -> None:
     model = replace(ANY_MODEL, architecture="LlamaForCausalLM", **facts)
     args = Args.of(model_path="/models/small", attention_backend="flashinfer", dtype=facts["dtype"])
     plan, builder = decide(args, H200, model)
-    assert plan.kernels.choices["attention"] == "with_flashinfer"
+    assert plan.kernels.choices["attention"] == ("with_triton" if told else "with_flashinfer")
     assert told in builder.refusals.get("attention_backend", "")
     assert bool(builder.refusals) == bool(told)
 
 
+def test_a_soft_cap_is_refused_where_kernels_have_none() -> None:
+    model = replace(ANY_MODEL, architecture="Gemma2ForCausalLM", head_dim=256, dtype="bfloat16")
+    model = replace(model, config={"attn_logit_softcapping": 50.0, "sliding_window": 4096})
+    args = Args.of(model_path="/models/small", attention_backend="trtllm_mha")
+    _, builder = decide(args, Machine.named("b200"), model)
+    assert "it has no soft cap, which this model has; use triton" in builder.refusals["attention_backend"]
+    _, builder = decide(Args.of(model_path="/m", attention_backend="flashinfer"), H200, model)
+    assert not builder.refusals
+
+
+def test_experts_by_triton_are_refused_where_it_does_not_run() -> None:
+    assert not decided(H200, moe_runner_backend="triton")[2]
+    for machine in ("cpu", "t4"):
+        _, _, refusals = decided(Machine.named(machine), moe_runner_backend="triton")
+        assert "cannot be used: it needs an NVIDIA GPU" in refusals["moe_runner_backend"]
+
+
 def test_prompts_and_output_may_differ() -> None:
-    kernels, because, _ = decided(H200, prefill_attention_backend="torch_native")
+    kernels, reasons, _ = decided(H200, prefill_attention_backend="torch_native")
     assert kernels.choices["prefill_attention"] == "native"
     assert kernels.choices["attention"] == "with_triton"
-    assert because["kernels.decode_attention_backend"] == "that of --attention-backend"
+    assert reasons["decode_attention_backend"] == "that of --attention-backend"
 
 
 def test_splitting_reaches_the_plan_and_is_refused_where_nobody_reads_it() -> None:
     asked = {"triton_attention_num_kv_splits": 4, "triton_attention_split_tile_size": 256}
     kernels, _, refusals = decided(H200, **asked)
-    assert kernels.triton_attention_num_kv_splits == 4
-    assert kernels.triton_attention_split_tile_size == 256
+    assert kernels.settings["with_triton"] == {"num_kv_splits": 4, "split_tile_tokens": 256}
     assert not refusals
     _, _, refusals = decided(H200, decode_attention_backend="torch_native", **asked)
     assert set(refusals) == set(asked)
@@ -169,5 +196,31 @@ def _cell(option: str, backend: str, machine: Machine) -> str:
     return "**default**" if getattr(chosen, option) == backend else "works"
 
 
-def test_the_documentation_has_the_table() -> None:
-    assert table() in (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
+def capabilities() -> str:
+    """What each backend of attention needs and computes."""
+
+    def any_of(values: tuple[object, ...]) -> str:
+        return ", ".join(map(str, values)) or "any"
+
+    rows: dict[str, Callable[[AttentionBackend], str]] = {
+        "kernels": lambda backend: backend.kernels,
+        "GPU": lambda backend: str(backend.needs or "none needed"),
+        "package": lambda backend: backend.needs.package if backend.needs else "",
+        "head dimensions": lambda backend: any_of(backend.head_dims),
+        "dtypes": lambda backend: any_of(backend.dtypes),
+        "pages of": lambda backend: any_of(backend.page_sizes),
+        "cache in float8": lambda backend: "yes" if backend.float8_cache else "no",
+        "does not compute": lambda backend: ", ".join(sorted(backend.lacks)),
+        "CUDA graphs": lambda backend: "yes" if backend.captured else "no",
+    }
+    lines = [
+        "| | " + " | ".join(f"`{name}`" for name in ATTENTION) + " |",
+        "|---" * (1 + len(ATTENTION)) + "|",
+    ]
+    lines += [f"| {row} | " + " | ".join(map(cell, ATTENTION.values())) + " |" for row, cell in rows.items()]
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize("written", [table, capabilities])
+def test_the_documentation_has_the_tables(written: Callable[[], str]) -> None:
+    assert written() in (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from runtime.config import Args
-from runtime.config.torchrun import with_torchrun
+from runtime.config.resolve.parallel import with_torchrun
 from runtime.errors import ConfigurationError
 
 STARTED = {

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 import torch
 
 from runtime.kv_cache.pools import KVPool
@@ -8,7 +9,7 @@ from runtime.kv_cache.pools import KVPool
 def test_pool_holds_its_pages_and_one_for_scratch() -> None:
     pool = KVPool(3, 5, 4, 2, 8, torch.bfloat16, "cpu")
     for index in range(3):
-        k, v = pool.layer(index)
+        k, v = pool[index]
         assert k.shape == v.shape == (6, 2, 4, 8)
         assert k.is_contiguous()
         assert not k.any()
@@ -18,6 +19,13 @@ def test_pool_holds_its_pages_and_one_for_scratch() -> None:
 
 def test_layers_do_not_share_memory() -> None:
     pool = KVPool(2, 1, 1, 1, 1, torch.float32, "cpu")
-    pool.layer(0)[0].fill_(1)
-    assert not pool.layer(0)[1].any()
-    assert not pool.layer(1)[0].any()
+    pool[0].k.fill_(1)
+    assert not pool[0].v.any()
+    assert not pool[1].k.any()
+
+
+def test_a_stage_has_the_caches_of_its_own_layers() -> None:
+    pool = KVPool(2, 1, 1, 1, 1, torch.float32, "cpu", first_layer=3)
+    assert pool[3].k is not pool[4].k
+    with pytest.raises(KeyError):
+        pool[0]

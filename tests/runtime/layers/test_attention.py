@@ -18,13 +18,15 @@ import tiny_checkpoints
 from ops.attention import AttentionInputs, token_positions
 from ops.select import select
 from runtime.errors import CheckpointError
+from runtime.kv_cache.pools import PagedKVCache
 from runtime.layers.attention import Attention
-from runtime.layers.rope import Rope
+from runtime.layers.build import Build
+from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.rope_parameters import RopeParameters
-from runtime.layers.sharding import Team
-from runtime.models.loader import collect_pieces, split
+from runtime.layers.sharding import TensorParallelGroup
+from runtime.models.loader import collect_shards, split
 
-SIZE, HEADS, KV_HEADS, DIM = 12, 4, 2, 6
+INDEX, SIZE, HEADS, KV_HEADS, DIM = 5, 12, 4, 2, 6
 TENSORS = {
     **{
         f"a.{part}_proj.weight": torch.randn(heads * DIM, SIZE)
@@ -49,15 +51,19 @@ class Together:
 
 
 def layer(
-    sinks: bool, team: Team | None = None, kernels: Any = None, tensors: Mapping[str, Tensor] = TENSORS
+    sinks: bool,
+    group: TensorParallelGroup | None = None,
+    kernels: Any = None,
+    tensors: Mapping[str, Tensor] = TENSORS,
 ) -> Attention:
-    rope = Rope(RopeParameters(theta=100.0, dim=DIM, max_position=32), 32, select(), torch.device("cpu"))
-    made = Attention("a", SIZE, HEADS, KV_HEADS, DIM, kernels or select(), rope=rope, sinks=sinks)
-    if team is not None:
-        split(made, team)
-    for name, piece in collect_pieces(made).items():
+    build = Build(kernels or select(), context_length=32)
+    rope = build.rope(RopeParameters(theta=100.0, dim=DIM, max_position=32))
+    made = Attention("a", INDEX, SIZE, HEADS, KV_HEADS, DIM, build, rope=rope, sinks=sinks)
+    if group is not None:
+        split(made, group)
+    for name, (shard,) in collect_shards(made).items():
         if name in tensors:
-            piece.target.copy_(tensors[name][piece.cut])
+            shard.target.copy_(tensors[name][shard.cut])
     for part in (made, made.kv_scales):
         part.prepare()
     return made
@@ -67,8 +73,50 @@ def run(made: Attention, pool_dtype: torch.dtype = torch.float32) -> Tensor:
     torch.manual_seed(5)
     starts, counts, x = [0, 0], [7, 1], torch.randn(8, SIZE)
     pools = torch.zeros(2, 4, made.num_kv_heads, 4, DIM).to(pool_dtype)
-    inputs = AttentionInputs.build(starts, counts, np.array([[0, 1], [2, 3]], np.int32), 4)
-    return made(x, torch.from_numpy(token_positions(starts, counts)), inputs, *pools)
+    batch = ForwardBatch(
+        token_ids=torch.zeros(8, dtype=torch.int64),
+        positions=torch.from_numpy(token_positions(starts, counts)),
+        attention=AttentionInputs.build(starts, counts, np.array([[0, 1], [2, 3]], np.int32), 4),
+        cache={INDEX: PagedKVCache(*pools)},
+    )
+    return made(x, batch)
+
+
+class Remembered:
+    """Another kind of cache: the keys and values of one row in plain tensors, of which only a window is kept."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.k, self.v = torch.empty(2, 0, KV_HEADS, DIM)
+
+    def store(self, kernels: Any, k: Tensor, v: Tensor, batch: ForwardBatch, scales: Any) -> None:
+        self.k, self.v = torch.cat([self.k, k]), torch.cat([self.v, v])
+
+    def attend(
+        self, kernels: Any, q: Tensor, batch: ForwardBatch, scales: Any, *, scale: float, **_: Any
+    ) -> Tensor:
+        self.k, self.v = self.k[-self.size :], self.v[-self.size :]
+        keys, values = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (self.k, self.v))
+        scores = torch.einsum("thd,shd->hts", q, keys) * scale
+        return torch.einsum("hts,shd->thd", scores.softmax(-1), values)
+
+
+def test_a_layer_never_knows_the_kind_of_its_cache() -> None:
+    made, cache, size = layer(sinks=False), Remembered(3), 3
+    x = torch.randn(7, SIZE)
+    pools = torch.zeros(2, 2, KV_HEADS, 4, DIM)
+    windowed = layer(sinks=False)
+    windowed.window = size
+    for position in range(7):
+        values: dict[str, Any] = {
+            "token_ids": torch.zeros(1, dtype=torch.int64),
+            "positions": torch.tensor([position]),
+            "attention": AttentionInputs.build([position], [1], np.array([[0, 1]], np.int32), 4),
+        }
+        token = x[position : position + 1]
+        found = made(token, ForwardBatch(**values, cache={INDEX: cache}))
+        wanted = windowed(token, ForwardBatch(**values, cache={INDEX: PagedKVCache(*pools)}))
+        torch.testing.assert_close(found, wanted)
 
 
 def test_sinks_take_part_in_the_softmax() -> None:
@@ -82,7 +130,7 @@ def test_sinks_take_part_in_the_softmax() -> None:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_sinks_are_cut_with_their_heads(size: int) -> None:
-    parts = [run(layer(sinks=True, team=Together(rank, size))) for rank in range(size)]
+    parts = [run(layer(sinks=True, group=Together(rank, size))) for rank in range(size)]
     torch.testing.assert_close(torch.stack(parts).sum(0), run(layer(sinks=True)), atol=1e-5, rtol=1e-5)
 
 
@@ -111,12 +159,11 @@ def test_scales_come_from_the_checkpoint_or_are_one(tmp_path: Path) -> None:
     tensors["model.layers.1.self_attn.k_scale"] = torch.tensor(0.25)
     tensors["model.layers.1.self_attn.v_scale"] = torch.tensor([4.0])
     save_file(tensors, tmp_path / "model.safetensors")
-    fp8 = torch.zeros(1, dtype=torch.float8_e5m2)
     layers: Any = paged_forward.load(path).layers
-    assert layers[0].attention.kv_scales.of(fp8) == {"k_scale": 1.0, "v_scale": 1.0}
-    assert layers[1].attention.kv_scales.of(fp8) == {"k_scale": 0.25, "v_scale": 4.0}
+    assert layers[0].attention.kv_scales.values == {"k_scale": 1.0, "v_scale": 1.0}
+    assert layers[1].attention.kv_scales.values == {"k_scale": 0.25, "v_scale": 4.0}
     dummy: Any = paged_forward.load(path, load_format="dummy").layers
-    assert dummy[1].attention.kv_scales.of(fp8) == {"k_scale": 1.0, "v_scale": 1.0}
+    assert dummy[1].attention.kv_scales.values == {"k_scale": 1.0, "v_scale": 1.0}
     tensors["model.layers.1.self_attn.k_scale"] = torch.tensor(0.0)
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"layers\.1\.self_attn\.k_scale must be a positive number"):

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from ops.select import select
 from runtime.errors import CheckpointError
+from runtime.layers.build import Build
 from runtime.layers.moe import MoE
-from runtime.layers.sharding import Team
+from runtime.layers.sharding import TensorParallelGroup
 from runtime.models.config import Config
-from runtime.models.loader import collect_pieces, split
+from runtime.models.loader import collect_shards, split
 from runtime.models.qwen3_moe import has_experts
 
 SIZE, INNER, EXPERTS = 6, 8, 5
+BATCH: Any = None  # without adapters these layers look at nothing of it
 TENSORS = {
     "m.gate.weight": torch.randn(EXPERTS, SIZE),
     **{
@@ -39,31 +43,31 @@ class Together:
         raise NotImplementedError
 
 
-def layer(team: Team | None = None) -> MoE:
-    made = MoE("m", SIZE, INNER, EXPERTS, 2, "silu", select(), renormalise=True)
-    if team is not None:
-        split(made, team)
-    pieces = collect_pieces(made)
-    assert pieces.keys() == TENSORS.keys()
-    for name, piece in pieces.items():
-        piece.target.copy_(TENSORS[name][piece.cut])
+def layer(group: TensorParallelGroup | None = None) -> MoE:
+    made = MoE("m", SIZE, INNER, EXPERTS, 2, "silu", Build(select()), renormalise=True)
+    if group is not None:
+        split(made, group)
+    shards = collect_shards(made)
+    assert shards.keys() == TENSORS.keys()
+    for name, (shard,) in shards.items():
+        shard.target.copy_(TENSORS[name][shard.cut])
     return made
 
 
 def test_a_token_is_computed_by_its_experts_alone() -> None:
     x, made = torch.randn(1, SIZE), layer()
-    wanted, chosen = made(x), made.router(x).topk(2).indices[0].tolist()
+    wanted, chosen = made(x, BATCH), made.router(x, BATCH).topk(2).indices[0].tolist()
     for expert in range(EXPERTS):
         other = layer()
         other.down.view(EXPERTS, -1)[expert] = 0
-        assert torch.equal(other(x), wanted) == (expert not in chosen)
+        assert torch.equal(other(x, BATCH), wanted) == (expert not in chosen)
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_experts_are_cut_along_their_inner_dimension(size: int) -> None:
     x = torch.randn(9, SIZE)
-    parts = [layer(Together(rank, size))(x) for rank in range(size)]
-    torch.testing.assert_close(torch.stack(parts).sum(0), layer()(x), atol=1e-5, rtol=1e-5)
+    parts = [layer(Together(rank, size))(x, BATCH) for rank in range(size)]
+    torch.testing.assert_close(torch.stack(parts).sum(0), layer()(x, BATCH), atol=1e-5, rtol=1e-5)
     assert sum(len(layer(Together(rank, size)).gate_up) for rank in range(size)) == EXPERTS * 2 * INNER
 
 

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 
+from ops.attention import AttentionInputs
 from ops.select import select
+from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.rope import Rope, inverse_frequencies
 from runtime.layers.rope_parameters import RopeParameters
 
 
 def parameters(**values) -> RopeParameters:
     return RopeParameters(**{"theta": 10000.0, "dim": 8, "max_position": 64, **values})
+
+
+def at(positions: list[Any]) -> ForwardBatch:
+    """One token, or one on each of three axes, at each of these positions."""
+    tensor = torch.tensor(positions)
+    count = tensor.shape[-1]
+    attention = AttentionInputs.build([0], [count], np.zeros((1, count), np.int32), 1)
+    return ForwardBatch(
+        token_ids=torch.zeros(count, dtype=torch.int64), positions=tensor, attention=attention, cache={}
+    )
 
 
 def test_dynamic_scaling_waits_until_the_context_is_longer_than_trained() -> None:
@@ -53,12 +68,12 @@ def test_table_reaches_the_last_position_of_the_context() -> None:
     rope = Rope(parameters(), 100, select(), torch.device("cpu"))
     assert rope.table.shape == (100, 8)
     q = torch.ones(1, 1, 8)
-    assert rope(q, q, torch.tensor([99]))[0].isfinite().all()
+    assert rope(q, q, at([99]))[0].isfinite().all()
 
 
 def test_partial_rotation_leaves_the_rest_of_each_head() -> None:
     rope = Rope(parameters(dim=4), 10, select(), torch.device("cpu"))
     q = torch.randn(1, 2, 8)
-    turned, _ = rope(q, q, torch.tensor([5]))
+    turned, _ = rope(q, q, at([5]))
     assert torch.equal(turned[..., 4:], q[..., 4:])
     assert not torch.equal(turned[..., :4], q[..., :4])

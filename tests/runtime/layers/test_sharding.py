@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +13,18 @@ from torch import Tensor
 
 from ops.matmul import with_onednn
 from ops.select import select
-from runtime.layers.embed import Embedding, Head
-from runtime.layers.linear import Linear, Part
-from runtime.layers.sharding import span
+from runtime.layers.build import Build
+from runtime.layers.embedding import Embedding
+from runtime.layers.forward_batch import ForwardBatch
+from runtime.layers.linear import Linear
+from runtime.layers.lm_head import LMHead
+from runtime.layers.sharding import shard_range
+from runtime.layers.weight import SubLayer
+
+BATCH: Any = None  # without adapters a linear layer looks at nothing of it
 
 
-class FakeTeam:
+class FakeGroup:
     """One rank whose sums are its own part, which the test adds up."""
 
     def __init__(self, rank: int, size: int) -> None:
@@ -34,26 +41,31 @@ class FakeTeam:
 
 @given(st.integers(1, 40), st.integers(1, 8), st.integers(1, 8))
 def test_spans_cover_an_axis_once_and_never_cut_a_unit(units: int, unit: int, size: int):
-    spans = [span("heads", units * unit, unit, rank, size) for rank in range(size)]
-    assert spans[0].start == 0
-    assert all(a.start + a.size == b.start for a, b in pairwise(spans))
-    assert spans[-1].start + spans[-1].size == units * unit
-    assert all(each.size % unit == 0 for each in spans)
-    assert max(s.size for s in spans) - min(s.size for s in spans) <= unit
+    ranges = [shard_range("heads", units * unit, unit, rank, size) for rank in range(size)]
+    assert ranges[0].start == 0
+    assert all(a.start + a.size == b.start for a, b in pairwise(ranges))
+    assert ranges[-1].start + ranges[-1].size == units * unit
+    assert all(each.size % unit == 0 for each in ranges)
+    assert max(s.size for s in ranges) - min(s.size for s in ranges) <= unit
 
 
 def test_kv_heads_are_repeated_when_there_are_more_ranks():
-    spans = [span("kv_heads", 2 * 8, 8, rank, 4) for rank in range(4)]
-    assert [(s.start, s.size) for s in spans] == [(0, 8), (0, 8), (8, 8), (8, 8)]
+    ranges = [shard_range("kv_heads", 2 * 8, 8, rank, 4) for rank in range(4)]
+    assert [(s.start, s.size) for s in ranges] == [(0, 8), (0, 8), (8, 8), (8, 8)]
 
 
 def test_unnamed_axis_is_whole_everywhere():
-    assert span(None, 12, 1, 1, 3).whole
+    assert shard_range(None, 12, 1, 1, 3).whole
 
 
 def fill(module, tensors: dict[str, Tensor]) -> None:
-    for piece in module.pieces():
-        piece.target.copy_(tensors[piece.name][piece.cut])
+    for shard in module.shards():
+        shard.target.copy_(tensors[shard.name][shard.cut])
+
+
+def of_ids(token_ids: Tensor) -> ForwardBatch:
+    nothing: Any = None  # an embedding looks at the tokens alone
+    return ForwardBatch(token_ids=token_ids, positions=token_ids, attention=nothing, cache=nothing)
 
 
 PACKS = pytest.mark.skipif(not with_onednn.packs(torch.float32), reason="oneDNN packs no weights here")
@@ -64,19 +76,19 @@ MATMULS = ["native", pytest.param("with_onednn", marks=PACKS)]
 @pytest.mark.parametrize("size", [2, 3])
 def test_sum_over_ranks_of_a_linear_cut_along_its_input(size: int, matmul: str):
     tensors = {"o.weight": torch.randn(5, 12), "o.bias": torch.randn(5)}
-    whole = Linear(12, [Part("o", 5)], select(), bias=True, in_axis="heads", in_unit=2)
+    whole = Linear(12, [SubLayer("o", 5)], Build(select()), bias=True, in_axis="heads", in_unit=2)
     fill(whole, tensors)
     x = torch.randn(4, 12)
     total = torch.zeros(4, 5)
     for rank in range(size):
-        kernels = select({"matmul": matmul})
-        part = Linear(12, [Part("o", 5)], kernels, bias=True, in_axis="heads", in_unit=2)
-        part.split(FakeTeam(rank, size))
+        build = Build(select({"matmul": matmul}))
+        part = Linear(12, [SubLayer("o", 5)], build, bias=True, in_axis="heads", in_unit=2)
+        part.split(FakeGroup(rank, size))
         fill(part, tensors)
         part.prepare()
         assert part.weight.is_mkldnn == (matmul == "with_onednn")
-        total += part(x[:, span("heads", 12, 2, rank, size).slice])
-    torch.testing.assert_close(total, whole(x))
+        total += part(x[:, shard_range("heads", 12, 2, rank, size).slice], BATCH)
+    torch.testing.assert_close(total, whole(x, BATCH))
 
 
 @pytest.mark.parametrize("vocab_size", [8, 7])
@@ -85,15 +97,15 @@ def test_vocabulary_in_parts(vocab_size: int):
     ids, hidden = torch.arange(vocab_size), torch.randn(3, 4)
     looked_up, logits = torch.zeros(vocab_size, 4), []
     for rank in range(3):
-        team = FakeTeam(rank, 3)
-        embedding = Embedding("e", vocab_size, 4, select())
-        head = Head("h", embedding, select(), tied=False)
+        group = FakeGroup(rank, 3)
+        embedding = Embedding("e", vocab_size, 4, Build(select()))
+        head = LMHead("h", embedding, Build(select()), tied=False)
         for layer in (embedding, head):
-            layer.split(team)
+            layer.split(group)
             fill(layer, tensors)
-        looked_up += embedding(ids)
+        looked_up += embedding(of_ids(ids))
         own = head(hidden)
-        assert team.gathered[0].shape == (3, -(-vocab_size // 3))
+        assert group.gathered[0].shape == (3, -(-vocab_size // 3))
         logits.append(own)
     torch.testing.assert_close(looked_up, tensors["e.weight"])
     torch.testing.assert_close(torch.cat(logits, 1), hidden @ tensors["h.weight"].T)
@@ -103,15 +115,15 @@ def test_vocabulary_in_parts(vocab_size: int):
 def test_a_tied_head_packs_no_more_than_its_part_of_the_vocabulary():
     tensors, hidden, logits = {"e.weight": torch.randn(7, 4)}, torch.randn(3, 4), []
     for rank in range(3):
-        embedding = Embedding("e", 7, 4, select())
-        head = Head("h", embedding, select({"matmul": "with_onednn"}), tied=True)
+        build = Build(select({"matmul": "with_onednn"}))
+        embedding = Embedding("e", 7, 4, build)
+        head = LMHead("h", embedding, build, tied=True)
         for layer in (embedding, head):
-            layer.split(FakeTeam(rank, 3))
+            layer.split(FakeGroup(rank, 3))
             fill(layer, tensors)
-        head.prepare()
-        assert head.weight is not None
-        assert head.weight.is_mkldnn
-        assert head.weight.shape == embedding.weight.shape
+            layer.prepare()
+        assert head.prepared.is_mkldnn
+        assert head.prepared.shape == embedding.weight.shape
         assert not embedding.weight.is_mkldnn
         logits.append(head(hidden))
     torch.testing.assert_close(torch.cat(logits, 1), hidden @ tensors["e.weight"].T)

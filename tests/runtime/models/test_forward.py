@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+import paged_forward
 import tiny_checkpoints
-from ops.attention import AttentionInputs, token_positions
 from ops.select import select
 from runtime.config.plan import ModelPlan
 from runtime.kv_cache.pools import KVPool
@@ -37,8 +37,7 @@ def test_prompt_then_decode_gives_the_logits_of_transformers(tmp_path: Path) -> 
     expected = tiny_checkpoints.reference(path, ids)
 
     for start, end in ((0, 29), (29, 30)):  # the prompt, then one token more
-        inputs = AttentionInputs.build([start], [end - start], page_table, pool.page_size)
-        positions = torch.from_numpy(token_positions([start], [end - start]))
-        hidden = model(torch.tensor(ids[start:end]), positions, inputs, pool)  # [T, E]
+        batch = paged_forward.batch_of([ids[start:end]], [start], page_table, pool)
+        hidden = model(batch)  # [T, E]
         logits = model.logits(hidden)  # float32 [T, V]
         assert (logits - expected[start:end]).abs().max() < 1e-4

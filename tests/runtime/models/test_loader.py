@@ -14,10 +14,11 @@ import paged_forward
 import tiny_checkpoints
 from ops.select import select
 from runtime.errors import CheckpointError
-from runtime.layers.linear import Linear, Part
-from runtime.layers.sharding import Span
-from runtime.layers.weight import Piece
-from runtime.models.loader import collect_pieces, fill_dummy
+from runtime.layers.build import Build
+from runtime.layers.linear import Linear
+from runtime.layers.sharding import ShardRange
+from runtime.layers.weight import Shard, SubLayer
+from runtime.models.loader import collect_shards, fill_dummy
 
 IDS = list(range(10, 40))
 
@@ -154,8 +155,8 @@ def test_dummy_weights_need_no_files_and_are_always_the_same(tmp_path) -> None:
 def test_a_rank_draws_its_cut_of_the_whole_dummy_tensor(dtype: torch.dtype) -> None:
     whole = torch.nn.Parameter(torch.empty(12, 7, dtype=dtype), requires_grad=False)
     share = torch.nn.Parameter(torch.empty(4, 7, dtype=dtype), requires_grad=False)
-    fill_dummy(Piece("w", whole, 0, 12, (None, None)))
-    fill_dummy(Piece("w", share, 0, 4, (None, None), (Span(8, 4, 12), Span(0, 7, 7))))
+    fill_dummy(Shard("w", whole, 0, 12, (None, None)))
+    fill_dummy(Shard("w", share, 0, 4, (None, None), (ShardRange(8, 4, 12), ShardRange(0, 7, 7))))
     assert torch.equal(share, whole[8:])
 
 
@@ -187,21 +188,17 @@ def test_loaded_model_asks_for_no_gradients_and_is_in_eval_mode() -> None:
 
 def test_layer_whose_pieces_leave_a_gap_is_our_mistake() -> None:
     class Gap(Linear):
-        def pieces(self):
-            yield next(super().pieces())
-
-    from ops.select import select
+        def shards(self):
+            yield next(super().shards())
 
     with pytest.raises(RuntimeError, match="4 of 6 rows"):
-        collect_pieces(Gap(3, [Part("a", 4), Part("b", 2)], select()))
+        collect_shards(Gap(3, [SubLayer("a", 4), SubLayer("b", 2)], Build(select())))
 
 
 def test_layers_that_claim_the_same_tensor_are_our_mistake() -> None:
-    from ops.select import select
-
-    twins = torch.nn.ModuleList([Linear(3, [Part("a", 4)], select()) for _ in range(2)])
+    twins = torch.nn.ModuleList([Linear(3, [SubLayer("a", 4)], Build(select())) for _ in range(2)])
     with pytest.raises(RuntimeError, match=r"a\.weight"):
-        collect_pieces(twins)
+        collect_shards(twins)
 
 
 def test_each_weight_is_prepared_once_complete_and_the_plain_one_let_go() -> None:

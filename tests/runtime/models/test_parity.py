@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, NamedTuple
@@ -10,14 +11,18 @@ import pytest
 import torch
 
 import cpp_kernels
+import greedy
 import paged_forward
 import tiny_checkpoints
 from ops.matmul import with_onednn
 from ops.matmul.with_cpp import Panels
 from ops.select import select
+from runtime.errors import CheckpointError
+from runtime.layers.forward_batch import ForwardBatch
 from runtime.models.config import read_facts
 from runtime.models.decoder import Decoder
 from runtime.models.registry import ARCHITECTURES
+from serve import Engine
 
 THRESHOLD = 1e-4  # float32 noise is near 1e-6, the smallest real mistake seen is 3.5e-4
 LENGTHS = (41, 23, 60)
@@ -43,9 +48,19 @@ plain_norm = each("attention_norm", lambda norm: norm.weight.fill_(1))
 no_eps = put("mlp_norm", eps=0.0)
 
 
-def turned_head(model: Decoder) -> None:
+def no_embedding_scale(model: Decoder) -> None:
+    embedding: Any = model.embedding
+    embedding.scale = None
+
+
+def no_final_cap(model: Decoder) -> None:
     head: Any = model.head
-    head.weight = torch.nn.Parameter(paged_forward.embedded(model).flip(0), requires_grad=False)
+    head.soft_cap = None
+
+
+def turned_head(model: Decoder) -> None:
+    embedding: Any = model.embedding
+    embedding.head_weight = torch.nn.Parameter(embedding.weight.flip(0), requires_grad=False)
 
 
 class Variant(NamedTuple):
@@ -72,7 +87,79 @@ def longrope(trained: int) -> dict[str, Any]:
     return rope("longrope", original_max_position_embeddings=trained, **factors)
 
 
+SCALED = {
+    "embedding scale": no_embedding_scale,
+    "1 + weight": put("attention_norm", unit_offset=False),
+    "1 + weight at the end": lambda model: setattr(model.norm, "unit_offset", False),
+    "activation": put("mlp", activation="silu"),
+}
+FUSED = {"qkv in one tensor": each("attention.qkv", lambda linear: linear.weight[32:48].zero_())}
+
 VARIANTS = {
+    "gemma": Variant("gemma", mutations=SCALED),
+    "gemma-untied-one-kv-head": Variant("gemma", {"tie_word_embeddings": False, "num_key_value_heads": 1}),
+    "gemma-biases": Variant(
+        "gemma", {"attention_bias": True}, {"qkv bias": no_qkv_bias, "out bias": no_out_bias}
+    ),
+    "gemma2": Variant(
+        "gemma2",
+        {},
+        {
+            **SCALED,
+            "scale of its own": put("attention", scale=8**-0.5),
+            "cap on scores": put("attention", soft_cap=None),
+            "cap on logits": no_final_cap,
+            "window": no_window,
+            "alternation": put("attention", window=9),
+            "norm behind attention": lambda model: [
+                setattr(layer, "post_attention_norm", None) for layer in model.layers
+            ],
+            "norm behind the MLP": lambda model: [
+                setattr(layer, "post_mlp_norm", None) for layer in model.layers
+            ],
+        },
+    ),
+    "gemma2-layer-types": Variant(
+        "gemma2",
+        {"layer_types": [FULL, SLIDING, SLIDING]},
+        {"layer_types": put("attention", window=None)},
+    ),
+    "gemma2-no-caps": Variant(
+        "gemma2",
+        {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+        overrides={"cap on scores": {"attn_logit_softcapping": 2.0}},
+    ),
+    "phi3": Variant("phi3", mutations={**FUSED, "norm": plain_norm, "eps": no_eps}),
+    "phi3-tied": Variant("phi3", {"tie_word_embeddings": True}, {"tie": turned_head}),
+    "phi3-window": Variant("phi3", {"sliding_window": 7}, {"window": no_window}),
+    "phi3-partial-rotation": Variant(
+        "phi3",
+        rope("default", partial_rotary_factor=0.5),
+        overrides={"partial rotation": rope("default")},
+    ),
+    "phi3-longrope-short": Variant(
+        "phi3",
+        {**longrope(64), "original_max_position_embeddings": 64},
+        overrides=UNSCALED,
+        context_length=64,
+    ),
+    "phi3-longrope-long": Variant(
+        "phi3", {**longrope(16), "original_max_position_embeddings": 16}, overrides=UNSCALED
+    ),
+    "phi3-longrope-partial": Variant(
+        "phi3",
+        {
+            **rope(
+                "longrope",
+                partial_rotary_factor=0.5,
+                short_factor=[1.0, 1.3],
+                long_factor=[1.5, 4.0],
+                original_max_position_embeddings=16,
+            ),
+            "original_max_position_embeddings": 16,
+        },
+        overrides=UNSCALED,
+    ),
     "llama": Variant(
         "llama",
         mutations={"norm": plain_norm, "eps": no_eps, "scale": put("attention", scale=0.3)},
@@ -232,18 +319,14 @@ def test_every_logit_equals_transformers(name: str, page_size: int) -> None:
 def test_every_logit_equals_transformers_with_packed_weights(name: str) -> None:
     model = load(name, choices={"matmul": "with_onednn"})
     assert model.head is not None
-    assert model.head.weight is not None
-    assert model.head.weight.is_mkldnn
+    assert model.head.prepared.is_mkldnn
     assert largest_error(name, model, 16) < THRESHOLD
-
-
-CPP: dict[str, str] = dict.fromkeys(("activation", "attention", "kv", "matmul", "norm", "rope"), "with_cpp")
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_logit_equals_transformers_with_kernels_in_cpp(name: str) -> None:
     cpp_kernels.library()
-    model = load(name, choices=CPP)
+    model = load(name, choices=cpp_kernels.CHOICES)
     assert model.head is not None
     assert isinstance(model.head.prepared, Panels)
     assert largest_error(name, model, 16) < THRESHOLD
@@ -254,7 +337,7 @@ def test_every_logit_equals_transformers_with_kernels_in_cpp(name: str) -> None:
 def test_every_logit_equals_transformers_with_attention_in_cpp(family: str, page_size: int) -> None:
     cpp_kernels.library()
     path = tiny_checkpoints.cached(family, head_dim=16)
-    model = paged_forward.load(path, kernels=select(CPP))
+    model = paged_forward.load(path, kernels=select(cpp_kernels.CHOICES))
     generator = torch.Generator().manual_seed(3)
     sequences = [torch.randint(3, 128, (length,), generator=generator).tolist() for length in LENGTHS]
     found = paged_forward.all_logits(model, sequences, page_size)
@@ -281,5 +364,47 @@ def test_a_configuration_without_the_feature_is_caught(name: str, feature: str) 
     assert largest_error(name, model, 16) > THRESHOLD
 
 
+def test_the_first_gemma_checkpoints_mean_the_tanh_approximation_by_gelu() -> None:
+    assert largest_error("gemma", load("gemma", {"hidden_act": "gelu"}), 16) < THRESHOLD
+    model = load("gemma")
+    put("mlp", activation="gelu")(model)
+    assert largest_error("gemma", model, 16) > THRESHOLD
+
+
+@pytest.mark.parametrize("family", ["gemma", "gemma2"])
+def test_encoders_made_of_gemma_are_refused(family: str) -> None:
+    with pytest.raises(CheckpointError, match="use_bidirectional_attention"):
+        load(family, {"use_bidirectional_attention": True})
+
+
+@pytest.mark.parametrize("family", greedy.FAMILIES)
+async def test_tokens_served_over_the_cpu_graph_equal_transformers(
+    family: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cpp_kernels.library()
+    called: list[int] = []  # tokens of each call of the model
+    forward = Decoder.forward
+
+    def counted(self: Decoder, batch: ForwardBatch) -> torch.Tensor:
+        called.append(batch.num_tokens)
+        return forward(self, batch)
+
+    monkeypatch.setattr(Decoder, "forward", counted)
+    with caplog.at_level(logging.INFO, "penstock.core"):
+        async with Engine(greedy.model_path(family), skip_tokenizer_init=True) as engine:
+            answers = await engine.generate(input_ids=greedy.prompts(), sampling_params=greedy.GREEDY)
+    assert [answer["output_ids"] for answer in answers] == greedy.reference(family)
+    reason = [
+        text for text in caplog.messages if text.startswith("Steps are computed operation by operation")
+    ]
+    if family in greedy.NOT_RECORDABLE:
+        assert greedy.NOT_RECORDABLE[family] in reason[0]
+        assert len(called) > greedy.NUM_NEW
+    else:
+        assert not reason
+        assert len(called) == 1  # while it was recorded
+
+
 def test_every_registered_architecture_has_a_variant() -> None:
     assert {read_facts(path_of(name)).architecture for name in VARIANTS} == set(ARCHITECTURES)
+    assert {entry.family for entry in ARCHITECTURES.values()} == set(greedy.FAMILIES)

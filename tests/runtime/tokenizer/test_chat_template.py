@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 import tiny_tokenizers
 from runtime.errors import ConfigurationError, InvalidRequest
 from runtime.tokenizer.chat_template import ChatTemplate, load_template
-from runtime.tokenizer.content import accepted_content
+from runtime.tokenizer.messages import accepted_content
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 TINY = tiny_tokenizers.chat_template("byte_bpe")

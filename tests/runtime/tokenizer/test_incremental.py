@@ -11,7 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 import tiny_tokenizers
 from runtime.tokenizer.backend import FastBackend
-from runtime.tokenizer.incremental import MAX_HELD, Incremental
+from runtime.tokenizer.incremental import MAX_HELD
 from runtime.tokenizer.tokenizer import Tokenizer
 
 TOKENIZERS = {
@@ -23,7 +23,7 @@ some_ids = st.lists(st.integers(0, BEYOND), max_size=40)
 
 
 def stream(tokenizer: Tokenizer, prompt: list[int], pieces: list[list[int]], skip: bool = True) -> str:
-    incremental = Incremental(tokenizer, prompt, skip, True)
+    incremental = tokenizer.decoder(prompt, skip, True)
     return "".join([incremental.push(piece) for piece in pieces]) + incremental.flush()
 
 
@@ -84,7 +84,7 @@ def test_every_script_survives_one_token_at_a_time(kind, text):
 def test_only_complete_characters_are_pushed(kind):
     tokenizer = TOKENIZERS[kind]
     ids = tokenizer.encode_batch(["𐍈"], add_special_tokens=False)[0][-4:]
-    incremental = Incremental(tokenizer, [ids[0], *ids])
+    incremental = tokenizer.decoder([ids[0], *ids])
     assert [incremental.push([token_id]) for token_id in ids] == ["", "", "", "𐍈"]
     assert incremental.flush() == ""
 
@@ -117,7 +117,7 @@ def test_invalid_bytes_are_not_held_back():
     tokenizer = TOKENIZERS["byte_bpe"]
     byte = tokenizer.backend.token_id("ÿ")
     assert byte is not None
-    incremental = Incremental(tokenizer, [])
+    incremental = tokenizer.decoder([])
     assert [incremental.push([byte]) for _ in range(5000)] == ["\ufffd"] * 5000
 
 
@@ -137,7 +137,7 @@ def test_decoder_that_looks_at_neighbours_is_streamed_through_a_window():
     tokenizer = suffix_tokenizer()
     text = " ".join(tiny_tokenizers.TEXT.split()[:60])
     [ids] = tokenizer.encode_batch([text])
-    assert tokenizer.pieces is None
+    assert tokenizer.bytes_of is None
     assert stream(tokenizer, [], [ids]) == text
     assert (
         stream(tokenizer, ids[:20], [[token_id] for token_id in ids[20:]])
@@ -174,7 +174,7 @@ def fused_tokenizer() -> Tokenizer:
 def test_window_gives_a_character_begun_in_the_prompt_whole():
     tokenizer = fused_tokenizer()
     [ids] = tokenizer.encode_batch(["𐍈!"])
-    assert tokenizer.pieces is None
+    assert tokenizer.bytes_of is None
     for border in range(1, 4):
         assert stream(tokenizer, ids[:border], [ids[border:]]) == "𐍈!"
 
@@ -183,7 +183,7 @@ def test_window_gives_broken_bytes_after_a_few_tokens():
     tokenizer = fused_tokenizer()
     byte = tokenizer.backend.token_id("ÿ")
     assert byte is not None
-    incremental = Incremental(tokenizer, [])
+    incremental = tokenizer.decoder([])
     pushed = [incremental.push([byte]) for _ in range(3 * MAX_HELD)]
     assert "".join(pushed) == "\ufffd" * (3 * MAX_HELD)
     [ids] = tokenizer.encode_batch(["hello 𐍈!"])

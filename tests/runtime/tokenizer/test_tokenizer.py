@@ -177,10 +177,10 @@ def test_loading_a_tokenizer_imports_neither_torch_nor_transformers(tmp_path):
     write(tmp_path)
     code = f"""
 import sys
-from runtime.tokenizer.source import read
+from runtime.tokenizer.backend import read_tokenizer
 from runtime.tokenizer import tokenizer
 from runtime.config.plan import TextPlan
-read(TextPlan(tokenizer_path={str(tmp_path)!r}, mode="auto", trust_remote_code=False, revision=None,
+read_tokenizer(TextPlan(tokenizer_path={str(tmp_path)!r}, mode="auto", trust_remote_code=False, revision=None,
               chat_template=None))
 print(sorted({{"torch", "transformers"}} & set(sys.modules)))
 """

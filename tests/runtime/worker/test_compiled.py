@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import pytest
+from torch import Tensor
 
 import late_steps
 from ops.machine import Machine
 from ops.select import select
+from runtime.layers.forward_batch import ForwardBatch
 from runtime.models.loader import load_model
 from runtime.worker.compiled import CompiledForward, compilable
 from runtime.worker.device import CpuDevice
@@ -25,9 +27,9 @@ def test_compiled_steps_give_the_same_tokens(monkeypatch: pytest.MonkeyPatch):
         forward.compile(CpuDevice())
         once = forward._compiled
 
-        def counted(*arguments):  # type: ignore[no-untyped-def]
-            calls.append(len(arguments[0]))
-            return once(*arguments)
+        def counted(batch: ForwardBatch) -> Tensor:
+            calls.append(batch.num_tokens)
+            return once(batch)
 
         monkeypatch.setattr(forward, "_compiled", counted)
         steps.use_forward(forward)

@@ -15,7 +15,8 @@ from fake_device import LateDevice
 from late_steps import PAGE_SIZE, Steps
 from runtime.batch import Batch, Sampling
 from runtime.config.resolve.graph_sizes import Buckets
-from runtime.worker.cuda_graph import GraphedForward
+from runtime.layers.forward_batch import ForwardBatch
+from runtime.worker.cuda_graph import CudaGraphRunner
 
 NUM_PAGES = 12
 PROMPTS = [([3 + i, 9, 4 + 3 * i, 7, 5 + i][: 1 + i % 5], 3 + 2 * (i * 7 % 5)) for i in range(9)]
@@ -57,9 +58,9 @@ def replays(monkeypatch: pytest.MonkeyPatch, made: Steps) -> Callable[[Batch], b
     eager = made.forward._eager  # pyright: ignore[reportAttributeAccessIssue]
     calls: list[int] = []
 
-    def counted(token_ids: torch.Tensor, inputs: Any) -> torch.Tensor:
-        calls.append(len(token_ids))
-        return eager(token_ids, inputs)
+    def counted(batch: ForwardBatch) -> torch.Tensor:
+        calls.append(batch.num_tokens)
+        return eager(batch)
 
     monkeypatch.setattr(made.forward, "_eager", counted)
 
@@ -121,13 +122,13 @@ def test_capture_writes_to_no_page_but_the_scratch_page():
     graphs.capture_next()
     made.launch(batch(4))
     made.finish_oldest()
-    before = [tensor[:NUM_PAGES].clone() for layer in range(2) for tensor in made.pool.layer(layer)]
+    before = [tensor[:NUM_PAGES].clone() for layer in range(2) for tensor in made.pool[layer]]
     for layer in range(2):
-        for tensor in made.pool.layer(layer):
+        for tensor in made.pool[layer]:
             tensor[:NUM_PAGES] += 1
     graphs.capture_next()
     made.device.settle()  # pyright: ignore[reportAttributeAccessIssue]
-    after = [tensor[:NUM_PAGES] for layer in range(2) for tensor in made.pool.layer(layer)]
+    after = [tensor[:NUM_PAGES] for layer in range(2) for tensor in made.pool[layer]]
     assert all(torch.equal(one + 1, other) for one, other in zip(before, after, strict=True))
 
 
@@ -171,12 +172,12 @@ def test_profile_of_each_capture_is_logged(caplog: pytest.LogCaptureFixture):
 
 
 def test_inputs_that_are_bound_anew_instead_of_copied_are_noticed(monkeypatch: pytest.MonkeyPatch):
-    def rebind(self: GraphedForward, token_ids: torch.Tensor, inputs: Any) -> None:
-        self._buffers = inputs._replace(token_ids=token_ids)
+    def rebind(self: CudaGraphRunner, batch: ForwardBatch) -> None:
+        self._buffers = batch
 
     expected = late_steps.outputs(PROMPTS)
     assert late_steps.outputs(PROMPTS, device=LateDevice(Random(0)), sizes=(4,)) == expected
-    monkeypatch.setattr(GraphedForward, "_fill", rebind)
+    monkeypatch.setattr(CudaGraphRunner, "_fill", rebind)
     assert late_steps.outputs(PROMPTS, device=LateDevice(Random(0)), sizes=(4,)) != expected
 
 
@@ -184,5 +185,5 @@ def test_padding_that_keeps_writing_to_pages_of_others_is_noticed(monkeypatch: p
     expected = late_steps.outputs(PROMPTS, num_pages=NUM_PAGES)
     options: dict[str, Any] = {"sizes": (4,), "num_pages": NUM_PAGES, "capture_every": 1}
     assert late_steps.outputs(PROMPTS, device=LateDevice(Random(0)), **options) == expected
-    monkeypatch.setattr(GraphedForward, "_reset", lambda self, first: None)
+    monkeypatch.setattr(CudaGraphRunner, "_reset", lambda self, first: None)
     assert late_steps.outputs(PROMPTS, device=LateDevice(Random(0)), **options) != expected

@@ -8,6 +8,7 @@ import torch
 import late_steps
 from late_steps import Steps
 from runtime.errors import OutOfMemory
+from runtime.layers.forward_batch import ForwardBatch
 
 PROMPTS = [([3 + i, 9, 4 + 3 * i, 7][: 1 + i % 4], 3 + i) for i in range(6)]
 
@@ -18,9 +19,9 @@ class Hungry:
     def __init__(self, eager: Any, when: int) -> None:
         self.eager, self.left = eager, when
 
-    def __call__(self, token_ids: torch.Tensor, inputs: Any) -> torch.Tensor:
+    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         self.left -= 1
-        hidden = self.eager(token_ids, inputs)
+        hidden = self.eager(batch)
         if self.left == 0:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB")
         return hidden

@@ -12,6 +12,7 @@ import late_steps
 from ops.select import select
 from runtime.config.plan import GraphPlan, Plan
 from runtime.errors import ConfigurationError
+from runtime.layers.forward_batch import ForwardBatch
 from runtime.worker.device import CpuDevice, MemoryUse
 from runtime.worker.memory_profile import GRAPH_BYTES, DryRun
 from runtime.worker.sampler import Sampler
@@ -46,11 +47,11 @@ def dry_run(device: Metered, monkeypatch: pytest.MonkeyPatch, **changes: Any) ->
     )
     model = late_steps.model()
 
-    def counted(token_ids: torch.Tensor, *rest: Any) -> torch.Tensor:
-        device.num_tokens = len(token_ids)
+    def counted(batch: ForwardBatch) -> torch.Tensor:
+        device.num_tokens = batch.num_tokens
         if device.num_tokens > device.room:
             raise torch.OutOfMemoryError("no room")
-        return type(model).forward(model, token_ids, *rest)
+        return type(model).forward(model, batch)
 
     monkeypatch.setattr(model, "forward", counted)
     return DryRun(model, select(), plan, late_steps.facts(), device)

@@ -19,7 +19,7 @@ from runtime.actors.scheduler import SchedulerActor
 from runtime.config.resolve.graph_sizes import Buckets
 from runtime.kv_cache.prefix_cache import PrefixCache
 from runtime.scheduler.scheduler import Scheduler
-from runtime.worker.cuda_graph import GraphedForward
+from runtime.worker.cuda_graph import CudaGraphRunner
 from runtime.worker.model_runner import ModelRunner
 from runtime.worker.sampler import Sampler
 
@@ -27,7 +27,7 @@ NUM_PAGES, NUM_SLOTS = 24, 4
 PROMPTS = [([3 + i, 9, 4 + 3 * i, 7, 5 + i][: 1 + i % 5], 8 + 2 * i) for i in range(9)]
 
 
-def graphed_runner(device: LateDevice) -> tuple[ModelRunner, GraphedForward]:
+def graphed_runner(device: LateDevice) -> tuple[ModelRunner, CudaGraphRunner]:
     steps = late_steps.Steps(NUM_PAGES, NUM_SLOTS, device)
     graphs = steps.use_graphs(Buckets((1, 2, 4)))
     runner = ModelRunner(

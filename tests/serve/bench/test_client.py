@@ -10,7 +10,7 @@ import pytest
 
 from runtime.errors import ConfigurationError
 from serve.bench.client import Client, ExchangeError
-from serve.bench.timeline import split_events
+from serve.bench.protocol import split_events
 
 Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -43,7 +43,7 @@ def chat_body(words: str, num: int) -> bytes:
 async def test_streamed_pieces_come_in_order_of_time(fake_server) -> None:
     async with Client(fake_server.url) as client:
         response = await client.post("/v1/chat/completions", chat_body("go", 5))
-    times = [at_s for at_s, _ in split_events(response.pieces)]
+    times = [at_s for at_s, _ in split_events(response.received)]
     assert response.status == 200
     assert len(times) == 8  # the empty first one, five texts, usage, [DONE]
     assert times == sorted(times)
@@ -153,11 +153,11 @@ async def test_cancellation_closes_the_connection() -> None:
 
     answering = asyncio.Event()
     async with raw_server(answer) as url, Client(url) as client:
-        asking = asyncio.create_task(client.get("/"))
+        defaults = asyncio.create_task(client.get("/"))
         await answering.wait()
-        asking.cancel()
+        defaults.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await asking
+            await defaults
         await asyncio.wait_for(gone.wait(), 10)
 
 

@@ -4,8 +4,8 @@ import io
 
 import pytest
 
+from serve.bench.load import Progress
 from serve.bench.metrics import summarize
-from serve.bench.progress import Progress
 from serve.bench.report import SECRET, document, plain, table, without_secrets
 
 

@@ -147,8 +147,8 @@ def test_a_dead_server_is_refused_before_the_run(refused_url: str, capsys) -> No
 def test_unknown_commands_show_the_usage(capsys) -> None:
     assert main(["serve"]) == 2
     assert main(["--help"]) == 0
-    shown = capsys.readouterr().out
-    assert all(name in shown for name in ("serving", "offline", "latency", "overhead", "checkpoint"))
+    _, _, listed = capsys.readouterr().out.partition("commands:\n")
+    assert [line.split()[0] for line in listed.splitlines()] == ["serving", "offline", "latency"]
 
 
 def test_importing_the_serving_benchmark_imports_no_torch() -> None:

@@ -8,10 +8,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from runtime.errors import ConfigurationError
-from serve.bench.vocabulary import Vocabulary
 from serve.bench.workload import (
     RandomLengths,
     SharedPrefixes,
+    Vocabulary,
     arrival_times,
     file_prompts,
     random_prompts,

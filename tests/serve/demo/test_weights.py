@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from demo_model.conversation import Conversation, Message, render
+from demo_model.corpus import SKILLS, documents
+from demo_model.evaluation import Transformers, without_thought
+from demo_model.skills import arithmetic, tools
 from serve.demo import WEIGHTS
-from serve.demo.recipe.answering import Transformers, without_thought
-from serve.demo.recipe.conversation import Conversation, Message, render
-from serve.demo.recipe.corpus import SKILLS, documents
-from serve.demo.recipe.skills import arithmetic, tools
 
 MOST_BYTES = 16 * 1024 * 1024
 

@@ -13,9 +13,8 @@ import pytest
 import fake_core
 import http_server
 from runtime.tokenizer.tokenizer import Tokenizer
-from serve.app import build_app
 from serve.connection import Connection
-from served_core import Serve, Served
+from served_core import Serve, Served, app_of
 
 
 @pytest.fixture(scope="session")
@@ -30,7 +29,7 @@ async def serve(tokenizer: Tokenizer) -> AsyncIterator[Serve]:
 
         async def start(core: fake_core.FakeCore | None = None, **options: Any) -> Served:
             core = core or fake_core.FakeCore(tokenizer, **options)
-            url = await stack.enter_async_context(http_server.serving(build_app(core), http=Connection))
+            url = await stack.enter_async_context(http_server.serving(app_of(core), http=Connection))
             client = await stack.enter_async_context(httpx.AsyncClient(base_url=url))
             official = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
             return Served(core, client, await stack.enter_async_context(official), url)

@@ -59,6 +59,7 @@ async def test_server_info_tells_the_plan_but_no_secret(serve: Serve, path: str)
     assert info["max_total_num_tokens"] == 4096
     [state] = info["internal_states"]
     assert (state["num_running"], state["last_gen_throughput"], state["load"]) == (0, 0.0, 0)
+    assert state["kernels"] == "C++ kernels of a test"
 
 
 async def test_cache_is_flushed_only_when_idle(serve: Serve) -> None:
@@ -132,6 +133,9 @@ async def test_messages_are_tokenized_through_the_template(served: Served) -> No
     found = await served.post("/tokenize", messages=messages)
     text = (await served.post("/detokenize", tokens=found["tokens"], skip_special_tokens=False))["text"]
     assert text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    shorter = await served.post("/tokenize", messages=messages, add_generation_prompt=False)
+    text = (await served.post("/detokenize", tokens=shorter["tokens"], skip_special_tokens=False))["text"]
+    assert text == "<|im_start|>user\nHi<|im_end|>\n"
 
 
 @pytest.mark.parametrize("tokens", [[99999], [-1], [[5], [512]]])

@@ -23,9 +23,11 @@ async def locked(serve: Serve) -> Served:
 )
 async def test_without_the_key_nothing_is_answered(locked: Served, value: str | None) -> None:
     headers: Any = {} if value is None else {"authorization": value.encode()}
-    for path in ("/generate", "/v1/chat/completions", "/nothing", "/abort_request"):
+    for path in ("/generate", "/nothing", "/abort_request"):
         response = await locked.http.post(path, json={"text": "a", "abort_all": True}, headers=headers)
         assert (response.status_code, response.json()) == (401, {"error": "Unauthorized"})
+    response = await locked.http.post("/v1/chat/completions", json={"text": "a"}, headers=headers)
+    assert (response.status_code, response.json()["error"]["message"]) == (401, "Unauthorized")
     assert locked.core.submitted == []
 
 

@@ -15,7 +15,7 @@ import pytest
 import fake_core
 from runtime.errors import EngineClosed, Overloaded
 from runtime.tokenizer.tokenizer import Tokenizer
-from serve.body import MAX_BODY_BYTES
+from serve.endpoint import MAX_BODY_BYTES
 from served_core import Serve, Served
 
 JSON = {"content-type": "application/json"}

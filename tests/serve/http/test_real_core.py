@@ -1,4 +1,4 @@
-"""The doors over the real core, with a runner that has no model: ids in, ids out."""
+"""The HTTP API over the real engine core, with a runner that has no model: ids in, ids out."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ async def test_wrong_parameters_are_named_as_the_client_knows_them(running: Runn
         response = await running.http.post("/generate", json={"input_ids": [5], "sampling_params": sampling})
         assert (response.status_code, response.json()["error"]["param"]) == (400, param)
     overflow = ContextOverflow("Too much.", param="max_new_tokens")
-    assert completions.DIALECT.failure(overflow).param == "max_tokens"
+    assert completions.ERROR_FORMAT.failure(overflow).param == "max_tokens"
 
 
 async def test_failed_step_is_told_without_its_secret(running: Running) -> None:

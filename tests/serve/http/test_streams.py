@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,10 +15,10 @@ import pytest
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 import fake_core
-from runtime.request import Chunk, Request
+from runtime.request import Chunk, LogprobParams, Request
 from runtime.tokenizer.tokenizer import Tokenizer
 from serve.connection import BODY_WRITER
-from serve.errors import Dialect, native_body
+from serve.errors import NATIVE
 from serve.sse import DONE, PING, EventStream
 from served_core import Serve, Served
 
@@ -144,7 +145,7 @@ class Sent:
 class Plain:
     """Events that are just the text."""
 
-    def events(self, place: int, chunks: Any) -> bytes:
+    def events(self, request_index: int, chunks: Any) -> bytes:
         return b"".join(chunk.text.encode() for chunk in chunks)
 
     def closing(self) -> bytes:
@@ -173,7 +174,7 @@ def open_stream(
     **options: Any,
 ) -> asyncio.Task[None]:
     replies = [core.submit(Request(text="a")) for _ in range(num_requests)]
-    stream = EventStream(replies, Plain(), Dialect(native_body), **options)
+    stream = EventStream(replies, Plain(), NATIVE, **options)
     scope: dict[str, Any] = {"type": "http", BODY_WRITER: writer}
     return asyncio.create_task(stream(scope, client.receive, client.send))
 
@@ -239,6 +240,47 @@ async def test_chunks_are_written_at_once_while_the_client_keeps_up(tokenizer: T
     assert core.aborted == []
 
 
+@pytest.mark.parametrize("keeps_up", [True, False])
+async def test_encoder_is_used_by_one_thread_at_a_time(tokenizer: Tokenizer, keeps_up: bool) -> None:
+    """Prompt logprobs are encoded in a thread, while chunks of the response's other requests arrive."""
+    in_thread, may_leave = threading.Event(), threading.Event()
+
+    class Exclusive(Plain):
+        entered = overlapped = False
+
+        def events(self, request_index: int, chunks: Sequence[Chunk]) -> bytes:
+            self.overlapped = self.overlapped or self.entered
+            self.entered = True
+            if threading.current_thread() is not threading.main_thread():
+                in_thread.set()
+                assert may_leave.wait(10)
+            self.entered = False
+            return super().events(request_index, chunks)
+
+    core, client, encoder = fake_core.FakeCore(tokenizer, held=True), Sent(), Exclusive()
+    writer = Direct(client)
+    writer.ready = keeps_up
+    streams = [core.submit(Request(text="a"))]
+    response = EventStream(streams, encoder, NATIVE)
+    task = asyncio.create_task(response({"type": "http", BODY_WRITER: writer}, client.receive, client.send))
+    streams += [core.submit(Request(text="a", logprobs=LogprobParams(start=0)))]
+    await asyncio.sleep(0)
+    core.step()
+    await until(in_thread.is_set)
+    for _ in range(5):
+        core.step()
+        for _ in range(5):
+            await asyncio.sleep(0)
+    assert not encoder.overlapped
+    may_leave.set()
+    while core.num_open:
+        core.step()
+        await asyncio.sleep(0)
+    await task
+    assert not encoder.overlapped
+    assert sorted(b"".join(client.bodies).decode()) == sorted(2 * fake_core.TEXT + DONE.decode())
+
+
 async def test_nothing_overtakes_what_is_being_sent(tokenizer: Tokenizer) -> None:
     core, client = fake_core.FakeCore(tokenizer, held=True), Sent()
     writer = Direct(client)
@@ -262,14 +304,14 @@ async def test_error_of_an_encoder_in_the_middle_ends_its_stream_alone(tokenizer
     class Broken(Plain):
         num_events = 0
 
-        def events(self, place: int, chunks: Sequence[Chunk]) -> bytes:
+        def events(self, request_index: int, chunks: Sequence[Chunk]) -> bytes:
             self.num_events += 1
             if self.num_events == 3:
                 raise KeyError("inside")
-            return super().events(place, chunks)
+            return super().events(request_index, chunks)
 
     core, client, other = fake_core.FakeCore(tokenizer, held=True), Sent(), Sent()
-    stream = EventStream([core.submit(Request(text="a"))], Broken(), Dialect(native_body))
+    stream = EventStream([core.submit(Request(text="a"))], Broken(), NATIVE)
     scope = {"type": "http", BODY_WRITER: Direct(client)}
     broken = asyncio.create_task(stream(scope, client.receive, client.send))
     sound = open_stream(core, other, writer=Direct(other))
@@ -323,11 +365,11 @@ async def test_broken_connection_ends_the_stream_quietly(tokenizer: Tokenizer) -
 
 async def test_error_of_an_encoder_is_ours(tokenizer: Tokenizer) -> None:
     class Broken(Plain):
-        def events(self, place: int, chunks: Sequence[Chunk]) -> bytes:
+        def events(self, request_index: int, chunks: Sequence[Chunk]) -> bytes:
             raise KeyError("inside")
 
     core, client = fake_core.FakeCore(tokenizer, held=True), Sent()
-    stream = EventStream([core.submit(Request(text="a"))], Broken(), Dialect(native_body))
+    stream = EventStream([core.submit(Request(text="a"))], Broken(), NATIVE)
     core.step()
     await stream({"type": "http"}, client.receive, client.send)
     assert client.messages[0]["status"] == 500

@@ -12,7 +12,7 @@ import browser
 import fake_core
 import http_server
 from runtime.tokenizer.tokenizer import Tokenizer
-from serve.app import build_app
+from served_core import app_of
 
 
 @pytest.fixture(scope="session")
@@ -53,6 +53,6 @@ async def chat(open_page: browser.Open, tokenizer: Tokenizer) -> browser.Open:
     """`await chat(core)` shows the page of a server over the core."""
 
     async def start(core: fake_core.FakeCore) -> browser.Page:
-        return await open_page(build_app(core))
+        return await open_page(app_of(core))
 
     return start

@@ -14,14 +14,14 @@ import serve.page
 from ops.machine import Machine
 from runtime.config import Args
 from runtime.config.resolve import resolve
-from serve.app import build_app
 from serve.page import PATHS
+from served_core import app_of
 
 FOLDER = Path(serve.page.__file__).parent
 
 
 def client(**serve_options: Any) -> httpx.AsyncClient:
-    app = build_app(fake_core.FakeCore(None, **serve_options))
+    app = app_of(fake_core.FakeCore(None, **serve_options))
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server")
 
 

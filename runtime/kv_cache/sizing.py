@@ -1,0 +1,134 @@
+"""How many pages the KV pool gets once the weights are in place, and what a device's memory is used for.
+
+Pure functions of the plan, the model and numbers of bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ops.machine import GIB
+from runtime.config.model_facts import ModelFacts
+from runtime.config.plan import Plan
+from runtime.errors import ConfigurationError
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e5m2": 1, "float8_e4m3fn": 1}
+BALANCE = 0.9
+MARGIN = 1.05  # of the measured activations: allocators round up and lose a little between blocks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMemory:
+    """What steps take beside weights and KV cache, in bytes, and how that is known."""
+
+    activation_bytes: int = 0  # of the largest step
+    graph_bytes: int = 0  # of all CUDA graphs
+    measured: bool = False  # by a step that was run; else nothing is known
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What the KV cache must leave free."""
+        return int(self.activation_bytes * MARGIN) + self.graph_bytes
+
+
+def largest_step_tokens(plan: Plan) -> int:
+    """Tokens of the largest step that the schedule can fill."""
+    schedule = plan.schedule
+    prompt = schedule.chunk_tokens or max(schedule.max_prefill_tokens, plan.model.context_length)
+    return max(prompt + schedule.max_running * schedule.mixed, schedule.max_running)
+
+
+def page_bytes(plan: Plan, facts: ModelFacts) -> int:
+    """Bytes of one page over all layers: keys and values of every kv head."""
+    token_bytes = (
+        2 * facts.num_layers * facts.num_kv_heads * facts.head_dim * DTYPE_BYTES[plan.cache.kv_dtype]
+    )
+    return token_bytes * plan.cache.page_size
+
+
+def size_pool(
+    plan: Plan,
+    facts: ModelFacts,
+    *,
+    available_bytes: int,
+    total_bytes: int,
+    weight_bytes: int,
+    steps: StepMemory | None = None,
+) -> tuple[int, str]:
+    """(pages, reason): what the KV pool gets on a device with `total_bytes`, of which `available_bytes` are free
+    now, when the weights (`weight_bytes`) are in place; and what limited it, as a sentence.
+
+    What `steps` need stays free, whatever share of the memory was asked for. Raises `ConfigurationError` when not
+    one page fits.
+    """
+    cache, schedule = plan.cache, plan.schedule
+    if cache.modest:
+        budget = int(cache.mem_fraction * available_bytes)
+        reason = f"{cache.mem_fraction:.0%} of the {available_bytes / GIB:.1f} GiB that are free"
+    else:
+        # A share of everything, less what others and the weights (mapped ones may not show up as used) take.
+        others = available_bytes - int(total_bytes * (1 - cache.mem_fraction))
+        budget = min(others, int(total_bytes * cache.mem_fraction) - weight_bytes)
+        reason = f"{cache.mem_fraction:.1%} of {total_bytes / GIB:.1f} GiB, less the weights"
+    if steps is not None and available_bytes - steps.reserved_bytes < budget:
+        budget = available_bytes - steps.reserved_bytes
+        reason = f"the {available_bytes / GIB:.1f} GiB that are free, less {steps.reserved_bytes / GIB:.1f} for steps"
+    pages = budget // page_bytes(plan, facts)
+    if cache.modest and cache.max_total_tokens is None:
+        most = schedule.max_running * -(-plan.model.context_length // cache.page_size)
+        if most < pages:
+            pages, reason = most, f"{schedule.max_running} sequences of full length need no more"
+    if cache.max_total_tokens is not None:
+        asked = cache.max_total_tokens // cache.page_size
+        if asked <= pages:
+            pages, reason = asked, "as asked with --max-total-tokens"
+        else:
+            reason = f"less than --max-total-tokens asks for: {reason}"
+    if pages < 1:
+        raise ConfigurationError("Not enough memory. Please try to increase --mem-fraction-static.")
+    return pages, reason
+
+
+def max_running(plan: Plan, pages: int) -> int:
+    """Sequences that may run together in a pool of so many pages: two tokens for each, and at least one."""
+    return max(1, min(plan.schedule.max_running, pages * plan.cache.page_size // 2))
+
+
+def check_balance(available_bytes: Sequence[int]) -> None:
+    """Raise `ConfigurationError` where one GPU has less than nine tenths of the memory that another has free."""
+    least, most = min(available_bytes, default=0), max(available_bytes, default=0)
+    if least < BALANCE * most:
+        raise ConfigurationError(
+            f"One GPU has {least / GIB:.1f} GiB free and another {most / GIB:.1f}: other programs take part of it. "
+            "End them, or choose other GPUs with --base-gpu-id."
+        )
+
+
+def memory_table(
+    *,
+    device: str,
+    total_bytes: int,
+    weight_bytes: int,
+    kv_bytes: int,
+    kv_reason: str,
+    free_bytes: int,
+    steps: StepMemory | None = None,
+) -> str:
+    """Lines of "what, GiB, how that came about". `free_bytes` is what nobody holds now that the pool is there.
+
+    Activations and graphs come out of what is free; both are shown where steps were measured.
+    """
+    rows = [
+        ("weights", weight_bytes, ""),
+        ("KV cache", kv_bytes, kv_reason),
+    ]
+    if steps is not None and steps.measured:
+        rows.append(("activations", steps.activation_bytes, "of the largest step, as measured"))
+        if steps.graph_bytes:
+            rows.append(("CUDA graphs", steps.graph_bytes, "set aside, captured while the engine runs"))
+        free_bytes = max(0, free_bytes - steps.activation_bytes - steps.graph_bytes)
+    rows.append(("free", free_bytes, f"of {total_bytes / GIB:.2f} GiB, for other programs too"))
+    lines = [f"Memory of {device}, GiB"]
+    lines += [f"  {name:<12}{size / GIB:>8.2f}  {note}".rstrip() for name, size, note in rows]
+    return "\n".join(lines)

@@ -1,0 +1,73 @@
+"""What every layer is given in a step: the tokens, where they stand, and the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from ops.attention import AttentionInputs
+from ops.select import Kernels
+
+
+class LayerCache(Protocol):
+    """What one layer has cached of all sequences. A layer never knows of which kind it is.
+
+    Both methods take the kernels of the layer and the scales that its checkpoint has for a cache of 8 bits.
+    """
+
+    def store(
+        self, kernels: Kernels, k: Tensor, v: Tensor, batch: ForwardBatch, scales: Mapping[str, float]
+    ) -> None:
+        """Put keys and values [T, K, D] of the batch's tokens into the cache."""
+        ...
+
+    def attend(
+        self,
+        kernels: Kernels,
+        q: Tensor,
+        batch: ForwardBatch,
+        scales: Mapping[str, float],
+        *,
+        scale: float,
+        window: int | None,
+        soft_cap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Attention [T, H, D] of the queries [T, H, D]; the options are those of `ops.attention`."""
+        ...
+
+
+class Cache(Protocol):
+    """The caches of all layers that a rank computes, by the number of the layer in the whole model."""
+
+    def __getitem__(self, index: int, /) -> LayerCache: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class ForwardBatch:
+    """T tokens of some rows, one row after the other, as tensors on the device.
+
+    A token is given by its id, or by a vector where `input_embeds` is there: then `embeds_mask` tells which tokens
+    are vectors (None: all of them), and the ids of those are never looked at. Vectors take the place of what the
+    embedding gives, its scale included. Positions have three axes (time, height, width) for models whose rotary
+    embedding has sections; a row's place in the cache does not depend on them.
+    """
+
+    token_ids: Tensor  # int64 [T], all known
+    positions: Tensor  # int64 [T], or [3, T]
+    attention: AttentionInputs
+    cache: Cache
+    input_embeds: Tensor | None = None  # [T, E]
+    embeds_mask: Tensor | None = None  # bool [T]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.token_ids.shape[0]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all tokens are ids at positions of one axis, as captured and recorded steps take them."""
+        return self.input_embeds is None and self.positions.dim() == 1

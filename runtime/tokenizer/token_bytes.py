@@ -1,0 +1,140 @@
+"""What every token stands for, as bytes, wherever that does not depend on its neighbours.
+
+For nearly all tokenizers a text is the concatenation of its tokens' bytes, read as UTF-8. Two things are
+apart: the very first token may lose its leading space, and characters may be spread over several tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from runtime.tokenizer.backend import Backend, FastBackend
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+class TokenBytes:
+    """Bytes of token ids, found when first asked for and kept. Ids beyond the vocabulary are empty.
+
+    `rest[i]` is token i anywhere but at the very beginning of a text, `first[i]` at the beginning; the
+    `skipping` tables are the same with special tokens left out.
+    """
+
+    def __init__(self, backend: Backend, first: Callable[[int], bytes], rest: Callable[[int], bytes]) -> None:
+        self.rest: Mapping[int, bytes] = _Table(rest, {})
+        self.first: Mapping[int, bytes] = _Table(first, {})
+        silent = dict.fromkeys(backend.special_ids, b"")
+        self.rest_skipping: Mapping[int, bytes] = _Table(self.rest.__getitem__, silent)
+        self.first_skipping: Mapping[int, bytes] = _Table(self.first.__getitem__, silent)
+        self._backend = backend
+
+    def counts(self, token_id: int, skip_special_tokens: bool) -> bool:
+        """Whether a text with this token has begun."""
+        if skip_special_tokens and token_id in self._backend.special_ids:
+            return False
+        return self._backend.token(token_id) is not None
+
+
+class _Table(dict[int, bytes]):
+    def __init__(self, find: Callable[[int], bytes], known: Mapping[int, bytes]) -> None:
+        super().__init__(known)
+        self._find = find
+
+    def __missing__(self, token_id: int) -> bytes:
+        found = self[token_id] = self._find(token_id)
+        return found
+
+
+def token_bytes_of(backend: Backend) -> TokenBytes | None:
+    """The table for this tokenizer; None where its decoder looks at more than one token at a time."""
+    if not isinstance(backend, FastBackend):
+        return None
+    decoder = backend.library.decoder
+    state: dict[str, Any] = {} if decoder is None else json.loads(decoder.__getstate__())
+    stages = _stages(state)
+    kinds = [stage["type"] for stage in stages]
+    if kinds == ["ByteLevel"]:
+        return _byte_level(backend)
+    if kinds in ([], ["Metaspace"], ["WordPiece"]) or _is_sentencepiece(stages):
+        return _probed(backend, byte_fallback="ByteFallback" in kinds)
+    return None
+
+
+def _stages(state: dict[str, Any]) -> list[dict[str, Any]]:
+    if state.get("type") != "Sequence":
+        return [state] if state else []
+    return [stage for inner in state["decoders"] for stage in _stages(inner)]
+
+
+def _is_sentencepiece(stages: list[dict[str, Any]]) -> bool:
+    """Replaced strings, bytes, and at most the loss of one space at the joined text's beginning."""
+    kinds = [stage["type"] for stage in stages]
+    if (
+        re.fullmatch(r"(Replace )*(ByteFallback )?(Fuse )?(Strip )?", "".join(f"{kind} " for kind in kinds))
+        is None
+    ):
+        return False
+    if not all("String" in stage["pattern"] for stage in stages if stage["type"] == "Replace"):
+        return False
+    if kinds[-1] == "Strip":
+        strip = stages[-1]
+        return "Fuse" in kinds and (strip["content"], strip["start"], strip["stop"]) == (" ", 1, 0)
+    return True
+
+
+def _byte_level(backend: FastBackend) -> TokenBytes:
+    alphabet = _byte_of_character()
+
+    def find(token_id: int) -> bytes:
+        token = backend.token(token_id) or ""
+        try:
+            return bytes([alphabet[character] for character in token])
+        except KeyError:  # an added token written in plain text
+            return token.encode()
+
+    return TokenBytes(backend, find, find)
+
+
+def _probed(backend: FastBackend, *, byte_fallback: bool) -> TokenBytes:
+    """Ask the decoder itself: a token's text alone, and what it adds behind another token."""
+    anchor = _anchor(backend, byte_fallback)
+    before = len(backend.decode([anchor], False))
+
+    def first(token_id: int) -> bytes:
+        byte = _byte(backend.token(token_id)) if byte_fallback else None
+        if byte is not None and not byte.isspace():
+            return byte
+        return backend.decode([token_id], False).encode()
+
+    def rest(token_id: int) -> bytes:
+        byte = _byte(backend.token(token_id)) if byte_fallback else None
+        if byte is not None:
+            return byte
+        return backend.decode([anchor, token_id], False)[before:].encode()
+
+    return TokenBytes(backend, first, rest)
+
+
+def _anchor(backend: FastBackend, byte_fallback: bool) -> int:
+    for token_id in range(backend.vocab_size):
+        if byte_fallback and _byte(backend.token(token_id)) is not None:
+            continue
+        if backend.decode([token_id], False):
+            return token_id
+    return 0
+
+
+def _byte(token: str | None) -> bytes | None:
+    found = _BYTE_TOKEN.fullmatch(token or "")
+    return bytes.fromhex(found[1]) if found else None
+
+
+def _byte_of_character() -> dict[str, int]:
+    """GPT-2's alphabet: printable Latin-1 characters are themselves, other bytes count up from U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(byte): byte for byte in printable}
+    others = sorted(set(range(256)) - set(printable))
+    return table | {chr(0x100 + index): byte for index, byte in enumerate(others)}

@@ -1,5 +1,0 @@
-"""`cpu`: ours and every peer that is installed, on the same work on this machine, in turns.
-
-`work` says what is asked, `cost` what it must cost at least, `limits` what the machine can do, `engines` who
-takes part, `process` how one of them is asked, `turns` who is asked when, `compare` and `table` what follows.
-"""

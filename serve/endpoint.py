@@ -1,0 +1,125 @@
+"""What every route has in common: reading the body, waiting for the output, and errors that become responses."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import anyio.to_thread
+import orjson
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from runtime.actors.output_stream import OutputStream
+from runtime.errors import InvalidRequest, PayloadTooLarge
+from runtime.request import Chunk
+from serve.background import background_tasks
+from serve.errors import ErrorFormat
+from serve.output_streams import close_all, read_all
+
+if TYPE_CHECKING:
+    from runtime.actors.engine_core import EngineCore
+
+MAX_BODY_BYTES = 10_000_000
+INLINE_BYTES = 4096  # decoding that many takes up to 3 ms (a batch of many objects); more goes to a thread
+CLIENT_GONE = 499  # for access logs; the client does not read it
+
+Handler = Callable[[HttpRequest, "EngineCore"], Awaitable[ASGIApp]]
+T = TypeVar("T")
+
+
+class ClientGoneError(Exception):
+    """The client disconnected before its answer was ready."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """The ASGI application of one route: every error of its handler becomes a response in the route's format."""
+
+    handler: Handler
+    core: EngineCore
+    error_format: ErrorFormat
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            response = await self.handler(HttpRequest(scope, receive), self.core)
+        except (ClientGoneError, ClientDisconnect):
+            response = Response(status_code=CLIENT_GONE)
+        except Exception as error:  # any error fails this request and nothing else
+            response = self.error_format.response(error)
+        await response(scope, receive, send)
+
+
+# --- the body ---
+
+
+async def read_body(request: HttpRequest, decode: Callable[[bytes], T]) -> T:
+    """`decode(body)`, in a thread when the body is large.
+
+    Raises what `decode` raises, and `PayloadTooLarge` as soon as too many bytes are announced or have arrived.
+    """
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) > MAX_BODY_BYTES:
+        raise PayloadTooLarge(f"The body has {announced} bytes; at most {MAX_BODY_BYTES} are accepted.")
+    parts: list[bytes] = []
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size > MAX_BODY_BYTES:
+            raise PayloadTooLarge(f"The body has more than {MAX_BODY_BYTES} bytes.")
+        parts.append(part)
+    body = b"".join(parts)
+    return await anyio.to_thread.run_sync(decode, body) if size > INLINE_BYTES else decode(body)
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """Raises `InvalidRequest` when `body` is not one JSON object in UTF-8."""
+    if not body:
+        raise InvalidRequest("The body is empty; a JSON object is expected.")
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        raise InvalidRequest(f"The body is not valid JSON: the trouble is at {where}.") from None
+    if not isinstance(value, dict):
+        raise InvalidRequest("The body must be a JSON object.")
+    return value
+
+
+def require_json(request: HttpRequest) -> None:
+    """Raises `InvalidRequest` unless the body is declared as JSON."""
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        raise InvalidRequest("Unsupported Media Type: Only 'application/json' is allowed.")
+
+
+# --- the answer ---
+
+
+async def read_all_or_disconnect(streams: Sequence[OutputStream], receive: Receive) -> list[list[Chunk]]:
+    """As `read_all`. Raises `ClientGoneError`, with every request aborted, when the client disconnects first."""
+    try:
+        async with background_tasks(read_all(streams), until_disconnect(receive)) as (reading, gone):
+            await asyncio.wait((reading, gone), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        close_all(streams)  # a task that was cancelled before its first step has not done it
+    if not reading.cancelled():
+        return reading.result()
+    gone.result()  # raises what `receive` raised
+    raise ClientGoneError
+
+
+async def until_disconnect(receive: Receive) -> None:
+    """Return when the client has disconnected or the response is complete."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def json_response(value: Any, status: int = 200) -> Response:
+    return Response(
+        orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS), status, media_type="application/json"
+    )

@@ -1,0 +1,143 @@
+"""Health, facts about the server, the prefix cache, and aborting requests."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import orjson
+from starlette.requests import Request as HttpRequest
+from starlette.responses import PlainTextResponse, Response
+from starlette.types import ASGIApp
+
+import serve
+from runtime.errors import EngineFailure, InvalidRequest, Overloaded, RequestError
+from runtime.request import Request, SamplingParams
+from serve.decode import decode
+from serve.endpoint import json_response, parse_object, read_all_or_disconnect, read_body
+from serve.output_streams import submit_all
+
+if TYPE_CHECKING:
+    from runtime.actors.engine_core import EngineCore
+
+HEALTH_TIMEOUT_S = 20.0
+FLUSHED = (
+    "Cache flushed.\nPlease check backend logs for more details. "
+    "(When there are running or waiting requests, the operation will not be performed.)\n"
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AbortBody:
+    """The body of `/abort_request`."""
+
+    rid: str = ""
+    abort_all: bool = False
+
+
+async def health(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    """200 while the engine accepts requests, else 503; empty either way."""
+    return Response(status_code=200 if core.status().state == "ready" else 503)
+
+
+async def health_generate(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    """200 when the model generated one token in time. An engine too busy to accept the request is healthy."""
+    probe = Request(
+        ids=(core.facts.bos_id or 0,),
+        sampling=SamplingParams(max_new_tokens=1, temperature=0.0),
+        label=f"HEALTH_CHECK_{anyio.current_time():.6f}",
+    )
+    with anyio.move_on_after(HEALTH_TIMEOUT_S):
+        try:
+            await read_all_or_disconnect(submit_all(core, [probe]), http.receive)
+        except Overloaded:
+            return Response(status_code=200)
+        except (EngineFailure, RequestError):
+            return Response(status_code=503)
+        return Response(status_code=200)
+    return Response(status_code=503)
+
+
+async def model_info(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    plan, facts = core.plan, core.facts
+    preferred = plan.serve.preferred_sampling
+    return json_response(
+        {
+            "model_path": plan.model.path,
+            "tokenizer_path": plan.text.tokenizer_path,
+            "is_generation": True,
+            "preferred_sampling_params": orjson.dumps(dict(preferred)).decode() if preferred else None,
+            "weight_version": plan.serve.weight_version,
+            "model_type": facts.config.get("model_type"),
+            "architectures": [facts.architecture],
+            "has_image_understanding": False,
+            "has_audio_understanding": False,
+        }
+    )
+
+
+async def server_info(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    """The whole plan, flattened, and the state of the engine. Secrets are left out."""
+    status = core.status()
+    state = {**_public(status), "last_gen_throughput": status.gen_throughput, "load": status.num_used_tokens}
+    return json_response(
+        {
+            **_flattened(core.plan),
+            "status": status.state,
+            "max_total_num_tokens": status.max_total_tokens,
+            "max_req_input_len": core.plan.model.context_length - 1,
+            "internal_states": [state],
+            "version": serve.__version__,
+        }
+    )
+
+
+async def load(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    return json_response({"load": core.status().num_used_tokens})
+
+
+async def flush_cache(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    """400, and nothing done, while requests run or wait."""
+    return PlainTextResponse(FLUSHED, 200 if core.flush_cache() else 400)
+
+
+async def abort_request(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    """Abort the requests whose rid starts with the given one, or all. 200 also when there were none."""
+    body = await read_body(http, lambda raw: decode(AbortBody, parse_object(raw)))
+    if body.abort_all:
+        core.abort_all()
+    elif body.rid:
+        core.abort_label(body.rid)
+    else:
+        raise InvalidRequest("rid must not be empty unless abort_all is true.", param="rid")
+    return Response(status_code=200)
+
+
+def _flattened(plan: Any) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for section in dataclasses.fields(plan):
+        value = getattr(plan, section.name)
+        if dataclasses.is_dataclass(value):
+            flat |= {
+                "model_path" if (section.name, name) == ("model", "path") else name: item
+                for name, item in _public(value).items()
+            }
+    return flat
+
+
+def _public(section: Any) -> dict[str, Any]:
+    """A dataclass as JSON values. Fields excluded from its repr are secrets and are left out."""
+    return {
+        field.name: _plain(getattr(section, field.name))
+        for field in dataclasses.fields(section)
+        if field.repr
+    }
+
+
+def _plain(value: Any) -> Any:
+    return (
+        value
+        if isinstance(value, str | int | float | bool | None)
+        else orjson.loads(orjson.dumps(value, default=str))
+    )

@@ -1,0 +1,62 @@
+"""Several requests at once: submit them to the engine core together and read their output streams side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any
+
+import anyio
+
+from runtime.actors.output_stream import OutputStream
+from runtime.errors import first_error
+from runtime.request import Chunk, Request
+
+if TYPE_CHECKING:
+    from runtime.actors.engine_core import EngineCore
+
+
+def submit_all(core: EngineCore, requests: Sequence[Request]) -> list[OutputStream]:
+    """One output stream per request. When one is refused, those before it are aborted and the refusal is raised."""
+    streams: list[OutputStream] = []
+    try:
+        for request in requests:
+            streams.append(core.submit(request))
+    except BaseException:
+        close_all(streams)
+        raise
+    return streams
+
+
+def close_all(streams: Sequence[OutputStream]) -> None:
+    """Abort what has not ended."""
+    for stream in streams:
+        stream.close()
+
+
+async def read_all(streams: Sequence[OutputStream]) -> list[list[Chunk]]:
+    """The whole output of every stream, in order: one chunk per choice.
+
+    The first error is raised and the other requests are aborted. Cancelled, it aborts all of them.
+    """
+    outputs: list[list[Chunk]] = [[] for _ in streams]
+
+    async def read(index: int) -> None:
+        outputs[index] = await streams[index].whole()
+
+    try:
+        await run_each(read, len(streams))
+    except ExceptionGroup as errors:
+        raise first_error(errors) from None
+    finally:
+        close_all(streams)
+    return outputs
+
+
+async def run_each(function: Callable[[int], Coroutine[Any, Any, None]], count: int) -> None:
+    """Run `function(0)` to `function(count - 1)` concurrently; a single one without a task of its own."""
+    if count == 1:
+        await function(0)
+        return
+    async with anyio.create_task_group() as group:
+        for index in range(count):
+            group.start_soon(function, index)

@@ -1,0 +1,30 @@
+"""`just study COMMAND ...`, which is `PYTHONPATH=tests:notebooks python -m bench COMMAND ...`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from bench import PROGRAM
+from serve.bench.__main__ import run_command
+
+COMMANDS = {
+    "overhead": ("bench.overhead", "scheduling and streaming without a model"),
+    "parallel": ("bench.parallel", "a step of two processes against one, in its parts"),
+    "step": ("bench.step", "single steps in this process: chosen kernels against plain torch"),
+    "kernels": ("bench.kernels", "where the time of a step goes on a CPU, kernel by kernel"),
+    "accuracy": ("bench.accuracy", "bfloat16 and 8 bits against transformers in float32"),
+    "gpu": ("bench.gpu.command", "a GPU with random weights of real shapes, beside its limits"),
+    "cpu": ("bench.cpu.command", "ours and its peers on this machine's CPU, in turns"),
+    "cpu-peers": ("bench.cpu.engines", "install the peers that `cpu` compares with"),
+    "checkpoint": ("bench.checkpoints", "write a random checkpoint of a known shape"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one study and return the process's exit status; 2 for a refused command line."""
+    return run_command(PROGRAM, COMMANDS, sys.argv[1:] if argv is None else argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,213 @@
+"""`accuracy`: how far the engine's bfloat16 and 8-bit weights are from transformers in float32.
+
+The prompts are held-out questions of the demo model's evaluation. Transformers answers them greedily in float32. The
+engine is then shown each answer and says of every position which token is the likeliest and how likely the
+reference's token is; and it answers by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from itertools import zip_longest
+from random import Random
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import anyio
+
+from bench import PROGRAM
+from runtime.errors import ConfigurationError
+from serve.bench import report
+from serve.bench.load import Generator, Progress, parse
+from serve.bench.options import add_output_options, new_parser
+from serve.demo import demo_path
+
+if TYPE_CHECKING:
+    from runtime.config import Args
+
+WAYS: Mapping[str, Mapping[str, Any]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "8 bits": {"dtype": "bfloat16", "quantization": "w8a8_int8"},
+}
+
+
+class Expected(NamedTuple):
+    """What transformers computes for one prompt."""
+
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]  # greedy, without the token that ends it
+    logprobs: tuple[float, ...]  # of the answer's tokens
+
+
+class Found(NamedTuple):
+    """What the engine computes for it."""
+
+    answer: tuple[int, ...]  # its own
+    likeliest: tuple[int, ...]  # after each beginning of the reference's answer
+    logprobs: tuple[float, ...]  # of the reference's tokens
+
+
+class Agreement(NamedTuple):
+    """How well one way of computing agrees with the reference."""
+
+    way: str
+    same_token: float  # share of positions with the same likeliest token
+    mean_difference: float  # of the log-probabilities of the reference's tokens, absolute
+    same_answer: float  # share of answers that are equal from beginning to end
+
+    @classmethod
+    def of(cls, way: str, expected: Sequence[Expected], found: Sequence[Found]) -> Agreement:
+        """Compare. There must be at least one token."""
+        pairs = list(zip(expected, found, strict=True))
+        same = [a == b for one, other in pairs for a, b in zip(one.answer, other.likeliest, strict=True)]
+        apart = [
+            abs(a - b) for one, other in pairs for a, b in zip(one.logprobs, other.logprobs, strict=True)
+        ]
+        equal = [one.answer == other.answer for one, other in pairs]
+        return cls(way, sum(same) / len(same), sum(apart) / len(apart), sum(equal) / len(equal))
+
+
+def parser() -> argparse.ArgumentParser:
+    options = new_parser(
+        "accuracy",
+        "Compare with transformers in float32. Every other option is the engine's.",
+        program=PROGRAM,
+    )
+    group = options.add_argument_group("prompts")
+    group.add_argument("--num-prompts", type=int, default=100, help="held-out questions, of all skills")
+    group.add_argument("--new-tokens", type=int, default=32, help="of each answer, at most")
+    add_output_options(options)
+    return options
+
+
+def main(argv: Sequence[str]) -> int:
+    options, args = parse(parser(), argv)
+    if min(options.num_prompts, options.new_tokens) < 1:
+        raise ConfigurationError("--num-prompts and --new-tokens must be at least 1.")
+    path = args.model.model_path or demo_path()
+    if path is None:
+        raise ConfigurationError("There is no demo model here; name a checkpoint with --model-path.")
+    expected = reference(path, options.num_prompts, options.new_tokens)
+    agreements = []
+    for way, settings in WAYS.items():
+        ask = partial(answers, expected, options.new_tokens)
+        agreements.append(Agreement.of(way, expected, _with_engine(path, args, settings, ask)))
+    report.say(render(expected, agreements))
+    if options.output_file:
+        results = {"agreements": [report.plain(agreement) for agreement in agreements]}
+        settings = {**vars(options), "engine": args.keywords()}
+        report.write(
+            options.output_file, report.document("accuracy", settings, results, argv=argv, program=PROGRAM)
+        )
+    return 0
+
+
+def render(expected: Sequence[Expected], agreements: Sequence[Agreement]) -> str:
+    """The table, in Markdown."""
+    tokens = sum(len(one.answer) for one in expected)
+    lines = [
+        f"{len(expected)} prompts, {tokens} tokens, against transformers in float32:",
+        "",
+        "| computed in | same likeliest token | mean difference of log-probabilities | same answer |",
+        "|---|---|---|---|",
+    ]
+    lines += [
+        f"| {way} | {same_token:.2%} | {difference:.5f} | {same_answer:.1%} |"
+        for way, same_token, difference, same_answer in agreements
+    ]
+    return "\n".join(lines)
+
+
+def reference(path: str, num_prompts: int, new_tokens: int) -> list[Expected]:
+    """Greedy answers of transformers in float32. Blocks."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(path)
+    if not tokenizer.chat_template:
+        raise ConfigurationError(f"The questions need a chat template, and {path} has none.")
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    ends = model.generation_config.eos_token_id
+    ends = set(ends if isinstance(ends, list) else [ends])
+    expected = []
+    with torch.inference_mode(), Progress(num_prompts, "reference answers") as progress:
+        for prompt in prompts(tokenizer, num_prompts):
+            ids = torch.tensor([prompt])
+            whole = model.generate(
+                ids, do_sample=False, temperature=None, top_p=None, top_k=None, max_new_tokens=new_tokens
+            )
+            answer = [token for token in whole[0, len(prompt) :].tolist() if token not in ends]
+            logits = model(whole, use_cache=False).logits[0, len(prompt) - 1 :].float()
+            chosen = logits.log_softmax(-1)[range(len(answer)), answer]
+            expected.append(Expected(tuple(prompt), tuple(answer), tuple(chosen.tolist())))
+            progress.advance()
+    return expected
+
+
+def prompts(tokenizer: Any, count: int) -> list[list[int]]:
+    """Held-out questions of every skill in turns, as token ids."""
+    from demo_model.evaluation import EXAMS, SEED
+
+    drawn = []
+    for exam in EXAMS:
+        rng = Random(f"{SEED}/{exam.name}")
+        questions = exam.questions(rng)
+        drawn.append(rng.sample(questions, len(questions)))
+    mixed = [question for turn in zip_longest(*drawn) for question in turn if question is not None]
+    return [_prompt(tokenizer, question.asked, question.thinking) for question in mixed[:count]]
+
+
+def _prompt(tokenizer: Any, asked: Any, thinking: bool) -> list[int]:
+    text = tokenizer.apply_chat_template(
+        [message.as_chat() for message in asked.messages],
+        tools=[{"type": "function", "function": tool} for tool in asked.tools] or None,
+        add_generation_prompt=True,
+        tokenize=False,
+        enable_thinking=thinking,
+    )
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+async def answers(expected: Sequence[Expected], new_tokens: int, engine: Generator) -> list[Found]:
+    """The engine's own answers, and what it says of the reference's."""
+    own = await engine.generate(
+        input_ids=[list(one.prompt) for one in expected],
+        sampling_params={"temperature": 0, "max_new_tokens": new_tokens},
+    )
+    shown = await engine.generate(
+        input_ids=[[*one.prompt, *one.answer] for one in expected],
+        sampling_params={"temperature": 0, "max_new_tokens": 1},
+        return_logprob=True,
+        logprob_start_len=0,
+        top_logprobs_num=1,
+    )
+    return [_found(*one) for one in zip(expected, own, shown, strict=True)]
+
+
+def _found(expected: Expected, own: Mapping[str, Any], shown: Mapping[str, Any]) -> Found:
+    first, meta, output = len(expected.prompt), shown["meta_info"], list(own["output_ids"])
+    reason = own["meta_info"]["finish_reason"]
+    if output and reason["type"] == "stop" and reason.get("matched") == output[-1]:
+        output.pop()
+    return Found(
+        tuple(output),
+        tuple(top[0][1] for top in meta["input_top_logprobs"][first:]),
+        tuple(logprob for logprob, *_ in meta["input_token_logprobs"][first:]),
+    )
+
+
+def _with_engine(
+    path: str,
+    args: Args,
+    settings: Mapping[str, Any],
+    work: Callable[[Generator], Awaitable[list[Found]]],
+) -> list[Found]:
+    from serve import Engine
+
+    async def run() -> list[Found]:
+        async with Engine(**{**args.keywords(), **settings, "model_path": path}) as engine:
+            return await work(engine)
+
+    return anyio.run(run)

@@ -1,0 +1,213 @@
+"""llama.cpp through llama-cpp-python: sequences decoded together, a common prefix computed once and kept."""
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import answering
+
+BATCH_TOKENS = 512  # in one call; llama.cpp's own default for the physical batch
+MIN_PREFIX = 64  # tokens that are worth sharing
+
+
+def convert(options: argparse.Namespace) -> None:
+    """Write a GGUF file with what llama.cpp's own conversion would put in it."""
+    import gguf
+
+    source, form = Path(options.checkpoint), options.weights
+    config = json.loads((source / "config.json").read_text())
+    Path(options.output).mkdir(parents=True)
+    qwen = config["model_type"] == "qwen3"
+    writer = gguf.GGUFWriter(str(Path(options.output) / "model.gguf"), "qwen3" if qwen else "llama")
+    describe(writer, config)
+    add_tokenizer(writer, source)
+    kind = gguf.GGMLQuantizationType.BF16 if form == "bf16" else gguf.GGMLQuantizationType.Q8_0
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16 if form == "bf16" else gguf.LlamaFileType.MOSTLY_Q8_0)
+    for name, weight in tensors(source, config, permuted=not qwen):
+        if weight.ndim == 1:
+            writer.add_tensor(name, weight)
+        else:
+            writer.add_tensor(name, gguf.quants.quantize(weight, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def describe(writer: Any, config: dict[str, Any]) -> None:
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+
+
+def add_tokenizer(writer: Any, source: Path) -> None:
+    import gguf
+
+    described = json.loads((source / "tokenizer.json").read_text())
+    special = {token["id"] for token in described["added_tokens"]}
+    ordered = sorted(described["model"]["vocab"].items(), key=lambda pair: pair[1])
+    normal, control = gguf.TokenType.NORMAL, gguf.TokenType.CONTROL
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([token for token, _ in ordered])
+    writer.add_token_types([control if id in special else normal for _, id in ordered])
+    merges = described["model"]["merges"]
+    writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in merges])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(0)
+    writer.add_add_bos_token(False)
+
+
+PARTS = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+def tensors(source: Path, config: dict[str, Any], *, permuted: bool) -> Iterator[tuple[str, Any]]:
+    """Weights under GGUF's names, in float32. Llama's q and k have each head's halves interleaved there."""
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    for name, weight in read_safetensors(source / "model.safetensors"):
+        stem = name.removesuffix(".weight")
+        if stem in WHOLE:
+            yield f"{WHOLE[stem]}.weight", weight
+            continue
+        _, _, layer, part = stem.split(".", 3)
+        count = heads.get(part.rpartition(".")[2]) if permuted else None
+        if count is not None:
+            rows = weight.reshape(count, 2, -1, weight.shape[1])
+            weight = rows.swapaxes(1, 2).reshape(weight.shape)
+        yield f"blk.{layer}.{PARTS[part]}.weight", weight
+
+
+def read_safetensors(file: Path) -> Iterator[tuple[str, Any]]:
+    """bfloat16 tensors as float32 arrays: 16 bits, and 16 zeros below."""
+    import numpy
+
+    data = file.read_bytes()
+    head = int.from_bytes(data[:8], "little")
+    for name, entry in json.loads(data[8 : 8 + head]).items():
+        if name == "__metadata__":
+            continue
+        if entry["dtype"] != "BF16":
+            raise ValueError(f"{name} is {entry['dtype']}, not BF16")
+        first, last = entry["data_offsets"]
+        halves = numpy.frombuffer(data, numpy.uint16, (last - first) // 2, 8 + head + first)
+        yield name, (halves.astype(numpy.uint32) << 16).view(numpy.float32).reshape(entry["shape"])
+
+
+class Batched:
+    """Greedy decoding of many sequences in one context. Sequence 0 keeps the prefix of the last call."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        import llama_cpp
+
+        self._lib = llama_cpp
+        llama_cpp.llama_backend_init()
+        file = str(Path(options.model) / "model.gguf")
+        self._model = llama_cpp.llama_model_load_from_file(
+            file.encode(), llama_cpp.llama_model_default_params()
+        )
+        self._vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx = max(4 * options.context, 256 * options.batch)
+        params.n_batch = params.n_ubatch = BATCH_TOKENS
+        params.n_seq_max = options.batch + 1
+        params.kv_unified = True
+        params.n_threads = params.n_threads_batch = options.threads
+        self._context = llama_cpp.llama_init_from_model(self._model, params)
+        self._memory = llama_cpp.llama_get_memory(self._context)
+        self._batch = llama_cpp.llama_batch_init(BATCH_TOKENS, 0, 1)
+        self._kept: list[int] = []
+
+    def generate(self, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+        prefix = common_prefix(prompts)
+        for number in range(1, len(prompts) + 1):
+            self._lib.llama_memory_seq_rm(self._memory, number, -1, -1)
+        self._keep(prefix)
+        for number in range(1, len(prompts) + 1):
+            self._lib.llama_memory_seq_cp(self._memory, 0, number, -1, -1)
+        outputs: list[list[int]] = [[] for _ in prompts]
+        todo = [
+            (id, position, number + 1, position + 1 == len(prompt))
+            for number, prompt in enumerate(prompts)
+            for position, id in list(enumerate(prompt))[len(prefix) :]
+        ]
+        for step in range(new_tokens):
+            for number, id in self._compute(todo):
+                outputs[number - 1].append(id)
+            todo = [
+                (ids[-1], len(prompts[number]) + step, number + 1, True) for number, ids in enumerate(outputs)
+            ]
+        return outputs
+
+    def _keep(self, prefix: list[int]) -> None:
+        if prefix == self._kept and prefix:
+            return
+        self._lib.llama_memory_seq_rm(self._memory, 0, -1, -1)
+        list(self._compute([(id, position, 0, False) for position, id in enumerate(prefix)]))
+        self._kept = prefix
+
+    def _compute(self, todo: Sequence[tuple[int, int, int, bool]]) -> list[tuple[int, int]]:
+        """The next id of each sequence among (id, position, sequence, whether its next id is wanted)."""
+        import numpy
+
+        found, batch = [], self._batch
+        for start in range(0, len(todo), BATCH_TOKENS):
+            part = todo[start : start + BATCH_TOKENS]
+            batch.n_tokens = len(part)
+            for i, (id, position, number, wanted) in enumerate(part):
+                batch.token[i], batch.pos[i], batch.logits[i] = id, position, wanted
+                batch.n_seq_id[i], batch.seq_id[i][0] = 1, number
+            if self._lib.llama_decode(self._context, batch):
+                raise RuntimeError("llama_decode failed")
+            for i, (_, _, number, wanted) in enumerate(part):
+                if wanted:
+                    logits = self._lib.llama_get_logits_ith(self._context, i)
+                    found.append((number, int(numpy.ctypeslib.as_array(logits, (self._vocab,)).argmax())))
+        self._lib.llama_synchronize(self._context)
+        return found
+
+
+def common_prefix(prompts: list[list[int]]) -> list[int]:
+    """What all prompts begin with, when there are several and it is long; their last tokens never count."""
+    first, length = prompts[0], min(map(len, prompts)) - 1
+    for prompt in prompts:
+        length = next((i for i in range(length) if prompt[i] != first[i]), length)
+    return first[:length] if len(prompts) > 1 and length >= MIN_PREFIX else []
+
+
+def server_command(options: argparse.Namespace, port: int) -> list[str]:
+    command = [sys.executable, "-m", "llama_cpp.server", "--model", str(Path(options.model) / "model.gguf")]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--n_ctx", str(options.context)]
+    command += ["--n_threads", str(options.threads), "--n_threads_batch", str(options.threads)]
+    return [*command, "--interrupt_requests", "false"]
+
+
+if __name__ == "__main__":
+    answering.main(("llama-cpp-python", "gguf"), convert, Batched, server_command)

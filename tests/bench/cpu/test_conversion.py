@@ -1,0 +1,72 @@
+"""The conversions that are ours: what a peer reads must be the checkpoint that we read."""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from bench.checkpoints import Shape, write_checkpoint
+from bench.cpu.engines import SCRIPTS
+
+TINY = Shape(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=48, vocab=320, tied=False)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    write_checkpoint(TINY, tmp_path)
+    return tmp_path
+
+
+def script(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    return import_module(name)
+
+
+def test_llama_cpp_gets_every_weight_bit_by_bit(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = load_file(str(checkpoint / "model.safetensors"))
+    read = dict(script("run_llama", monkeypatch).read_safetensors(checkpoint / "model.safetensors"))
+    assert read.keys() == ours.keys()
+    assert all(torch.equal(torch.tensor(read[name]), ours[name].float()) for name in ours)
+
+
+def test_llama_cpp_rotates_pairs_where_we_rotate_halves(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    convert = script("run_llama", monkeypatch).tensors
+    written = {name: torch.tensor(w) for name, w in convert(checkpoint, config, permuted=True)}
+    ours = load_file(str(checkpoint / "model.safetensors"))
+    assert len(written) == len(ours)
+    for name, part, heads in (("attn_q", "q_proj", 4), ("attn_k", "k_proj", 2)):
+        weight = ours[f"model.layers.1.self_attn.{part}.weight"].float().view(heads, 2, 4, 32)
+        pairs = written[f"blk.1.{name}.weight"].view(heads, 4, 2, 32)
+        assert torch.equal(pairs[:, :, 0], weight[:, 0])
+        assert torch.equal(pairs[:, :, 1], weight[:, 1])
+    assert torch.equal(written["blk.0.attn_v.weight"], ours["model.layers.0.self_attn.v_proj.weight"].float())
+
+
+def test_a_common_prefix_leaves_each_prompt_a_token_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    common_prefix = script("run_llama", monkeypatch).common_prefix
+    long = list(range(100))
+    assert common_prefix([[*long, 7], [*long, 8, 9]]) == long
+    assert common_prefix([long, long]) == long[:-1]
+    assert common_prefix([[1, 2, 3], [1, 2, 4]]) == []
+    assert common_prefix([long]) == []
+
+
+def test_vllm_gets_weights_in_eight_bits_near_ours(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = load_file(str(checkpoint / "model.safetensors"))
+    script("run_vllm", monkeypatch).quantize(checkpoint)
+    theirs = load_file(str(checkpoint / "model.safetensors"))
+    name = "model.layers.0.mlp.down_proj.weight"
+    assert theirs[name].dtype == torch.int8
+    back = theirs[name].float() * theirs[f"{name}_scale"]
+    assert (back - ours[name].float()).abs().max() <= theirs[f"{name}_scale"].max() / 2 * 1.01
+    assert torch.equal(theirs["lm_head.weight"], ours["lm_head.weight"])
+    assert "quantization_config" in json.loads((checkpoint / "config.json").read_text())

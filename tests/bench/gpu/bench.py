@@ -1,0 +1,166 @@
+"""What the rows of the table are measured with: models of real shapes without weights, sizes, engines."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import anyio
+
+from bench.checkpoints import SHAPES, Shape, write_description
+from bench.gpu.limits import Cost, Limits
+from runtime.config import Args
+from runtime.errors import EngineFailure
+from serve.bench.offline import throughput
+from serve.bench.workload import RandomLengths, Vocabulary, random_prompts
+from serve.engine import Engine
+
+Result = TypeVar("Result")
+
+SEED = 1
+WARM_UP_SEED = 10_008
+WARM_UP_TIMEOUT_S = 300
+POLL_S = 0.02
+FEW_TOKENS = 8192
+TINY = Shape(hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, mlp=128, vocab=512, tied=True)
+
+
+class Model(NamedTuple):
+    """A shape under the name of the model that has it."""
+
+    name: str
+    shape: Shape
+    dtype: str = "bfloat16"
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        return Vocabulary.of_size(self.shape.vocab)
+
+
+MODELS: Mapping[str, Model] = {
+    "qwen3-0.6b": Model("Qwen3-0.6B", SHAPES["Q"]),
+    "qwen3-8b": Model("Qwen3-8B", SHAPES["Q8"]),
+    "llama-3.1-8b": Model("Llama-3.1-8B", SHAPES["L8"]),
+    "tiny": Model("tiny", TINY, "float32"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """How much is asked. Lengths in tokens."""
+
+    decode: tuple[int, int] = (128, 512)  # in, out
+    repetitions: int = 3  # of decode
+    offline: tuple[int, int, int] = (256, 1024, 1024)  # requests, in, out
+    mixed: tuple[int, int, int] = (256, 100, 1024)  # requests; lengths from, to, in and out
+    rates: tuple[float, ...] = (1, 8, 32)  # requests per second
+    online: tuple[int, int] = (512, 256)  # in, out
+    online_s: float = 30
+    groups: tuple[int, int] = (16, 16)  # groups, requests of each
+    prefix: tuple[int, int, int] = (2048, 128, 128)  # shared, own, out
+    streams: tuple[int, int, int] = (64, 128, 1024)  # streams, in, out
+    cold_timeout_s: float = 300
+
+
+FULL = Sizes()
+SMALL = Sizes(
+    decode=(8, 8),
+    repetitions=2,
+    offline=(4, 16, 8),
+    mixed=(4, 4, 16),
+    rates=(20, 40),
+    online=(16, 4),
+    online_s=0.2,
+    groups=(2, 2),
+    prefix=(32, 8, 4),
+    streams=(3, 8, 24),
+    cold_timeout_s=60,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """One run of the benchmark. `words` are options of the engine as they were typed; they win over ours."""
+
+    device: str
+    folder: Path  # for configurations and tokenizers
+    limits: Limits
+    sizes: Sizes = FULL
+    only: Model | None = None  # instead of each row's own model
+    words: tuple[str, ...] = ()
+
+    def model(self, name: str) -> Model:
+        """The model of this name, unless all rows are to have another one."""
+        return self.only or MODELS[name]
+
+    def cost(self, model: Model) -> Cost:
+        """What the model's work takes at least, with the cache that the engine is told to have."""
+        cache = Args.parse(self.words).get("kv_cache_dtype")
+        return Cost(model.shape, model.dtype, None if cache == "auto" else cache)
+
+    def path(self, model: Model) -> str:
+        """A checkpoint of the model without weights, written when it is first asked for."""
+        directory = self.folder / model.name
+        if not (directory / "tokenizer_config.json").is_file():  # what is written last
+            write_description(model.shape, directory, model.dtype)
+        return str(directory)
+
+    def tries_only(self, model: Model) -> bool:
+        """Whether a small cache will do: a tiny model could have one of hundreds of millions of tokens."""
+        return self.device == "cpu" or model.shape is TINY
+
+    def args(self, model: Model, **ours: Any) -> Args:
+        """The engine's options for this model with weights that nobody reads from a disk."""
+        base = {
+            "model_path": self.path(model),
+            "load_format": "dummy",
+            "dtype": model.dtype,
+            "device": self.device,
+            "random_seed": SEED,
+            **({"max_total_tokens": FEW_TOKENS} if self.tries_only(model) else {}),
+        }
+        return Args.of(**{**base, **ours, **Args.parse(self.words).keywords()})
+
+    def run(self, model: Model, work: Callable[[Engine], Awaitable[Result]], **ours: Any) -> Result:
+        """Await `work` with an engine of its own, on a loop of its own, and give the memory back."""
+        try:
+            return anyio.run(
+                partial(_with_engine, self.args(model, **ours), work), backend_options={"use_uvloop": True}
+            )
+        finally:
+            release(self.device)
+
+
+async def _with_engine(args: Args, work: Callable[[Engine], Awaitable[Result]]) -> Result:
+    async with Engine.of(args) as engine:
+        return await work(engine)
+
+
+async def warm_up(engine: Engine, model: Model, requests: int) -> None:
+    """Short requests, as many as will be measured; then wait until no graph is left to be captured."""
+    from runtime.worker.model_runner import ModelRunner
+
+    lengths = RandomLengths(input_tokens=32, output_tokens=8, range_ratio=0.25)
+    prompts = random_prompts(lengths, requests, WARM_UP_SEED, model.vocabulary, as_text=False)
+    await throughput(engine, prompts[:1])
+    await throughput(engine, prompts)
+    with anyio.move_on_after(WARM_UP_TIMEOUT_S) as waiting:
+        for runner in engine.core.runners:
+            while isinstance(runner, ModelRunner) and runner.improving:
+                await anyio.sleep(POLL_S)
+    if waiting.cancelled_caught:
+        raise EngineFailure(f"Graphs were still being captured after {WARM_UP_TIMEOUT_S} s.")
+    engine.flush_cache()
+
+
+def release(device: str) -> None:
+    """Let the device have what nothing uses any more, so that the next engine finds it free."""
+    gc.collect()
+    if device.startswith("cuda"):
+        import torch
+
+        torch.cuda.empty_cache()

@@ -1,0 +1,25 @@
+"""Values that an option takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from runtime.config import Json, Option
+
+
+def other_value(option: Option) -> Any:
+    """A valid value that is not the default."""
+    spec = option.spec
+    if option.type is bool:
+        one: Any = not option.default
+    elif spec.choices:
+        one = next(choice for choice in reversed(spec.choices) if choice != option.default)
+    elif option.type in (int, float):
+        step = 1 if option.type is int else 0.125
+        low = spec.low if spec.low is not None else spec.above if spec.above is not None else 0
+        one = option.type(next(v for v in (low + step, low + 2 * step) if v != option.default))
+    elif option.type is Json:
+        one = {"temperature": 0.5}
+    else:
+        one = "something"
+    return (one,) if option.many else one

@@ -1,0 +1,141 @@
+"""Every option that works changes what is done, and every field of the plan has a reader."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+
+from ops.machine import Machine
+from option_values import other_value
+from runtime.actors import assemble
+from runtime.config import Args, Option, Outcome, options
+from runtime.config.plan import Plan
+from runtime.errors import ConfigurationError
+
+ROOT = Path(__file__).parents[3]
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "vocab_size": 1000,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "dtype": "bfloat16",
+}
+CPU = replace(Machine.named("cpu"), compiler="/usr/bin/c++")
+H200 = Machine.named("h200")
+FOUR_GPUS = replace(H200, gpus=H200.gpus * 4)
+NODES = {"nnodes": 2, "tp_size": 2, "dist_init_addr": "first:5000"}
+# Machines, and options without which others have no meaning.
+SITUATIONS: list[tuple[Machine, dict[str, Any]]] = [
+    (CPU, {}),
+    (CPU, {"enable_torch_compile": True}),
+    (CPU, {"pp_size": 2}),
+    (CPU, NODES),
+    (H200, {}),
+    (FOUR_GPUS, {"tp_size": 2}),
+]
+# What an option takes that no value made up by a test would be.
+VALUES: dict[str, list[Any]] = {
+    "device": ["cpu"],
+    "chat_template": ["chat.jinja"],
+    "context_length": [100],
+    "dist_init_addr": ["other:5000"],
+    "json_model_override_args": [{"vocab_size": 17}],
+    "model_loader_extra_config": [{"enable_multithread_load": True}],
+    "chunked_prefill_size": [64],
+    "cuda_graph_bs": [[3]],
+    "max_total_tokens": [64],
+    "nnodes": [1],
+    "random_seed": [7],
+}
+# What was chosen, as users call it: `explain` shows it, and the engine reads `choices`.
+SHOWN = {f"{kind}_backend" for kind in ("attention", "prefill_attention", "decode_attention", "sampling")}
+BY_ITSELF = {"config"}  # a file with other options: see test_config_file
+
+
+class Checkpoint:
+    """A folder with a model's configuration, which is found whatever one looks for."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        (folder / "config.json").write_text(json.dumps(CONFIG))
+        self._folder = str(folder)
+        self._asked: list[Any] = []
+        patch.setattr(assemble, "locate", self._locate)
+
+    def done(self, machine: Machine, **keywords: Any) -> Any:
+        """All that an engine is made of: the plan, the model's facts, and where its files were looked for.
+
+        None if the arguments are refused.
+        """
+        self._asked = []
+        try:
+            args = Args.of(**{"model_path": "some/model", "random_seed": 1} | keywords)
+            return assemble.prepare(args, machine), self._asked
+        except ConfigurationError:
+            return None
+
+    def _locate(self, *where: Any, **more: Any) -> str:
+        self._asked.append((where, more))
+        return self._folder
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checkpoint:
+    return Checkpoint(tmp_path, monkeypatch)
+
+
+def values(option: Option) -> Iterator[Any]:
+    yield from VALUES.get(option.name, [])
+    yield from option.spec.built or option.spec.choices or [other_value(option)]
+
+
+def changes(checkpoint: Checkpoint, option: Option) -> Iterator[str]:
+    """The values of the option with which something else is done than without it, in some situation."""
+    for machine, keywords in SITUATIONS:
+        before = checkpoint.done(machine, **keywords)
+        for value in values(option):
+            after = checkpoint.done(machine, **keywords | {option.name: value})
+            if after is not None and after != before:
+                yield repr(value)
+
+
+@pytest.mark.parametrize("option", [o for o in options() if o.name not in BY_ITSELF], ids=lambda o: o.name)
+def test_an_option_changes_what_is_done_if_and_only_if_it_works(
+    option: Option, checkpoint: Checkpoint
+) -> None:
+    """What is done with and without it is compared: reading an option and dropping the value would fail too."""
+    if option.spec.outcome is Outcome.PLANNED:
+        return  # refused: see test_declarations
+    changed = next(changes(checkpoint, option), None)
+    assert (changed is not None) == (option.spec.outcome is Outcome.WORKS)
+
+
+@cache
+def names_read() -> frozenset[str]:
+    """The attributes that product code reads outside the resolution of the options."""
+    files = [path for folder in ("serve", "runtime", "ops") for path in (ROOT / folder).rglob("*.py")]
+    configuration = ROOT / "runtime" / "config"
+    read: set[str] = set()
+    for path in files:
+        if configuration not in path.parents or path.name == "plan.py":
+            nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            read |= {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)}
+    return frozenset(read)
+
+
+def test_every_field_of_the_plan_is_read() -> None:
+    """By name: a field is missed whose name is also read of something else, such as `path`."""
+    sections = get_type_hints(Plan).values()
+    names = {field.name for section in sections for field in fields(section)} - SHOWN
+    assert names - names_read() == set()
