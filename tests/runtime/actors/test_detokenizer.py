@@ -16,10 +16,11 @@ END = Finish("length", length=2)
 BAD = 66
 
 
-class Pieces:
-    """Of an incremental decoder: every id is a letter, and one id breaks it."""
+class Letters:
+    """Of a tokenizer and its decoders: every id is a letter, and one id breaks it."""
 
-    def __init__(self, *given: Any) -> None: ...
+    def decoder(self, *given: Any) -> Letters:
+        return self
 
     def push(self, ids: list[int]) -> str:
         if BAD in ids:
@@ -50,9 +51,8 @@ def requests() -> LiveRequests:
 
 
 @pytest.fixture
-def actor(requests: LiveRequests, monkeypatch: pytest.MonkeyPatch) -> DetokenizerActor:
-    monkeypatch.setattr(detokenizer_module, "Incremental", Pieces)
-    tokenizer: Any = object()
+def actor(requests: LiveRequests) -> DetokenizerActor:
+    tokenizer: Any = Letters()
     return DetokenizerActor(tokenizer, requests)
 
 
