@@ -32,7 +32,7 @@ class Letters:
 
 
 class Scheduled:
-    """Of a scheduler actor what requests and detokenizer call."""
+    """See SchedulerHandle."""
 
     def __init__(self) -> None:
         self.aborted: list[int] = []
@@ -56,7 +56,7 @@ def actor(requests: LiveRequests) -> DetokenizerActor:
     return DetokenizerActor(tokenizer, requests)
 
 
-def start(requests: LiveRequests, scheduler: Any = None, **sampling: Any) -> LiveRequest:
+def start(requests: LiveRequests, scheduler: Scheduled | None = None, **sampling: Any) -> LiveRequest:
     live = requests.add(Request(ids=(1,), sampling=SamplingParams(**sampling)))
     live.scheduler = scheduler
     return live

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 
@@ -18,19 +17,9 @@ def chunk(text: str, finish: Finish | None = None, index: int = 0, ids: tuple[in
     return Chunk(index, text, list(ids), finish, Usage(2, len(text), 0), logprobs)
 
 
-class Aborts:
-    """Of the live requests what an output stream calls."""
-
-    def __init__(self) -> None:
-        self.aborted: list[int] = []
-
-    def abort(self, request_id: int) -> None:
-        self.aborted.append(request_id)
-
-
 def make_output(n: int = 1) -> tuple[OutputStream, list[int]]:
-    requests: Any = Aborts()
-    return OutputStream(7, n, requests), requests.aborted
+    aborted: list[int] = []
+    return OutputStream(7, n, aborted.append), aborted
 
 
 async def test_unread_chunks_coalesce_into_one_per_choice():
