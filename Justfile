@@ -68,9 +68,10 @@ bench-cpu-peers *names:
 notebooks:
     {{bin}}/python -m pytest -m notebook tests/notebooks
 
-# Write docs/arguments.md anew from the declarations.
+# Write docs/arguments.md and docs/sampling.md anew from the declarations.
 docs:
     {{bin}}/python -m serve explain --table markdown > docs/arguments.md
+    {{bin}}/python -m serve explain --table sampling > docs/sampling.md
 
 # Train the demo model anew (one to two hours on two cores, minutes on a GPU): `just demo-model --help`.
 [positional-arguments]

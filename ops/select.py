@@ -15,7 +15,7 @@ from ops.attention.divided import divide
 from ops.backends import ATTENTION, SAMPLING
 from ops.cpp.library import KernelDescription
 from ops.machine import Machine
-from ops.sampling import Choose, Penalize, Score
+from ops.sampling import ApplyBitmask, Choose, Penalize, Score
 
 if TYPE_CHECKING:
     from ops.cpp.executor import Executor
@@ -35,7 +35,10 @@ OPERATIONS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "moe": (("route", "mix"), ("native", "with_triton")),
     "norm": (("rms_norm", "add_rms_norm"), ("native", "with_cpp", "with_triton")),
     "rope": (("rotate",), ("native", "with_cpp", "with_triton")),
-    "sampling": (("choose", "penalize", "score"), tuple(backend.file for backend in SAMPLING.values())),
+    "sampling": (
+        ("choose", "penalize", "apply_bitmask", "score"),
+        tuple(backend.file for backend in SAMPLING.values()),
+    ),
 }
 
 
@@ -60,6 +63,7 @@ class Kernels:
     logits: Callable[[Tensor, Tensor], Tensor]
     choose: Choose
     penalize: Penalize
+    apply_bitmask: ApplyBitmask
     score: Score
     backends: Mapping[str, str]  # operation -> backend file of what was chosen; also "prefill_attention"
     executor: Executor | None = None  # of those in C++, where there are some

@@ -7,12 +7,15 @@ it refers to a device, and the runner never looks inside a Sequence.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.constraint import HostData
 from runtime.request import LogprobParams, Logprobs
 
 if TYPE_CHECKING:
@@ -64,20 +67,27 @@ class Batch:
 class Sampling:
     """The R rows whose last position yields a token, and how each chooses it. Stateless but for penalties.
 
-    Order on the logits: penalties, bias (with -inf for forbidden tokens), temperature, then top-k, top-p and
-    min-p on the probabilities, then the row's uniform number picks by inverse distribution function.
+    Order on the logits: penalties, bias (with -inf for forbidden tokens), host data (custom processor, grammar
+    mask), temperature, then top-k, top-p and min-p on the probabilities, then the row's uniform number picks by
+    inverse distribution function.
     """
 
     rows: Ints  # [R], index into the batch, ascending
     greedy: NDArray[np.bool_]  # [R]
-    temperature: Floats  # [R]
-    top_k: Ints  # [R]; 2**30 is off
-    top_p: Floats  # [R]
-    min_p: Floats  # [R]
     uniform: Floats  # [R] in [0, 1), from (sequence seed, output position): independent of the batch
+    # By name, those of `sampling_params.ROW_ARRAYS` that are not neutral for every row: [R] each.
+    params: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     bias: Bias | None = None
     penalties: Penalties | None = None
     logprobs: tuple[LogprobParams | None, ...] | None = None  # [R]; None: nobody asked
+    host_data: tuple[RowHostData, ...] | None = None  # of rows with a constraint; None: there are none
+
+
+class RowHostData(NamedTuple):
+    """A row that is sampled only when its data from the host has come; see `runtime.constraint`."""
+
+    row: int  # index into Sampling.rows
+    future: Future[HostData]
 
 
 class Bias(NamedTuple):
@@ -93,9 +103,6 @@ class Penalties(NamedTuple):
 
     rows: Longs  # [Q], index into Sampling.rows
     slots: Longs  # [Q]
-    frequency: Floats  # [Q]
-    presence: Floats  # [Q]
-    repetition: Floats  # [Q]
     fresh: tuple[FreshSlot, ...]  # slots whose counts start anew in this step
 
 
@@ -128,8 +135,10 @@ class Tokens(NamedTuple):
 class StepOutput(NamedTuple):
     """What a step produced, on the host. B rows, as in its batch."""
 
-    tokens: list[list[int]]  # [B], the new ids of each row: none, one, or several
-    failed: list[int]  # rows whose logits were not finite numbers
+    tokens: list[
+        list[int]
+    ]  # [B], the new ids of each row: none (where host data is late, too), one, or several
+    failed: list[int]  # rows whose logits were not finite numbers, or whose constraint failed
     logprobs: list[Logprobs | None] | None = None  # [B], of the new ids; None: nobody asked
     prompt_logprobs: list[tuple[int, Logprobs]] = []  # (row, of its wanted prompt positions)  # noqa: RUF012
     embeddings: list[list[float] | None] | None = None  # [B]; None: nobody asked for a vector

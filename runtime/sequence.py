@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from collections.abc import Sequence as Seq
+from concurrent.futures import Future
 from typing import Any
 
-from runtime.request import Finish, Logprobs, Request, SamplingParams
+from runtime.constraint import HostData, SequenceConstraint
+from runtime.request import Finish, Logprobs, Request
+from runtime.sampling_params import SamplingParams
 
 
 class Sequence:
@@ -19,6 +22,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "constraint",
         "finish",
         "ids",
         "index",
@@ -59,6 +63,8 @@ class Sequence:
         self.max_tokens = max_tokens  # prompt and output together, never more than the context
         self.stop_ids = stop_ids  # ends the sequence when sampled (empty with ignore_eos)
         self.seed = seed  # 64 bits; with the output position it fixes every random choice
+        constraint = request.constraint
+        self.constraint = None if constraint is None else SequenceConstraint(constraint, index)
         self.num_computed = 0
         self.num_pending = 0
         self.num_cached = -1  # prompt tokens found in the prefix tree at first admission; -1 before it
@@ -83,6 +89,19 @@ class Sequence:
             seed=self.seed,
             namespace=self.namespace,
         )
+
+    @property
+    def output_ids(self) -> list[int]:
+        """The output tokens that are known."""
+        return self.ids[self.num_prompt :]
+
+    @property
+    def next_host_data(self) -> Future[HostData]:
+        """What the token behind the known ones waits for. Raises `RuntimeError` without a constraint."""
+        if self.constraint is None:
+            raise RuntimeError(f"{self!r} has no constraint.")
+        output_ids = self.output_ids
+        return self.constraint.data_after(len(output_ids), output_ids)
 
     @property
     def num_output(self) -> int:

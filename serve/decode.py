@@ -10,7 +10,8 @@
     body = decode(Body, json, path="")                # InvalidRequest: "stop.1 must be a string, ..."
 
 Annotations: bool, int, float, str, None, Any, Literal of strings, unions, list[T], dict[str, T], nested
-dataclasses, `Annotated` with `Range` or `Length`, and `NotBuilt`.
+dataclasses, `Annotated` with `Range` or `Length`, and `NotBuilt`. Fields with `init=False` are no part of the
+schema. `Fields` reads keys that are declared elsewhere than in a dataclass.
 
 Rules: a key that is absent takes the default. `null` does too, unless the annotation lists None. An integer
 may be written 3.0, never "3" or true. Keys that are not declared are ignored, unless the dataclass says
@@ -90,9 +91,46 @@ def decode(cls: type[T], value: object, path: str = "") -> T:
     try:
         return _decoder(cls)(value)
     except _MismatchError as mismatch:
-        param = ".".join([path, *reversed(mismatch.trail)] if path else list(reversed(mismatch.trail)))
-        end = "" if mismatch.trouble.endswith("?") else "."
-        raise InvalidRequest(f"{param or 'The body'} {mismatch.trouble}{end}", param=param or None) from None
+        raise _refusal(mismatch, path) from None
+
+
+def _refusal(mismatch: _MismatchError, path: str) -> InvalidRequest:
+    param = ".".join([path, *reversed(mismatch.trail)] if path else list(reversed(mismatch.trail)))
+    end = "" if mismatch.trouble.endswith("?") else "."
+    return InvalidRequest(f"{param or 'The body'} {mismatch.trouble}{end}", param=param or None)
+
+
+class Fields:
+    """Named keys of a JSON object with their annotations."""
+
+    def __init__(self, hints: Mapping[str, Any], *, closed: bool = False) -> None:
+        self._checks = {name: _decoder(hint) for name, hint in hints.items()}
+        self._nullable = {name for name, hint in hints.items() if _lists_none(hint)}
+        self._closed = closed
+
+    def read(self, value: object, path: str = "") -> dict[str, Any]:
+        """The declared keys that are set; `path` is where the object stands. Raises as `decode`."""
+        try:
+            return self.found(value)
+        except _MismatchError as mismatch:
+            raise _refusal(mismatch, path) from None
+
+    def found(self, value: object) -> dict[str, Any]:
+        """As `read`, for a decoder: mismatches are not turned into refusals."""
+        if type(value) is not dict:
+            raise _expected("an object", value)
+        if self._closed:
+            _refuse_unknown(value, self._checks)
+        found = {}
+        for name, item in value.items():  # few of the many that there could be
+            check = self._checks.get(name)
+            if check is None or (item is None and name not in self._nullable):
+                continue
+            try:
+                found[name] = check(item)
+            except _MismatchError as mismatch:
+                raise mismatch.under(name) from None
+        return found
 
 
 @cache
@@ -284,26 +322,12 @@ def _dict(item: Any) -> Decoder:
 
 def _object(cls: type) -> Decoder:
     hints = get_type_hints(cls, include_extras=True)
-    declared = fields(cls)
-    checks = {field.name: _decoder(hints[field.name]) for field in declared}
-    nullable = {name for name in checks if _lists_none(hints[name])}
+    declared = [field for field in fields(cls) if field.init]
+    keys = Fields({field.name: hints[field.name] for field in declared}, closed=getattr(cls, "closed", False))
     required = [f.name for f in declared if f.default is MISSING and f.default_factory is MISSING]
-    closed = getattr(cls, "closed", False)
 
     def decode_object(value: Any) -> Any:
-        if type(value) is not dict:
-            raise _expected("an object", value)
-        if closed:
-            _refuse_unknown(value, checks)
-        found = {}
-        for name, item in value.items():  # few of the many that there could be
-            check = checks.get(name)
-            if check is None or (item is None and name not in nullable):
-                continue
-            try:
-                found[name] = check(item)
-            except _MismatchError as mismatch:
-                raise mismatch.under(name) from None
+        found = keys.found(value)
         for name in required:
             if name not in found:
                 raise _MismatchError("is required").under(name)

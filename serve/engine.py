@@ -18,7 +18,7 @@ from runtime.actors.assemble import assemble, prepare
 from runtime.actors.engine_core import EngineCore, Status
 from runtime.config import Args
 from runtime.errors import ConfigurationError, EngineClosed, InvalidRequest
-from runtime.request import SamplingParams
+from runtime.sampling_params import SamplingParams
 from serve.background import BackgroundTask, event_loop_thread
 from serve.decode import decode
 from serve.demo import demo_path

@@ -17,9 +17,9 @@ from runtime.config.plan import KernelPlan, Plan
 from runtime.config.resolve import ANY_MODEL, decide
 from runtime.errors import ConfigurationError
 from serve.demo import demo_path
-from serve.usage import differences, markdown
+from serve.usage import differences, markdown, sampling_markdown
 
-TABLES = {"markdown": markdown, "differences": differences}
+TABLES = {"markdown": markdown, "sampling": sampling_markdown, "differences": differences}
 COLUMNS = ("option", "asked", "done", "reason")
 _REASON_WIDTH = 60
 _CELL_WIDTH = 40
@@ -41,7 +41,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--all", action="store_true", help="show also the options left at their defaults")
     parser.add_argument("--machine", choices=["cpu", *KNOWN_GPUS], help="explain for such a machine")
-    parser.add_argument("--table", choices=TABLES, help="print a table of options")
+    parser.add_argument("--table", choices=TABLES, help="print a table of the documentation")
     own, rest = parser.parse_known_args(words)
     if own.table:
         sys.stdout.write(TABLES[own.table]())

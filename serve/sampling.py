@@ -1,97 +1,97 @@
-"""Sampling parameters as JSON: one declaration, read by every door.
+"""Sampling parameters as JSON, for every API: what is taken and checked is declared in `runtime.sampling_params`.
 
-The rule of defaults, weakest first: what the field declares here, the model's generation_config (OpenAI doors
-only), `--preferred-sampling-params`, the request.
+The rule of defaults, weakest first: the API's own, the model's generation_config (OpenAI APIs only),
+`--preferred-sampling-params`, the request.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from functools import cache
+from typing import Any
 
 from runtime.config.model_facts import ModelFacts
 from runtime.errors import InvalidRequest
-from runtime.request import SamplingParams
-from serve.decode import NotBuilt, decode
+from runtime.sampling_params import FROM_MODEL, NOT_BUILT, Api, SamplingParams, parameters
+from serve.decode import Fields, NotBuilt
 from serve.errors import renamed
 
-FROM_GENERATION_CONFIG = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
+def read_sampling(api: Api, body: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """The parameters that a JSON object sets, by their names in `SamplingParams`.
 
-@dataclass(slots=True, kw_only=True)
-class SamplingBody:
-    """The native `sampling_params` object. Values are checked by `SamplingParams`."""
-
-    closed: ClassVar[bool] = True
-
-    max_new_tokens: int | None = 128
-    min_new_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    min_p: float = 0.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool = False
-    n: int = 1
-    seed: int | None = None
-    sampling_seed: int | None = None  # what later versions of the native API call it
-    logit_bias: dict[str, float] | None = None
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-    no_stop_trim: bool = False
-    stream_interval: int | None = None
-    json_schema: NotBuilt = None
-    regex: NotBuilt = None
-    ebnf: NotBuilt = None
-    structural_tag: NotBuilt = None
-    stop_regex: NotBuilt = None
-    custom_params: NotBuilt = None
-
-
-_SHARED = tuple(
-    field.name for field in fields(SamplingBody) if field.name in SamplingParams.__dataclass_fields__
-)
-_CONVERTED = ("stop", "stop_token_ids", "logit_bias", "seed")
-_PLAIN = tuple(name for name in _SHARED if name not in _CONVERTED)
+    Raises `InvalidRequest` below `path` for a value of the wrong type, and for unknown keys in the native API,
+    where the object holds nothing but sampling parameters.
+    """
+    found = _fields(api).read(body, path)
+    asked: dict[str, Any] = {}
+    for parameter in parameters():
+        taken = parameter.spec.apis.get(api)
+        for name in parameter.names_in(api):
+            if name not in found:
+                continue
+            value = found[name]
+            if value is not None and taken is not None and taken.low is not None and value < taken.low:
+                param = f"{path}.{name}" if path else name
+                raise InvalidRequest(f"{param} must be at least {taken.low:g}.", param=param)
+            if asked.get(parameter.name) is None:
+                asked[parameter.name] = value
+    return asked
 
 
 def sampling_params(
-    asked: Mapping[str, Any], preferred: Mapping[str, Any], *, path: str = ""
+    api: Api,
+    asked: Mapping[str, Any],
+    preferred: Mapping[str, Any],
+    *,
+    facts: ModelFacts | None = None,
+    path: str = "",
 ) -> SamplingParams:
-    """What the request asked for over what is preferred here. Raises `InvalidRequest` below `path`."""
-    body = decode(SamplingBody, {**preferred, **asked}, path)
+    """What `read_sampling` found, over what is preferred here, over the defaults of the model and of the API.
+
+    Raises `InvalidRequest` with the API's name of the parameter, below `path`.
+    """
+    of_model = _generation_defaults(facts) if facts is not None else {}
+    values = {**_defaults(api), **read_sampling("native", {**of_model, **preferred}, path), **asked}
     try:
-        return SamplingParams(
-            **{name: getattr(body, name) for name in _PLAIN},
-            stop=_stops(body.stop),
-            stop_token_ids=frozenset(body.stop_token_ids or ()),
-            seed=body.sampling_seed if body.seed is None else body.seed,
-            logit_bias={_token_id(key): value for key, value in (body.logit_bias or {}).items()},
-        )
+        return SamplingParams(**{name: _read(name, value) for name, value in values.items()})
     except InvalidRequest as error:
-        raise renamed(error, f"{path}.{error.param}" if path else f"{error.param}") from None
+        name = sampling_names(api).get(str(error.param), str(error.param))
+        raise renamed(error, f"{path}.{name}" if path else name) from None
 
 
-def generation_defaults(facts: ModelFacts) -> dict[str, Any]:
-    """The model's own sampling defaults, in our terms: a top_k of 0 is off."""
-    found = {name: facts.preferred_sampling.get(name) for name in FROM_GENERATION_CONFIG}
-    if found["top_k"] == 0:
+@cache
+def sampling_names(api: Api) -> Mapping[str, str]:
+    """By its name in `SamplingParams`, what an API calls a parameter that it takes."""
+    return {p.name: p.names_in(api)[0] for p in parameters() if p.names_in(api)}
+
+
+@cache
+def _fields(api: Api) -> Fields:
+    hints: dict[str, Any] = {name: p.json for p in parameters() for name in p.names_in(api)}
+    return Fields(hints | dict.fromkeys(NOT_BUILT, NotBuilt), closed=api == "native")
+
+
+@cache
+def _defaults(api: Api) -> Mapping[str, Any]:
+    """Where they are not those of `SamplingParams`."""
+    return {p.name: p.default_in(api) for p in parameters() if p.default_in(api) is not p.default}
+
+
+@cache
+def _readers() -> Mapping[str, Any]:
+    return {p.name: p.spec.read for p in parameters() if p.spec.read is not None}
+
+
+def _read(name: str, value: Any) -> Any:
+    """From a JSON value to the parameter's."""
+    read = _readers().get(name)
+    return value if read is None else read(value)
+
+
+def _generation_defaults(facts: ModelFacts) -> dict[str, Any]:
+    """The model's own defaults, in our terms: a top_k of 0 is off."""
+    found = {name: facts.preferred_sampling[name] for name in FROM_MODEL if name in facts.preferred_sampling}
+    if found.get("top_k") == 0:
         found["top_k"] = -1
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
-    if stop is None:
-        return ()
-    return (stop,) if isinstance(stop, str) else tuple(stop)
-
-
-def _token_id(key: str) -> int:
-    if key.isascii() and key.isdecimal() and len(key) < 10:
-        return int(key)
-    raise InvalidRequest("logit_bias must name tokens by their ids.", param="logit_bias")
+    return found

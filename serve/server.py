@@ -22,7 +22,8 @@ from runtime.config import Args
 from runtime.config.resolve.parallel import with_torchrun
 from runtime.distributed.node import run_node
 from runtime.errors import ConfigurationError, EngineFailure
-from runtime.request import Request, SamplingParams
+from runtime.request import Request
+from runtime.sampling_params import SamplingParams
 from serve.app import build_app
 from serve.background import background_tasks
 from serve.connection import Connection

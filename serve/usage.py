@@ -1,12 +1,14 @@
-"""The options as text for people: `--help`, and the table in docs/arguments.md."""
+"""Declarations as text for people: `--help`, docs/arguments.md, and docs/sampling.md."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import groupby
 from textwrap import fill
+from typing import Any, get_args, get_origin
 
 from runtime.config import Json, Option, Outcome, options, shown
+from runtime.sampling_params import APIS, NOT_BUILT, Parameter, parameters
 
 WIDTH = 100
 _METAVARS = {int: "N", float: "X", str: "TEXT", Json: "JSON"}
@@ -27,6 +29,18 @@ with underscores: `--page-size 16`, `page-size: 16`, `page_size=16`.
 
 What an option marked *not built yet* asks for is refused with a clear message, and so are such values. *No
 effect* marks what is accepted for compatibility only, *always so* what asks for something that is so anyway.
+"""
+_SAMPLING_DOCUMENT = """\
+# Sampling parameters
+
+Every sampling parameter, written by `python -m serve explain --table sampling`. In `/generate` and in Python they
+are the keys of `sampling_params`, in `/v1/chat/completions` and `/v1/completions` keys of the body; *yes*: under the
+same name; -: not taken there. A default is overruled by the model's generation_config (parameters marked *model*;
+OpenAI routes only), that by `--preferred-sampling-params`, and that by the request. null is taken as not set, unless
+said otherwise.
+
+Order on the logits: penalties, logit_bias (and forbidden tokens), temperature, then top_k, top_p and min_p on the
+probabilities.
 """
 
 
@@ -51,6 +65,53 @@ def markdown() -> str:
         parts += [_row(option) for option in group]
         parts.append("")
     return "\n".join(parts)
+
+
+def sampling_markdown() -> str:
+    """The whole of docs/sampling.md."""
+    routes = [f"`{route}`" for route in APIS.values()]
+    header = ["parameter", "values", "default", *routes, "what it does"]
+    rows = [header, ["---"] * len(header), *map(_sampling_row, parameters())]
+    later = ", ".join(f"`{name}`" for name in NOT_BUILT)
+    lines = ["| " + " | ".join(cells) + " |" for cells in rows]
+    return "\n".join([_SAMPLING_DOCUMENT, *lines, "", f"Not built yet, and refused: {later}.", ""])
+
+
+def _sampling_row(parameter: Parameter) -> list[str]:
+    spec = parameter.spec
+    names = []
+    for api in APIS:
+        spellings = parameter.names_in(api)
+        cell = ", ".join(f"`{name}`" for name in spellings) if spellings != (parameter.name,) else "yes"
+        cell = cell or "-"
+        default = parameter.default_in(api)
+        if cell != "-" and default != parameter.default:
+            cell += f" (default {_json(default)})"
+        names.append(cell)
+    values = ", ".join(filter(None, [_type_name(parameter.json), spec.limits]))
+    help_text = f"{spec.help}{' *model*' if spec.from_model else ''}"
+    return [f"`{parameter.name}`", values, _json(parameter.default), *names, help_text]
+
+
+def _type_name(annotation: Any) -> str:
+    """What JSON value an annotation stands for."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is list:
+        return f"list of {_type_name(args[0])}s"
+    if origin is dict:
+        return f"object of {_type_name(args[1])}s"
+    if args:
+        return " or ".join(_type_name(arg) for arg in args)
+    return {int: "integer", float: "number", bool: "boolean", str: "string", type(None): "null"}[annotation]
+
+
+def _json(value: Any) -> str:
+    """A default; empty where there is none."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, int | float) else ""
 
 
 def differences() -> str:

@@ -17,7 +17,8 @@ What every implementation promises:
 - Nothing waits for a CUDA device.
 - A row with a NaN, with +inf or without any finite logit is not an error: see `Choose`.
 
-Letters: R rows, V vocabulary, Q penalised or masked rows, C lanes of counts, N best tokens, M picked tokens.
+Letters: R rows, V vocabulary, Q penalised or masked rows, C sequences whose tokens are counted, N best tokens, M
+requested token ids.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 
-class Choice(NamedTuple):
-    """How each of the R rows chooses: tensors on the host, to plan the work without waiting for a device."""
+class SamplingArrays(NamedTuple):
+    """How each of R rows chooses its token."""
 
     greedy: Tensor  # bool [R]; the other fields are not looked at
     temperature: Tensor  # float32 [R], above 0
@@ -39,8 +40,13 @@ class Choice(NamedTuple):
 
 
 class Choose(Protocol):
-    def __call__(self, logits: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, logits: Tensor, arrays: SamplingArrays, host: SamplingArrays | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Pick one token for each row of `logits` (float32 [R, V], unchanged).
+
+        `arrays` lie where the logits do. Where that is a device, `host` holds `greedy`, `top_k` and `top_p` of
+        the same values on the host, to plan the work without waiting.
 
         Returns the ids (int64 [R]) and whether each row was sound (bool [R]). One that is not gets id 0.
 
@@ -57,7 +63,7 @@ class Penalize(Protocol):
         self,
         logits: Tensor,
         rows: Tensor,
-        lanes: Tensor,
+        counted: Tensor,
         counts: Tensor,
         in_prompt: Tensor,
         frequency: Tensor,
@@ -66,8 +72,8 @@ class Penalize(Protocol):
     ) -> None:
         """Penalise tokens that were generated (or, for repetition, in the prompt) before; `logits` in place.
 
-        `logits` is float32 [R, V], `rows` int64 [Q] and distinct, `lanes` int64 [Q] the rows' places in the
-        pools `counts` (int32 [C, V], how often each token was generated) and `in_prompt` (bool [C, V]), the
+        `logits` is float32 [R, V], `rows` int64 [Q] and distinct, `counted` int64 [Q] the rows' indices into
+        `counts` (int32 [C, V], how often each token was generated) and `in_prompt` (bool [C, V]), the
         penalties float32 [Q]. Subtracts frequency * count, then presence where the count is not zero; then
         divides positive and multiplies other logits by repetition where the token was generated or is in the
         prompt.
@@ -92,16 +98,16 @@ class Scores(NamedTuple):
     chosen: Tensor  # float32 [R]
     top: Tensor  # float32 [R, N]
     top_ids: Tensor  # int64 [R, N]
-    picked: Tensor  # float32 [R, M]
+    requested: Tensor  # float32 [R, M]
 
 
 class Score(Protocol):
     def __call__(
-        self, logits: Tensor, temperature: Tensor, chosen_ids: Tensor, num_top: int, picked_ids: Tensor
+        self, logits: Tensor, temperature: Tensor, chosen_ids: Tensor, num_top: int, requested_ids: Tensor
     ) -> Scores:
         """Log-softmax of `logits` (float32 [R, V], unchanged) / `temperature` (float32 [R]) at some tokens.
 
-        `chosen_ids` is int64 [R], `picked_ids` int64 [R, M]; N is the smaller of `num_top` and V. A forbidden
+        `chosen_ids` is int64 [R], `requested_ids` int64 [R, M]; N is the smaller of `num_top` and V. A forbidden
         token has -inf; a row that is not sound has no meaningful values.
         """
         ...

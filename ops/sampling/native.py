@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ops.sampling import Choice, Scores
+from ops.sampling import SamplingArrays, Scores
 
 # A row that keeps few tokens is served from its best ones and needs no sort of the whole vocabulary.
-MAX_HEAD = 1024
+MAX_BEST = 1024
 # On the host, rows limited by top_p alone try this many best tokens first.
-FIRST_HEAD = 256
+FIRST_BEST = 256
 # A uniform float32 number stands for a step of 2**-24, and is taken to be in its middle. Else the numbers 0
 # and 0.5 would meet the edges between tokens, where tokens may lie that should almost never be chosen.
 HALF_STEP = 2**-25
@@ -22,39 +23,59 @@ HALF_STEP = 2**-25
 HOST_PIECE, DEVICE_PIECE = 2**20, 2**25
 
 
-def choose(logits: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:
+class Rows(NamedTuple):
+    """Some rows of a step, ascending."""
+
+    host: Tensor  # int64 [n]
+    index: slice | Tensor  # for tensors that lie where the logits do; a slice where the rows lie together
+
+
+def choose(
+    logits: Tensor, arrays: SamplingArrays, host: SamplingArrays | None = None
+) -> tuple[Tensor, Tensor]:
     """Pick one token for each row; see `ops.sampling.Choose`."""
-    vocab_size = logits.shape[-1]
-    greedy, top_k = choice.greedy, choice.top_k
-    if bool(greedy.any()):
+    vocab_size, on_host = logits.shape[-1], _is_host(logits)
+    host = arrays if host is None else host
+    if bool(host.greedy.any()):
         peak, ids = _largest_logit(logits)
-        if bool(greedy.all()):
+        if bool(host.greedy.all()):
             return _sound(ids, peak)
     else:
         peak, ids = logits.amax(-1), torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
-
-    untruncated = (top_k >= vocab_size) & (choice.top_p >= 1)
-    headed = (top_k <= MAX_HEAD) & ~untruncated
-    hopeful = (top_k >= vocab_size) & ~headed & ~untruncated
-    if logits.device.type != "cpu":  # to see whether the mass is covered would mean to wait
-        hopeful = torch.zeros_like(hopeful)
-
-    for rows in _pieces(~greedy & untruncated, logits):
-        _put(ids, rows, _draw(*_take(rows, logits, peak, choice)))
-    for rows in _pieces(~greedy & headed, logits):
-        width = int(top_k[rows].max())
-        _put(ids, rows, _draw_ranked(*_take(rows, logits, peak, choice), width)[0])
-    for rows in _pieces(~greedy & hopeful, logits):
-        _put(ids, rows, _draw_hopeful(*_take(rows, logits, peak, choice)))
-    for rows in _pieces(~greedy & ~untruncated & ~headed & ~hopeful, logits):
-        _put(ids, rows, _draw_ranked(*_take(rows, logits, peak, choice), vocab_size)[0])
-
+    kinds = _kinds(host, vocab_size)
+    order = None  # on a device, rows in the order of their kinds, which saves a copy of their indices
+    if not on_host and len(kinds.unique()) > 1:
+        order = _kinds(arrays, vocab_size).argsort(stable=True)
+    for rows in _pieces(kinds, UNTRUNCATED, order, logits):
+        _put(ids, rows, _draw(*_take(rows, logits, peak, arrays)))
+    for rows in _pieces(kinds, FEW, order, logits):
+        width = int(host.top_k[rows.host].max())
+        _put(ids, rows, _draw_ranked(*_take(rows, logits, peak, arrays), width)[0])
+    for rows in _pieces(kinds, BY_MASS, order, logits):
+        taken = _take(rows, logits, peak, arrays)
+        # To see on a device whether the mass is covered would mean to wait.
+        _put(ids, rows, _draw_by_mass(*taken) if on_host else _draw_ranked(*taken, vocab_size)[0])
+    for rows in _pieces(kinds, MANY, order, logits):
+        _put(ids, rows, _draw_ranked(*_take(rows, logits, peak, arrays), vocab_size)[0])
     return _sound(ids, peak)
+
+
+# How a row is drawn: from all tokens; from few of the best ones; from those that top_p alone keeps; from many.
+GREEDY, UNTRUNCATED, FEW, BY_MASS, MANY = range(5)
+
+
+def _kinds(arrays: SamplingArrays, vocab_size: int) -> Tensor:
+    """How each row is drawn, int64 [R], where the arrays lie."""
+    unlimited = arrays.top_k >= vocab_size
+    kinds = torch.where(unlimited, BY_MASS, MANY)
+    kinds = torch.where(arrays.top_k <= MAX_BEST, FEW, kinds)
+    kinds = torch.where(unlimited & (arrays.top_p >= 1), UNTRUNCATED, kinds)
+    return torch.where(arrays.greedy, GREEDY, kinds)
 
 
 def _largest_logit(logits: Tensor) -> tuple[Tensor, Tensor]:
     """(the largest logit of each row, its id); NaN is larger than any."""
-    if logits.device.type != "cpu":
+    if not _is_host(logits):
         return logits.max(-1)
     ids = torch.from_numpy(logits.numpy().argmax(-1))  # numpy finds it some ten times faster
     return logits.gather(-1, ids[:, None])[:, 0], ids
@@ -68,7 +89,7 @@ def _sound(ids: Tensor, peak: Tensor) -> tuple[Tensor, Tensor]:
 def penalize(
     logits: Tensor,
     rows: Tensor,
-    lanes: Tensor,
+    counted: Tensor,
     counts: Tensor,
     in_prompt: Tensor,
     frequency: Tensor,
@@ -77,12 +98,12 @@ def penalize(
 ) -> None:
     """Penalise tokens that were seen before, in place; see `ops.sampling.Penalize`."""
     for piece in _slices(len(rows), logits):
-        count = counts[lanes[piece]]  # [q, V]
+        count = counts[counted[piece]]  # [q, V]
         generated = count > 0
         x = logits[rows[piece]]
         x -= frequency[piece, None] * count
         x -= presence[piece, None] * generated
-        seen, factor = generated | in_prompt[lanes[piece]], repetition[piece, None]
+        seen, factor = generated | in_prompt[counted[piece]], repetition[piece, None]
         x = torch.where(seen, torch.where(x > 0, x / factor, x * factor), x)
         logits.index_copy_(0, rows[piece], x)
 
@@ -104,18 +125,18 @@ def apply_bitmask(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
 
 
 def score(
-    logits: Tensor, temperature: Tensor, chosen_ids: Tensor, num_top: int, picked_ids: Tensor
+    logits: Tensor, temperature: Tensor, chosen_ids: Tensor, num_top: int, requested_ids: Tensor
 ) -> Scores:
     """Log-softmax at some tokens; see `ops.sampling.Score`."""
     pieces = [
-        _score(logits[piece], temperature[piece], chosen_ids[piece], num_top, picked_ids[piece])
+        _score(logits[piece], temperature[piece], chosen_ids[piece], num_top, requested_ids[piece])
         for piece in _slices(len(logits), logits)
     ]
     return Scores(*(torch.cat(parts) for parts in zip(*pieces)))
 
 
 def _score(
-    logits: Tensor, temperature: Tensor, chosen_ids: Tensor, num_top: int, picked_ids: Tensor
+    logits: Tensor, temperature: Tensor, chosen_ids: Tensor, num_top: int, requested_ids: Tensor
 ) -> Scores:
     vocab_size = logits.shape[-1]
     peak = logits.amax(-1)
@@ -128,7 +149,7 @@ def _score(
 
     top, top_ids = best(logits, min(num_top, vocab_size))
     chosen = log_softmax(logits.gather(-1, chosen_ids[:, None]))[:, 0]
-    return Scores(chosen, log_softmax(top), top_ids, log_softmax(logits.gather(-1, picked_ids)))
+    return Scores(chosen, log_softmax(top), top_ids, log_softmax(logits.gather(-1, requested_ids)))
 
 
 def best(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -151,20 +172,20 @@ def best(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 def _largest(keys: Tensor, count: int) -> Tensor:
     """The `count` largest keys of each row, descending."""
-    if keys.device.type == "cpu" and count > MAX_HEAD:  # numpy sorts integers some ten times faster
+    if _is_host(keys) and count > MAX_BEST:  # numpy sorts integers some ten times faster
         return torch.from_numpy(~np.sort(~keys.numpy(), axis=-1)[:, :count])
     return keys.topk(count).values if count < keys.shape[-1] else keys.sort(-1, descending=True).values
 
 
-def _draw(logits: Tensor, peak: Tensor, choice: Choice) -> Tensor:
+def _draw(logits: Tensor, peak: Tensor, arrays: SamplingArrays) -> Tensor:
     """Draw from all tokens that reach min_p, in order of ids: needs no ranking."""
-    weights = _weights(logits, peak, choice.temperature)
-    weights.masked_fill_(weights < choice.min_p[:, None], 0)
+    weights = _weights(logits, peak, arrays.temperature)
+    weights.masked_fill_(weights < arrays.min_p[:, None], 0)
     mass_to = _fixed(weights, logits.shape[-1]).cumsum(-1)
-    return _invert(mass_to, mass_to[:, -1], choice.uniform)
+    return _invert(mass_to, mass_to[:, -1], arrays.uniform)
 
 
-def _draw_ranked(logits: Tensor, peak: Tensor, choice: Choice, width: int) -> tuple[Tensor, Tensor]:
+def _draw_ranked(logits: Tensor, peak: Tensor, arrays: SamplingArrays, width: int) -> tuple[Tensor, Tensor]:
     """Draw from the kept ones among the `width` best tokens.
 
     Also returns whether all kept tokens were among these; else the draw is void. Every limit keeps a prefix
@@ -173,32 +194,33 @@ def _draw_ranked(logits: Tensor, peak: Tensor, choice: Choice, width: int) -> tu
     vocab_size = logits.shape[-1]
     width = min(width, vocab_size)
     values, ids = best(logits, width)
-    weights = _weights(values, peak, choice.temperature)
+    weights = _weights(values, peak, arrays.temperature)
     fixed = _fixed(weights, vocab_size)
     mass_to = fixed.cumsum(-1)  # [R, width]
 
-    in_head = choice.top_k <= width
-    last = choice.top_k.clamp(max=width).long() - 1
+    is_ranked = arrays.top_k <= width
+    last = arrays.top_k.clamp(max=width).long() - 1
     mass = mass_to.gather(-1, last[:, None])[:, 0]
     if width < vocab_size:
-        whole = _fixed(_weights(logits, peak, choice.temperature), vocab_size).sum(-1)
-        mass = torch.where(in_head, mass, whole)
-    part = (choice.top_p.double() * mass.double()).ceil().long()
-    limit = torch.where(choice.top_p < 1, part, mass)
+        whole = _fixed(_weights(logits, peak, arrays.temperature), vocab_size).sum(-1)
+        mass = torch.where(is_ranked, mass, whole)
+    part = (arrays.top_p.double() * mass.double()).ceil().long()
+    limit = torch.where(arrays.top_p < 1, part, mass)
 
-    kept = (mass_to - fixed < limit[:, None]) & (weights >= choice.min_p[:, None])
+    kept = (mass_to - fixed < limit[:, None]) & (weights >= arrays.min_p[:, None])
     num_kept = kept.sum(-1).clamp(min=1)
     mass_kept = mass_to.gather(-1, num_kept[:, None] - 1)[:, 0]
-    drawn = ids.gather(-1, _invert(mass_to, mass_kept, choice.uniform)[:, None])[:, 0]
-    return drawn, in_head | (num_kept < width) | (width == vocab_size)
+    drawn = ids.gather(-1, _invert(mass_to, mass_kept, arrays.uniform)[:, None])[:, 0]
+    return drawn, is_ranked | (num_kept < width) | (width == vocab_size)
 
 
-def _draw_hopeful(logits: Tensor, peak: Tensor, choice: Choice) -> Tensor:
+def _draw_by_mass(logits: Tensor, peak: Tensor, arrays: SamplingArrays) -> Tensor:
     """Draw from a few of the best tokens where these hold all that is kept, else from all. Host only."""
-    ids, covered = _draw_ranked(logits, peak, choice, FIRST_HEAD)
-    rows = (~covered).nonzero()[:, 0]
-    if len(rows):
-        _put(ids, rows, _draw_ranked(*_take(rows, logits, peak, choice), logits.shape[-1])[0])
+    ids, covered = _draw_ranked(logits, peak, arrays, FIRST_BEST)
+    missed = (~covered).nonzero()[:, 0]
+    if len(missed):
+        rows = Rows(missed, missed)
+        _put(ids, rows, _draw_ranked(*_take(rows, logits, peak, arrays), logits.shape[-1])[0])
     return ids
 
 
@@ -224,34 +246,37 @@ def fraction_bits(vocab_size: int) -> int:
     return 62 - (vocab_size - 1).bit_length()
 
 
-def _pieces(wanted: Tensor, logits: Tensor) -> Iterator[Tensor]:
-    """The wanted rows (int64, on the host) in pieces of bounded size."""
-    rows = wanted.nonzero()[:, 0]
+def _pieces(kinds: Tensor, kind: int, order: Tensor | None, logits: Tensor) -> Iterator[Rows]:
+    """The rows of this kind in pieces of bounded size."""
+    rows = (kinds == kind).nonzero()[:, 0]
+    first = int((kinds < kind).sum()) if order is not None else 0  # of this kind, in `order`
     for piece in _slices(len(rows), logits):
-        yield rows[piece]
+        host = rows[piece]
+        begin, count = int(host[0]), len(host)
+        if int(host[-1]) - begin + 1 == count:
+            yield Rows(host, slice(begin, begin + count))
+        else:
+            yield Rows(
+                host, host if order is None else order[first + piece.start : first + piece.start + count]
+            )
 
 
 def _slices(count: int, logits: Tensor) -> Iterator[slice]:
-    limit = HOST_PIECE if logits.device.type == "cpu" else DEVICE_PIECE
+    limit = HOST_PIECE if _is_host(logits) else DEVICE_PIECE
     size = max(1, limit // logits.shape[-1])
     for first in range(0, count, size):
         yield slice(first, first + size)
 
 
-def _take(rows: Tensor, logits: Tensor, peak: Tensor, choice: Choice) -> tuple[Tensor, Tensor, Choice]:
-    """These rows of everything, on the device; the logits without a copy where they lie together."""
-    device = logits.device
-    part = Choice(*(to_device(field[rows], device) for field in choice))
-    first, count = int(rows[0]), len(rows)
-    if int(rows[-1]) - first + 1 == count:
-        together = slice(first, first + count)
-        return logits[together], peak[together], part
-    there = to_device(rows, device)
-    return logits[there], peak[there], part
+def _take(
+    rows: Rows, logits: Tensor, peak: Tensor, arrays: SamplingArrays
+) -> tuple[Tensor, Tensor, SamplingArrays]:
+    """These rows of everything; the logits without a copy where they lie together."""
+    return logits[rows.index], peak[rows.index], SamplingArrays(*(field[rows.index] for field in arrays))
 
 
-def _put(ids: Tensor, rows: Tensor, drawn: Tensor) -> None:
-    ids.index_copy_(0, to_device(rows, ids.device), drawn)
+def _put(ids: Tensor, rows: Rows, drawn: Tensor) -> None:
+    ids[rows.index] = drawn
 
 
 def _is_host(logits: Tensor) -> bool:

@@ -19,14 +19,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ops.sampling import Choice, Scores
-from ops.sampling.native import HALF_STEP, best, fraction_bits, to_device
+from ops.sampling import SamplingArrays, Scores
+from ops.sampling.native import HALF_STEP, best, fraction_bits
 
 BLOCK = 4096  # logits that a program looks at together
 MIDDLE = tl.constexpr(HALF_STEP)
 
 
-def choose(logits: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:
+def choose(
+    logits: Tensor, arrays: SamplingArrays, host: SamplingArrays | None = None
+) -> tuple[Tensor, Tensor]:
     """Pick one token for each row; see `ops.sampling.Choose`."""
     num_rows, vocab_size = logits.shape
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
@@ -34,7 +36,7 @@ def choose(logits: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:
     sound = torch.empty(num_rows, dtype=torch.bool, device=logits.device)
     _choose_kernel[(num_rows,)](
         logits,
-        *(to_device(field, logits.device) for field in choice),
+        *arrays,
         ids,
         sound,
         logits.stride(0),
@@ -49,7 +51,7 @@ def choose(logits: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:
 def penalize(
     logits: Tensor,
     rows: Tensor,
-    lanes: Tensor,
+    counted: Tensor,
     counts: Tensor,
     in_prompt: Tensor,
     frequency: Tensor,
@@ -62,7 +64,7 @@ def penalize(
     _penalize_kernel[(len(rows), triton.cdiv(vocab_size, block))](
         logits,
         rows,
-        lanes,
+        counted,
         counts,
         in_prompt,
         frequency,
@@ -85,13 +87,13 @@ def apply_bitmask(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
 
 
 def score(
-    logits: Tensor, temperature: Tensor, chosen_ids: Tensor, num_top: int, picked_ids: Tensor
+    logits: Tensor, temperature: Tensor, chosen_ids: Tensor, num_top: int, requested_ids: Tensor
 ) -> Scores:
     """Log-softmax at some tokens; see `ops.sampling.Score`. The best tokens are ranked as in `native`."""
     num_rows, vocab_size = logits.shape
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     _, top_ids = best(logits, min(num_top, vocab_size))
-    ids = torch.cat((chosen_ids[:, None], top_ids, picked_ids), dim=1)  # [R, n]
+    ids = torch.cat((chosen_ids[:, None], top_ids, requested_ids), dim=1)  # [R, n]
     found = torch.empty(ids.shape, dtype=torch.float32, device=logits.device)
     _score_kernel[(num_rows,)](
         logits,
@@ -106,8 +108,8 @@ def score(
         BLOCK=_block(vocab_size),
         num_warps=8,
     )
-    chosen, top, picked = found.split((1, top_ids.shape[1], picked_ids.shape[1]), dim=1)
-    return Scores(chosen[:, 0], top, top_ids, picked)
+    chosen, top, requested = found.split((1, top_ids.shape[1], requested_ids.shape[1]), dim=1)
+    return Scores(chosen[:, 0], top, top_ids, requested)
 
 
 def _block(vocab_size: int) -> int:
@@ -139,41 +141,43 @@ def _choose_kernel(
         tl.store(ids + row, tl.where(is_sound, best_id, 0))
         return
 
-    heat, floor = tl.load(temperature + row), tl.load(min_p + row)
+    row_temperature, floor = tl.load(temperature + row), tl.load(min_p + row)
     limit_k, limit_p = tl.load(top_k + row), tl.load(top_p + row)
     last, last_id = tl.cast(-(2**31), tl.int64), tl.cast(VOCAB, tl.int32)  # of what is kept: so far all
     is_ranked = (limit_k < VOCAB) | (limit_p < 1.0)
     if limit_k < VOCAB:
-        last, last_id = _shortest_prefix(line, limit_k.to(tl.int64), peak, heat, False, VOCAB, UNIT, BLOCK)
+        last, last_id = _shortest_prefix(
+            line, limit_k.to(tl.int64), peak, row_temperature, False, VOCAB, UNIT, BLOCK
+        )
     if limit_p < 1.0:
-        mass = _mass_of_prefix(line, last, last_id, peak, heat, 0.0, VOCAB, UNIT, BLOCK)
+        mass = _mass_of_prefix(line, last, last_id, peak, row_temperature, 0.0, VOCAB, UNIT, BLOCK)
         part = limit_p.to(tl.float64) * mass.to(tl.float64)
         whole = part.to(tl.int64)
         whole += (whole.to(tl.float64) < part).to(tl.int64)  # rounded up
         last, last_id = _shortest_prefix(
-            line, tl.maximum(whole, 1), peak, heat, True, VOCAB, UNIT, BLOCK
+            line, tl.maximum(whole, 1), peak, row_temperature, True, VOCAB, UNIT, BLOCK
         )  # fmt: skip
-    mass = _mass_of_prefix(line, last, last_id, peak, heat, floor, VOCAB, UNIT, BLOCK)
+    mass = _mass_of_prefix(line, last, last_id, peak, row_temperature, floor, VOCAB, UNIT, BLOCK)
     target = ((tl.load(uniform + row).to(tl.float64) + MIDDLE) * mass.to(tl.float64)).to(tl.int64)
     target = tl.minimum(target, mass - 1)  # the product may have been rounded up
     if is_ranked:
-        _, drawn = _shortest_prefix(line, target + 1, peak, heat, True, VOCAB, UNIT, BLOCK)
+        _, drawn = _shortest_prefix(line, target + 1, peak, row_temperature, True, VOCAB, UNIT, BLOCK)
         tl.store(ids + row, drawn)
     else:
-        tl.store(ids + row, _first_above(line, target, peak, heat, floor, VOCAB, UNIT, BLOCK))
+        tl.store(ids + row, _first_above(line, target, peak, row_temperature, floor, VOCAB, UNIT, BLOCK))
 
 
 @triton.jit
 def _peak(line, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
     """The largest logit, the lowest id that has it, and how many logits are no number."""
-    lanes = tl.arange(0, BLOCK)
+    offsets = tl.arange(0, BLOCK)
     top = tl.full([BLOCK], float("-inf"), tl.float32)
     where, num_nan = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
     for base in range(0, VOCAB, BLOCK):
-        x = tl.load(line + base + lanes, mask=base + lanes < VOCAB, other=float("-inf"))
+        x = tl.load(line + base + offsets, mask=base + offsets < VOCAB, other=float("-inf"))
         num_nan += (x != x).to(tl.int32)
         is_higher = x > top
-        top, where = tl.where(is_higher, x, top), tl.where(is_higher, base + lanes, where)
+        top, where = tl.where(is_higher, x, top), tl.where(is_higher, base + offsets, where)
     peak = tl.max(top, axis=0)
     return peak, tl.min(tl.where(top == peak, where, VOCAB), axis=0), tl.sum(num_nan, axis=0)
 
@@ -186,9 +190,9 @@ def _ordered(x):
 
 
 @triton.jit
-def _weight(x, peak, heat):
-    """exp((x - peak) / heat), at most 1, which the best token has exactly."""
-    return tl.exp(tl.div_rn(x - peak, heat))
+def _weight(x, peak, temperature):
+    """exp((x - peak) / temperature), at most 1, which the best token has exactly."""
+    return tl.exp(tl.div_rn(x - peak, temperature))
 
 
 @triton.jit
@@ -196,7 +200,7 @@ def _shortest_prefix(
     line,
     limit,  # at least 1, at most what all tokens have
     peak,
-    heat,
+    temperature,
     BY_MASS: tl.constexpr,  # else by count
     VOCAB: tl.constexpr,
     UNIT: tl.constexpr,
@@ -207,7 +211,7 @@ def _shortest_prefix(
     above = tl.cast(0, tl.int64)  # what the tokens from `high` on have
     while high - low > 1:
         middle = (low + high) >> 1
-        reached = _measure(line, middle, peak, heat, BY_MASS, VOCAB, UNIT, BLOCK)
+        reached = _measure(line, middle, peak, temperature, BY_MASS, VOCAB, UNIT, BLOCK)
         if reached >= limit:
             low = middle
         else:
@@ -215,7 +219,7 @@ def _shortest_prefix(
             above = reached
     rank = limit - above  # among the tokens whose bits are `low`
     if BY_MASS:
-        each = (_weight(_float_of(low), peak, heat) * UNIT).to(tl.int64)
+        each = (_weight(_float_of(low), peak, temperature) * UNIT).to(tl.int64)
         rank = (rank + each - 1) // each
     return low, _place_of_equal(line, low, rank, VOCAB, BLOCK)
 
@@ -232,20 +236,20 @@ def _measure(
     line,
     least,
     peak,
-    heat,
+    temperature,
     BY_MASS: tl.constexpr,
     VOCAB: tl.constexpr,
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """The count or the mass of the tokens whose ordered bits are at least `least`."""
-    lanes = tl.arange(0, BLOCK)
+    offsets = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.int64)
     for base in range(0, VOCAB, BLOCK):
-        x = tl.load(line + base + lanes, mask=base + lanes < VOCAB, other=float("-inf"))
-        is_in = (_ordered(x) >= least) & (base + lanes < VOCAB)
+        x = tl.load(line + base + offsets, mask=base + offsets < VOCAB, other=float("-inf"))
+        is_in = (_ordered(x) >= least) & (base + offsets < VOCAB)
         if BY_MASS:
-            total += tl.where(is_in, (_weight(x, peak, heat) * UNIT).to(tl.int64), 0)
+            total += tl.where(is_in, (_weight(x, peak, temperature) * UNIT).to(tl.int64), 0)
         else:
             total += is_in.to(tl.int64)
     return tl.sum(total, axis=0)
@@ -257,19 +261,19 @@ def _mass_of_prefix(
     last,
     last_id,
     peak,
-    heat,
+    temperature,
     floor,
     VOCAB: tl.constexpr,
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """The mass of the ranked tokens up to `last_id` whose weight is at least `floor`."""
-    lanes = tl.arange(0, BLOCK)
+    offsets = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.int64)
     for base in range(0, VOCAB, BLOCK):
-        x = tl.load(line + base + lanes, mask=base + lanes < VOCAB, other=float("-inf"))
-        bits, weight = _ordered(x), _weight(x, peak, heat)
-        is_in = (bits > last) | ((bits == last) & (base + lanes <= last_id))
+        x = tl.load(line + base + offsets, mask=base + offsets < VOCAB, other=float("-inf"))
+        bits, weight = _ordered(x), _weight(x, peak, temperature)
+        is_in = (bits > last) | ((bits == last) & (base + offsets <= last_id))
         total += tl.where(is_in & (weight >= floor), (weight * UNIT).to(tl.int64), 0)
     return tl.sum(total, axis=0)
 
@@ -277,15 +281,15 @@ def _mass_of_prefix(
 @triton.jit
 def _place_of_equal(line, ordered, rank, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
     """The id of the token number `rank`, from 1, of those whose ordered bits are these."""
-    lanes = tl.arange(0, BLOCK)
+    offsets = tl.arange(0, BLOCK)
     before, place = tl.cast(0, tl.int64), tl.cast(VOCAB - 1, tl.int32)
     for base in range(0, VOCAB, BLOCK):
-        x = tl.load(line + base + lanes, mask=base + lanes < VOCAB, other=float("-inf"))
-        is_equal = ((_ordered(x) == ordered) & (base + lanes < VOCAB)).to(tl.int32)
+        x = tl.load(line + base + offsets, mask=base + offsets < VOCAB, other=float("-inf"))
+        is_equal = ((_ordered(x) == ordered) & (base + offsets < VOCAB)).to(tl.int32)
         count = tl.sum(is_equal, axis=0)
         if (before < rank) & (before + count >= rank):
             is_it = (is_equal == 1) & (before + tl.cumsum(is_equal, axis=0) == rank)
-            place = tl.min(tl.where(is_it, base + lanes, VOCAB), axis=0)
+            place = tl.min(tl.where(is_it, base + offsets, VOCAB), axis=0)
         before += count
     return place
 
@@ -295,23 +299,23 @@ def _first_above(
     line,
     target,
     peak,
-    heat,
+    temperature,
     floor,
     VOCAB: tl.constexpr,
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """The first id at which the mass of the tokens whose weight is at least `floor` exceeds `target`."""
-    lanes = tl.arange(0, BLOCK)
+    offsets = tl.arange(0, BLOCK)
     before, place = tl.cast(0, tl.int64), tl.cast(VOCAB - 1, tl.int32)
     for base in range(0, VOCAB, BLOCK):
-        x = tl.load(line + base + lanes, mask=base + lanes < VOCAB, other=float("-inf"))
-        weight = _weight(x, peak, heat)
+        x = tl.load(line + base + offsets, mask=base + offsets < VOCAB, other=float("-inf"))
+        weight = _weight(x, peak, temperature)
         fixed = tl.where(weight >= floor, (weight * UNIT).to(tl.int64), 0)
         mass = tl.sum(fixed, axis=0)
         if (before <= target) & (before + mass > target):
             is_above = before + tl.cumsum(fixed, axis=0) > target
-            place = tl.min(tl.where(is_above, base + lanes, VOCAB), axis=0)
+            place = tl.min(tl.where(is_above, base + offsets, VOCAB), axis=0)
         before += mass
     return place
 
@@ -320,7 +324,7 @@ def _first_above(
 def _penalize_kernel(
     logits,  # [R, VOCAB]
     rows,  # [Q] each
-    lanes,
+    counted,
     counts,  # [C, VOCAB]
     in_prompt,  # [C, VOCAB]
     frequency,
@@ -334,7 +338,7 @@ def _penalize_kernel(
     ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = ids < VOCAB
     place = logits + tl.load(rows + entry) * stride + ids
-    seen = tl.load(lanes + entry) * VOCAB + ids
+    seen = tl.load(counted + entry) * VOCAB + ids
     count = tl.load(counts + seen, mask=inside, other=0)
     prompted = tl.load(in_prompt + seen, mask=inside, other=0)
     x = tl.load(place, mask=inside, other=0.0)
@@ -377,13 +381,13 @@ def _score_kernel(
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
-    line, heat = logits + row.to(tl.int64) * stride, tl.load(temperature + row)
+    line, row_temperature = logits + row.to(tl.int64) * stride, tl.load(temperature + row)
     peak, _, _ = _peak(line, VOCAB, BLOCK)
-    mass = _measure(line, -(2**31), peak, heat, True, VOCAB, UNIT, BLOCK)
+    mass = _measure(line, -(2**31), peak, row_temperature, True, VOCAB, UNIT, BLOCK)
     log_mass = tl.log(mass.to(tl.float64) / UNIT)
     columns = tl.arange(0, IDS_BLOCK)
     inside = columns < NUM_IDS
     wanted = tl.load(ids + row * NUM_IDS + columns, mask=inside, other=0)
     x = tl.load(line + wanted, mask=inside, other=0.0)
-    shifted = (x.to(tl.float64) - peak.to(tl.float64)) / heat.to(tl.float64)
+    shifted = (x.to(tl.float64) - peak.to(tl.float64)) / row_temperature.to(tl.float64)
     tl.store(found + row * NUM_IDS + columns, (shifted - log_mass).to(tl.float32), mask=inside)

@@ -6,6 +6,8 @@ import asyncio
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 import anyio
@@ -55,6 +57,13 @@ class EndChoice(NamedTuple):
     index: int
 
 
+class Wake(NamedTuple):
+    """Host data came for a sequence that is in no step."""
+
+
+WAKE = Wake()
+
+
 class SchedulerActor:
     """Fill, launch, apply, for ever. Owns a replica's scheduler and its runner.
 
@@ -79,7 +88,7 @@ class SchedulerActor:
         self._watchdog_timeout_s = plan.watchdog_timeout_s
         self._requests = requests
         self._detokenizer = detokenizer
-        self._inbox: Mailbox[Admit | Abort | EndChoice] = Mailbox()
+        self._inbox: Mailbox[Admit | Abort | EndChoice | Wake] = Mailbox()
         self._num_arriving = 0  # choices in the inbox
         self._in_flight: deque[tuple[Batch, asyncio.Future[StepOutput]]] = deque()
 
@@ -143,8 +152,15 @@ class SchedulerActor:
             if self._in_flight and (batch is None or len(self._in_flight) > self._depth):
                 await self._finish_oldest()
             elif batch is None:
+                self._wake_with_host_data()
                 await self._inbox.wait()
                 await self._gather()
+
+    def _wake_with_host_data(self) -> None:
+        """Nothing can be computed: let the first host data that comes for a sequence end the wait."""
+        loop = asyncio.get_running_loop()
+        for future in self.scheduler.awaited:
+            future.add_done_callback(lambda _: _call_soon(loop, self._inbox.put, WAKE))
 
     async def _gather(self) -> None:
         """Nothing is running: let those in who ask at the same moment, which takes microseconds.
@@ -222,6 +238,8 @@ class SchedulerActor:
 
     def _receive(self) -> None:
         for message in self._inbox.take():
+            if isinstance(message, Wake):
+                continue
             live = message.live
             if isinstance(message, Admit):
                 self._num_arriving -= len(live.sequences)
@@ -235,6 +253,11 @@ class SchedulerActor:
                 deltas = self.scheduler.abort(live.sequences, live.aborting)
                 if deltas:
                     self._detokenizer.inbox.put(deltas)
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *args: object) -> None:
+    with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        loop.call_soon_threadsafe(call, *args)
 
 
 class Progress:

@@ -87,25 +87,13 @@ def decode_batch(frame: Frame) -> Batch:
         slots=arrays["slots"],
         token_ids=arrays["token_ids"],
         page_table=arrays["page_table"],
-        sampling=None if rows is None else _rows_alone(rows),
+        sampling=None if rows is None else Sampling(rows, greedy=_NO_FLAGS, uniform=_NO_FLOATS),
         prompt_logprobs=tuple(
             PromptLogprobs(row, offset, np.zeros(count, np.int32), _NOTHING)
             for row, offset, count in arrays["wanted"].tolist()
         )
         if "wanted" in arrays
         else (),
-    )
-
-
-def _rows_alone(rows: NDArray[np.int32]) -> Sampling:
-    return Sampling(
-        rows=rows,
-        greedy=_NO_FLAGS,
-        temperature=_NO_FLOATS,
-        top_k=rows[:0],
-        top_p=_NO_FLOATS,
-        min_p=_NO_FLOATS,
-        uniform=_NO_FLOATS,
     )
 
 

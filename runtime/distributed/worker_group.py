@@ -126,16 +126,17 @@ class Crew:
             raise RuntimeError("Nobody leads a crew that has not loaded.")
         device, mesh = self.member.device, self.member.mesh
         kernels = self.member.kernels
+        own = open_device(device)
         sampler = Sampler(
             self._facts.vocab_size,
             num_slots,
-            device,
+            own,
             choose=kernels.choose,
             penalize=kernels.penalize,
+            apply_bitmask=kernels.apply_bitmask,
             score=kernels.score,
         )
         model = self.member.take_model()
-        own = open_device(device)
         forward, improve = await anyio.to_thread.run_sync(self._forward, model, pool, own, num_slots)
         inner = ModelRunner(
             model,

@@ -105,12 +105,16 @@ class PrefixCache:
         self._pool.free(pages)
 
     def insert(self, sequence: Sequence) -> Duplicates | None:
-        """Enter the known and computed whole pages of a sequence into the tree, to be found at once."""
+        """Enter the known and computed whole pages of a sequence into the tree, to be found at once.
+
+        With a constraint, the last known token may be computed again: its page is not entered.
+        """
         if not self.enabled:
             return None
         shared = sequence.num_shared
         size = self.page_size
-        end = min(sequence.num_computed, len(sequence.ids)) // size * size
+        num_known = len(sequence.ids) - (sequence.constraint is not None)
+        end = min(sequence.num_computed, num_known) // size * size
         if end <= shared:
             return None
         first, last = shared // size, end // size

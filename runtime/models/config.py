@@ -14,6 +14,7 @@ from runtime.models.checkpoint import stored_dtype, weight_bytes
 from runtime.models.fields import Fields
 from runtime.models.registry import ARCHITECTURES, entry
 from runtime.models.rope_config import rope_parameters
+from runtime.sampling_params import FROM_MODEL
 
 DTYPES = ("float32", "float16", "bfloat16")
 ACTIVATIONS = {
@@ -25,7 +26,6 @@ ACTIVATIONS = {
     "relu": "relu",
 }
 LAYER_TYPES = ("full_attention", "sliding_attention")
-SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def read_facts(path: str, overrides: Mapping[str, Any] | None = None) -> ModelFacts:
@@ -61,7 +61,7 @@ def read_facts(path: str, overrides: Mapping[str, Any] | None = None) -> ModelFa
         bos_id=min(bos_ids, default=None),
         weight_bytes=weight_bytes(directory),
         preferred_sampling={
-            name: generation[name] for name in SAMPLING_FIELDS if generation.get(name) is not None
+            name: generation[name] for name in FROM_MODEL if generation.get(name) is not None
         },
         config=values,
     )

@@ -10,14 +10,17 @@ from runtime.request import Delta, Finish, Logprobs, Usage
 from runtime.sequence import Sequence
 
 NOT_FINITE = "The model computed values that are not finite numbers."
+NOTHING_ALLOWED = "The constraint of this request failed, or it left no token to choose."
 
 Retire = Callable[[Sequence, Finish, bool], None]  # the last value: whether its KV is to be trusted
+Rewind = Callable[[Sequence], None]
 
 
-def apply_output(batch: Batch, output: StepOutput, retire: Retire) -> list[Delta]:
+def apply_output(batch: Batch, output: StepOutput, retire: Retire, rewind: Rewind) -> list[Delta]:
     """Append the new tokens and end the sequences that are done; rows of ended sequences are dropped.
 
-    A retracted sequence is not ended: its pending token arrives here as any other.
+    A retracted sequence is not ended: its pending token arrives here as any other. `rewind` takes sequences whose
+    token did not come because their host data was late.
     """
     for row, logprobs in output.prompt_logprobs:
         _append_prompt_logprobs(batch.sequences[row], logprobs)
@@ -59,7 +62,20 @@ def apply_output(batch: Batch, output: StepOutput, retire: Retire) -> list[Delta
             )
         )
         sequence.prompt_logprobs = None
+    if batch.sampling is not None and batch.sampling.host_data is not None:
+        for row in batch.sampling.rows[[entry.row for entry in batch.sampling.host_data]].tolist():
+            _advance_constraint(batch.sequences[row], output.tokens[row], rewind)
     return deltas
+
+
+def _advance_constraint(sequence: Sequence, tokens: list[int], rewind: Rewind) -> None:
+    if sequence.finish is not None or sequence.constraint is None:
+        return
+    if tokens:
+        sequence.constraint.advance(sequence.output_ids)
+    else:
+        sequence.num_pending -= 1
+        rewind(sequence)
 
 
 def final_delta(sequence: Sequence, finish: Finish, embedding: list[float] | None = None) -> Delta:
@@ -95,7 +111,7 @@ def _up_to_end(sequence: Sequence, tokens: list[int]) -> list[int]:
 def _finish_without_token(batch: Batch, row: int, failed: frozenset[int]) -> Finish | None:
     sequence = batch.sequences[row]
     if row in failed:
-        return Finish("abort", message=NOT_FINITE)
+        return Finish("abort", message=NOT_FINITE if sequence.constraint is None else NOTHING_ALLOWED)
     end = int(batch.starts[row]) + int(batch.counts[row])
     if sequence.request.wants_embedding:
         return Finish("stop") if end == sequence.num_prompt else None

@@ -21,7 +21,6 @@ from runtime.config.plan import SchedulePlan
 from runtime.kv_cache.prefix_cache import Duplicates, PrefixCache, reusable_tokens
 from runtime.scheduler.queue import WaitingQueue
 from runtime.scheduler.request_tables import RequestTables, Running
-from runtime.scheduler.sampling import gather_sampling
 from runtime.sequence import Sequence
 
 RESERVED_OUTPUT_TOKENS = 4096  # a longer remaining output is counted as this much
@@ -73,7 +72,11 @@ class BatchBuilder:
         num_decoding = 0
         # In a pipeline only who is in no other micro-batch decodes, so that these need not wait for each other.
         one_at_a_time = self._plan.micro_batches > 1
-        for sequence in self._running:
+        running: Iterable[Sequence] = self._running
+        if self._running.stalled:
+            self._running.resume()
+            running = [sequence for sequence in running if sequence not in self._running.stalled]
+        for sequence in running:
             computed = sequence.num_computed
             lacking = len(sequence.ids) + sequence.num_pending - computed
             if lacking == 1 and computed >= sequence.num_prompt:
@@ -319,7 +322,7 @@ class _StepRows:
         sampling = None
         if self._sampled:
             rows = np.array(self._sampled, np.int32)
-            sampling = gather_sampling(tables, rows, indices[rows], ends[rows].astype(np.int64))
+            sampling = tables.sampling.gather(rows, indices[rows], ends[rows].astype(np.int64))
         return Batch(
             number=number,
             sequences=tuple(self._sequences),

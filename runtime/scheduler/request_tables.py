@@ -9,9 +9,8 @@ from numpy.typing import NDArray
 
 from runtime.batch import Ints
 from runtime.kv_cache.prefix_cache import PrefixCache
+from runtime.scheduler.sampling import SamplingTables
 from runtime.sequence import Sequence
-
-TOP_K_OFF = 2**30
 
 
 class RequestTables:
@@ -21,17 +20,8 @@ class RequestTables:
     """
 
     def __init__(self, num_rows: int, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
-        self.greedy = np.zeros(num_rows, np.bool_)
-        self.temperature = np.ones(num_rows, np.float32)
-        self.top_k = np.full(num_rows, TOP_K_OFF, np.int32)
-        self.top_p = np.ones(num_rows, np.float32)
-        self.min_p = np.zeros(num_rows, np.float32)
-        self.seeds = np.zeros(num_rows, np.uint64)
-        self.num_prompt = np.zeros(num_rows, np.int64)
-        self.special = np.zeros(num_rows, np.bool_)  # has bias, penalties or logprobs
+        self.sampling = SamplingTables(num_rows, vocab_size)
         self.sequences: list[Sequence | None] = [None] * num_rows
-        self.fresh: set[int] = set()  # rows with penalties whose sequence has not sampled there yet
         self.pages: Ints = np.zeros((num_rows, 16), np.int32)
         self._free = list(range(num_rows - 1, -1, -1))
 
@@ -42,28 +32,15 @@ class RequestTables:
     def enter(self, sequence: Sequence) -> None:
         """Give a sequence a row and fill it, its pages included."""
         index = sequence.sequence_index = self._free.pop()
-        params = sequence.sampling
         self.sequences[index] = sequence
-        self.greedy[index] = params.greedy
-        self.temperature[index] = 1.0 if params.greedy else params.temperature
-        self.top_k[index] = TOP_K_OFF if params.top_k < 1 else min(params.top_k, TOP_K_OFF)
-        self.top_p[index] = params.top_p
-        self.min_p[index] = params.min_p
-        self.seeds[index] = sequence.seed & 0xFFFF_FFFF_FFFF_FFFF
-        self.num_prompt[index] = sequence.num_prompt
-        penalised = is_penalised(sequence)
-        forbids = params.min_new_tokens > 0 and bool(sequence.stop_ids)
-        logprobs = sequence.request.logprobs is not None
-        self.special[index] = penalised or forbids or logprobs or bool(params.logit_bias)
-        if penalised:
-            self.fresh.add(index)
+        self.sampling.enter(sequence)
         self.write_pages(index, 0, sequence.pages)
 
     def leave(self, sequence: Sequence) -> None:
         """Free the row and clear its part of the page table."""
         index = sequence.sequence_index
         self.sequences[index] = None
-        self.fresh.discard(index)
+        self.sampling.leave(sequence)
         self.pages[index, : len(sequence.pages)] = 0
         self._free.append(index)
         sequence.sequence_index = -1
@@ -105,11 +82,6 @@ class RequestTables:
             self.pages = wider
 
 
-def is_penalised(sequence: Sequence) -> bool:
-    params = sequence.sampling
-    return bool(params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1.0)
-
-
 class Running:
     """Running sequences in order of admission, each with a row in the tables and with pages for what is computed.
 
@@ -121,6 +93,7 @@ class Running:
         self.cache = cache
         self.tables = RequestTables(num_rows, vocab_size)
         self.full = False
+        self.stalled: set[Sequence] = set()  # in no further step until their host data has come
         self._sequences: dict[Sequence, None] = {}  # an ordered set
 
     def __len__(self) -> int:
@@ -137,6 +110,7 @@ class Running:
     def leave(self, sequence: Sequence, *, trusted: bool = True) -> None:
         """Free row and pages. What was computed stays in the prefix tree, unless it is not to be trusted."""
         del self._sequences[sequence]
+        self.stalled.discard(sequence)
         self.tables.leave(sequence)
         if trusted:
             self.cache.release(sequence)
@@ -153,12 +127,36 @@ class Running:
             pages += more
             self.tables.write_pages(sequence.sequence_index, have, more)
 
+    def rewind(self, sequence: Sequence) -> None:
+        """Compute its last known token again: host data was late, so its newest row yielded no token.
+
+        The sequence is in no further step before that data has come, and before the steps in flight are over
+        that were launched on the missing token: each of them is rewound in its turn.
+        """
+        if sequence.sequence_index < 0:  # retracted meanwhile
+            return
+        sequence.num_computed -= 1
+        keep = -(-sequence.num_computed // self.cache.page_size)
+        surplus = sequence.pages[keep:]
+        if surplus:
+            del sequence.pages[keep:]
+            self.tables.write_pages(sequence.sequence_index, keep, [0] * len(surplus))
+            self.cache.free(surplus)
+        self.stalled.add(sequence)
+
+    def resume(self) -> None:
+        """Let those go on whose host data has come."""
+        for sequence in list(self.stalled):
+            if not sequence.num_pending and sequence.next_host_data.done():
+                self.stalled.discard(sequence)
+
     def reset(self) -> list[Sequence]:
         """Take rows and pages from everybody and forget all prefixes; returns who was running, in order."""
         sequences = list(self._sequences)
         for sequence in sequences:
             self.tables.leave(sequence)
         self._sequences.clear()
+        self.stalled.clear()
         self.cache.reset(sequences)
         self.full = False
         return sequences

@@ -1,12 +1,12 @@
-"""How the sampling rows of a batch choose their tokens: gathered per step from the request tables."""
+"""How the sampling rows of a batch choose their tokens: per-sequence tables, gathered in every step."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.batch import Bias, Floats, FreshSlot, Ints, Longs, Penalties, Sampling
-from runtime.scheduler.request_tables import RequestTables, is_penalised
+from runtime.batch import Bias, Floats, FreshSlot, Ints, Longs, Penalties, RowHostData, Sampling
+from runtime.sampling_params import ROW_ARRAYS
 from runtime.sequence import Sequence
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -15,53 +15,129 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 _SHIFTS = tuple(np.uint64(shift) for shift in (30, 27, 31, 40))
 
 
-def uniform_numbers(seeds: NDArray[np.uint64], places: Longs) -> Floats:
+def uniform_numbers(seeds: NDArray[np.uint64], positions: Longs) -> Floats:
     """One number in [0, 1) for each (seed, output position), the same in whatever batch it is drawn.
 
     The SplitMix64 finaliser (Steele, Lea and Flood, 2014) on seed + (place + 1) * golden gamma; the upper 24
     bits are what a float32 holds exactly.
     """
     one, two, three, top = _SHIFTS
-    x = seeds + (places.astype(np.uint64) + np.uint64(1)) * _GOLDEN
+    x = seeds + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN
     x = (x ^ (x >> one)) * _MIX_1
     x = (x ^ (x >> two)) * _MIX_2
     x ^= x >> three
     return (x >> top).astype(np.float32) * np.float32(2.0**-24)
 
 
-def gather_sampling(tables: RequestTables, rows: Ints, slots: Ints, ends: Longs) -> Sampling:
-    """Build the arrays for R sampling rows.
+class SamplingTables:
+    """What each running sequence asks of the sampler, by sequence index.
 
-    `rows` and `slots` are [R]; `ends` [R] is the position that each row's new token will have in its
-    sequence.
+    Written when it enters, gathered in every step.
     """
-    places = ends - tables.num_prompt[slots]
-    bias = penalties = logprobs = None
-    special = tables.special[slots]
-    if special.any():
-        chosen = np.flatnonzero(special)
-        sequences = [(int(row), tables.sequences[slots[row]]) for row in chosen]
-        held = [(row, sequence) for row, sequence in sequences if sequence is not None]
-        bias = _gather_bias(held, places, tables.vocab_size)
-        penalties = _gather_penalties(held, tables)
-        if any(sequence.request.logprobs is not None for _, sequence in held):
-            wanted = {row: sequence.request.logprobs for row, sequence in held}
-            logprobs = tuple(wanted.get(row) for row in range(len(rows)))
-    return Sampling(
-        rows=rows,
-        greedy=tables.greedy[slots],
-        temperature=tables.temperature[slots],
-        top_k=tables.top_k[slots],
-        top_p=tables.top_p[slots],
-        min_p=tables.min_p[slots],
-        uniform=uniform_numbers(tables.seeds[slots], places),
-        bias=bias,
-        penalties=penalties,
-        logprobs=logprobs,
-    )
+
+    def __init__(self, num_rows: int, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._greedy = np.zeros(num_rows, np.bool_)
+        self._seeds = np.zeros(num_rows, np.uint64)
+        self._num_prompt = np.zeros(num_rows, np.int64)
+        self._params = {
+            name: np.full(num_rows, array.neutral, array.dtype) for name, array in ROW_ARRAYS.items()
+        }
+        self._num_users = dict.fromkeys(ROW_ARRAYS, 0)  # sequences whose value is not neutral
+        self._is_special = np.zeros(num_rows, np.bool_)  # has bias, penalties, logprobs or a constraint
+        self._special: dict[int, Sequence] = {}  # those, by sequence index
+        self._fresh: set[int] = set()  # penalised ones whose sequence has not sampled there yet
+
+    def enter(self, sequence: Sequence) -> None:
+        """Write the row of a sequence that got its index."""
+        index, params = sequence.sequence_index, sequence.sampling
+        self._greedy[index] = params.greedy
+        self._seeds[index] = sequence.seed & 0xFFFF_FFFF_FFFF_FFFF
+        self._num_prompt[index] = sequence.num_prompt
+        for name, value in params.row_values():
+            self._params[name][index] = value
+            self._num_users[name] += 1
+        penalised = is_penalised(sequence)
+        forbids = params.min_new_tokens > 0 and bool(sequence.stop_ids)
+        logprobs = sequence.request.logprobs is not None
+        if penalised or forbids or logprobs or params.logit_bias or sequence.constraint is not None:
+            self._is_special[index] = True
+            self._special[index] = sequence
+        if penalised:
+            self._fresh.add(index)
+
+    def leave(self, sequence: Sequence) -> None:
+        """Make the row neutral again; the sequence still has its index."""
+        index = sequence.sequence_index
+        for name, _ in sequence.sampling.row_values():
+            self._params[name][index] = ROW_ARRAYS[name].neutral
+            self._num_users[name] -= 1
+        self._is_special[index] = False
+        self._special.pop(index, None)
+        self._fresh.discard(index)
+
+    def gather(self, rows: Ints, indices: Ints, ends: Longs) -> Sampling:
+        """Build the arrays for R sampling rows.
+
+        `rows` and `indices` (of their sequences) are [R]; `ends` [R] is the position that each row's new token
+        will have in its sequence.
+        """
+        positions = ends - self._num_prompt[indices]
+        bias = penalties = logprobs = host_data = None
+        special = self._is_special[indices] if self._special else None
+        if special is not None and special.any():
+            held = [(row, self._special[int(indices[row])]) for row in np.flatnonzero(special).tolist()]
+            bias = _gather_bias(held, positions, self._vocab_size)
+            penalties = self._gather_penalties(held)
+            host_data = _gather_host_data(held, positions)
+            if any(sequence.request.logprobs is not None for _, sequence in held):
+                wanted = {row: sequence.request.logprobs for row, sequence in held}
+                logprobs = tuple(wanted.get(row) for row in range(len(rows)))
+        return Sampling(
+            rows=rows,
+            greedy=self._greedy[indices],
+            uniform=uniform_numbers(self._seeds[indices], positions),
+            params={name: self._params[name][indices] for name, users in self._num_users.items() if users},
+            bias=bias,
+            penalties=penalties,
+            logprobs=logprobs,
+            host_data=host_data,
+        )
+
+    def _gather_penalties(self, held: list[tuple[int, Sequence]]) -> Penalties | None:
+        penalised = [(row, sequence) for row, sequence in held if is_penalised(sequence)]
+        if not penalised:
+            return None
+        fresh = []
+        for _, sequence in penalised:
+            if sequence.sequence_index in self._fresh:
+                prompt, output = sequence.ids[: sequence.num_prompt], sequence.ids[sequence.num_prompt :]
+                fresh.append(
+                    FreshSlot(sequence.sequence_index, np.array(prompt, np.int32), np.array(output, np.int32))
+                )
+                self._fresh.discard(sequence.sequence_index)
+        return Penalties(
+            rows=np.array([row for row, _ in penalised], np.int64),
+            slots=np.array([sequence.sequence_index for _, sequence in penalised], np.int64),
+            fresh=tuple(fresh),
+        )
 
 
-def _gather_bias(held: list[tuple[int, Sequence]], places: Longs, vocab_size: int) -> Bias | None:
+def _gather_host_data(held: list[tuple[int, Sequence]], positions: Longs) -> tuple[RowHostData, ...] | None:
+    found = []
+    for row, sequence in held:
+        if sequence.constraint is not None:
+            future = sequence.constraint.data_after(int(positions[row]), sequence.output_ids)
+            found.append(RowHostData(row, future))
+    return tuple(found) or None
+
+
+def is_penalised(sequence: Sequence) -> bool:
+    params = sequence.sampling
+    return bool(params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1.0)
+
+
+def _gather_bias(held: list[tuple[int, Sequence]], positions: Longs, vocab_size: int) -> Bias | None:
     """Logit biases, and -inf on stop ids while an output is shorter than its minimum.
 
     The length of the output is known even where its last tokens are not, so the minimum is exact with steps
@@ -72,7 +148,7 @@ def _gather_bias(held: list[tuple[int, Sequence]], places: Longs, vocab_size: in
     values: list[float] = []
     for row, sequence in held:
         params = sequence.sampling
-        forbidden = sequence.stop_ids if places[row] < params.min_new_tokens else frozenset()
+        forbidden = sequence.stop_ids if positions[row] < params.min_new_tokens else frozenset()
         for token_id, value in params.logit_bias.items():
             if token_id not in forbidden:
                 rows.append(row)
@@ -86,26 +162,3 @@ def _gather_bias(held: list[tuple[int, Sequence]], places: Longs, vocab_size: in
     if not rows:
         return None
     return Bias(np.array(rows, np.int64), np.array(token_ids, np.int64), np.array(values, np.float32))
-
-
-def _gather_penalties(held: list[tuple[int, Sequence]], tables: RequestTables) -> Penalties | None:
-    penalised = [(row, sequence) for row, sequence in held if is_penalised(sequence)]
-    if not penalised:
-        return None
-    fresh = []
-    for _, sequence in penalised:
-        if sequence.sequence_index in tables.fresh:
-            prompt, output = sequence.ids[: sequence.num_prompt], sequence.ids[sequence.num_prompt :]
-            fresh.append(
-                FreshSlot(sequence.sequence_index, np.array(prompt, np.int32), np.array(output, np.int32))
-            )
-            tables.fresh.discard(sequence.sequence_index)
-    params = [sequence.sampling for _, sequence in penalised]
-    return Penalties(
-        rows=np.array([row for row, _ in penalised], np.int64),
-        slots=np.array([sequence.sequence_index for _, sequence in penalised], np.int64),
-        frequency=np.array([p.frequency_penalty for p in params], np.float32),
-        presence=np.array([p.presence_penalty for p in params], np.float32),
-        repetition=np.array([p.repetition_penalty for p in params], np.float32),
-        fresh=tuple(fresh),
-    )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator
+from concurrent.futures import Future
 from itertools import chain
 from typing import NamedTuple
 
 from runtime.batch import Batch, StepOutput
 from runtime.config.plan import SchedulePlan
+from runtime.constraint import HostData
 from runtime.errors import ContextOverflow, EngineFailure, Overloaded
 from runtime.kv_cache.prefix_cache import PrefixCache
 from runtime.request import Delta, Finish, LogprobParams, Logprobs
@@ -76,7 +78,7 @@ class Scheduler:
     def fill(self) -> Batch | None:
         """The next step's work; None when nothing can be done before a result arrives or a sequence is added.
 
-        With None and no batch in flight there is nothing running and nothing waiting.
+        With None and no batch in flight there is nothing running and nothing waiting but for `awaited`.
         """
         if not self._running and not self._waiting:
             self._builder.new_token_ratio.reset()
@@ -94,7 +96,12 @@ class Scheduler:
         if batch.number != self._num_applied:
             raise EngineFailure(f"Step {batch.number} was applied when step {self._num_applied} was due.")
         self._num_applied += 1
-        return apply_output(batch, output, self._retire)
+        return apply_output(batch, output, self._retire, self._running.rewind)
+
+    @property
+    def awaited(self) -> list[Future[HostData]]:
+        """The host data without which some sequences are in no step."""
+        return [sequence.next_host_data for sequence in self._running.stalled]
 
     def abort(self, sequences: Iterable[Sequence], finish: Finish) -> list[Delta]:
         """End these sequences wherever they are; a final Delta for each that had not ended."""
@@ -220,6 +227,8 @@ class Scheduler:
 
     def _retire(self, sequence: Sequence, finish: Finish, trusted: bool = True) -> None:
         sequence.finish = finish
+        if sequence.constraint is not None:
+            sequence.constraint.release()
         if sequence.sequence_index >= 0:
             self._running.leave(sequence, trusted=trusted)
         else:

@@ -30,6 +30,7 @@ def chooses_greedily(sampling: Sampling) -> bool:
         and sampling.bias is None
         and sampling.penalties is None
         and sampling.logprobs is None
+        and sampling.host_data is None
     )
 
 

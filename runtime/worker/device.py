@@ -26,6 +26,10 @@ class Mark(Protocol):
         """Block until the work before it is done."""
         ...
 
+    def is_reached(self) -> bool:
+        """Whether the work before it is done; returns at once."""
+        ...
+
 
 class Graph(Protocol):
     """Captured work."""
@@ -63,6 +67,10 @@ class Device(Protocol):
         """
         ...
 
+    def record(self) -> Mark:
+        """The end of what the forward stream has to do so far."""
+        ...
+
     def download(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Mark]:
         """Copies on the host, behind what the forward stream has to do; to be read after the mark."""
         ...
@@ -94,6 +102,9 @@ class _Reached:
     def wait(self) -> None:
         return
 
+    def is_reached(self) -> bool:
+        return True
+
 
 class CpuDevice:
     """The host itself."""
@@ -111,6 +122,9 @@ class CpuDevice:
 
     def upload(self, host: Tensor) -> tuple[Tensor, Mark]:
         return host.clone(), _Reached()
+
+    def record(self) -> Mark:
+        return _Reached()
 
     def download(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Mark]:
         return list(tensors), _Reached()
@@ -161,6 +175,11 @@ class CudaDevice:
         self._forward.wait_event(done)
         there.record_stream(self._forward)
         return there, _Event(done)
+
+    def record(self) -> Mark:
+        done = torch.cuda.Event()
+        done.record(self._forward)
+        return _Event(done)
 
     def download(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Mark]:
         with torch.cuda.stream(self._forward):
@@ -223,6 +242,9 @@ class _Event:
 
     def wait(self) -> None:
         self._event.synchronize()
+
+    def is_reached(self) -> bool:
+        return self._event.query()
 
 
 def open_device(device: torch.device) -> Device:

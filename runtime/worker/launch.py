@@ -18,7 +18,7 @@ from runtime.worker.cpu_graph import CpuGraph, chooses_greedily
 from runtime.worker.device import Device
 from runtime.worker.device_stream import Collect
 from runtime.worker.forward_batch import StepInputs
-from runtime.worker.logprobs import ScoredPrompts, score_prompts
+from runtime.worker.logprobs import ScoredPrompts
 from runtime.worker.rank import Rank
 from runtime.worker.sampler import Sampled, Sampler
 
@@ -77,9 +77,9 @@ class Launcher:
         if sampling is None:
             tape.run(batch, last_tokens)
         elif tape.chooses and chooses_greedily(sampling):
-            sampled = Sampled(*tape.choose(batch, last_tokens), None, ())
+            sampled = Sampled(*tape.choose(batch, last_tokens))
         else:
-            sampled = self._sampler.sample(tape.logits(batch, last_tokens), sampling)
+            sampled = self._sampler.sample(tape.logits(batch, last_tokens), batch)
             last_tokens[torch.from_numpy(batch.slots[sampling.rows])] = sampled.ids
         return _Pending(batch, sampled, None).copy_out(self._device)
 
@@ -90,10 +90,10 @@ class Launcher:
         hidden = rank.hidden(*begun)
         sampled = prompts = None
         if batch.sampling is not None:
-            sampled = self._sampler.sample(rank.logits(hidden[inputs.last_index]), batch.sampling)
+            sampled = self._sampler.sample(rank.logits(hidden[inputs.last_index]), batch)
             rank.keep(inputs, sampled.ids)
         if batch.prompt_logprobs:
-            prompts = score_prompts(hidden, rank.logits, batch.prompt_logprobs)
+            prompts = self._sampler.score_prompts(hidden, rank.logits, batch.prompt_logprobs)
         return _Pending(batch, sampled, prompts).copy_out(self._device)
 
 
@@ -133,12 +133,9 @@ class _Pending:
         if self.sampled is not None and self.batch.sampling is not None:
             rows = self.batch.sampling.rows.tolist()
             tokens = self.sampled.read(next(copies))
-            if len(rows) == num_rows:
-                ids = tokens.ids
-            else:
-                for row, token_id in zip(rows, tokens.ids, strict=True):
-                    ids[row] = token_id
-            broken = [rows[place] for place in tokens.broken]
+            for row, new in zip(rows, tokens.tokens, strict=True):
+                ids[row] = new[0] if new else UNKNOWN
+            broken = [rows[place] for place in tokens.failed]
             if tokens.logprobs is not None:
                 by_row = dict(zip(rows, tokens.logprobs, strict=True))
                 logprobs = [by_row.get(row) for row in range(num_rows)]

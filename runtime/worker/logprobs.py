@@ -6,14 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from ops.sampling import Score, Scores
 from ops.sampling.native import score as native_score
-from ops.sampling.native import to_device
 from runtime.batch import PromptLogprobs
 from runtime.request import LogprobParams, Logprobs
+from runtime.worker.forward_batch import Staging
 
 # Stands for minus infinity (a forbidden token), which JSON cannot say.
 LOWEST = float(np.finfo(np.float32).min)
@@ -35,32 +34,39 @@ class ScoredRows:
 
     def read(self, host: Sequence[Tensor]) -> list[Logprobs]:
         """One `Logprobs` for each position, from the copies of `tensors()`. Touches no device."""
-        chosen, top, top_ids, picked, chosen_ids = (tensor.tolist() for tensor in host)
+        chosen, top, top_ids, requested, chosen_ids = (tensor.tolist() for tensor in host)
         return [
             Logprobs(
                 chosen=[(_finite(chosen[i]), chosen_ids[i])],
                 top=[_pairs(top[i][: params.top], top_ids[i])] if params.top else [],
-                picked=[_pairs(picked[i], params.token_ids)] if params.token_ids else [],
+                picked=[_pairs(requested[i], params.token_ids)] if params.token_ids else [],
             )
             for i, params in enumerate(self.params)
         ]
 
 
+def requested_ids(params: Sequence[LogprobParams]) -> np.ndarray:
+    """The token ids that each of n rows asks for, int64 [n, M], padded with 0."""
+    padded = np.zeros((len(params), max(len(p.token_ids) for p in params)), np.int64)
+    for row, p in zip(padded, params):
+        row[: len(p.token_ids)] = p.token_ids
+    return padded
+
+
 def score_rows(
     logits: Tensor,
-    temperature: Tensor,
     chosen_ids: Tensor,
+    temperature: Tensor,
+    requested: Tensor,
     params: Sequence[LogprobParams],
     score: Score = native_score,
 ) -> ScoredRows:
-    """Score n rows of `logits` [n, V] at the chosen ids [n] and whatever each row's `params` ask for."""
+    """Score n rows of `logits` [n, V] at the chosen ids [n] and whatever each row's `params` ask for.
+
+    `requested` holds `requested_ids(params)` where the logits are.
+    """
     num_top = max(p.top for p in params)
-    num_picked = max(len(p.token_ids) for p in params)
-    padded = np.zeros((len(params), num_picked), np.int64)
-    for row, p in zip(padded, params):
-        row[: len(p.token_ids)] = p.token_ids
-    picked_ids = to_device(torch.from_numpy(padded), logits.device)
-    return ScoredRows(score(logits, temperature, chosen_ids, num_top, picked_ids), chosen_ids, tuple(params))
+    return ScoredRows(score(logits, temperature, chosen_ids, num_top, requested), chosen_ids, tuple(params))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,6 +95,7 @@ def score_prompts(
     hidden: Tensor,
     logits_of: Callable[[Tensor], Tensor],
     wanted: tuple[PromptLogprobs, ...],
+    staging: Staging,
     score: Score = native_score,
     chunk: int = CHUNK,
 ) -> ScoredPrompts:
@@ -97,20 +104,28 @@ def score_prompts(
     `hidden` is [T, E] of the flat batch, `logits_of` maps [n, E] to float32 logits [n, V]. Never more than
     `chunk` positions have their logits at one time.
     """
-    places = prompt_places(wanted)
-    targets = np.concatenate([w.targets for w in wanted]).astype(np.int64)
-    params = [w.params for w in wanted for _ in w.targets]
+    lengths = [len(w.targets) for w in wanted]
+    there = staging.copy(
+        {
+            "indices": prompt_indices(wanted),
+            "targets": np.concatenate([w.targets for w in wanted]).astype(np.int64),
+            "requested_ids": requested_ids([w.params for w in wanted]),
+            "owners": np.repeat(np.arange(len(wanted)), lengths),
+            "temperature": np.ones(chunk, np.float32),
+        }
+    )
+    params = [w.params for w, length in zip(wanted, lengths) for _ in range(length)]
     chunks = []
-    for first in range(0, len(places), chunk):
+    for first in range(0, len(params), chunk):
         part = slice(first, first + chunk)
-        logits = logits_of(hidden[to_device(torch.from_numpy(places[part]), hidden.device)])
-        chosen = to_device(torch.from_numpy(targets[part]), hidden.device)
-        ones = torch.ones(len(logits), device=hidden.device)
-        chunks.append(score_rows(logits, ones, chosen, params[part], score))
+        logits = logits_of(hidden[there["indices"][part]])
+        requested = there["requested_ids"][there["owners"][part]]
+        ones = there["temperature"][: len(logits)]
+        chunks.append(score_rows(logits, there["targets"][part], ones, requested, params[part], score))
     return ScoredPrompts(wanted, tuple(chunks))
 
 
-def prompt_places(wanted: Sequence[PromptLogprobs]) -> np.ndarray:
+def prompt_indices(wanted: Sequence[PromptLogprobs]) -> np.ndarray:
     """The positions of the flat batch whose logits are wanted, int64."""
     return np.concatenate([np.arange(w.offset, w.offset + len(w.targets)) for w in wanted])
 

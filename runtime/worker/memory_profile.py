@@ -41,7 +41,7 @@ class DryRun:
             getattr(torch, plan.cache.kv_dtype),
             device.torch_device,
         )
-        sampler = Sampler(facts.vocab_size, num_slots, device.torch_device, choose=kernels.choose)
+        sampler = Sampler(facts.vocab_size, num_slots, device, choose=kernels.choose)
         rank = Rank(model, pool, model, num_slots=num_slots, device=device)
         self._launcher = Launcher(rank, sampler, device)
 
@@ -88,10 +88,7 @@ def dry_batch(counts: list[int], page_size: int, num_slots: int) -> Batch:
         sampling=Sampling(
             rows=np.arange(num_rows, dtype=np.int32),
             greedy=np.zeros(num_rows, np.bool_),
-            temperature=np.ones(num_rows, np.float32),
-            top_k=np.full(num_rows, 2**30, np.int32),
-            top_p=np.full(num_rows, 0.9, np.float32),
-            min_p=np.zeros(num_rows, np.float32),
             uniform=np.full(num_rows, 0.5, np.float32),
+            params={"top_p": np.full(num_rows, 0.9, np.float32)},
         ),
     )

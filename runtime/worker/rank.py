@@ -11,7 +11,7 @@ from runtime.kv_cache.pools import KVPool
 from runtime.models.decoder import Decoder
 from runtime.worker.device import Device
 from runtime.worker.forward_batch import Forward, Staging, StepInputs, prepare
-from runtime.worker.logprobs import CHUNK, prompt_places
+from runtime.worker.logprobs import CHUNK, prompt_indices
 
 
 class Rank:
@@ -83,7 +83,7 @@ class Rank:
             self.logits(hidden[inputs.last_index])
             self.keep(inputs, torch.empty_like(inputs.sample_slots))
         if batch.prompt_logprobs:
-            places = torch.from_numpy(prompt_places(batch.prompt_logprobs)).to(self.device)
+            places = torch.from_numpy(prompt_indices(batch.prompt_logprobs)).to(self.device)
             for part in places.split(CHUNK):
                 self.logits(hidden[part])
 
@@ -109,5 +109,5 @@ class Rank:
         """Positions of the flat batch whose logits are wanted, int64."""
         if not batch.prompt_logprobs:
             return inputs.last_index
-        prompts = torch.from_numpy(prompt_places(batch.prompt_logprobs)).to(self.device)
+        prompts = torch.from_numpy(prompt_indices(batch.prompt_logprobs)).to(self.device)
         return torch.cat([inputs.last_index, prompts])

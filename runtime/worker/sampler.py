@@ -1,27 +1,39 @@
-"""From a step's logits to its tokens: penalties, biases, the choice, log-probabilities."""
+"""From a step's logits to its tokens: penalties, biases, truncation, the draw, log-probabilities."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ops.sampling import Choice, Choose, Penalize, Score, native
-from ops.sampling.native import to_device
-from runtime.batch import Bias, FreshSlot, Penalties, Sampling
+from ops.sampling import ApplyBitmask, Choose, Penalize, SamplingArrays, Score, native
+from runtime.batch import Batch, Penalties, PromptLogprobs, Sampling
 from runtime.request import Logprobs
-from runtime.worker.logprobs import ScoredRows, score_rows
+from runtime.sampling_params import ROW_ARRAYS
+from runtime.worker.device import Device
+from runtime.worker.forward_batch import Staging
+from runtime.worker.host_data import NOTHING, Arrived, HostDataGate, num_words
+from runtime.worker.logprobs import ScoredPrompts, ScoredRows, requested_ids, score_prompts, score_rows
+
+logger = logging.getLogger("penstock.scheduler")
+
+# Of the row arrays, those that choose a token from the logits, and those that change the logits before.
+FIELDS = SamplingArrays._fields
+PARAMS = tuple(name for name in FIELDS if name in ROW_ARRAYS)
+PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
 
 
 class HostTokens(NamedTuple):
     """The R sampled rows on the host."""
 
-    ids: list[int]  # [R]
-    broken: list[int]  # of the R rows, those whose logits were not finite numbers
+    tokens: list[list[int]]  # [R], one each; none where the row's host data was late
+    failed: list[int]  # of the R rows, those whose logits were not finite numbers, or whose constraint failed
     logprobs: list[Logprobs | None] | None  # [R]; None: nobody asked
 
 
@@ -31,8 +43,9 @@ class Sampled:
 
     ids: Tensor  # int64 [R], always valid ids
     sound: Tensor  # bool [R]
-    scored: ScoredRows | None
-    scored_rows: tuple[int, ...]  # of the R rows, those in `scored`
+    scored: ScoredRows | None = None
+    scored_rows: tuple[int, ...] = ()  # of the R rows, those in `scored`
+    host_data: Arrived = NOTHING
 
     def tensors(self) -> list[Tensor]:
         """What must be copied to the host before `read`."""
@@ -40,117 +53,186 @@ class Sampled:
 
     def read(self, host: Sequence[Tensor]) -> HostTokens:
         """Plain values from the copies of `tensors()`. Touches no device."""
-        ids, sound = host[0].tolist(), host[1].tolist()
-        broken = [row for row, is_sound in enumerate(sound) if not is_sound]
+        tokens, sound = [[token_id] for token_id in host[0].tolist()], host[1].tolist()
+        without_token, failed = self.host_data.without_token, self.host_data.failed
+        for row in without_token:
+            tokens[row], sound[row] = [], True
+        for row in failed:
+            sound[row] = False
+        unsound = [row for row, is_sound in enumerate(sound) if not is_sound]
         if self.scored is None:
-            return HostTokens(ids, broken, None)
-        logprobs: list[Logprobs | None] = [None] * len(ids)
+            return HostTokens(tokens, unsound, None)
+        logprobs: list[Logprobs | None] = [None] * len(tokens)
         for row, scores in zip(self.scored_rows, self.scored.read(host[2:])):
-            logprobs[row] = scores if sound[row] else None
-        return HostTokens(ids, broken, logprobs)
+            logprobs[row] = scores if sound[row] and tokens[row] else None
+        return HostTokens(tokens, unsound, logprobs)
 
 
 class Sampler:
     """Chooses the tokens of every step. Owned by the thread that runs the forward.
 
-    Holds what the sequences of penalised slots have seen: 5 bytes for each token of the vocabulary and each
-    slot that ever asked, 0.75 MB per slot at V = 150,000. A full pool doubles, up to `num_slots`.
+    Everything that a step brings from the host is copied to the device at once. Holds what penalised sequences
+    have seen: 5 bytes for each token of the vocabulary and each sequence index that ever asked, 0.75 MB per
+    sequence at V = 150,000. A full pool doubles, up to `num_slots`.
     """
 
     def __init__(
         self,
         vocab_size: int,
         num_slots: int,
-        device: torch.device,
+        device: Device,
         *,
         choose: Choose = native.choose,
         penalize: Penalize = native.penalize,
+        apply_bitmask: ApplyBitmask = native.apply_bitmask,
         score: Score = native.score,
     ) -> None:
-        self._device = device
-        self._seen = SeenTokens(vocab_size, num_slots, device)
+        self._is_host = device.is_host
+        self._staging = Staging(device)
+        self._seen = SeenTokens(vocab_size, num_slots, device.torch_device)
+        self._num_words = num_words(vocab_size)
+        self._gate = HostDataGate(device, vocab_size)
         self._choose, self._penalize, self._score = choose, penalize, score
+        self._apply_bitmask = apply_bitmask
 
-    def sample(self, logits: Tensor, sampling: Sampling) -> Sampled:
-        """Choose a token for each row of `logits` (float32 [R, V], altered in place) without waiting.
+    def sample(self, logits: Tensor, batch: Batch) -> Sampled:
+        """Choose a token for each row of `logits` (float32 [R, V], altered in place) of a batch that samples.
 
-        Logprobs are of the distribution after penalties, bias and temperature, before truncation; greedy rows
-        count as temperature 1.
+        Waits for nothing but the host data of rows with a constraint, and for that only until the forward is
+        done. Logprobs are of the distribution after penalties, bias, host data and temperature, before
+        truncation; greedy rows count as temperature 1.
         """
-        lanes = None
-        if sampling.penalties is not None:
-            lanes = self._apply_penalties(logits, sampling.penalties)
-        if sampling.bias is not None:
-            self._apply_bias(logits, sampling.bias)
-        choice = _choice(sampling)
-        ids, sound = self._choose(logits, choice)
-        if sampling.penalties is not None and lanes is not None:
-            self._seen.add(lanes, ids[self._there(sampling.penalties.rows)])
-        rows = tuple(row for row, params in enumerate(sampling.logprobs or ()) if params is not None)
-        return Sampled(ids, sound, self._score_rows(logits, sampling, choice, ids, rows), rows)
+        sampling = batch.sampling
+        if sampling is None:
+            raise ValueError("No row of this batch is sampled.")
+        arrived = self._gate.arrived(batch)
+        host = self._host_arrays(sampling, arrived)
+        there = self._staging.copy(host)
+        if "penalised_rows" in there:
+            self._apply_penalties(logits, sampling, there)
+        if "bias_rows" in there:
+            logits.index_put_((there["bias_rows"], there["bias_ids"]), there["bias_values"], accumulate=True)
+        failed = [
+            row for row, data in arrived.data if data.process and not _process(data.process, logits[row])
+        ]
+        if "masked_rows" in there:
+            self._apply_bitmask(logits, there["masked_rows"], there["bitmasks"])
+        plan = None if self._is_host else SamplingArrays(*(torch.from_numpy(host[name]) for name in FIELDS))
+        ids, sound = self._choose(logits, SamplingArrays(*(there[name] for name in FIELDS)), plan)
+        if "penalised_rows" in there:
+            self._seen.add(there["counted"], ids[there["penalised_rows"]])
+        if failed:
+            arrived = arrived._replace(failed=arrived.failed | set(failed))
+        if sampling.logprobs is None or "scored_rows" not in there:
+            return Sampled(ids, sound, host_data=arrived)
+        rows, scored_ids = tuple(host["scored_rows"].tolist()), ids
+        if len(rows) < len(ids):
+            logits, scored_ids = logits[there["scored_rows"]], ids[there["scored_rows"]]
+        params = [params for params in sampling.logprobs if params is not None]
+        temperature, requested = there["scored_temperature"], there["requested_ids"]
+        scored = score_rows(logits, scored_ids, temperature, requested, params, self._score)
+        return Sampled(ids, sound, scored, rows, arrived)
 
-    def _apply_penalties(self, logits: Tensor, penalties: Penalties) -> Tensor:
+    def score_prompts(
+        self, hidden: Tensor, logits_of: Callable[[Tensor], Tensor], wanted: tuple[PromptLogprobs, ...]
+    ) -> ScoredPrompts:
+        """Score prompt tokens by the raw logits before them; see `logprobs.score_prompts`."""
+        return score_prompts(hidden, logits_of, wanted, self._staging, self._score)
+
+    def _host_arrays(self, sampling: Sampling, arrived: Arrived) -> dict[str, np.ndarray]:
+        """All that the device needs for these rows, by name."""
+        arrays = {"greedy": sampling.greedy, "uniform": sampling.uniform, **sampling.params}
+        for name in PARAMS:
+            if name not in arrays:
+                arrays[name] = _neutral(name, len(sampling.rows))
+        if sampling.penalties is not None:
+            self._add_penalties(arrays, sampling, sampling.penalties, arrived.without_token)
+        if sampling.bias is not None:
+            arrays["bias_rows"], arrays["bias_ids"], arrays["bias_values"] = sampling.bias
+        masks = [(row, data.bitmask) for row, data in arrived.data if data.bitmask is not None]
+        if masks:
+            arrays["masked_rows"] = np.array([row for row, _ in masks])
+            arrays["bitmasks"] = np.stack([bitmask[: self._num_words] for _, bitmask in masks])
+        if sampling.logprobs is not None:
+            wanted = [(row, params) for row, params in enumerate(sampling.logprobs) if params is not None]
+            if wanted:
+                rows = arrays["scored_rows"] = np.array([row for row, _ in wanted])
+                temperature = arrays["temperature"][rows]
+                arrays["scored_temperature"] = np.where(sampling.greedy[rows], np.float32(1), temperature)
+                arrays["requested_ids"] = requested_ids([params for _, params in wanted])
+        return arrays
+
+    def _add_penalties(
+        self,
+        arrays: dict[str, np.ndarray],
+        sampling: Sampling,
+        penalties: Penalties,
+        without_token: frozenset[int],
+    ) -> None:
         for fresh in penalties.fresh:
-            self._seen.start(fresh)
-        lanes = self._there(self._seen.lanes_of(penalties.slots))
+            self._seen.reserve(fresh.slot)
+            arrays[f"prompt {fresh.slot}"] = self._seen.known(fresh.prompt_ids)
+            arrays[f"output {fresh.slot}"] = self._seen.known(fresh.output_ids)
+        rows, slots = penalties.rows, penalties.slots
+        if without_token:  # no token of theirs is to be counted
+            keep = np.array([row not in without_token for row in rows.tolist()], np.bool_)
+            rows, slots = rows[keep], slots[keep]
+        arrays["penalised_rows"], arrays["counted"] = rows, self._seen.indices_of(slots)
+        for name in PENALTIES:
+            arrays[f"penalised_{name}"] = _row_array(sampling, name)[rows]
+
+    def _apply_penalties(self, logits: Tensor, sampling: Sampling, there: dict[str, Tensor]) -> None:
+        for fresh in sampling.penalties.fresh if sampling.penalties is not None else ():
+            self._seen.start(fresh.slot, there[f"prompt {fresh.slot}"], there[f"output {fresh.slot}"])
+        if not len(there["penalised_rows"]):
+            return
         self._penalize(
             logits,
-            self._there(penalties.rows),
-            lanes,
+            there["penalised_rows"],
+            there["counted"],
             self._seen.counts,
             self._seen.in_prompt,
-            *(self._there(p) for p in (penalties.frequency, penalties.presence, penalties.repetition)),
+            *(there[f"penalised_{name}"] for name in PENALTIES),
         )
-        return lanes
-
-    def _apply_bias(self, logits: Tensor, bias: Bias) -> None:
-        rows, token_ids, values = (self._there(field) for field in bias)
-        logits.index_put_((rows, token_ids), values, accumulate=True)
-
-    def _score_rows(
-        self, logits: Tensor, sampling: Sampling, choice: Choice, ids: Tensor, rows: tuple[int, ...]
-    ) -> ScoredRows | None:
-        if not rows:
-            return None
-        params = [p for p in sampling.logprobs or () if p is not None]
-        temperature = torch.where(choice.greedy, 1.0, choice.temperature)[list(rows)]
-        if len(rows) < len(logits):
-            there = self._there(np.array(rows))
-            logits, ids = logits[there], ids[there]
-        return score_rows(logits, to_device(temperature, self._device), ids, params, self._score)
-
-    def _there(self, host: np.ndarray) -> Tensor:
-        return to_device(torch.tensor(host), self._device)
 
 
 class SeenTokens:
     """What penalised sequences have seen, on the device. A slot that never asks takes no memory.
 
-    A slot keeps its lane for good, since the sequences that use it later may ask as well.
+    A slot keeps its row of `counts` and `in_prompt` for good, since the sequences that use it later may ask as well.
     """
 
     def __init__(self, vocab_size: int, num_slots: int, device: torch.device) -> None:
         self.counts = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)  # [C, V], generated
         self.in_prompt = torch.zeros((0, vocab_size), dtype=torch.bool, device=device)  # [C, V]
         self._num_slots = num_slots
-        self._lanes: dict[int, int] = {}  # by slot
+        self._indices: dict[int, int] = {}  # by slot, into [C]
 
-    def start(self, fresh: FreshSlot) -> None:
-        """Forget what the slot held and count what its new sequence has already seen."""
-        lane = self._lanes.setdefault(fresh.slot, len(self._lanes))
-        if lane == len(self.counts):
+    def reserve(self, slot: int) -> None:
+        """Make room for what this slot's sequences see."""
+        if self._indices.setdefault(slot, len(self._indices)) == len(self.counts):
             self._grow()
-        prompt, output = self._ids(fresh.prompt_ids), self._ids(fresh.output_ids)
-        self.in_prompt[lane].zero_().index_fill_(0, prompt, True)
-        self.counts[lane].zero_().index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
 
-    def lanes_of(self, slots: np.ndarray) -> np.ndarray:
-        """Where these slots' rows of `counts` and `in_prompt` are. Raises KeyError for one never started."""
-        return np.array([self._lanes[slot] for slot in slots.tolist()], np.int64)
+    def start(self, slot: int, prompt_ids: Tensor, output_ids: Tensor) -> None:
+        """Forget what the slot held and count what its new sequence has already seen: `known` ids, int64."""
+        index = self._indices[slot]
+        self.in_prompt[index].zero_().index_fill_(0, prompt_ids, True)
+        ones = torch.ones_like(output_ids, dtype=torch.int32)
+        self.counts[index].zero_().index_add_(0, output_ids, ones)
 
-    def add(self, lanes: Tensor, ids: Tensor) -> None:
-        """Count one generated token for each of these distinct lanes."""
-        self.counts[lanes, ids] = self.counts[lanes, ids] + 1
+    def indices_of(self, slots: np.ndarray) -> np.ndarray:
+        """The rows of these slots in `counts` and `in_prompt`. Raises KeyError for one that has none."""
+        return np.array([self._indices[slot] for slot in slots.tolist()], np.int64)
+
+    def add(self, indices: Tensor, ids: Tensor) -> None:
+        """Count one generated token in each of these distinct rows."""
+        self.counts[indices, ids] = self.counts[indices, ids] + 1
+
+    def known(self, ids: np.ndarray) -> np.ndarray:
+        """Ids within the vocabulary, int64: placeholders of images lie beyond it."""
+        if len(ids) and int(ids.min()) < 0:
+            raise ValueError("a slot can only start from known tokens")
+        return ids[ids < self.counts.shape[1]].astype(np.int64)
 
     def _grow(self) -> None:
         size = min(max(1, 2 * len(self.counts)), self._num_slots)
@@ -160,20 +242,24 @@ class SeenTokens:
             new[: len(old)] = old
             setattr(self, name, new)
 
-    def _ids(self, ids: np.ndarray) -> Tensor:
-        """Ids within the vocabulary: placeholders of images lie beyond it."""
-        if len(ids) and int(ids.min()) < 0:
-            raise ValueError("a slot can only start from known tokens")
-        known = ids[ids < self.counts.shape[1]].astype(np.int64)
-        return to_device(torch.from_numpy(known), self.counts.device)
+
+def _process(process: Callable[[Tensor], None], logits: Tensor) -> bool:
+    """Run a custom logits processor on a row's logits [V]; False when it failed."""
+    try:
+        process(logits)
+    except Exception as error:  # foreign code: it costs its own request, not the step
+        logger.error("a custom logits processor failed", exc_info=error)
+        return False
+    return True
 
 
-def _choice(sampling: Sampling) -> Choice:
-    return Choice(
-        greedy=torch.from_numpy(sampling.greedy),
-        temperature=torch.from_numpy(sampling.temperature),
-        top_k=torch.from_numpy(sampling.top_k),
-        top_p=torch.from_numpy(sampling.top_p),
-        min_p=torch.from_numpy(sampling.min_p),
-        uniform=torch.from_numpy(sampling.uniform),
-    )
+def _row_array(sampling: Sampling, name: str) -> np.ndarray:
+    """A parameter of each row, [R]; not to be written to."""
+    values = sampling.params.get(name)
+    return _neutral(name, len(sampling.rows)) if values is None else values
+
+
+@lru_cache(maxsize=4096)
+def _neutral(name: str, num_rows: int) -> np.ndarray:
+    array = ROW_ARRAYS[name]
+    return np.full(num_rows, array.neutral, array.dtype)

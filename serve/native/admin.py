@@ -13,7 +13,8 @@ from starlette.types import ASGIApp
 
 import serve
 from runtime.errors import EngineFailure, InvalidRequest, Overloaded, RequestError
-from runtime.request import Request, SamplingParams
+from runtime.request import Request
+from runtime.sampling_params import SamplingParams
 from serve.decode import decode
 from serve.endpoint import json_response, parse_object, read_all_or_disconnect, read_body
 from serve.output_streams import submit_all

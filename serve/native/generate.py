@@ -13,7 +13,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from runtime.request import Chunk, Finish, Logprobs, Request, SamplingParams
+from runtime.request import Chunk, Finish, Logprobs, Request
+from runtime.sampling_params import SamplingParams
 from serve.decode import decode
 from serve.endpoint import json_response, parse_object, read_all_or_disconnect, read_body
 from serve.errors import ErrorFormat, native_body

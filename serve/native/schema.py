@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 from uuid import uuid4
 
 from runtime.errors import InvalidRequest
-from runtime.request import LogprobParams, Request, SamplingParams
+from runtime.request import LogprobParams, Request
+from runtime.sampling_params import SamplingParams
 from serve.decode import Length, NotBuilt
 from serve.errors import renamed
-from serve.sampling import sampling_params
+from serve.sampling import read_sampling, sampling_params
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
@@ -108,12 +109,15 @@ def _prompts(body: GenerateBody) -> Sequence[str | list[int]]:
 def _sampling(body: GenerateBody, core: EngineCore, count: int) -> list[SamplingParams]:
     preferred, asked = core.plan.serve.preferred_sampling, body.sampling_params
     if not isinstance(asked, list):
-        return [sampling_params(asked or {}, preferred, path="sampling_params")] * count
+        return [_sampling_params(asked or {}, preferred, "sampling_params")] * count
     _check_length(asked, count, "sampling_params")
     return [
-        sampling_params(params, preferred, path=f"sampling_params.{index}")
-        for index, params in enumerate(asked)
+        _sampling_params(params, preferred, f"sampling_params.{index}") for index, params in enumerate(asked)
     ]
+
+
+def _sampling_params(body: Mapping[str, Any], preferred: Mapping[str, Any], path: str) -> SamplingParams:
+    return sampling_params("native", read_sampling("native", body, path), preferred, path=path)
 
 
 def _labels(body: GenerateBody, count: int) -> Sequence[str]:

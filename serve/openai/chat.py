@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from runtime.tokenizer.tokenizer import Tokenizer
 
 ERROR_FORMAT = ErrorFormat(openai_body, {**NAMES, "text": "messages", "top_logprobs_num": "top_logprobs"})
-TEMPERATURE = 0.7  # of this endpoint, where neither the model nor the user says another
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 RESERVED_KWARGS = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
 
@@ -69,10 +68,7 @@ def _read(core: EngineCore, raw: bytes) -> _Call:
     model = check_model(core, body.model)
     _refuse_tools(body)
     logprobs = _logprobs(body)
-    max_tokens = body.max_tokens or body.max_completion_tokens
-    if 0 in (body.max_tokens, body.max_completion_tokens):
-        raise InvalidRequest("max_tokens must be at least 1.", param="max_tokens")
-    sampling = sampling_of(core, body, max_tokens=max_tokens, temperature=TEMPERATURE)
+    sampling = sampling_of(core, body)
     request = Request(
         text=render(core, body),
         sampling=sampling,

@@ -35,7 +35,6 @@ ERROR_FORMAT = ErrorFormat(
     openai_body, {**NAMES, "text": "prompt", "input_ids": "prompt", "top_logprobs_num": "logprobs"}
 )
 KIND = "text_completion"
-TEMPERATURE = 1.0  # of this endpoint, where neither the model nor the user says another
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +79,13 @@ def _read(core: EngineCore, raw: bytes) -> _Call:
     if tokenizer is None:
         raise InvalidRequest("This server has no tokenizer; use /generate with input_ids.", param="prompt")
     model = check_model(core, body.model)
-    if body.best_of is not None and body.best_of != body.n:
+    sampling = sampling_of(core, body)
+    if body.best_of is not None and body.best_of != sampling.n:
         raise InvalidRequest("best_of is not built yet; leave it out or make it n.", param="best_of")
-    if body.max_tokens == 0 and not body.echo:
+    if sampling.max_new_tokens == 0 and not body.echo:
         raise InvalidRequest("max_tokens must be at least 1 unless echo is true.", param="max_tokens")
     prompts, is_batch = _prompts(body)
-    check_choices(len(prompts), body.n)
-    sampling = sampling_of(core, body, max_tokens=body.max_tokens, temperature=TEMPERATURE)
+    check_choices(len(prompts), sampling.n)
     logprobs = _logprobs(body)
     rid = body.rid or uuid4().hex
     labels = labels_of(rid, len(prompts), is_batch=is_batch)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from runtime.errors import InvalidRequest
-from runtime.request import MAX_CHOICES, MAX_TOP_LOGPROBS
+from runtime.request import MAX_TOP_LOGPROBS
+from runtime.sampling_params import Api
 from serve.decode import Length, NotBuilt, Range
 from serve.native.schema import MAX_PROMPTS, Label
+from serve.sampling import sampling_names
 
 MAX_MESSAGES = 4096
 
@@ -38,42 +40,25 @@ class ResponseFormat:
 
 @dataclass(slots=True, kw_only=True)
 class OpenAIBody:
-    """What both generating endpoints take. None: not said."""
+    """What both generating endpoints take beside the sampling parameters, which `sampling` holds.
 
+    None: not said.
+    """
+
+    api: ClassVar[Api]
+
+    sampling: dict[str, Any] = field(init=False, default_factory=dict)  # as `read_sampling` gives them
     model: str | None = None
-    n: Annotated[int, Range(1, MAX_CHOICES)] = 1
     stream: bool = False
     stream_options: StreamOptions | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    no_stop_trim: bool = False
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-    logit_bias: dict[str, float] | None = None
-    seed: int | None = None
     user: str | None = None
     priority: NotBuilt = None
     response_format: ResponseFormat | None = None
-    regex: NotBuilt = None
-    ebnf: NotBuilt = None
-    json_schema: NotBuilt = None
-    structural_tag: NotBuilt = None
-    stop_regex: NotBuilt = None
     lora_path: NotBuilt = None
     session_params: NotBuilt = None
     session_id: NotBuilt = None
     return_hidden_states: NotBuilt = None
     custom_logit_processor: NotBuilt = None
-    custom_params: NotBuilt = None
     bootstrap_host: NotBuilt = None
     bootstrap_port: NotBuilt = None
     bootstrap_room: NotBuilt = None
@@ -87,6 +72,8 @@ class OpenAIBody:
 class CompletionBody(OpenAIBody):
     """The body of /v1/completions."""
 
+    api: ClassVar[Api] = "completions"
+
     prompt: (
         str
         | Annotated[list[str], Length(1, MAX_PROMPTS)]
@@ -94,7 +81,6 @@ class CompletionBody(OpenAIBody):
         | Annotated[list[list[int]], Length(1, MAX_PROMPTS)]
     )
     rid: Label | list[Label] | None = None
-    max_tokens: int | None = 16
     echo: bool = False
     logprobs: Annotated[int, Range(0, MAX_TOP_LOGPROBS)] | None = None
     best_of: int | None = None
@@ -145,10 +131,10 @@ class Reasoning:
 class ChatBody(OpenAIBody):
     """The body of /v1/chat/completions."""
 
+    api: ClassVar[Api] = "chat"
+
     messages: Annotated[list[Message], Length(1, MAX_MESSAGES)]
     rid: Label | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Range(0, MAX_TOP_LOGPROBS)] | None = None
     tools: list[dict[str, Any]] | None = None
@@ -167,10 +153,9 @@ class ChatBody(OpenAIBody):
     input_ids: NotBuilt = None
 
 
-# The engine's names for parameters, in the words of these endpoints.
+# The engine's names for parameters, in the words of these endpoints, which share them.
 NAMES: Mapping[str, str] = {
-    "max_new_tokens": "max_tokens",
-    "min_new_tokens": "min_tokens",
+    **sampling_names("chat"),
     "token_ids_logprob": "logprobs",
     "logprob_start_len": "echo",
 }

@@ -25,7 +25,8 @@ from runtime.actors.replica import Replica, start_replica
 from runtime.batch import Batch
 from runtime.config import Args
 from runtime.distributed.message import HEAD, decode, decode_batch, encode_batch
-from runtime.request import Request, SamplingParams
+from runtime.request import Request
+from runtime.sampling_params import SamplingParams
 from runtime.sequence import Sequence as Row
 from serve.bench import report
 from serve.bench.options import new_parser

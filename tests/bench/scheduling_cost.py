@@ -9,7 +9,8 @@ from typing import NamedTuple
 from runtime.batch import Batch, StepOutput
 from runtime.config.plan import SchedulePlan
 from runtime.kv_cache.prefix_cache import PrefixCache
-from runtime.request import Request, SamplingParams
+from runtime.request import Request
+from runtime.sampling_params import SamplingParams
 from runtime.scheduler.scheduler import Scheduler
 from runtime.sequence import Sequence
 from serve.bench.metrics import Summary, summarize

@@ -130,6 +130,7 @@ def _runner(
     from runtime.kv_cache.pools import KVPool
     from runtime.models.loader import load_model
     from runtime.worker.cpu_graph import CpuGraph
+    from runtime.worker.device import open_device
     from runtime.worker.model_runner import ModelRunner
     from runtime.worker.sampler import Sampler
 
@@ -148,9 +149,10 @@ def _runner(
     sampler = Sampler(
         facts.vocab_size,
         num_rows,
-        torch.device(device),
+        open_device(torch.device(device)),
         choose=kernels.choose,
         penalize=kernels.penalize,
+        apply_bitmask=kernels.apply_bitmask,
         score=kernels.score,
     )
     tape = None
@@ -184,10 +186,6 @@ def make_batch(num_rows: int, context_len: int, new_len: int, page_size: int) ->
         sampling=Sampling(
             rows=np.arange(num_rows, dtype=np.int32),
             greedy=np.ones(num_rows, np.bool_),
-            temperature=np.ones(num_rows, np.float32),
-            top_k=np.full(num_rows, 2**30, np.int32),
-            top_p=np.ones(num_rows, np.float32),
-            min_p=np.zeros(num_rows, np.float32),
             uniform=np.zeros(num_rows, np.float32),
         ),
     )

@@ -48,6 +48,11 @@ class LateMark:
     def reach(self) -> None:
         self.reached = True
 
+    def is_reached(self) -> bool:
+        """Whether it is; time passes for whoever asks."""
+        self._device.move()
+        return self.reached
+
     def wait(self) -> None:
         """Legal moves, until this is reached."""
         while not self.reached:
@@ -112,6 +117,11 @@ class LateDevice:
         self.enqueue("forward", mark)
         self.linger()
         return there, mark
+
+    def record(self) -> LateMark:
+        mark = LateMark(self)
+        self.enqueue("forward", mark.reach)
+        return mark
 
     def download(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], LateMark]:
         with self._plainly():

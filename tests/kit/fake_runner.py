@@ -16,10 +16,14 @@ import numpy as np
 
 from runtime.batch import UNKNOWN, Batch, StepOutput
 from runtime.config.plan import SchedulePlan
+from runtime.constraint import Constraint
 from runtime.kv_cache.prefix_cache import PrefixCache
-from runtime.request import Delta, LogprobParams, Logprobs, Request, SamplingParams
+from runtime.request import Delta, LogprobParams, Logprobs, Request
+from runtime.sampling_params import SamplingParams
 from runtime.scheduler.scheduler import Scheduler
 from runtime.sequence import Sequence
+from runtime.worker.device import CpuDevice
+from runtime.worker.host_data import HostDataGate
 
 _MASK = 2**61 - 1
 
@@ -75,6 +79,7 @@ class FakeRunner:
         self._states: list[int | None] = [None] * (num_pages * page_size)
         self._last = [UNKNOWN] * num_slots
         self._queue: deque[Batch] = deque()
+        self._gate = HostDataGate(CpuDevice(), vocab_size, grace_s=0.0)
 
     @property
     def num_in_flight(self) -> int:
@@ -148,10 +153,14 @@ class FakeRunner:
         ]
         logprobs: list[Logprobs | None] | None = None
         if batch.sampling is not None:
+            late = self._gate.arrived(batch).without_token
             wanted = batch.sampling.logprobs
             if wanted is not None:
                 logprobs = [None for _ in batch.sequences]
             for index, row in enumerate(batch.sampling.rows.tolist()):
+                if index in late:  # the device holds some id there
+                    self._last[int(batch.slots[row])] = 0
+                    continue
                 state = states[row][-1]
                 for _ in range(self.tokens_per_step):
                     tokens[row].append(next_token(state, batch.sequences[row].seed, self.vocab_size))
@@ -210,13 +219,20 @@ def make_sequence(
     logprobs: LogprobParams | None = None,
     namespace: str | None = None,
     wants_embedding: bool = False,
+    constraint: Constraint | None = None,
     **sampling: object,
 ) -> Sequence:
     """A sequence with a request of its own, unless one is given (for several choices)."""
     ids = tuple(prompt)
     if request is None:
         params = SamplingParams(max_new_tokens=max_new_tokens, **sampling)  # type: ignore[arg-type]
-        request = Request(ids=ids, sampling=params, logprobs=logprobs, wants_embedding=wants_embedding)
+        request = Request(
+            ids=ids,
+            sampling=params,
+            logprobs=logprobs,
+            wants_embedding=wants_embedding,
+            constraint=constraint,
+        )
     limit = 0 if request.wants_embedding else request.sampling.max_new_tokens
     return Sequence(
         request,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ops.attention import AttentionInputs
-from ops.sampling import Choice
+from ops.sampling import SamplingArrays
 
 HEADS, KV_HEADS, DIM, WIDTH, PAGE = 32, 8, 128, 4096, 16
 BF16 = torch.bfloat16
@@ -107,7 +107,7 @@ def _attend(
 def _choose() -> None:
     logits = torch.empty(4, 151_936)
     one = torch.ones(4)
-    _backend("sampling").choose(logits, Choice(one > 1, one, one.int(), one, one, one - 1))
+    _backend("sampling").choose(logits, SamplingArrays(one > 1, one, one.int(), one, one, one - 1))
 
 
 def _penalize() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 import fake_runner
 import tiny_checkpoints
 from ops.attention import AttentionInputs, native
-from ops.sampling import Choice
+from ops.sampling import SamplingArrays
 from ops.select import Kernels, select
 from runtime.actors.adapted_runner import output_of
 from runtime.batch import Batch, StepOutput, Tokens
@@ -56,7 +56,9 @@ def attend(
     return (scores.masked_fill(unseen, -torch.inf).softmax(-1) @ values).flatten(1, 2)
 
 
-def choose(logits: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:
+def choose(
+    logits: Tensor, arrays: SamplingArrays, host: SamplingArrays | None = None
+) -> tuple[Tensor, Tensor]:
     """The likeliest token of each row."""
     peak, ids = logits.max(-1)
     return ids, peak.isfinite()
@@ -155,7 +157,7 @@ class Steps:
 
     def _make_launcher(self) -> None:
         self.rank = Rank(model(), self.pool, self.forward, num_slots=self._num_slots, device=self.device)
-        sampler = Sampler(VOCAB_SIZE, self._num_slots, torch.device("cpu"), choose=choose)
+        sampler = Sampler(VOCAB_SIZE, self._num_slots, self.device, choose=choose)
         self._launcher = Launcher(self.rank, sampler, self.device)
 
 

@@ -14,9 +14,10 @@ import pytest
 
 from ops.machine import Machine
 from runtime.config import Args, options
+from runtime.sampling_params import parameters
 from serve import WrongPackageError, check_packages, cli, explain
 from serve.__main__ import main
-from serve.usage import differences, markdown
+from serve.usage import differences, markdown, sampling_markdown
 
 ROOT = Path(__file__).parent.parent.parent
 CONFIG = {
@@ -48,7 +49,14 @@ def run_python(code: str, **more: Any) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    "words", [["--help"], ["--version"], ["--page-sze", "1"], ["explain", "--table=markdown"]]
+    "words",
+    [
+        ["--help"],
+        ["--version"],
+        ["--page-sze", "1"],
+        ["explain", "--table=markdown"],
+        ["explain", "--table=sampling"],
+    ],
 )
 def test_answers_without_torch(words: list[str]) -> None:
     code = (
@@ -153,6 +161,15 @@ def test_table_in_the_documentation_is_current() -> None:
     assert written == markdown(), (
         "write it with: python -m serve explain --table markdown > docs/arguments.md"
     )
+
+
+def test_table_of_sampling_parameters_in_the_documentation_is_current() -> None:
+    written = (ROOT / "docs" / "sampling.md").read_text(encoding="utf-8")
+    assert written == sampling_markdown(), (
+        "write it with: python -m serve explain --table sampling > docs/sampling.md"
+    )
+    for parameter in parameters():
+        assert f"| `{parameter.name}` |" in written
 
 
 def test_differences_in_the_documentation_are_current() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from runtime.config.plan import ServePlan, TextPlan
 from runtime.config.resolve.plan_builder import Decision, PlanBuilder, build
 from runtime.errors import InvalidRequest
-from runtime.request import SamplingParams
+from runtime.sampling_params import SamplingParams
 
 DEMO_NAME = "penstock-demo"
 

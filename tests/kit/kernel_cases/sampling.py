@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ops.sampling import Choice
+from ops.sampling import SamplingArrays
 
 OFF = 2**30
 ROWS = 4
 
 
 class Case(NamedTuple):
-    choice: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
     vocab_size: int = 100
     levels: int | None = None  # so many different logits only: the others are equal
     forbidden: float = 0.0  # share of -inf
@@ -49,14 +49,14 @@ CASES = {
 UNIFORMS = ((0.0, 0.25, 0.5, 0.99999994), (0.9, 0.1, 0.7, 0.3))
 
 
-def choice(case: Case, uniforms: tuple[float, ...]) -> Choice:
+def arrays(case: Case, uniforms: tuple[float, ...]) -> SamplingArrays:
     values = {"greedy": False, "temperature": 1.0, "top_k": OFF, "top_p": 1.0, "min_p": 0.0}
-    values.update(case.choice, uniform=uniforms)
+    values.update(case.arrays, uniform=uniforms)
     kinds = {"greedy": torch.bool, "top_k": torch.int32}
     fields = {
         n: torch.as_tensor(v, dtype=kinds.get(n, torch.float32)).expand(ROWS) for n, v in values.items()
     }
-    return Choice(**{name: field.contiguous() for name, field in fields.items()})
+    return SamplingArrays(**{name: field.contiguous() for name, field in fields.items()})
 
 
 def logits(case: Case) -> Tensor:
@@ -73,7 +73,7 @@ def logits(case: Case) -> Tensor:
 
 def outputs(backend: ModuleType, case: Case) -> list[Tensor]:
     """Ids and soundness, for each set of uniform numbers."""
-    return [x for u in UNIFORMS for x in backend.choose(logits(case), choice(case, u))]
+    return [x for u in UNIFORMS for x in backend.choose(logits(case), arrays(case, u))]
 
 
 def penalized(backend: ModuleType, vocab_size: int = 100) -> Tensor:
@@ -99,6 +99,6 @@ def masked(backend: ModuleType, vocab_size: int = 100, spare_words: int = 0) -> 
 
 def scored(backend: ModuleType, vocab_size: int = 100, num_top: int = 3) -> list[Tensor]:
     x = logits(Case(vocab_size=vocab_size, levels=20, forbidden=0.1))
-    picked = torch.tensor([[1, 2], [7, 7], [0, 99], [50, 3]])
+    requested = torch.tensor([[1, 2], [7, 7], [0, 99], [50, 3]])
     temperature = torch.tensor([1.0, 0.3, 2.0, 1.0])
-    return list(backend.score(x, temperature, torch.tensor([0, 9, 20, 99]), num_top, picked))
+    return list(backend.score(x, temperature, torch.tensor([0, 9, 20, 99]), num_top, requested))

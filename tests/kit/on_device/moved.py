@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ops.attention import AttentionInputs
-from ops.sampling import Choice
+from ops.sampling import SamplingArrays
 
 
 class Moved:
@@ -29,7 +29,11 @@ class Moved:
 
         def call(*args: Any, **keywords: Any) -> Any:
             there = _Copies(self._device)
-            results = function(*there.of(args), **there.of(keywords))
+            keywords = there.of(keywords)
+            for arg in args:
+                if isinstance(arg, SamplingArrays):  # planned on the host, by contract
+                    keywords["host"] = arg
+            results = function(*there.of(args), **keywords)
             found = to_host(results)
             there.bring_back()
             return found
@@ -56,8 +60,6 @@ class _Copies:
     def of(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             return self._tensor(value)
-        if isinstance(value, Choice):  # planned on the host, by contract
-            return value
         if isinstance(value, AttentionInputs):
             moved = {field.name: self.of(getattr(value, field.name)) for field in fields(value)}
             return replace(value, **moved)

@@ -86,7 +86,7 @@ def likeliest(run: Executor, hidden: Tensor, weight: Tensor) -> Iterator[Tensor]
 def chosen_by_torch(run: Executor, hidden: Tensor, weight: Tensor) -> Tensor:
     logits = matmul.make(run)["logits"](hidden, weight)
     greedy, one = torch.ones(len(hidden), dtype=torch.bool), torch.ones(len(hidden))
-    return native.choose(logits, native.Choice(greedy, one, one.int(), one, one, one))[0]
+    return native.choose(logits, native.SamplingArrays(greedy, one, one.int(), one, one, one))[0]
 
 
 def is_always_the_lowest(run: Executor, kernel: str) -> None:

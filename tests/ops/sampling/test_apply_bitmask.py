@@ -27,11 +27,11 @@ def test_exactly_the_allowed_tokens_keep_their_logits(allowed: set[int]) -> None
 
 
 def test_a_row_without_any_token_is_not_sound() -> None:
-    from ops.sampling import Choice
+    from ops.sampling import SamplingArrays
 
     logits, one = torch.randn(1, 40), torch.ones(1)
     native.apply_bitmask(logits, torch.tensor([0]), bits(set(), 2))
-    _, sound = native.choose(logits, Choice(one > 0, one, one.int(), one, one, one - 1))
+    _, sound = native.choose(logits, SamplingArrays(one > 0, one, one.int(), one, one, one - 1))
     assert not sound.any()
 
 

@@ -11,24 +11,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ops.sampling import Choice, native
+from ops.sampling import SamplingArrays, native
 
 OFF = 2**30
 INF = float("inf")
 
 
-def rows(count: int, **fields: object) -> Choice:
-    """A choice of `count` rows, each field one value for all or one for each."""
+def rows(count: int, **fields: object) -> SamplingArrays:
+    """Arrays of `count` rows, each field one value for all or one for each."""
     values = {"greedy": False, "temperature": 1.0, "top_k": OFF, "top_p": 1.0, "min_p": 0.0, "uniform": 0.5}
     kinds = {"greedy": torch.bool, "top_k": torch.int32}
     values.update(fields)
-    return Choice(
+    return SamplingArrays(
         **{n: torch.as_tensor(v, dtype=kinds.get(n, torch.float32)).expand(count) for n, v in values.items()}
     )
 
 
-def one(choice: Choice, row: int) -> Choice:
-    return Choice(*(field[row : row + 1] for field in choice))
+def one(arrays: SamplingArrays, row: int) -> SamplingArrays:
+    return SamplingArrays(*(field[row : row + 1] for field in arrays))
 
 
 def ids_of(logits: list[float] | Tensor, **fields: object) -> int:
@@ -61,13 +61,13 @@ def draw_from(kept: list[tuple[int, float]], uniform: np.ndarray) -> np.ndarray:
     return np.array([token_id for token_id, _ in kept])[places.clip(max=len(kept) - 1)]
 
 
-def agrees(ids: Tensor, logits: Tensor, choice: Choice, slack: float = 2e-6) -> bool:
+def agrees(ids: Tensor, logits: Tensor, arrays: SamplingArrays, slack: float = 2e-6) -> bool:
     """Whether the reference chooses `ids` [n] for one row of logits and n uniforms, but for rounding errors.
 
     What the reference may choose is what it does when its limits move by `slack`.
     """
-    x, uniform = logits.double().numpy(), choice.uniform.double().numpy()
-    temperature, top_k, top_p, min_p = (field[0].item() for field in choice[1:5])
+    x, uniform = logits.double().numpy(), arrays.uniform.double().numpy()
+    temperature, top_k, top_p, min_p = (field[0].item() for field in arrays[1:5])
     found = np.zeros(len(ids), bool)
     for a, b in product((-slack, 0, slack), repeat=2):
         near_p = top_p if top_p == 1 else top_p * (1 + a)
@@ -92,10 +92,10 @@ params = st.fixed_dictionaries(
 @settings(max_examples=300)
 def test_any_parameters_choose_as_the_reference_does(logits: list[float], fields: dict) -> None:
     x = torch.tensor(logits)
-    choice = rows(33, uniform=(torch.arange(33) + 0.5) / 33, **fields)
-    ids, sound = native.choose(x.expand(33, -1), choice)
+    arrays = rows(33, uniform=(torch.arange(33) + 0.5) / 33, **fields)
+    ids, sound = native.choose(x.expand(33, -1), arrays)
     assert sound.all()
-    assert agrees(ids, x, choice)
+    assert agrees(ids, x, arrays)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_an_even_grid_of_uniforms_gives_each_token_its_probability(fields: dict)
     assert (ids.bincount(minlength=40) - expected).abs().max() <= 1.01
 
 
-def mixed_batch(seed: int, vocab_size: int) -> tuple[Tensor, Choice]:
+def mixed_batch(seed: int, vocab_size: int) -> tuple[Tensor, SamplingArrays]:
     """Rows with every kind of parameters, logits with many ties."""
     g = torch.Generator().manual_seed(seed)
     count = 24
@@ -134,7 +134,7 @@ def mixed_batch(seed: int, vocab_size: int) -> tuple[Tensor, Choice]:
 
     spread = pick(0.1, 2, 8)[:, None]
     logits = (torch.randn(count, vocab_size, generator=g) * spread).bfloat16().float()
-    choice = Choice(
+    arrays = SamplingArrays(
         greedy=pick(0, 0, 0, 1).bool(),
         temperature=pick(0.25, 1, 1.5),
         top_k=pick(OFF, OFF, 1, 5, 40, vocab_size - 1, vocab_size).int(),
@@ -142,39 +142,39 @@ def mixed_batch(seed: int, vocab_size: int) -> tuple[Tensor, Choice]:
         min_p=pick(0, 0, 0.02, 0.5),
         uniform=torch.rand(count, generator=g),
     )
-    return logits, choice
+    return logits, arrays
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_a_row_chooses_the_same_alone_and_in_a_batch(seed: int) -> None:
-    logits, choice = mixed_batch(seed, 1501)
-    together, _ = native.choose(logits, choice)
-    alone = [native.choose(logits[r : r + 1], one(choice, r))[0].item() for r in range(len(logits))]
+    logits, arrays = mixed_batch(seed, 1501)
+    together, _ = native.choose(logits, arrays)
+    alone = [native.choose(logits[r : r + 1], one(arrays, r))[0].item() for r in range(len(logits))]
     assert together.tolist() == alone
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_every_path_chooses_the_same(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    logits, choice = mixed_batch(seed, 1501)
-    expected, _ = native.choose(logits, choice)
-    for first_head, max_head, piece in [(1, 5, 1), (2, 2000, 4000), (2000, 1, 10**6)]:
-        monkeypatch.setattr(native, "FIRST_HEAD", first_head)
-        monkeypatch.setattr(native, "MAX_HEAD", max_head)
+    logits, arrays = mixed_batch(seed, 1501)
+    expected, _ = native.choose(logits, arrays)
+    for first_best, max_best, piece in [(1, 5, 1), (2, 2000, 4000), (2000, 1, 10**6)]:
+        monkeypatch.setattr(native, "FIRST_BEST", first_best)
+        monkeypatch.setattr(native, "MAX_BEST", max_best)
         monkeypatch.setattr(native, "HOST_PIECE", piece)
-        assert native.choose(logits, choice)[0].tolist() == expected.tolist()
+        assert native.choose(logits, arrays)[0].tolist() == expected.tolist()
 
 
 def test_large_vocabulary_chooses_as_the_reference_does() -> None:
-    logits, choice = mixed_batch(5, 6000)
-    ids, _ = native.choose(logits, choice)
-    for r in (~choice.greedy).nonzero()[:, 0].tolist():
-        assert agrees(ids[r : r + 1], logits[r], one(choice, r))
+    logits, arrays = mixed_batch(5, 6000)
+    ids, _ = native.choose(logits, arrays)
+    for r in (~arrays.greedy).nonzero()[:, 0].tolist():
+        assert agrees(ids[r : r + 1], logits[r], one(arrays, r))
 
 
 def test_logits_are_left_as_they_were() -> None:
-    logits, choice = mixed_batch(3, 300)
+    logits, arrays = mixed_batch(3, 300)
     before = logits.clone()
-    native.choose(logits, choice)
+    native.choose(logits, arrays)
     assert torch.equal(logits, before)
 
 
@@ -236,8 +236,8 @@ def test_uniform_near_one_stays_among_a_large_vocabulary() -> None:
 
 @pytest.mark.parametrize("bad", ["nan", "one nan", "minus infinity", "infinity"])
 def test_an_unsound_row_is_reported_and_harms_no_neighbour(bad: str) -> None:
-    logits, choice = mixed_batch(7, 900)
-    expected, sound = native.choose(logits, choice)
+    logits, arrays = mixed_batch(7, 900)
+    expected, sound = native.choose(logits, arrays)
     assert sound.all()
     broken = list(range(0, len(logits), 3))
     ruined = logits.clone()
@@ -245,7 +245,7 @@ def test_an_unsound_row_is_reported_and_harms_no_neighbour(bad: str) -> None:
         ruined[broken, 17] = float("nan")
     else:
         ruined[broken] = {"nan": float("nan"), "minus infinity": -INF, "infinity": INF}[bad]
-    ids, sound = native.choose(ruined, choice)
+    ids, sound = native.choose(ruined, arrays)
     assert (~sound).nonzero()[:, 0].tolist() == broken
     assert torch.equal(ids[sound], expected[sound])
     assert ids[broken].eq(0).all()

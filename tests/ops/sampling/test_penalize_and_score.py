@@ -33,13 +33,13 @@ def test_penalties_change_seen_tokens_of_penalised_rows_only(monkeypatch: pytest
     in_prompt = torch.tensor([[True] * 4, [False, True, False, False], [False, False, True, False]])
     frequency, presence, repetition = torch.tensor([[0.25, -0.5], [0.5, 1.0], [1.5, 2.0]])
     before = logits.clone()
-    there, lanes = torch.tensor([2, 0]), torch.tensor([1, 2])
-    native.penalize(logits, there, lanes, counts, in_prompt, frequency, presence, repetition)
+    there, counted = torch.tensor([2, 0]), torch.tensor([1, 2])
+    native.penalize(logits, there, counted, counts, in_prompt, frequency, presence, repetition)
     assert torch.equal(logits[1], before[1])
-    for q, (row, lane) in enumerate([(2, 1), (0, 2)]):
+    for q, (row, index) in enumerate([(2, 1), (0, 2)]):
         rates = frequency[q].item(), presence[q].item(), repetition[q].item()
         for v in range(4):
-            seen = int(counts[lane, v]), bool(in_prompt[lane, v])
+            seen = int(counts[index, v]), bool(in_prompt[index, v])
             assert logits[row, v].item() == pytest.approx(penalised(before[row, v].item(), *seen, *rates))
 
 
@@ -55,14 +55,14 @@ def test_penalties_leave_forbidden_tokens_forbidden() -> None:
 def test_scores_are_the_log_softmax(scale: float, temperature: float) -> None:
     g = torch.Generator().manual_seed(3)
     logits = torch.randn(6, 5000, generator=g) * scale
-    chosen, picked = torch.randint(5000, (6,), generator=g), torch.randint(5000, (6, 3), generator=g)
-    scores = native.score(logits, torch.full((6,), temperature), chosen, 4, picked)
+    chosen, requested = torch.randint(5000, (6,), generator=g), torch.randint(5000, (6, 3), generator=g)
+    scores = native.score(logits, torch.full((6,), temperature), chosen, 4, requested)
     x = logits.double().numpy() / np.float64(np.float32(temperature))
     expected = x - x.max(-1, keepdims=True)
     expected -= np.log(np.exp(expected).sum(-1, keepdims=True))
     order = np.argsort(-expected, axis=-1, kind="stable")[:, :4]
     assert_close(scores.chosen, expected[np.arange(6), chosen.numpy()])
-    assert_close(scores.picked, np.take_along_axis(expected, picked.numpy(), -1))
+    assert_close(scores.requested, np.take_along_axis(expected, requested.numpy(), -1))
     assert_close(scores.top, np.take_along_axis(expected, order, -1))
     assert scores.top_ids.tolist() == order.tolist()
 
@@ -70,12 +70,12 @@ def test_scores_are_the_log_softmax(scale: float, temperature: float) -> None:
 def test_scores_of_a_row_do_not_depend_on_its_neighbours() -> None:
     g = torch.Generator().manual_seed(4)
     logits = torch.randn(9, 130_001, generator=g) * 3
-    chosen, picked = torch.randint(130_001, (9,), generator=g), torch.randint(130_001, (9, 2), generator=g)
+    chosen, requested = torch.randint(130_001, (9,), generator=g), torch.randint(130_001, (9, 2), generator=g)
     temperature = torch.rand(9, generator=g) + 0.5
-    together = native.score(logits, temperature, chosen, 5, picked)
+    together = native.score(logits, temperature, chosen, 5, requested)
     for r in range(9):
         row = slice(r, r + 1)
-        alone = native.score(logits[row], temperature[row], chosen[row], 5, picked[row])
+        alone = native.score(logits[row], temperature[row], chosen[row], 5, requested[row])
         assert all(torch.equal(a, t[row]) for a, t in zip(alone, together))
 
 
@@ -86,7 +86,7 @@ def test_equal_scores_are_ranked_by_id_and_forbidden_ones_come_last() -> None:
     )
     assert scores.top_ids.tolist() == [[2, 4, 1, 3, 0]]
     assert scores.top[0, -1] == -INF
-    assert scores.picked.shape == (1, 0)
+    assert scores.requested.shape == (1, 0)
 
 
 def test_very_unlikely_tokens_keep_their_order() -> None:

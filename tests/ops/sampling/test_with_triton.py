@@ -82,7 +82,7 @@ def test_the_kernel_scores_like_native(vocab_size: int, num_top: int) -> None:
 @pytest.mark.parametrize(
     ("name", "old", "new"),
     [
-        ("top_k among equals", "base + lanes <= last_id", "base + lanes < last_id"),
+        ("top_k among equals", "base + offsets <= last_id", "base + offsets < last_id"),
         ("top_p among equals", "(rank + each - 1) // each", "rank // each"),
         ("top_p", "tl.maximum(whole, 1)", "tl.maximum(whole // 2, 1)"),
         ("top_k and min_p", "is_in & (weight >= floor)", "is_in"),

@@ -10,7 +10,8 @@ from runtime.actors import detokenizer as detokenizer_module
 from runtime.actors.detokenizer import TURN_DELTAS, DetokenizerActor
 from runtime.actors.live_requests import LiveRequest, LiveRequests
 from runtime.errors import EngineFailure
-from runtime.request import Delta, Finish, Request, SamplingParams, Usage
+from runtime.request import Delta, Finish, Request, Usage
+from runtime.sampling_params import SamplingParams
 
 END = Finish("length", length=2)
 BAD = 66

@@ -11,7 +11,8 @@ from runtime.actors import scheduler, tokenizer
 from runtime.actors.engine_core import EngineCore
 from runtime.actors.output_stream import OutputStream
 from runtime.errors import EngineClosed, EngineFailure, InvalidRequest, OutOfMemory, Overloaded, StepFailed
-from runtime.request import Finish, Request, SamplingParams
+from runtime.request import Finish, Request
+from runtime.sampling_params import SamplingParams
 
 
 def request(*ids: int, new: int = 8, seed: int = 1, n: int = 1) -> Request:

@@ -8,7 +8,8 @@ import fake_core
 import fake_runner
 from runtime.actors.input_processor import InputProcessor
 from runtime.errors import ContextOverflow, InvalidRequest
-from runtime.request import LogprobParams, Request, SamplingParams
+from runtime.request import LogprobParams, Request
+from runtime.sampling_params import SamplingParams
 
 PROCESSOR = InputProcessor(fake_core.make_plan(), fake_core.make_facts(eos_ids=frozenset({2})), None)
 

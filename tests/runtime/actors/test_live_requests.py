@@ -6,7 +6,8 @@ import pytest
 
 from runtime.actors.live_requests import LiveRequests
 from runtime.errors import EngineClosed, StepFailed
-from runtime.request import Request, SamplingParams
+from runtime.request import Request
+from runtime.sampling_params import SamplingParams
 
 
 def request(label: str = "", n: int = 1) -> Request:

@@ -14,7 +14,8 @@ from runtime.actors.output_stream import OutputStream
 from runtime.actors.replica import Replica
 from runtime.actors.router import PREFIX_SLACK, ReplicaLoad, balance_policy
 from runtime.errors import EngineFailure, WorkerFailed
-from runtime.request import Request, SamplingParams
+from runtime.request import Request
+from runtime.sampling_params import SamplingParams
 
 DEATH = WorkerFailed("Rank 1 (process 7) was killed by SIGKILL.")
 

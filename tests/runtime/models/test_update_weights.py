@@ -140,5 +140,5 @@ def prompt() -> Batch:
         slots=zero,
         token_ids=np.array(IDS, np.int32),
         page_table=np.arange(2, dtype=np.int32)[None],
-        sampling=Sampling(zero, one > 0, one, one.astype(np.int32), one, one - 1, one - 1),
+        sampling=Sampling(zero, greedy=one > 0, uniform=one - 1),
     )

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from fake_runner import Drive, make_plan, make_sequence, reference_embedding
+from late_host_data import LateHostData
 from runtime.errors import ContextOverflow
 from runtime.request import Delta, Finish, LogprobParams, Request
 from runtime.scheduler import batch_builder
@@ -60,6 +61,7 @@ class AnyOrder(RuleBasedStateMachine):
         )
         if not depth:  # a step that brings several tokens must be the only one of its sequence
             self.drive.runner.tokens_per_step = tokens_per_step
+        self.late = LateHostData(VOCAB, is_held=lambda output_ids: True)
         self.added: list[Sequence] = []
         self.interrupted: dict[Sequence, str] = {}  # ended from outside: aborted, stopped early, lost, broken
 
@@ -73,6 +75,7 @@ class AnyOrder(RuleBasedStateMachine):
         namespace=st.sampled_from([None, "adapter"]),
         logprob_start=st.sampled_from([-1, -1, 0, 3]),
         wants_embedding=st.sampled_from([False, False, False, True]),
+        constrained=st.sampled_from([False, True]),
     )
     def add(
         self,
@@ -83,6 +86,7 @@ class AnyOrder(RuleBasedStateMachine):
         seed: int,
         logprob_start: int,
         wants_embedding: bool,
+        constrained: bool,
         **values: Any,
     ):
         if repeat % 3 == 0 and self.added:  # continue an earlier conversation
@@ -91,7 +95,13 @@ class AnyOrder(RuleBasedStateMachine):
         if wants_embedding:
             num_choices = 1
         first = make_sequence(
-            prompt, seed=seed, logprobs=logprobs, n=num_choices, wants_embedding=wants_embedding, **values
+            prompt,
+            seed=seed,
+            logprobs=logprobs,
+            n=num_choices,
+            wants_embedding=wants_embedding,
+            constraint=self.late if constrained and not wants_embedding else None,
+            **values,
         )
         stop_ids, namespace = values["stop_ids"], values["namespace"]
         others = [
@@ -107,6 +117,15 @@ class AnyOrder(RuleBasedStateMachine):
         else:
             self.drive.add(first, *others)
             self.added += [first, *others]
+
+    @precondition(lambda self: self.late.num_held)
+    @rule(which=st.integers(0, 1000))
+    def deliver_host_data(self, which: int):
+        self.late.deliver(which % self.late.num_held)
+
+    @rule(is_held=st.booleans())
+    def hold_host_data(self, is_held: bool):
+        self.late.is_held = lambda output_ids: is_held
 
     @rule(num_steps=st.integers(1, 3))
     def step(self, num_steps: int):
@@ -175,6 +194,7 @@ class AnyOrder(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "drive"):
             return
+        self.late.deliver_all()
         work = sum(sequence.max_tokens for sequence in self.added)
         try:
             self.drive.run(max_steps=100 + 4 * work)

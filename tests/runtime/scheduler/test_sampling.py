@@ -7,6 +7,7 @@ import numpy as np
 from fake_runner import Drive, make_plan, make_sequence
 from runtime.batch import Batch, Sampling
 from runtime.request import LogprobParams
+from runtime.sampling_params import ROW_ARRAYS
 from runtime.scheduler import batch_builder
 from runtime.scheduler.sampling import uniform_numbers
 from runtime.sequence import Sequence
@@ -60,11 +61,25 @@ def test_parameters_are_gathered_by_row():
         make_sequence([3], top_k=1),
     )
     assert first.greedy.tolist() == [False, True, True]
-    assert first.temperature.tolist() == [0.5, 1.0, 1.0]  # nobody divides by zero
-    assert first.top_k.tolist() == [7, 2**30, 1]
-    assert first.top_p.tolist() == [np.float32(0.9), 1.0, 1.0]
-    assert first.min_p.tolist() == [0.25, 0.0, 0.0]
+    params = {name: array.tolist() for name, array in first.params.items()}
+    assert params == {  # greedy rows are neutral, so that nobody divides by zero
+        "temperature": [0.5, 1.0, 1.0],
+        "top_k": [7, 2**30, 2**30],
+        "top_p": [np.float32(0.9), 1.0, 1.0],
+        "min_p": [0.25, 0.0, 0.0],
+    }
+    assert {name: array.dtype for name, array in first.params.items()} == {
+        name: ROW_ARRAYS[name].dtype for name in params
+    }
     assert first.bias is first.penalties is first.logprobs is None
+
+
+def test_parameters_that_are_neutral_for_all_who_run_are_left_out():
+    short = make_sequence([1], top_k=7, max_new_tokens=1)
+    found = samplings(short, make_sequence([2], min_p=0.5, max_new_tokens=4))
+    names = [sorted(step.params) for step in found]
+    assert names == [["min_p", "top_k"]] * 2 + [["min_p"]] * 2  # one step more is in flight when it ends
+    assert not any(step.params for step in samplings(make_sequence([1]), make_sequence([2], temperature=0.0)))
 
 
 def test_a_seed_of_64_bits_fits():
@@ -95,8 +110,12 @@ def test_penalties_start_with_a_fresh_sequence_index_once():
     first, second, *_ = samplings(plain, penalised)
     assert first.penalties is not None
     assert second.penalties is not None
-    values = [a.tolist() for a in first.penalties[2:5]]
-    assert (first.penalties.rows.tolist(), values) == ([1], [[0.5], [0.25], [1.5]])
+    assert first.penalties.rows.tolist() == [1]
+    assert {name: array.tolist() for name, array in first.params.items()} == {
+        "frequency_penalty": [0.0, 0.5],
+        "presence_penalty": [0.0, 0.25],
+        "repetition_penalty": [1.0, 1.5],
+    }
     ((slot, prompt, output),) = first.penalties.fresh
     assert (slot, prompt.tolist(), output.tolist()) == (first.penalties.slots[0], [2, 3], [])
     assert second.penalties.fresh == ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -73,8 +74,7 @@ class Sequences:
 
 
 def greedy(rows: np.ndarray) -> Sampling:
-    one = np.ones(len(rows), np.float32)
-    return Sampling(rows, one > 0, one, one.astype(np.int32), one, one - 1, one - 1)
+    return Sampling(rows, np.ones(len(rows), np.bool_), np.zeros(len(rows), np.float32))
 
 
 def eager(model: Decoder, pool: KVPool, batch: Batch, last_tokens: torch.Tensor) -> torch.Tensor:
@@ -224,14 +224,8 @@ def test_an_embedding_that_torch_scales_is_not_recorded() -> None:
 def test_only_plain_greedy_rows_are_chosen_by_the_graph() -> None:
     plain = greedy(np.array([0, 1], np.int32))
     assert chooses_greedily(plain)
-    mixed = np.array([True, False])
-    fields = {
-        name: getattr(plain, name) for name in ("rows", "temperature", "top_k", "top_p", "min_p", "uniform")
-    }
-    assert not chooses_greedily(Sampling(**fields, greedy=mixed))
-    assert not chooses_greedily(
-        Sampling(**fields, greedy=plain.greedy, logprobs=(None, LogprobParams(top=1)))
-    )
+    assert not chooses_greedily(replace(plain, greedy=np.array([True, False])))
+    assert not chooses_greedily(replace(plain, logprobs=(None, LogprobParams(top=1))))
 
 
 def test_a_model_of_which_torch_computes_a_part_is_not_recorded() -> None:

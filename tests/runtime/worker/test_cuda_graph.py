@@ -44,10 +44,6 @@ def batch(num_rows: int, *, start: int = 5, count: int = 1) -> Batch:
         sampling=Sampling(
             rows=np.arange(num_rows, dtype=np.int32),
             greedy=np.ones(num_rows, np.bool_),
-            temperature=np.ones(num_rows, np.float32),
-            top_k=np.full(num_rows, 2**30, np.int32),
-            top_p=np.ones(num_rows, np.float32),
-            min_p=np.zeros(num_rows, np.float32),
             uniform=np.zeros(num_rows, np.float32),
         ),
     )

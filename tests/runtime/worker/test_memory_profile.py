@@ -84,9 +84,10 @@ def test_rows_choose_in_the_way_that_takes_most(monkeypatch: pytest.MonkeyPatch)
     seen: list[Any] = []
     sample = Sampler.sample
 
-    def watched(self: Sampler, logits: torch.Tensor, sampling: Any) -> Any:
-        seen.append((len(logits), bool(sampling.greedy.any()), float(sampling.top_p.max())))
-        return sample(self, logits, sampling)
+    def watched(self: Sampler, logits: torch.Tensor, batch: Any) -> Any:
+        sampling = batch.sampling
+        seen.append((len(logits), bool(sampling.greedy.any()), float(sampling.params["top_p"].max())))
+        return sample(self, logits, batch)
 
     monkeypatch.setattr(Sampler, "sample", watched)
     dry_run(Metered(), monkeypatch).measure()

@@ -6,7 +6,6 @@ import asyncio
 from random import Random
 
 import pytest
-import torch
 
 import fake_runner
 import late_steps
@@ -33,7 +32,7 @@ def graphed_runner(device: LateDevice) -> tuple[ModelRunner, CudaGraphRunner]:
     runner = ModelRunner(
         late_steps.model(),
         steps.pool,
-        Sampler(VOCAB_SIZE, NUM_SLOTS, torch.device("cpu"), choose=late_steps.choose),
+        Sampler(VOCAB_SIZE, NUM_SLOTS, device, choose=late_steps.choose),
         num_slots=NUM_SLOTS,
         device=device,
         forward=graphs,

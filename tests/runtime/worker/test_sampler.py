@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
+from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from runtime.batch import Bias, FreshSlot, Penalties, Sampling
+from fake_device import LateDevice
+from late_host_data import bitmask
+from ops.sampling import native
+from runtime.batch import UNKNOWN, Batch, Bias, FreshSlot, Penalties, RowHostData, Sampling
+from runtime.constraint import HostData
 from runtime.request import LogprobParams
-from runtime.worker.sampler import HostTokens, Sampled, Sampler
+from runtime.worker.device import CpuDevice
+from runtime.worker.sampler import PENALTIES, HostTokens, Sampled, Sampler
 
 VOCAB = 50
-CPU = torch.device("cpu")
+CPU = CpuDevice()
 INF = float("inf")
 
 
@@ -24,32 +34,50 @@ def sampling(
     bias: Bias | None = None,
     penalties: Penalties | None = None,
     logprobs: tuple[LogprobParams | None, ...] | None = None,
+    rates: tuple[float, float, float] = (0.4, 0.6, 1.5),
+    host_data: tuple[RowHostData, ...] | None = None,
     **fields: ArrayLike,
-) -> Sampling:
-    """`count` rows; each field of `Sampling` one value for all or one for each."""
-    values = {
-        "temperature": 1,
-        "top_p": 1,
-        "min_p": 0,
-        "uniform": 0.5,
-        "top_k": 2**30,
-        "greedy": False,
-    } | fields
+) -> Batch:
+    """`count` rows; each field of `Sampling`, or of its `params`, one value for all or one for each."""
+    values: dict[str, Any] = {"greedy": False, "uniform": 0.5} | fields
     kinds = {"top_k": np.int32, "greedy": np.bool_}
     arrays = {n: np.array(np.broadcast_to(v, count), kinds.get(n, np.float32)) for n, v in values.items()}
+    greedy, uniform = arrays.pop("greedy"), arrays.pop("uniform")
+    if penalties is not None:
+        arrays |= {name: np.full(count, rate, np.float32) for name, rate in zip(PENALTIES, rates)}
     rows = np.arange(count, dtype=np.int32)
-    return Sampling(rows=rows, **arrays, bias=bias, penalties=penalties, logprobs=logprobs)  # type: ignore
+    return batch_of(
+        Sampling(
+            rows,
+            greedy,
+            uniform,
+            arrays,
+            bias=bias,
+            penalties=penalties,
+            logprobs=logprobs,
+            host_data=host_data,
+        )
+    )
 
 
-def penalties(
-    rows: Sequence[int],
-    slots: Sequence[int],
-    fresh: Sequence[FreshSlot] = (),
-    rates: tuple[float, float, float] = (0.4, 0.6, 1.5),
-) -> Penalties:
-    frequency, presence, repetition = (np.full(len(rows), rate, np.float32) for rate in rates)
-    places = np.array(rows, np.int64), np.array(slots, np.int64)
-    return Penalties(*places, frequency, presence, repetition, tuple(fresh))
+def batch_of(sampling: Sampling, token_ids: Sequence[int] | None = None) -> Batch:
+    """Single-token rows that all sample; of `token_ids` UNKNOWN are known on the device only."""
+    count = len(sampling.rows)
+    zeros = np.zeros(count, np.int32)
+    return Batch(
+        number=0,
+        sequences=(),
+        starts=zeros,
+        counts=zeros + 1,
+        slots=np.arange(count, dtype=np.int32),
+        token_ids=zeros if token_ids is None else np.array(token_ids, np.int32),
+        page_table=zeros[:, None],
+        sampling=sampling,
+    )
+
+
+def penalties(rows: Sequence[int], slots: Sequence[int], fresh: Sequence[FreshSlot] = ()) -> Penalties:
+    return Penalties(np.array(rows, np.int64), np.array(slots, np.int64), tuple(fresh))
 
 
 def fresh(slot: int, prompt: Sequence[int] = (), output: Sequence[int] = ()) -> FreshSlot:
@@ -93,8 +121,8 @@ def test_frequency_penalty_counts_the_tokens_sampled_before() -> None:
     sampler, start = Sampler(4, 1, CPU), [fresh(0)]
     ids = []
     for _ in range(6):
-        p = penalties([0], [0], start, rates=(1.0, 0.0, 1.0))
-        step = sampling(1, greedy=True, penalties=p)
+        p = penalties([0], [0], start)
+        step = sampling(1, greedy=True, penalties=p, rates=(1.0, 0.0, 1.0))
         ids += sampler.sample(torch.tensor([[0.0, 2.5, 1.2, -9.0]]), step).ids.tolist()
         start = []
     assert ids == [1, 1, 2, 1, 2, 0]  # 2.5, 1.5, 1.2 (0.5 for 1), 0.5, 0.2 (-0.5 for 1), 0
@@ -103,9 +131,9 @@ def test_frequency_penalty_counts_the_tokens_sampled_before() -> None:
 def test_repetition_penalty_sees_the_prompt_and_presence_does_not() -> None:
     logits = torch.tensor([[1.0, 0.9]])
     for rates, expected in [((0.0, 0.0, 2.0), 1), ((2.0, 2.0, 1.0), 0)]:
-        p = penalties([0], [0], [fresh(0, prompt=[0, 999])], rates)
+        p = penalties([0], [0], [fresh(0, prompt=[0, 999])])
         assert Sampler(2, 1, CPU).sample(
-            logits.clone(), sampling(1, greedy=True, penalties=p)
+            logits.clone(), sampling(1, greedy=True, penalties=p, rates=rates)
         ).ids.tolist() == [expected]
 
 
@@ -116,7 +144,7 @@ def test_a_new_sequence_in_a_slot_starts_without_the_old_ones_tokens(
     sampler, logits = Sampler(2, 4, CPU), torch.tensor([[1.0, 0.9]])
 
     def choose(*start: FreshSlot) -> list[int]:
-        step = sampling(1, greedy=True, penalties=penalties([0], [2], start, rates))
+        step = sampling(1, greedy=True, penalties=penalties([0], [2], start), rates=rates)
         return sampler.sample(logits.clone(), step).ids.tolist()
 
     assert choose(fresh(2, prompt=[0], output=[0])) == [1]
@@ -129,9 +157,9 @@ def test_only_slots_that_ask_take_memory() -> None:
     seen = sampler._seen
     sampler.sample(random_logits(2), sampling(2))
     assert len(seen.counts) == 0
-    for slot, lanes in [(90, 1), (7, 2), (55, 4), (90, 4), (1, 4), (2, 8)]:
+    for slot, rows in [(90, 1), (7, 2), (55, 4), (90, 4), (1, 4), (2, 8)]:
         sampler.sample(random_logits(1), sampling(1, penalties=penalties([0], [slot], [fresh(slot)])))
-        assert len(seen.counts) == len(seen.in_prompt) == lanes
+        assert len(seen.counts) == len(seen.in_prompt) == rows
 
 
 def test_the_pool_never_outgrows_the_slots() -> None:
@@ -156,9 +184,9 @@ def test_bias_adds_forbids_and_adds_up() -> None:
 
 
 def test_bias_comes_after_penalties() -> None:
-    p = penalties([0], [0], [fresh(0, output=[0])], rates=(0.0, 0.0, 2.0))
+    p = penalties([0], [0], [fresh(0, output=[0])])
     logits = torch.tensor([[-1.0, 3.5]])  # -1 * 2 + 6 = 4; bias first would give (-1 + 6) / 2 = 2.5
-    step = sampling(1, greedy=True, penalties=p, bias=bias((0, 0, 6.0)))
+    step = sampling(1, greedy=True, penalties=p, bias=bias((0, 0, 6.0)), rates=(0.0, 0.0, 2.0))
     assert Sampler(2, 1, CPU).sample(logits, step).ids.tolist() == [0]
 
 
@@ -167,11 +195,11 @@ def test_forbidding_everything_breaks_the_row_only() -> None:
     asked = (LogprobParams(),) * 3
     tokens = read(Sampler(VOCAB, 1, CPU).sample(random_logits(3), sampling(3, bias=entries, logprobs=asked)))
     alone = read(Sampler(VOCAB, 1, CPU).sample(random_logits(3), sampling(3, logprobs=asked)))
-    assert tokens.broken == [1]
+    assert tokens.failed == [1]
     assert tokens.logprobs is not None
     assert alone.logprobs is not None
     assert tokens.logprobs[1] is None
-    assert [tokens.ids[0], tokens.ids[2]] == [alone.ids[0], alone.ids[2]]
+    assert [tokens.tokens[0], tokens.tokens[2]] == [alone.tokens[0], alone.tokens[2]]
     assert [tokens.logprobs[0], tokens.logprobs[2]] == [alone.logprobs[0], alone.logprobs[2]]
 
 
@@ -201,8 +229,8 @@ def test_rows_that_ask_get_logprobs_before_truncation() -> None:
     assert [token_id for _, token_id in picked] == [8, 2]
     assert [p for p, _ in picked] == pytest.approx(expected[2, [8, 2]].tolist(), rel=1e-5)
     for row, scores in [(0, first), (2, third), (3, fourth)]:
-        chosen = expected[row, tokens.ids[row]].item()
-        assert scores.chosen == [(pytest.approx(chosen, rel=1e-5), tokens.ids[row])]
+        chosen = expected[row, tokens.tokens[row][0]].item()
+        assert scores.chosen == [(pytest.approx(chosen, rel=1e-5), tokens.tokens[row][0])]
 
 
 def test_a_forbidden_token_has_a_logprob_that_json_can_say() -> None:
@@ -217,3 +245,196 @@ def test_nobody_asking_for_logprobs_gives_none() -> None:
     assert read(Sampler(VOCAB, 1, CPU).sample(random_logits(2), sampling(2))).logprobs is None
     step = sampling(2, logprobs=(None, None))
     assert read(Sampler(VOCAB, 1, CPU).sample(random_logits(2), step)).logprobs is None
+
+
+def data_or_error(error: Exception | None = None, data: HostData | None = None) -> Future[HostData]:
+    future: Future[HostData] = Future()
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(data or HostData())
+    return future
+
+
+def arrived(*allowed: int, process: Any = None, vocab_size: int = VOCAB) -> Future[HostData]:
+    """Data that is there: a mask that allows these tokens, if any is named, and a processor."""
+    mask = bitmask(list(allowed), vocab_size) if allowed else None
+    return data_or_error(data=HostData(process, mask))
+
+
+def masks(*futures: tuple[int, Future[HostData]]) -> tuple[RowHostData, ...]:
+    return tuple(RowHostData(row, future) for row, future in futures)
+
+
+class NoHostOperands(TorchDispatchMode):
+    """Refuses operations of a device's tensors with tensors of the host: each would be a copy of its own."""
+
+    def __init__(self, device: LateDevice) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        owned = [self._device.owns(tensor) for tensor in tensors]
+        if any(owned) and not self._device.moving:
+            assert all(is_own or not tensor.dim() for is_own, tensor in zip(owned, tensors)), func
+        return func(*args, **(kwargs or {}))
+
+
+def every_kind_of_step() -> Batch:
+    """Rows of every kind of truncation, scattered, with penalties, biases and logprobs."""
+    return sampling(
+        8,
+        greedy=[True, False, False, False, False, False, True, False],
+        temperature=[1, 1, 2, 0.5, 1, 1, 1, 1],
+        top_k=[2**30, 2**30, 5, 2**30, 2000, 2**30, 2**30, 7],
+        top_p=[1, 1, 1, 0.7, 1, 1, 1, 0.9],
+        min_p=[0, 0, 0, 0, 0, 0.2, 0, 0],
+        uniform=[0.5, 0.1, 0.9, 0.3, 0.7, 0.6, 0.2, 0.8],
+        bias=bias((1, 3, 4.0), (6, 9, -INF)),
+        penalties=penalties([0, 4], [2, 1], [fresh(2, [5, 6], [7]), fresh(1, [999, 8])]),
+        logprobs=(None, LogprobParams(top=2), None, LogprobParams(token_ids=(4, 5, 6)), *[None] * 4),
+        host_data=masks(
+            (3, arrived(*range(0, 3000, 7), vocab_size=3000)),
+            (5, arrived(process=lambda logits: logits.mul_(-1.0))),
+            (6, arrived(40, 2999, vocab_size=3000)),
+        ),
+    )
+
+
+@pytest.mark.parametrize("haste", [0.0, 0.5])
+def test_a_step_brings_everything_to_the_device_in_one_copy(
+    haste: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, vocab_size = LateDevice(Random(1), haste), 3000
+    uploads: list[Tensor] = []
+    upload = device.upload
+    monkeypatch.setattr(device, "upload", lambda host: uploads.append(host) or upload(host))
+    logits = random_logits(8, vocab_size=vocab_size)
+    expected = read(Sampler(vocab_size, 4, CPU).sample(logits.clone(), every_kind_of_step()))
+    monkeypatch.setattr(native, "_is_host", lambda _logits: False)
+    with torch.inference_mode(), device.forward():
+        sampler = Sampler(vocab_size, 4, device)
+        there = torch.empty(logits.shape, device=device.torch_device)
+        there.copy_(logits)
+        with NoHostOperands(device):
+            sampled = sampler.sample(there, every_kind_of_step())
+    host, copied = device.download(sampled.tensors())
+    copied.wait()
+    assert sampled.read(host) == expected
+    assert len(uploads) == 1
+
+
+def test_an_operand_of_the_host_is_noticed() -> None:
+    device = LateDevice(Random(1))
+    with device.forward(), NoHostOperands(device), pytest.raises(AssertionError):
+        torch.zeros(3, device=device.torch_device)[torch.tensor([1])]
+
+
+# --- rows that wait for host data ---
+
+
+def test_a_mask_leaves_its_row_the_allowed_tokens_and_other_rows_alone() -> None:
+    logits = random_logits(3)
+    plain = read(Sampler(VOCAB, 3, CPU).sample(logits.clone(), sampling(3, greedy=True)))
+    data = masks((1, arrived(4, 33, 40)))
+    found = read(Sampler(VOCAB, 3, CPU).sample(logits.clone(), sampling(3, greedy=True, host_data=data)))
+    best = max((4, 33, 40), key=lambda token_id: logits[1, token_id].item())
+    assert found.tokens == [plain.tokens[0], [best], plain.tokens[2]]
+    assert found.failed == []
+
+
+def test_a_processor_changes_its_row_after_biases_and_before_the_mask() -> None:
+    seen: list[float] = []
+
+    def process(logits: Tensor) -> None:
+        seen.append(logits[7].item())
+        logits[9] = 200.0
+        logits[7] = 100.0
+
+    logits = torch.zeros(2, VOCAB)
+    data = masks((1, arrived(7, 8, process=process)))
+    step = sampling(2, greedy=True, bias=bias((1, 7, 3.0)), host_data=data)
+    assert read(Sampler(VOCAB, 2, CPU).sample(logits, step)).tokens == [[0], [7]]
+    assert seen == [3.0]
+
+
+def test_a_mask_without_tokens_fails_its_row_only() -> None:
+    nothing = data_or_error(data=HostData(bitmask=np.zeros(2, np.int32)))
+    step = sampling(3, greedy=True, host_data=masks((2, nothing)))
+    found = read(Sampler(VOCAB, 3, CPU).sample(random_logits(3), step))
+    assert found.failed == [2]
+    assert (
+        found.tokens[:2]
+        == read(Sampler(VOCAB, 3, CPU).sample(random_logits(3), sampling(3, greedy=True))).tokens[:2]
+    )
+
+
+def broken_processor(logits: Tensor) -> None:
+    raise RuntimeError("of the request's own making")
+
+
+@pytest.mark.parametrize(
+    "future",
+    [
+        data_or_error(ValueError("no such grammar")),
+        data_or_error(data=HostData(broken_processor)),
+        data_or_error(data=HostData(bitmask=np.zeros(1, np.int32))),
+        data_or_error(data=HostData(bitmask=np.zeros(2, np.int64))),  # pyright: ignore[reportArgumentType]
+    ],
+    ids=["exception", "processor", "short mask", "mask of another type"],
+)
+def test_a_constraint_that_fails_costs_its_row_only(future: Future[HostData]) -> None:
+    step = sampling(2, greedy=True, host_data=masks((0, future)))
+    assert read(Sampler(VOCAB, 2, CPU).sample(random_logits(2), step)).failed == [0]
+
+
+def test_a_row_whose_data_is_late_yields_nothing_until_its_last_token_is_known_again() -> None:
+    sampler, late = Sampler(VOCAB, 2, CPU), Future()
+    asked = (LogprobParams(), LogprobParams())
+
+    def step(future: Future[HostData], token_id: int) -> HostTokens:
+        made = sampling(2, greedy=True, host_data=masks((1, future)), logprobs=asked)
+        assert made.sampling is not None
+        return read(sampler.sample(random_logits(2), batch_of(made.sampling, [UNKNOWN, token_id])))
+
+    plain = read(Sampler(VOCAB, 2, CPU).sample(random_logits(2), sampling(2, greedy=True))).tokens
+    missed = step(late, 3)
+    assert (missed.tokens, missed.failed) == ([plain[0], []], [])
+    assert missed.logprobs is not None
+    assert missed.logprobs[1] is None
+    assert step(arrived(5), UNKNOWN).tokens == [plain[0], []]  # launched on the token that did not come
+    assert step(arrived(5), 3).tokens == [plain[0], [5]]
+    assert step(arrived(6), UNKNOWN).tokens == [plain[0], [6]]
+
+
+def test_penalties_do_not_count_a_token_that_did_not_come() -> None:
+    sampler, late = Sampler(4, 1, CPU), Future()
+
+    def step(future: Future[HostData], *start: FreshSlot) -> list[list[int]]:
+        p = penalties([0], [0], start)
+        made = sampling(1, greedy=True, penalties=p, rates=(9.0, 0.0, 1.0), host_data=masks((0, future)))
+        return read(sampler.sample(torch.tensor([[0.3, 0.2, 0.1, 0.0]]), made)).tokens
+
+    assert step(late, fresh(0, output=[1])) == [[]]
+    assert step(arrived()) == [[0]]
+    assert step(arrived()) == [[2]]
+
+
+def test_data_that_comes_while_the_forward_runs_is_used() -> None:
+    class Forward:
+        """Is over when its data has been delivered and it was looked at once more."""
+
+        num_looks = 0
+
+        def is_reached(self) -> bool:
+            self.num_looks += 1
+            if self.num_looks == 5:
+                late.set_result(arrived(8).result())
+            return self.num_looks > 5
+
+    late: Future[HostData] = Future()
+    device = CpuDevice()
+    device.record = Forward  # pyright: ignore[reportAttributeAccessIssue]
+    step = sampling(1, greedy=True, host_data=masks((0, late)))
+    assert read(Sampler(VOCAB, 1, device).sample(random_logits(1), step)).tokens == [[8]]

@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.errors import InvalidRequest
+from runtime.sampling_params import APIS, NOT_BUILT, Api, parameters
 from serve.decode import MAX_DEPTH, Length, NotBuilt, Range, decode
 from serve.native.schema import GenerateBody
 from serve.native.tokens import DetokenizeBody, TokenizeBody, TokenizeChatBody
 from serve.openai.schema import ChatBody, CompletionBody
-from serve.sampling import SamplingBody, sampling_params
+from serve.sampling import read_sampling, sampling_params
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,12 +143,14 @@ BODIES = [
     ChatBody,
     CompletionBody,
     GenerateBody,
-    SamplingBody,
     TokenizeBody,
     TokenizeChatBody,
     DetokenizeBody,
 ]
-KEYS = sorted({name for body in BODIES for name in body.__dataclass_fields__})
+SAMPLING_KEYS = sorted(
+    {name for api in APIS for p in parameters() for name in p.names_in(api)} | {*NOT_BUILT}
+)
+KEYS = sorted({name for body in BODIES for name in body.__dataclass_fields__} | {*SAMPLING_KEYS})
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: (
@@ -166,9 +169,10 @@ def test_any_json_is_decoded_or_refused(body: type, value: Any) -> None:
         assert refused.message.endswith((".", "?"))
 
 
-@given(st.dictionaries(st.sampled_from(sorted(SamplingBody.__dataclass_fields__)), VALUES, max_size=5))
-def test_any_sampling_object_is_understood_or_refused_below_its_path(value: dict[str, Any]) -> None:
+@given(st.sampled_from(list(APIS)), st.dictionaries(st.sampled_from(SAMPLING_KEYS), VALUES, max_size=5))
+def test_any_sampling_object_is_understood_or_refused_below_its_path(api: Api, value: dict[str, Any]) -> None:
     try:
-        sampling_params(value, {}, path="sampling_params")
+        asked = read_sampling(api, value, "sampling_params")
+        sampling_params(api, asked, {}, path="sampling_params")
     except InvalidRequest as refused:
         assert (refused.param or "").startswith("sampling_params.")

@@ -1,0 +1,346 @@
+"""The sampling parameters: one declaration each, from which everything else is derived.
+
+What is derived: the JSON checks of every API and the names of parameters in its errors (`serve.sampling`), the
+check of `--preferred-sampling-params`, what is taken from a model's generation_config, docs/sampling.md, and the
+arrays with one value per row that reach the sampler (`ROW_ARRAYS`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+from runtime.errors import InvalidRequest
+
+MAX_CHOICES = 128
+MAX_STOPS = 64
+MAX_STOP_CHARS = 1024
+MAX_BIASES = 1024
+MAX_INT32 = 2**31 - 1
+TOP_K_OFF = 2**30  # more than any vocabulary holds
+
+Api = Literal["native", "chat", "completions"]
+APIS: Mapping[Api, str] = {  # their routes
+    "native": "/generate",
+    "chat": "/v1/chat/completions",
+    "completions": "/v1/completions",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """How one API takes a parameter. Defaults are the parameter's own."""
+
+    names: tuple[str, ...] = ()  # in its JSON; of several the first that is set counts
+    default: Any = ...
+    low: float | None = None
+
+
+class RowArray(NamedTuple):
+    """A parameter as an array with one value for each row that samples."""
+
+    dtype: Literal["float32", "int32"]
+    neutral: float  # what does nothing; stands for the parameter's default
+    when_greedy: bool = False  # greedy rows need it, too; else it is neutral for them
+
+
+EVERYWHERE: Mapping[Api, Taken] = dict.fromkeys(APIS, Taken())
+NATIVE: Mapping[Api, Taken] = {"native": Taken()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParamSpec:
+    """What is declared about a parameter beside its name, type and default."""
+
+    help: str
+    low: float = -math.inf
+    high: float = math.inf
+    above_low: bool = False  # `low` itself is out of range
+    apis: Mapping[Api, Taken] = field(default_factory=lambda: EVERYWHERE)
+    json: Any = None  # the annotation of its JSON value, where that is of another type; see `serve.decode`
+    read: Callable[[Any], Any] | None = None  # from such a JSON value to the parameter's
+    from_model: bool = False  # a model's generation_config may set the default (OpenAI APIs)
+    row_array: RowArray | None = None
+
+    @property
+    def limits(self) -> str:
+        """The range in words; empty when there is none."""
+        if self.high < MAX_INT32:
+            return f"in {'(' if self.above_low else '['}{self.low:g}, {self.high:g}]"
+        return f"at least {self.low:g}" if self.low > -math.inf and self.high == MAX_INT32 else ""
+
+    def check(self, name: str, value: float) -> None:
+        """Raises `InvalidRequest` naming the parameter when a number is out of range."""
+        if (
+            math.isfinite(value)
+            and self.low <= value <= self.high
+            and not (self.above_low and value == self.low)
+        ):
+            return
+        words = f"at most {self.high}" if self.high >= MAX_INT32 and value > self.high else self.limits
+        raise InvalidRequest(f"{name} must be {words or f'at least {self.low:g}'}, not {value}.", param=name)
+
+
+def _stops(value: str | list[str]) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def _biases(value: Mapping[str, float]) -> dict[int, float]:
+    for key in value:
+        if not (key.isascii() and key.isdecimal() and len(key) < 10):
+            raise InvalidRequest("logit_bias must name tokens by their ids.", param="logit_bias")
+    return {int(key): bias for key, bias in value.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the next token is chosen and when generation ends. Names are the native API's.
+
+    Raises `InvalidRequest` naming the parameter when a value is out of range.
+    """
+
+    max_new_tokens: Annotated[
+        int | None,
+        ParamSpec(
+            help="Tokens to generate at most; null: until the context ends; 0: only the prompt is computed.",
+            low=0,
+            high=MAX_INT32,
+            apis={
+                "native": Taken(),
+                "chat": Taken(names=("max_tokens", "max_completion_tokens"), default=None, low=1),
+                "completions": Taken(names=("max_tokens",), default=16),
+            },
+        ),
+    ] = 128
+    min_new_tokens: Annotated[
+        int,
+        ParamSpec(
+            help="Tokens to generate at least: until then the end of the text and stop_token_ids are forbidden.",
+            low=0,
+            high=MAX_INT32,
+            apis={
+                "native": Taken(),
+                "chat": Taken(names=("min_tokens",)),
+                "completions": Taken(names=("min_tokens",)),
+            },
+        ),
+    ] = 0
+    temperature: Annotated[
+        float,
+        ParamSpec(
+            help="Divides the logits; below 1e-6 the likeliest token is taken.",
+            low=0,
+            high=1e3,
+            apis={"native": Taken(), "chat": Taken(default=0.7), "completions": Taken(default=1.0)},
+            from_model=True,
+            row_array=RowArray("float32", 1.0),
+        ),
+    ] = 1.0
+    top_p: Annotated[
+        float,
+        ParamSpec(
+            help="Keep the likeliest tokens whose probabilities together reach this; 1: all.",
+            low=0,
+            high=1,
+            above_low=True,
+            from_model=True,
+            row_array=RowArray("float32", 1.0),
+        ),
+    ] = 1.0
+    top_k: Annotated[
+        int,
+        ParamSpec(
+            help="Keep so many of the likeliest tokens; -1: all.",
+            low=-1,
+            high=MAX_INT32,
+            from_model=True,
+            row_array=RowArray("int32", TOP_K_OFF),
+        ),
+    ] = -1
+    min_p: Annotated[
+        float,
+        ParamSpec(
+            help="Keep tokens with at least this part of the largest probability.",
+            low=0,
+            high=1,
+            from_model=True,
+            row_array=RowArray("float32", 0.0),
+        ),
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float,
+        ParamSpec(
+            help="Subtracted from a token's logit for each time that it was generated.",
+            low=-2,
+            high=2,
+            row_array=RowArray("float32", 0.0, when_greedy=True),
+        ),
+    ] = 0.0
+    presence_penalty: Annotated[
+        float,
+        ParamSpec(
+            help="Subtracted from the logit of a token that was generated.",
+            low=-2,
+            high=2,
+            row_array=RowArray("float32", 0.0, when_greedy=True),
+        ),
+    ] = 0.0
+    repetition_penalty: Annotated[
+        float,
+        ParamSpec(
+            help="Divides positive and multiplies negative logits of tokens in the prompt or the output.",
+            low=1e-3,
+            high=2,
+            from_model=True,
+            row_array=RowArray("float32", 1.0, when_greedy=True),
+        ),
+    ] = 1.0
+    stop: Annotated[
+        tuple[str, ...],
+        ParamSpec(
+            help=f"Texts that end the output, up to {MAX_STOPS} of 1 to {MAX_STOP_CHARS} characters.",
+            json=str | list[str],
+            read=_stops,
+        ),
+    ] = ()
+    stop_token_ids: Annotated[
+        frozenset[int],
+        ParamSpec(
+            help=f"Further token ids that end the output, up to {MAX_STOPS}.", json=list[int], read=frozenset
+        ),
+    ] = frozenset()
+    ignore_eos: Annotated[
+        bool,
+        ParamSpec(
+            help="Neither the end of the text nor stop_token_ids end the output; stop strings still do."
+        ),
+    ] = False
+    n: Annotated[int, ParamSpec(help="Choices to generate.", low=1, high=MAX_CHOICES)] = 1
+    seed: Annotated[
+        int | None,
+        ParamSpec(
+            help="The same seed and prompt give the same tokens.",
+            low=-(2**63),
+            high=2**64 - 1,
+            apis={**EVERYWHERE, "native": Taken(names=("seed", "sampling_seed"))},
+            json=int,
+        ),
+    ] = None
+    logit_bias: Annotated[
+        Mapping[int, float],
+        ParamSpec(
+            help=f"Added to the logits of tokens, up to {MAX_BIASES}, named by their ids.",
+            json=dict[str, float],
+            read=_biases,
+        ),
+    ] = field(default_factory=dict)
+    skip_special_tokens: Annotated[bool, ParamSpec(help="Leave special tokens out of the text.")] = True
+    spaces_between_special_tokens: Annotated[
+        bool, ParamSpec(help="Put spaces between special tokens in the text.")
+    ] = True
+    no_stop_trim: Annotated[
+        bool, ParamSpec(help="Keep the stop string or token that ended the text in the text.")
+    ] = False
+    stream_interval: Annotated[
+        int | None,
+        ParamSpec(
+            help="Tokens between two events of a stream; default: that of --stream-interval.",
+            low=1,
+            high=MAX_INT32,
+            apis=NATIVE,
+        ),
+    ] = None
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < 1e-6 or self.top_k == 1
+
+    def row_values(self) -> list[tuple[str, float]]:
+        """(name, value) of the row arrays in which this is not neutral."""
+        greedy = self.greedy
+        return [
+            (name, value)
+            for name, array in ROW_ARRAYS.items()
+            if (value := getattr(self, name)) != _ROW_DEFAULTS[name] and (array.when_greedy or not greedy)
+        ]
+
+    def __post_init__(self) -> None:
+        for name, spec in _RANGED:
+            value = getattr(self, name)
+            if value is not None:
+                spec.check(name, value)
+        if self.top_k == 0:
+            raise InvalidRequest("top_k must be -1 (off) or at least 1, not 0.", param="top_k")
+        if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
+            raise InvalidRequest(
+                f"min_new_tokens ({self.min_new_tokens}) must not exceed max_new_tokens "
+                f"({self.max_new_tokens}).",
+                param="min_new_tokens",
+            )
+        self._check_stops()
+        self._check_bias()
+
+    def _check_stops(self) -> None:
+        if len(self.stop) > MAX_STOPS or len(self.stop_token_ids) > MAX_STOPS:
+            raise InvalidRequest(f"At most {MAX_STOPS} stops are allowed.", param="stop")
+        for text in self.stop:
+            if not 0 < len(text) <= MAX_STOP_CHARS:
+                raise InvalidRequest(
+                    f"A stop string must have 1 to {MAX_STOP_CHARS} characters.", param="stop"
+                )
+
+    def _check_bias(self) -> None:
+        if len(self.logit_bias) > MAX_BIASES:
+            raise InvalidRequest(f"logit_bias may name at most {MAX_BIASES} tokens.", param="logit_bias")
+        for token_id, bias in self.logit_bias.items():
+            if math.isnan(bias) or not -1e6 <= bias <= 1e6:
+                raise InvalidRequest(
+                    f"logit_bias of token {token_id} is not a usable number.", param="logit_bias"
+                )
+
+
+NOT_BUILT = ("json_schema", "regex", "ebnf", "structural_tag", "stop_regex", "custom_params")  # in every API
+
+
+class Parameter(NamedTuple):
+    """A declared parameter."""
+
+    name: str
+    json: Any  # the annotation of its JSON value
+    default: Any
+    spec: ParamSpec
+
+    def names_in(self, api: Api) -> tuple[str, ...]:
+        """What an API calls it, the preferred name first; empty where it is not taken."""
+        taken = self.spec.apis.get(api)
+        return () if taken is None else taken.names or (self.name,)
+
+    def default_in(self, api: Api) -> Any:
+        taken = self.spec.apis.get(api)
+        return self.default if taken is None or taken.default is ... else taken.default
+
+
+@cache
+def parameters() -> tuple[Parameter, ...]:
+    """Every declared parameter, in the order of the declaration."""
+    hints = get_type_hints(SamplingParams, include_extras=True)
+    found = []
+    for declared in fields(SamplingParams):
+        hint = hints[declared.name]
+        if get_origin(hint) is not Annotated:
+            raise TypeError(f"{declared.name} has no ParamSpec")
+        kind, spec = get_args(hint)
+        default = declared.default_factory() if callable(declared.default_factory) else declared.default
+        found.append(Parameter(declared.name, spec.json or kind, default, spec))
+    return tuple(found)
+
+
+_RANGED = tuple((p.name, p.spec) for p in parameters() if p.spec.low > -math.inf)
+# The parameters that reach the sampler as arrays. One that is neutral for every row is left out of a step.
+ROW_ARRAYS: Mapping[str, RowArray] = {p.name: p.spec.row_array for p in parameters() if p.spec.row_array}
+_ROW_DEFAULTS = {p.name: p.default for p in parameters() if p.spec.row_array}
+# What a model's generation_config may say.
+FROM_MODEL = tuple(p.name for p in parameters() if p.spec.from_model)

@@ -1,0 +1,99 @@
+"""Waiting, between the forward and the sampling of a step, for what single rows need from the host."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from concurrent.futures import wait
+from typing import NamedTuple
+
+import numpy as np
+
+from runtime.batch import UNKNOWN, Batch, RowHostData
+from runtime.constraint import HostData
+from runtime.worker.device import Device
+
+logger = logging.getLogger("penstock.scheduler")
+
+GRACE_S = 0.001  # how long the sampling of all rows waits for some when the forward is done
+
+
+def num_words(vocab_size: int) -> int:
+    """Of the bitmask of one row."""
+    return -(-vocab_size // 32)
+
+
+class Arrived(NamedTuple):
+    """The host data of a step's rows; rows are indices into the R that sample."""
+
+    data: list[tuple[int, HostData]]  # of rows that are sampled with it
+    without_token: frozenset[int]  # rows that yield none: their data, or the token before, is missing
+    failed: frozenset[int]  # rows whose constraint failed
+
+
+NOTHING = Arrived([], frozenset(), frozenset())
+
+
+class HostDataGate:
+    """Waits for host data and remembers which sequences have no valid last token on the device.
+
+    A step that was launched on a token that did not come yields none for that row either, until a batch brings
+    the sequence's last token from the host.
+    """
+
+    def __init__(self, device: Device, vocab_size: int, grace_s: float = GRACE_S) -> None:
+        self._device = device
+        self._num_words = num_words(vocab_size)
+        self._grace_s = grace_s
+        self._without_last_token: set[int] = set()  # sequence indices
+
+    def arrived(self, batch: Batch) -> Arrived:
+        """What came until the forward, enqueued before, is done and a moment longer. Blocks until then at most."""
+        sampling = batch.sampling
+        if sampling is None or sampling.host_data is None:
+            return NOTHING
+        wanted, without_token = [], set()
+        for entry in sampling.host_data:
+            row = int(sampling.rows[entry.row])
+            index = int(batch.slots[row])
+            if self._is_without_last_token(batch, row, index):
+                without_token.add(entry.row)
+            else:
+                wanted.append((entry, index))
+        self._wait(entry for entry, _ in wanted)
+        data, failed = [], set()
+        for (row, future), index in wanted:
+            if not future.done():
+                without_token.add(row)
+                self._without_last_token.add(index)
+            elif future.exception() is None and self._is_valid(future.result()):
+                data.append((row, future.result()))
+            else:
+                failed.add(row)
+        return Arrived(data, frozenset(without_token), frozenset(failed))
+
+    def _is_without_last_token(self, batch: Batch, row: int, index: int) -> bool:
+        if index not in self._without_last_token:
+            return False
+        if batch.token_ids[int(batch.counts[: row + 1].sum()) - 1] == UNKNOWN:
+            return True
+        self._without_last_token.discard(index)
+        return False
+
+    def _is_valid(self, data: HostData) -> bool:
+        mask = data.bitmask
+        if mask is None or (mask.dtype == np.int32 and mask.ndim == 1 and len(mask) >= self._num_words):
+            return True
+        logger.error("a bitmask has the shape %s and the dtype %s", mask.shape, mask.dtype)
+        return False
+
+    def _wait(self, entries: Iterable[RowHostData]) -> None:
+        pending = {entry.future for entry in entries if not entry.future.done()}
+        if not pending:
+            return
+        forward = self._device.record()
+        while pending:
+            is_over = forward.is_reached()
+            _, pending = wait(pending, self._grace_s)
+            if is_over:
+                return

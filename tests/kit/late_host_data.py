@@ -1,0 +1,60 @@
+"""A constraint whose data comes when the test says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import numpy as np
+
+from runtime.constraint import HostData
+
+Allowed = Callable[[tuple[int, ...]], list[int]]
+
+
+def bitmask(allowed: list[int], vocab_size: int) -> np.ndarray:
+    """int32 [ceil(V / 32)]"""
+    words = np.zeros(-(-vocab_size // 32), np.uint32)
+    for token_id in allowed:
+        words[token_id // 32] |= np.uint32(1 << token_id % 32)
+    return words.view(np.int32)
+
+
+class LateHostData:
+    """Allows what `allowed` says after some output ids, or everything. Held back while `is_held(output ids)`."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        allowed: Allowed | None = None,
+        is_held: Callable[[tuple[int, ...]], bool] = lambda output_ids: False,
+    ) -> None:
+        self.asked: list[tuple[int, tuple[int, ...]]] = []
+        self.is_held = is_held
+        self._vocab_size = vocab_size
+        self._allowed = allowed
+        self._held: list[tuple[tuple[int, ...], Future[HostData]]] = []
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    def host_data_after(self, choice: int, output_ids: tuple[int, ...]) -> Future[HostData]:
+        self.asked.append((choice, output_ids))
+        future: Future[HostData] = Future()
+        self._held.append((output_ids, future))
+        if not self.is_held(output_ids):
+            self.deliver(-1)
+        return future
+
+    def deliver(self, which: int = 0) -> None:
+        """One that is held back, the oldest unless said otherwise."""
+        output_ids, future = self._held.pop(which)
+        mask = None if self._allowed is None else bitmask(self._allowed(output_ids), self._vocab_size)
+        future.set_result(HostData(bitmask=mask))
+
+    def deliver_all(self) -> None:
+        """All that are held back, and from now on every one at once."""
+        self.is_held = lambda output_ids: False
+        while self._held:
+            self.deliver()

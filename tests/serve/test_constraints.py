@@ -1,0 +1,226 @@
+"""Requests whose rows wait for host data, through the whole engine: masked like the reference, and alone in waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from greedy import NUM_NEW, model_path, prompts, reference
+from late_host_data import LateHostData, bitmask
+from runtime.actors.engine_core import EngineCore
+from runtime.constraint import Constraint, HostData
+from runtime.request import Chunk, Request
+from runtime.sampling_params import SamplingParams
+from serve import Engine
+
+VOCAB = 128
+FAMILY = "llama"
+MASKED = (1, 3, 7, 12)  # of the prompts
+WAYS: dict[str, dict[str, Any]] = {
+    "overlap": {},
+    "no overlap": {"disable_overlap_schedule": True},
+    "page size 1": {"page_size": 1},
+    "no prefix cache": {"disable_radix_cache": True},
+    "chunks of 16": {"page_size": 16, "chunked_prefill_size": 16},
+    "retracted": {"max_total_tokens": 288, "schedule_conservativeness": 0.0, "page_size": 16},
+}
+
+
+def allowed(output_ids: tuple[int, ...]) -> list[int]:
+    """About a fifth of the vocabulary, another one after each token."""
+    last = output_ids[-1] if output_ids else 1
+    return [i for i in range(VOCAB) if (i * 7 + last * 3 + len(output_ids)) % 5 == 0]
+
+
+@cache
+def masked_reference(number: int) -> list[int]:
+    """What transformers answers greedily to a prompt when it may only use what is allowed."""
+    prompt, model = prompts()[number], _model()
+
+    def tokens(_: int, ids: torch.Tensor) -> list[int]:
+        return allowed(tuple(ids[len(prompt) :].tolist()))
+
+    return model.generate(
+        torch.tensor([prompt]),
+        do_sample=False,
+        max_new_tokens=NUM_NEW,
+        eos_token_id=None,
+        pad_token_id=0,
+        prefix_allowed_tokens_fn=tokens,
+    )[0, len(prompt) :].tolist()
+
+
+@cache
+def _model() -> Any:
+    torch.set_num_threads(1)
+    return AutoModelForCausalLM.from_pretrained(model_path(FAMILY), dtype=torch.float32)
+
+
+class ThreadedMasks:
+    """Masks that a thread computes, as a grammar's would be."""
+
+    def __init__(self, threads: ThreadPoolExecutor, allowed: Callable[[tuple[int, ...]], list[int]]) -> None:
+        self._threads = threads
+        self._allowed = allowed
+
+    def host_data_after(self, choice: int, output_ids: tuple[int, ...]) -> Future[HostData]:
+        return self._threads.submit(lambda: HostData(bitmask=bitmask(self._allowed(output_ids), VOCAB)))
+
+
+def request(number: int, constraint: Constraint | None = None, **sampling: Any) -> Request:
+    params = {"temperature": 0.0, "max_new_tokens": NUM_NEW, "ignore_eos": True} | sampling
+    return Request(ids=tuple(prompts()[number]), sampling=SamplingParams(**params), constraint=constraint)
+
+
+async def answer(core: EngineCore, asked: Request) -> list[Chunk]:
+    return await core.submit(asked).whole()
+
+
+def ids_of(chunks: list[Chunk]) -> list[int]:
+    return [token_id for chunk in chunks for token_id in chunk.ids]
+
+
+def awaited(core: EngineCore) -> list[Future[HostData]]:
+    """The host data without which rows are in no step."""
+    return [future for actor in core._scheduler.alive for future in actor.scheduler.awaited]
+
+
+@asynccontextmanager
+async def running(**options: Any) -> AsyncIterator[EngineCore]:
+    """An engine whose ledger is exact at the end."""
+    async with Engine(model_path(FAMILY), skip_tokenizer_init=True, random_seed=1, **options) as engine:
+        yield engine.core
+        status = engine.status()
+        assert (status.num_running, status.num_waiting, status.num_used_pages) == (0, 0, 0)
+        engine.core.check()
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_masked_rows_give_the_reference_and_others_what_they_give_without_them(way: str):
+    with ThreadPoolExecutor(1) as threads:
+        masks = ThreadedMasks(threads, allowed)
+        async with running(**WAYS[way]) as core:
+            found = await asyncio.gather(
+                *(answer(core, request(n, masks if n in MASKED else None)) for n in range(20))
+            )
+    for number, chunks in enumerate(found):
+        expected = masked_reference(number) if number in MASKED else reference(FAMILY)[number]
+        assert ids_of(chunks) == expected, number
+
+
+@pytest.mark.parametrize("way", ["overlap", "no overlap"])
+@pytest.mark.parametrize("held_at", [0, 3])
+async def test_a_slow_mask_stops_only_its_own_row(way: str, held_at: int):
+    masks = LateHostData(VOCAB, allowed, is_held=lambda output_ids: len(output_ids) == held_at)
+    async with running(**WAYS[way]) as core:
+        slow = core.submit(request(3, masks))
+        other = core.submit(request(7, max_new_tokens=200))
+        received: list[int] = []
+        async for chunks in other.chunks():
+            received += ids_of(list(chunks))
+            if len(received) >= 100 and masks.num_held:  # many steps, in all of which the slow row waits
+                masks.is_held = lambda output_ids: False
+                masks.deliver()
+        assert len(received) == 200
+        assert received[:NUM_NEW] == reference(FAMILY)[7]
+        assert ids_of(await slow.whole()) == masked_reference(3)
+
+
+async def test_an_engine_that_only_waits_for_a_mask_rests_until_it_comes():
+    masks = LateHostData(VOCAB, allowed, is_held=lambda output_ids: len(output_ids) == 2)
+    async with running() as core:
+        slow = core.submit(request(3, masks))
+        while not (masks.num_held and awaited(core)):
+            await asyncio.sleep(0)
+        steps = -1
+        while steps != core.status().num_steps:  # what is in flight ends
+            steps = core.status().num_steps
+            for _ in range(5000):
+                await asyncio.sleep(0)
+        threading.Thread(target=masks.deliver_all).start()
+        assert ids_of(await slow.whole()) == masked_reference(3)
+        assert max(masks.asked, key=masks.asked.count) == masks.asked[0]
+        assert len(masks.asked) == NUM_NEW  # once for each token
+
+
+async def test_a_mask_without_tokens_ends_its_request_with_an_error_and_no_other():
+    def until_two(output_ids: tuple[int, ...]) -> list[int]:
+        return allowed(output_ids) if len(output_ids) < 2 else []
+
+    async with running() as core:
+        masks = LateHostData(VOCAB, until_two)
+        failed, other = await asyncio.gather(answer(core, request(3, masks)), answer(core, request(7)))
+    assert ids_of(failed) == masked_reference(3)[:2]
+    finish = failed[-1].finish
+    assert finish is not None
+    assert finish.kind == "abort"
+    assert "constraint" in (finish.message or "")
+    assert ids_of(other) == reference(FAMILY)[7]
+
+
+class Failing:
+    """Raises, or gives futures that do."""
+
+    def __init__(self, *, at_once: bool) -> None:
+        self._at_once = at_once
+
+    def host_data_after(self, choice: int, output_ids: tuple[int, ...]) -> Future[HostData]:
+        if self._at_once:
+            raise ValueError("a secret of the grammar")
+        future: Future[HostData] = Future()
+        future.set_exception(ValueError("a secret of the grammar"))
+        return future
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+async def test_a_constraint_that_raises_ends_its_request_and_no_other(at_once: bool):
+    async with running() as core:
+        failed, other = await asyncio.gather(
+            answer(core, request(3, Failing(at_once=at_once))), answer(core, request(7))
+        )
+    finish = failed[-1].finish
+    assert finish is not None
+    assert finish.kind == "abort"
+    assert "secret" not in (finish.message or "")
+    assert ids_of(other) == reference(FAMILY)[7]
+
+
+async def test_a_request_that_waits_for_a_mask_can_be_aborted():
+    masks = LateHostData(VOCAB, allowed, is_held=lambda output_ids: len(output_ids) == 2)
+    async with running() as core:
+        asked = request(3, masks)
+        slow = core.submit(asked)
+        while not (masks.num_held and awaited(core)):
+            await asyncio.sleep(0)
+        core.abort(asked.id)
+        chunks = await slow.whole()
+        assert ids_of(chunks) == masked_reference(3)[:2]
+        masks.deliver_all()
+        assert ids_of(await answer(core, request(7))) == reference(FAMILY)[7]
+
+
+async def test_choices_of_a_request_have_masks_of_their_own():
+    masks = LateHostData(VOCAB, allowed, is_held=lambda output_ids: len(output_ids) == 4)
+    sampling = {"temperature": 1.0, "seed": 5, "n": 3}
+    async with running() as core:
+        free = LateHostData(VOCAB, allowed)
+        expected = await answer(core, request(5, free, **sampling))
+        reply = core.submit(request(5, masks, **sampling))
+        while masks.num_held < 3:
+            await asyncio.sleep(0)
+        masks.deliver_all()
+        found = await reply.whole()
+    for choice in range(3):
+        outputs = [ids_of([c for c in chunks if c.index == choice]) for chunks in (expected, found)]
+        assert outputs[0] == outputs[1]
+        assert all(token in allowed(tuple(outputs[0][:i])) for i, token in enumerate(outputs[0]))
+    assert {choice for choice, _ in masks.asked} == {0, 1, 2}
