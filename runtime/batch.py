@@ -123,15 +123,6 @@ class PromptLogprobs(NamedTuple):
     params: LogprobParams
 
 
-class Tokens(NamedTuple):
-    """What a step produced, on the host."""
-
-    ids: list[int]  # [B]; UNKNOWN where the row did not sample
-    broken: list[int]  # rows whose logits were not finite numbers
-    logprobs: list[Logprobs | None] | None = None  # [B], of the sampled token
-    prompt_logprobs: list[tuple[int, Logprobs]] = []  # (row, of its wanted prompt positions)  # noqa: RUF012
-
-
 class StepOutput(NamedTuple):
     """What a step produced, on the host. B rows, as in its batch."""
 
@@ -146,6 +137,11 @@ class StepOutput(NamedTuple):
 
 class Runner(Protocol):
     """Computes batches in order, beside the event loop. The engine core owns, watches and closes it."""
+
+    @property
+    def kernels_description(self) -> str:
+        """Which implementation of each operation runs, and which arithmetic it uses, in one line."""
+        ...
 
     def launch(self, batch: Batch) -> asyncio.Future[StepOutput]:
         """Enqueue the batch and return at once. The future raises what the forward raised.

@@ -20,7 +20,7 @@ from runtime.actors.assemble import prepare
 from runtime.actors.engine_core import EngineCore
 from runtime.config import Args
 from runtime.config.resolve.parallel import with_torchrun
-from runtime.distributed.node import run_node
+from runtime.distributed.worker_group import run_node
 from runtime.errors import ConfigurationError, EngineFailure
 from runtime.request import Request
 from runtime.sampling_params import SamplingParams

@@ -11,7 +11,7 @@ import anyio.to_thread
 
 from ops.machine import Machine
 from runtime.actors.engine_core import EngineCore
-from runtime.actors.replica import Replica, start_replica
+from runtime.actors.replica import Replica, start_replica, start_replicas
 from runtime.config import Args, without_effect
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import Plan, TextPlan
@@ -48,9 +48,11 @@ def _with_local_tokenizer(text: TextPlan, args: Args) -> TextPlan:
 
 
 async def assemble(plan: Plan, facts: ModelFacts) -> EngineCore:
-    """Load the tokenizer and the weights, size the KV pool, and put the core together. Call it on the loop.
+    """Load the tokenizer and the weights of all replicas at the same time, size the KV pools, and put the core
+    together. Call it on the loop.
 
-    Raises `ConfigurationError` for what only the files themselves show.
+    Raises `ConfigurationError` for what only the files themselves show, `EngineFailure` for what the system refused.
+    Failed or cancelled, it leaves nothing behind.
     """
     tokenizer: Tokenizer | None = None
 
@@ -63,13 +65,13 @@ async def assemble(plan: Plan, facts: ModelFacts) -> EngineCore:
     try:
         async with anyio.create_task_group() as loading:
             loading.start_soon(load_tokenizer)
-            for place in range(plan.parallel.dp_size):
-                replicas.append(await start_replica(plan, facts, place))
+            replicas += await start_replicas(plan, facts, range(plan.parallel.dp_size))
     except BaseException as error:
         with anyio.CancelScope(shield=True):
             for replica in replicas:
                 await anyio.to_thread.run_sync(replica.runner.close)
-        raise first_error(error) from None
+        cause = first_error(error)
+        raise cause from cause.__cause__
     restart = partial(start_replica, plan, facts) if len(replicas) > 1 else None
     plan = replicas[0].plan
     logger.info(

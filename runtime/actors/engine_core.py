@@ -189,7 +189,7 @@ class EngineCore:
             num_steps=sum(actor.progress.num_steps for actor in alive),
             num_generated=sum(actor.progress.num_generated for actor in alive),
             gen_throughput=sum(actor.progress.gen_throughput for actor in alive),
-            kernels=getattr(alive[0].runner, "kernels", "") if alive else "",
+            kernels=alive[0].runner.kernels_description if alive else "",
         )
 
 

@@ -4,105 +4,231 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from functools import partial
+from typing import TYPE_CHECKING
 
 import anyio
+import anyio.to_thread
 
 from ops.machine import GIB
 from runtime.batch import Runner
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import Plan
-from runtime.errors import first_error
+from runtime.distributed.link import encode
+from runtime.distributed.worker_group import WorkerGroup, thread_environment
+from runtime.errors import ConfigurationError, EngineFailure, first_error
 from runtime.kv_cache.prefix_cache import PrefixCache
 from runtime.kv_cache.sizing import StepMemory, check_balance, max_running, memory_table, size_pool
 from runtime.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from runtime.distributed.worker_group import Crew
+    from runtime.worker.worker import CacheSetup, ModelWorker
 
 logger = logging.getLogger("penstock.core")
 
 
-class DeviceRunner(Runner, Protocol):
-    """A runner that the core owns, watches and closes."""
-
-    async def watch(self) -> None:
-        """Never returns; raises `WorkerFailed` when a process that it needs is gone."""
-        ...
-
-    def close(self) -> None:
-        """Finish what was launched and give everything back. Blocks; `watch` has ended before."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """Belongs to the core, which closes the runner."""
+    """Belongs to the engine core, which closes the runner."""
 
     plan: Plan  # with the number of sequences that its KV pool allows
     schedule: Scheduler
-    runner: DeviceRunner
+    runner: Runner
 
 
-async def start_replica(plan: Plan, facts: ModelFacts, place: int = 0) -> Replica:
-    """Load the weights, on every rank, and size and make the KV pool of the replica with this number.
+async def start_replicas(plan: Plan, facts: ModelFacts, indices: Iterable[int]) -> list[Replica]:
+    """The replicas with these numbers. Their weights load at the same time; then their KV pools are sized and made
+    one after the other, since replicas on one machine share its memory.
 
-    Raises `ConfigurationError` for what only the files themselves show, `WorkerFailed` naming the rank.
-    Failed or cancelled, it leaves nothing behind.
+    Raises `ConfigurationError` for what only the files themselves show, `WorkerFailed` naming the rank,
+    `EngineFailure` for what the system refused. Failed or cancelled, it leaves nothing behind.
     """
-    from runtime.distributed.worker_group import Crew
-
-    crew = Crew(plan, facts, place * plan.parallel.ranks)
+    loaders = [_ReplicaLoader(plan, facts, index) for index in indices]
     try:
+        async with anyio.create_task_group() as loading:
+            for loader in loaders:
+                loading.start_soon(loader.load)
+        return [await loader.finish() for loader in loaders]
+    except BaseException as error:
+        with anyio.CancelScope(shield=True):
+            for loader in loaders:
+                await loader.close()
+        cause = first_error(error)
+        failure = _start_failure(cause)
+        raise failure from (cause.__cause__ if failure is cause else cause)
+
+
+async def start_replica(plan: Plan, facts: ModelFacts, index: int) -> Replica:
+    """As `start_replicas`, one of them."""
+    [replica] = await start_replicas(plan, facts, [index])
+    return replica
+
+
+class _ReplicaLoader:
+    """One replica on its way: `load`, then `finish`; or `close` at any time, which gives everything back."""
+
+    def __init__(self, plan: Plan, facts: ModelFacts, index: int) -> None:
+        self._plan = plan
+        self._facts = facts
+        self._index = index
+        self._group = WorkerGroup()
+        self._worker: ModelWorker | None = None
+        self._runner: Runner | None = None
+
+    async def load(self) -> None:
+        """Start the worker processes and load every rank's weights."""
+        from runtime.worker.worker import ModelWorker, WorkerSetup
+
+        plan, facts, group = self._plan, self._facts, self._group
+        parallel = plan.parallel
         began = time.monotonic()
-        memory = await crew.load()
+        environment = _share_processors(plan)
+        with _in_time(parallel.join_timeout_s, "join from the other machines"):
+            await group.start(parallel, facts, environment)
+        own, *others = (
+            WorkerSetup.of(plan, facts, rank, self._index * parallel.ranks) for rank in range(parallel.ranks)
+        )
+        for process, setup in zip(group.workers, others, strict=True):
+            process.send(encode({"setup": setup}))
+        with _in_time(parallel.join_timeout_s, "load the model"):
+            async with anyio.create_task_group() as loading:
+                loading.start_soon(group.receive)
+                self._worker = worker = await anyio.to_thread.run_sync(ModelWorker, own)
         logger.info(
             "Load weight end. type=%s, dtype=%s, mem usage=%.2f GB, %.1f s",
             facts.architecture,
             plan.model.dtype,
-            memory[0]["weights"] / GIB,
+            worker.weight_bytes / GIB,
             time.monotonic() - began,
         )
-        pages, because = _size(plan, facts, memory, crew.steps)
-        plan = replace(plan, schedule=replace(plan.schedule, max_running=max_running(plan, pages)))
-        pool = await crew.join(pages, plan.schedule.max_running)
-        logger.info(
-            "KV Cache is allocated. #tokens: %d, %.2f GB", pages * plan.cache.page_size, pool.nbytes / GIB
+        logger.info("Kernels: %s", worker.kernels_description)
+
+    async def finish(self) -> Replica:
+        """Size and make the KV pools, and the runner, which owns worker and processes from then on."""
+        from runtime.distributed.group_runner import GroupRunner
+        from runtime.worker.model_runner import ModelRunner
+        from runtime.worker.worker import CacheSetup
+
+        worker, group, facts = self._worker, self._group, self._facts
+        if worker is None:
+            raise RuntimeError("A replica finishes when it has loaded.")
+        steps = None
+        if worker.device.type == "cuda" and self._plan.parallel.ranks == 1:
+            steps = await anyio.to_thread.run_sync(worker.profile_memory, self._plan)
+        group.send({"measure": True})
+        memory = [
+            await anyio.to_thread.run_sync(worker.memory),
+            *(body["memory"] for body in await group.receive()),
+        ]
+        pages, reason = _size(self._plan, facts, memory, steps)
+        given = self._plan
+        plan = self._plan = replace(
+            given, schedule=replace(given.schedule, max_running=max_running(given, pages))
         )
-        _log_memory(
-            plan,
-            memory[0],
-            pool.nbytes,
-            f"{pages} pages of {plan.cache.page_size} tokens in {plan.cache.kv_dtype}: {because}",
-            crew,
+        cache = CacheSetup(
+            num_pages=pages,
+            page_size=plan.cache.page_size,
+            kv_dtype=plan.cache.kv_dtype,
+            num_sequences=plan.schedule.max_running,
         )
+        kv_bytes = await self._join(worker, cache)
+        logger.info("KV Cache is allocated. #tokens: %d, %.2f GB", pages * cache.page_size, kv_bytes / GIB)
+        reason = f"{pages} pages of {cache.page_size} tokens in {cache.kv_dtype}: {reason}"
+        after = await anyio.to_thread.run_sync(worker.memory)
+        _log_memory(plan, memory[0], after, kv_bytes, reason, steps)
         schedule = Scheduler(
             plan.schedule,
             PrefixCache(pages, plan.cache.page_size, enabled=plan.cache.prefix_cache),
             vocab_size=facts.vocab_size,
             context_length=plan.model.context_length,
         )
-        return Replica(plan, schedule, await crew.lead(pool, plan.schedule.max_running))
-    except BaseException as error:
-        with anyio.CancelScope(shield=True):
-            await crew.close()
-        raise first_error(error) from None
+        executor = await anyio.to_thread.run_sync(worker.lead, plan)
+        runner = ModelRunner(executor, kernels_description=worker.kernels_description)
+        self._runner = GroupRunner(runner, group, worker.mesh) if group.workers else runner
+        return Replica(plan, schedule, self._runner)
+
+    async def close(self) -> None:
+        """Give everything back, however far it came."""
+        if self._runner is not None:
+            await anyio.to_thread.run_sync(self._runner.close)
+            return
+        await self._group.close()
+        if self._worker is not None:
+            await anyio.to_thread.run_sync(self._worker.close)
+
+    async def _join(self, worker: ModelWorker, cache: CacheSetup) -> int:
+        """Have all ranks meet and make their pools -> the bytes of rank 0's."""
+        plan, group = self._plan, self._group
+        if not group.workers:
+            return await anyio.to_thread.run_sync(worker.join, cache, None)
+        timeout_s = max(plan.parallel.join_timeout_s, plan.schedule.watchdog_timeout_s)
+        rendezvous, listening = group.open_rendezvous(plan.parallel, timeout_s)
+        group.send({"join": {"rendezvous": rendezvous, "cache": cache}})
+        with _in_time(plan.parallel.join_timeout_s, "meet"):
+            async with anyio.create_task_group() as joining:
+                joining.start_soon(group.receive)
+                join = partial(worker.join, cache, rendezvous, listening=listening)
+                kv_bytes = await anyio.to_thread.run_sync(join, abandon_on_cancel=True)
+        return kv_bytes
 
 
-def _log_memory(plan: Plan, before: Mapping[str, int], kv_bytes: int, because: str, crew: Crew) -> None:
-    """One table of the first rank's memory, now that weights and pool are in place."""
-    own = crew.member.memory() if crew.member is not None else before
+def _share_processors(plan: Plan) -> dict[str, str]:
+    """Set how many threads this process computes with, and return what others are started with."""
+    environment = thread_environment(plan)
+    if environment:
+        import torch
+
+        torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    return environment
+
+
+def _start_failure(error: BaseException) -> BaseException:
+    """What to raise when a replica cannot start: what the system refused becomes an error of ours."""
+    import torch
+
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return EngineFailure(
+            "There is too little memory for the model and its KV cache; lower --mem-fraction-static or "
+            "--max-total-tokens, or end other programs."
+        )
+    if isinstance(error, OSError | RuntimeError):
+        return EngineFailure("The model could not be started; the log has the reason.")
+    return error
+
+
+@contextmanager
+def _in_time(seconds: float, what: str) -> Iterator[None]:
+    """Turn too long a wait into a refusal that says what to do."""
+    try:
+        with anyio.fail_after(seconds):
+            yield
+    except TimeoutError as error:
+        raise ConfigurationError(
+            f"The ranks did not {what} within {seconds:g} s; see --dist-timeout."
+        ) from error
+
+
+def _log_memory(
+    plan: Plan,
+    before: Mapping[str, int],
+    after: Mapping[str, int],
+    kv_bytes: int,
+    reason: str,
+    steps: StepMemory | None,
+) -> None:
+    """One table of rank 0's memory, before and after its pool was made."""
     table = memory_table(
         device=plan.model.device,
         total_bytes=before["total"],
         weight_bytes=before["weights"],
         kv_bytes=kv_bytes,
-        kv_reason=because,
+        kv_reason=reason,
         # A pool of zeros takes real memory only as it is written.
-        free_bytes=min(own["available"], before["available"] - kv_bytes),
-        steps=crew.steps,
+        free_bytes=min(after["available"], before["available"] - kv_bytes),
+        steps=steps,
     )
     logger.info("%s", table)
 
@@ -114,7 +240,7 @@ def _size(
 
     Raises `ConfigurationError` where other programs take much more of one GPU than of the others.
     """
-    from runtime.distributed.mesh import Place
+    from runtime.distributed.mesh import RankInfo
 
     parallel = plan.parallel
     on_cpu = plan.model.device == "cpu"
@@ -124,7 +250,7 @@ def _size(
     sizes = [
         size_pool(
             plan,
-            Place(rank=rank, tp_size=parallel.tp_size, pp_size=parallel.pp_size).local(facts),
+            RankInfo(rank=rank, tp_size=parallel.tp_size, pp_size=parallel.pp_size).local_facts(facts),
             available_bytes=own["available"] // sharing,
             total_bytes=own["total"] // sharing,
             weight_bytes=own["weights"],
@@ -132,8 +258,8 @@ def _size(
         )
         for rank, own in enumerate(memory)
     ]
-    pages, because = min(sizes)
+    pages, reason = min(sizes)
     asked = plan.cache.max_total_tokens or 0
     level = logging.WARNING if pages < asked // plan.cache.page_size else logging.INFO
-    logger.log(level, "The KV cache gets %d pages of %d tokens: %s.", pages, plan.cache.page_size, because)
-    return pages, because
+    logger.log(level, "The KV cache gets %d pages of %d tokens: %s.", pages, plan.cache.page_size, reason)
+    return pages, reason

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import anyio
 import anyio.to_thread
 
-from runtime.actors.adapted_runner import AdaptedRunner
 from runtime.actors.detokenizer import DetokenizerActor
 from runtime.actors.live_requests import LiveRequest, LiveRequests
 from runtime.actors.mailbox import Mailbox
@@ -81,7 +80,6 @@ class SchedulerActor:
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
-        self._adapted: Runner = AdaptedRunner(runner)
         self.progress = Progress(scheduler, plan.log_interval_steps)
         # Steps in flight while the next one is filled: for overlap one, in a pipeline one for each stage.
         self._depth = plan.micro_batches - 1 if plan.micro_batches > 1 else int(plan.overlap)
@@ -190,7 +188,7 @@ class SchedulerActor:
     def _launch(self, batch: Batch) -> None:
         if not self._in_flight:
             self.progress.last_step_s = time.monotonic()
-        self._in_flight.append((batch, self._adapted.launch(batch)))
+        self._in_flight.append((batch, self.runner.launch(batch)))
         self.progress.note_launch(batch)
 
     async def _finish_oldest(self) -> None:
@@ -210,7 +208,7 @@ class SchedulerActor:
 
     async def _output(self, future: asyncio.Future[StepOutput]) -> StepOutput:
         """The result of the oldest step in flight. Gives the loop a turn; cancelled, the step goes on."""
-        self._adapted.finish_oldest()
+        self.runner.finish_oldest()
         if future.done():
             await asyncio.sleep(0)
             return future.result()

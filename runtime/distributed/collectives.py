@@ -65,7 +65,7 @@ class Group:
         x = x.contiguous()
         self._sent.append((self._group.send([x], to, 0), x))
 
-    def receive(self, like: Tensor, source: int) -> Tensor:
+    def recv(self, like: Tensor, source: int) -> Tensor:
         """Fill `like` with what `source` sent next."""
         self._group.recv([like], source, 0).wait()
         return like

@@ -1,19 +1,69 @@
-"""The two ends of the line between the engine and one worker: a socket pair that nobody else holds."""
+"""The line between the engine and one worker process: frames over a socket pair that nobody else holds.
+
+A frame is JSON and plain arrays, no pickle, nothing executable: a fixed head (total length, length of the JSON
+part), the JSON part, and the arrays' bytes one after the other. Both ends are the same program on machines of one
+byte order.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
+import struct
 from collections import deque
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
-from runtime.distributed.message import HEAD, MAX_FRAME_BYTES, Frame, decode
+import numpy as np
+import orjson
+from numpy.typing import NDArray
 
+HEAD = struct.Struct("<II")  # bytes after the head, bytes of JSON
+MAX_FRAME_BYTES = 1 << 30
 BUFFER_BYTES = 4 * 2**20
 READ_BYTES = 1 << 16
 
 
+class Frame(NamedTuple):
+    """A message: its JSON part, and its int32 arrays by name."""
+
+    body: dict[str, Any]
+    arrays: dict[str, NDArray[np.int32]]
+
+
+def encode(body: Mapping[str, Any], arrays: Mapping[str, NDArray[np.int32]] | None = None) -> bytes:
+    """The frame as bytes. `body` may hold dataclasses and sets; arrays become int32."""
+    parts: list[Any] = []
+    if arrays:
+        flat = {name: np.ascontiguousarray(array, np.int32) for name, array in arrays.items()}
+        body = {**body, "": [[name, array.shape] for name, array in flat.items()]}
+        parts = [array.data.cast("B") if array.size else b"" for array in flat.values()]
+    text = orjson.dumps(body, default=_plain)
+    length = len(text) + sum(len(part) for part in parts)
+    return b"".join([HEAD.pack(length, len(text)), text, *parts])
+
+
+def decode(content: bytearray | bytes, text_length: int) -> Frame:
+    """The frame of these bytes, the head taken off; its arrays share their memory.
+
+    Raises ValueError or TypeError for bytes that are no frame.
+    """
+    body = orjson.loads(memoryview(content)[:text_length])
+    if not isinstance(body, dict):
+        raise ValueError("The JSON part of a frame must be an object.")
+    arrays: dict[str, NDArray[np.int32]] = {}
+    offset = text_length
+    for name, shape in body.pop("", ()):
+        size = math.prod(shape)
+        flat = np.frombuffer(content, np.uint8, size * 4, offset)  # bytes first: they need no alignment
+        arrays[name] = flat.view(np.int32).reshape(shape)
+        offset += size * 4
+    return Frame(body, arrays)
+
+
 class LinkClosed(Exception):
-    """The other end is gone."""
+    """The other end is gone, or sent what is no frame; then that error is the cause."""
 
 
 class Link:
@@ -29,6 +79,7 @@ class Link:
         self._backlog: deque[memoryview] = deque()
         self._arrival: asyncio.Future[None] | None = None
         self._open = True
+        self._error: Exception | None = None  # why nothing more can be read
         self._loop.add_reader(end, self._read)
 
     def send(self, frame: bytes) -> None:
@@ -44,21 +95,26 @@ class Link:
             self._backlog.append(rest)
 
     async def receive(self) -> Frame:
-        """The next frame. Raises `LinkClosed` when the other end is gone and everything was received.
+        """The next frame. Raises `LinkClosed` when there will be none and everything was received.
 
         One reader at a time; cancelled, no frame is lost.
         """
         while not self._frames:
             if not self._open:
-                raise LinkClosed
+                raise LinkClosed from self._error
             self._arrival = self._loop.create_future()
             await self._arrival
         return self._frames.popleft()
 
     def close(self) -> None:
         """The other end finds its own closed. Call it on the loop; again, it does nothing."""
-        self._end()
-        self._socket.close()
+        if self._open:
+            self._open = False
+            self._loop.remove_reader(self._socket)
+            self._loop.remove_writer(self._socket)
+            self._backlog.clear()
+            self._socket.close()
+            self._wake()
 
     def _write(self, content: memoryview) -> int:
         try:
@@ -85,22 +141,18 @@ class Link:
         except OSError:
             content = b""
         if not content:
-            self._end()
+            self.close()
             return
         self._unread += content
-        while (size := _frame_size(self._unread)) is not None and len(self._unread) >= size:
-            _, text_length = HEAD.unpack_from(self._unread)
-            self._frames.append(decode(self._unread[HEAD.size : size], text_length))
-            del self._unread[:size]
+        try:
+            while (size := _frame_size(self._unread)) is not None and len(self._unread) >= size:
+                _, text_length = HEAD.unpack_from(self._unread)
+                self._frames.append(decode(self._unread[HEAD.size : size], text_length))
+                del self._unread[:size]
+        except (ValueError, TypeError) as error:  # nothing behind it can be read either
+            self._error = error
+            self.close()
         self._wake()
-
-    def _end(self) -> None:
-        if self._open:
-            self._open = False
-            self._loop.remove_reader(self._socket)
-            self._loop.remove_writer(self._socket)
-            self._backlog.clear()
-            self._wake()
 
     def _wake(self) -> None:
         if self._arrival is not None and not self._arrival.done():
@@ -135,7 +187,7 @@ class WorkerLink:
         """The next frame. Raises `LinkClosed` when there will be none."""
         length, text_length = HEAD.unpack(self._exactly(HEAD.size))
         if length > self._max_bytes:
-            raise ValueError("A frame beyond all measure.")
+            raise ValueError(f"A frame of {length} bytes is too large.")
         return decode(self._exactly(length), text_length)
 
     def _exactly(self, size: int) -> bytearray:
@@ -158,5 +210,13 @@ def _frame_size(content: bytearray) -> int | None:
         return None
     length, _ = HEAD.unpack_from(content)
     if length > MAX_FRAME_BYTES:
-        raise ValueError("A worker sent a frame beyond all measure.")
+        raise ValueError(f"A frame of {length} bytes is too large.")
     return HEAD.size + length
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, frozenset | set):
+        return sorted(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{type(value).__name__} cannot travel between processes.")

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from runtime.config.model_facts import ModelFacts
 from runtime.distributed.collectives import Group
+from runtime.distributed.rendezvous import Rendezvous
 from runtime.layers.sharding import Stage, shard_range
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RankInfo:
     """The coordinates of a rank: ranks of one stage share its layers, and are neighbours in number."""
 
     rank: int = 0
@@ -34,99 +36,107 @@ class Place:
         return self.tp_size * self.pp_size
 
     @property
-    def first(self) -> bool:
-        """Whether this rank is of the first stage, which embeds tokens and chooses the next ones."""
+    def is_first_stage(self) -> bool:
+        """Whether this rank is of the stage that embeds tokens and has the LM head."""
         return self.stage == 0
 
     @property
-    def last(self) -> bool:
+    def is_last_stage(self) -> bool:
         return self.stage == self.pp_size - 1
 
-    def share(self, num_layers: int) -> Stage:
+    def stage_layers(self, num_layers: int) -> Stage:
         """What this rank's stage computes; the last stages get the layers that do not divide evenly."""
         first, end = (num_layers * stage // self.pp_size for stage in (self.stage, self.stage + 1))
-        return Stage(range(first, end), self.first, self.last)
+        return Stage(range(first, end), self.is_first_stage, self.is_last_stage)
 
-    def local(self, facts: ModelFacts) -> ModelFacts:
+    def local_facts(self, facts: ModelFacts) -> ModelFacts:
         """The facts of this rank's share, as far as its part of the KV pool is concerned."""
         kv_heads = shard_range("kv_heads", facts.num_kv_heads, 1, self.tp_rank, self.tp_size).size
-        return replace(facts, num_kv_heads=kv_heads, num_layers=len(self.share(facts.num_layers).layers))
+        return replace(
+            facts, num_kv_heads=kv_heads, num_layers=len(self.stage_layers(facts.num_layers).layers)
+        )
 
 
 class Mesh:
     """The groups of one rank. It can be built into layers at once, and computes after `join`."""
 
-    def __init__(self, place: Place, device: torch.device) -> None:
-        self.place = place
+    def __init__(self, rank_info: RankInfo, device: torch.device) -> None:
+        self.rank_info = rank_info
         self._device = device
         self._tp: Group | None = None  # who shares our layers
-        self._on: Group | None = None  # the same rank of every stage, for what goes on through the layers
+        self._forth: Group | None = None  # the same rank of every stage, for what goes on through the layers
         self._back: Group | None = None  # and for what the last stage returns to the first
 
     @property
     def rank(self) -> int:
         """Among the ranks that share the same layers."""
-        return self.place.tp_rank
+        return self.rank_info.tp_rank
 
     @property
     def size(self) -> int:
-        return self.place.tp_size
+        return self.rank_info.tp_size
 
-    def join(self, store: Any, *, timeout_s: float, address: str) -> None:
-        """Meet the other ranks. Blocks until all are there; RuntimeError when they are not in time."""
-        place = self.place
+    def join(self, rendezvous: Rendezvous, *, address: str | None = None, listening: int = -1) -> None:
+        """Meet the other ranks. Blocks until all are there; RuntimeError when they are not in time.
+
+        `address` is this rank's own, if not the rendezvous' host; `listening` a socket that rank 0 listens on there.
+        """
+        info, store = self.rank_info, _open_store(rendezvous, self.rank_info.world_size, listening)
+        host = address or rendezvous.host
 
         def group(name: str, rank: int, size: int) -> Group:
-            return Group(store, name, rank, size, device=self._device, timeout_s=timeout_s, address=address)
+            return Group(
+                store, name, rank, size, device=self._device, timeout_s=rendezvous.timeout_s, address=host
+            )
 
-        if place.tp_size > 1:
-            self._tp = group(f"tp{place.stage}", place.tp_rank, place.tp_size)
-        if place.pp_size > 1:
+        if info.tp_size > 1:
+            self._tp = group(f"tp{info.stage}", info.tp_rank, info.tp_size)
+        if info.pp_size > 1:
             # Two groups, since on CUDA what one group sends and receives happens in one order.
-            self._on = group(f"on{place.tp_rank}", place.stage, place.pp_size)
-            self._back = group(f"back{place.tp_rank}", place.stage, place.pp_size)
+            self._forth = group(f"forth{info.tp_rank}", info.stage, info.pp_size)
+            self._back = group(f"back{info.tp_rank}", info.stage, info.pp_size)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over the ranks that share the same layers, in place."""
-        return self._team.all_reduce(x)
+        return self._tp_group.all_reduce(x)
 
     def gather(self, x: Tensor) -> list[Tensor] | None:
         """`x` of all ranks that share the same layers, on the first of them; None on the others."""
-        return self._team.gather(x)
+        return self._tp_group.gather(x)
 
     def broadcast(self, x: Tensor) -> Tensor:
         """The first rank's `x` on those that share the same layers; in place."""
-        return x if self.size == 1 else self._team.broadcast(x)
+        return x if self.size == 1 else self._tp_group.broadcast(x)
 
-    def pass_on(self, x: Tensor) -> None:
+    def send(self, x: Tensor) -> None:
         """Send `x` to the next stage, or from the last one back to the first; does not wait for it."""
-        if self.place.last:
+        if self.rank_info.is_last_stage:
             self._joined(self._back).send(x, 0)
         else:
-            self._joined(self._on).send(x, self.place.stage + 1)
+            self._joined(self._forth).send(x, self.rank_info.stage + 1)
 
-    def take(self, like: Tensor) -> Tensor:
-        """Fill `like` with what the previous stage passed on; in the first stage, with what came back."""
-        if self.place.first:
-            return self._joined(self._back).receive(like, self.place.pp_size - 1)
-        return self._joined(self._on).receive(like, self.place.stage - 1)
+    def recv(self, like: Tensor) -> Tensor:
+        """Fill `like` with what the previous stage sent; in the first stage, with what came back."""
+        if self.rank_info.is_first_stage:
+            return self._joined(self._back).recv(like, self.rank_info.pp_size - 1)
+        return self._joined(self._forth).recv(like, self.rank_info.stage - 1)
 
     def abort(self) -> None:
         """Let go of whoever waits for other ranks; nothing can be computed afterwards."""
-        for group in (self._tp, self._on, self._back):
+        for group in (self._tp, self._forth, self._back):
             if group is not None:
                 group.abort()
 
     def close(self) -> None:
         """Give back sockets and threads."""
-        groups = (self._tp, self._on, self._back)
-        self._tp = self._on = self._back = None
+        groups = (self._tp, self._forth, self._back)
+        self._tp = self._forth = self._back = None
         for group in groups:
             if group is not None:
                 group.close()
 
     @property
-    def _team(self) -> Group:
+    def _tp_group(self) -> Group:
         return self._joined(self._tp)
 
     @staticmethod
@@ -134,3 +144,19 @@ class Mesh:
         if group is None:
             raise RuntimeError("The ranks have not met yet.")
         return group
+
+
+def _open_store(rendezvous: Rendezvous, world_size: int, listening: int) -> Any:
+    """Where the ranks find each other: a private file, or over the network a port of rank 0's machine."""
+    if rendezvous.path is not None:
+        return distributed.FileStore(rendezvous.path, world_size)  # pyright: ignore[reportPrivateImportUsage]
+    store = distributed.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+        rendezvous.host,
+        rendezvous.port,
+        world_size,
+        listening >= 0,
+        timedelta(seconds=rendezvous.timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=listening if listening >= 0 else None,
+    )
+    return distributed.PrefixStore(rendezvous.key_prefix, store)  # pyright: ignore[reportPrivateImportUsage]

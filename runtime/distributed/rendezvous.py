@@ -1,7 +1,8 @@
-"""How ranks on other machines come in: they report to the first one, and both sides prove to know a token.
+"""Where ranks find each other, and how those on other machines come in at the master address.
 
-The token never travels. What does is a challenge of each side and its HMAC-SHA256 (RFC 2104) under the token,
-so that neither a stranger nor a wrong machine gets a rank's place. The connection itself is not encrypted.
+Both sides prove to know a token, which never travels. What does is a challenge of each side and its HMAC-SHA256
+(RFC 2104) under the token, so that neither a stranger nor a wrong machine takes a rank. The connection itself is not
+encrypted.
 """
 
 from __future__ import annotations
@@ -14,23 +15,33 @@ import secrets
 import socket
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import anyio
 import orjson
 
 from runtime.config.model_facts import ModelFacts
-from runtime.distributed.link import LinkClosed, WorkerLink
-from runtime.distributed.message import encode
-from runtime.distributed.spawn import Worker
+from runtime.distributed.link import LinkClosed, WorkerLink, encode
 from runtime.errors import ConfigurationError
 
 logger = logging.getLogger("penstock.core")
 
 TOKEN_VARIABLE = "PENSTOCK_CLUSTER_TOKEN"  # in the environment of every machine
-REPORT_TIMEOUT_S = 10.0  # for one machine's answer, once it is connected
+ANSWER_TIMEOUT_S = 10.0  # for one machine's answer, once it is connected
 RETRY_S = 0.2
 IDLE_S, INTERVAL_S, PROBES = 15, 5, 3  # of TCP: a machine that fell silent is given up after half a minute
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendezvous:
+    """Where the ranks of one model find each other. Travels to other processes as JSON."""
+
+    host: str  # of rank 0's machine; its collectives listen there and only there
+    timeout_s: float  # for all ranks to be there, and for a collective
+    path: str | None = None  # a private file, where all ranks are on one machine
+    port: int = 0  # or a port of the host
+    key_prefix: str = ""  # which only these ranks know
 
 
 def fingerprint(facts: ModelFacts) -> str:
@@ -39,8 +50,8 @@ def fingerprint(facts: ModelFacts) -> str:
     return hashlib.sha256(text).hexdigest()
 
 
-class Gate:
-    """The first machine's side. Listens on the one address that it is given, while ranks are missing."""
+class MasterListener:
+    """The first machine's side. Listens at the master address, and nowhere else, while ranks are missing."""
 
     def __init__(self, address: tuple[str, int], token: str, model: str) -> None:
         self._token = token
@@ -52,38 +63,40 @@ class Gate:
                 f"--dist-init-addr {address[0]}:{address[1]} cannot be listened on: {error.strerror}."
             ) from error
 
-    async def admit(self, ranks: Iterable[int]) -> list[Worker]:
-        """The workers of these ranks, in their order, when all of them have reported."""
+    async def accept(self, ranks: Iterable[int]) -> dict[int, tuple[socket.socket, str]]:
+        """The connection and the host of each of these ranks, when all of them have joined."""
         missing = set(ranks)
-        found: dict[int, Worker] = {}
+        found: dict[int, tuple[socket.socket, str]] = {}
         loop = asyncio.get_running_loop()
         try:
             while missing:
                 connection, peer = await loop.sock_accept(self._listening)
                 rank = await anyio.to_thread.run_sync(self._check, connection, frozenset(missing))
                 if rank is None:
-                    logger.warning("A stranger at %s was turned away.", peer[0])
+                    logger.warning(
+                        "A connection from %s was refused: it is no rank that is missing.", peer[0]
+                    )
                     connection.close()
                     continue
                 missing.discard(rank)
-                found[rank] = Worker(rank, connection, None, f"on {peer[0]}")
+                found[rank] = connection, peer[0]
         except BaseException:
-            for worker in found.values():
-                worker.detach()
+            for connection, _ in found.values():
+                connection.close()
             raise
         finally:
             self._listening.close()
-        return [found[rank] for rank in sorted(found)]
+        return found
 
     def _check(self, connection: socket.socket, missing: frozenset[int]) -> int | None:
-        """The rank that reports, if it knows the token. Blocks."""
-        connection.settimeout(REPORT_TIMEOUT_S)
+        """The rank that joins, if it knows the token. Blocks."""
+        connection.settimeout(ANSWER_TIMEOUT_S)
         challenge = secrets.token_hex(16)
         try:
             connection.sendall(encode({"challenge": challenge}))
             said = _read(connection)
             rank, answer = int(said["rank"]), str(said["answer"])
-            if not hmac.compare_digest(answer, _proof(self._token, "report", challenge, str(rank))):
+            if not hmac.compare_digest(answer, _proof(self._token, "join", challenge, str(rank))):
                 return None
             refusal = self._refusal(rank, str(said["model"]), missing)
             proof = _proof(self._token, "welcome", str(said["challenge"]))
@@ -99,8 +112,10 @@ class Gate:
         return "" if rank in missing else f"Rank {rank} is not missing; check --node-rank and the sizes."
 
 
-def report(address: tuple[str, int], token: str, rank: int, model: str, timeout_s: float) -> socket.socket:
-    """The other machines' side: the connection of one rank, accepted. Blocks; waits for the first machine.
+def join_master(
+    address: tuple[str, int], token: str, rank: int, model: str, timeout_s: float
+) -> socket.socket:
+    """The other machines' side: the connection of one rank, accepted. Blocks; waits for the master address to listen.
 
     Raises `ConfigurationError` when it is not there in time, does not know the token, or says no.
     """
@@ -110,13 +125,13 @@ def report(address: tuple[str, int], token: str, rank: int, model: str, timeout_
     mine = secrets.token_hex(16)
     try:
         challenge = str(_read(connection)["challenge"])
-        answer = _proof(token, "report", challenge, str(rank))
+        answer = _proof(token, "join", challenge, str(rank))
         connection.sendall(encode({"rank": rank, "answer": answer, "challenge": mine, "model": model}))
         said = _read(connection)
-    except (OSError, LinkClosed, KeyError, ValueError) as error:
+    except (OSError, LinkClosed, KeyError, TypeError, ValueError) as error:
         connection.close()
         raise ConfigurationError(
-            f"The machine at {where} turned rank {rank} away; is {TOKEN_VARIABLE} the same on both?"
+            f"The machine at {where} refused rank {rank}; is {TOKEN_VARIABLE} the same on both?"
         ) from error
     if not hmac.compare_digest(str(said.get("welcome")), _proof(token, "welcome", mine)):
         connection.close()
@@ -150,7 +165,7 @@ def _connect(address: tuple[str, int], timeout_s: float) -> socket.socket:
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            return socket.create_connection(address, timeout=REPORT_TIMEOUT_S)
+            return socket.create_connection(address, timeout=ANSWER_TIMEOUT_S)
         except OSError as error:
             if time.monotonic() > deadline:
                 raise ConfigurationError(

@@ -14,20 +14,14 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NoReturn
 
-from runtime.batch import Batch
-from runtime.config.model_facts import ModelFacts
-from runtime.config.plan import ModelPlan
-from runtime.distributed.link import LinkClosed, WorkerLink
-from runtime.distributed.message import Frame, decode_batch, encode
+from runtime.distributed.group_runner import decode_batch
+from runtime.distributed.link import LinkClosed, WorkerLink, encode
+from runtime.distributed.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from runtime.worker.forward_batch import StepInputs
-    from runtime.worker.rank import Rank
+    from runtime.worker.model_runner import StepExecutor
 
 PR_SET_PDEATHSIG = 1
 FAREWELL_S = 1.0  # for a worker whose link has closed to end by itself
@@ -57,46 +51,34 @@ def main(link_fd: int, parent: int, path: str | None = None) -> int:
 def _work(link: WorkerLink, path: str | None) -> None:
     import torch
 
-    from runtime.worker.device import open_device
-    from runtime.worker.rank import Rank
-    from runtime.worker.worker import Member
+    from runtime.worker.worker import CacheSetup, ModelWorker, WorkerSetup
 
-    setup = _setup(link.receive(), path)
-    if setup["model"].device.startswith("cuda"):
-        torch.cuda.set_device(setup["model"].device)
-    member = Member(setup)
-    link.send(encode({"loaded": member.memory()}))
+    setup = WorkerSetup.decode(link.receive().body["setup"], path)
+    if setup.model.device.startswith("cuda"):
+        torch.cuda.set_device(setup.model.device)
+    worker = ModelWorker(setup)
+    link.send(encode({"loaded": True}))
+    link.receive()  # every rank and every replica has loaded its weights
+    link.send(encode({"memory": worker.memory()}))
     join = link.receive().body["join"]
-    join["address"] = link.address or join["address"]
-    pool = member.join(join)
-    model = member.take_model()
-    device = open_device(member.device)
-    rank = Rank(model, pool, model, num_slots=join["num_slots"], device=device, mesh=member.mesh)
+    rendezvous = Rendezvous(**join["rendezvous"])
+    worker.join(CacheSetup(**join["cache"]), rendezvous, address=link.address)
+    executor = worker.follow()
     link.send(encode({"ready": True}))
-    with torch.inference_mode(), device.forward():
-        if not member.mesh.place.first:
-            while True:
-                rank.relay(decode_batch(link.receive()))
-        _follow(link, rank, pipelined=member.mesh.place.pp_size > 1)
+    if worker.mesh.rank_info.is_first_stage:
+        _follow(link, executor)
+    while True:
+        executor.relay(decode_batch(link.receive()))
 
 
-def _follow(link: WorkerLink, rank: Rank, *, pipelined: bool) -> None:
-    """Do as the first rank does: in a pipeline, a step's beginning and its end are told apart."""
-    begun: deque[tuple[Batch, StepInputs, Tensor | None]] = deque()
+def _follow(link: WorkerLink, executor: StepExecutor) -> NoReturn:
+    """Do as rank 0 does: in a pipeline, a step's beginning and its end are told apart."""
     while True:
         frame = link.receive()
         if "batch" in frame.body:
-            batch = decode_batch(frame)
-            begun.append((batch, *rank.begin(batch)))
-        if not pipelined or "end" in frame.body:
-            rank.follow(*begun.popleft())
-
-
-def _setup(frame: Frame, path: str | None) -> dict[str, Any]:
-    body = frame.body["setup"]
-    here = {} if path is None else {"path": path}
-    facts = {**body["facts"], **here, "eos_ids": frozenset(body["facts"]["eos_ids"])}
-    return {**body, "facts": ModelFacts(**facts), "model": ModelPlan(**{**body["model"], **here})}
+            executor.begin(decode_batch(frame))
+        if not executor.pipelined or "end" in frame.body:
+            executor.follow()
 
 
 def _die_with_parent(parent: int) -> None:

@@ -13,7 +13,7 @@ from ops.attention import AttentionInputs
 from runtime.batch import Batch
 from runtime.kv_cache.pools import KVPool
 from runtime.layers.forward_batch import ForwardBatch
-from runtime.worker.device import Device, Mark
+from runtime.worker.device import Device, Event
 
 # How hidden states [T, E] are computed, the final norm applied: a model, or what captured or compiled its forward.
 # What is returned is the caller's until the next call.
@@ -26,6 +26,7 @@ class StepInputs(NamedTuple):
     forward: ForwardBatch
     last_index: Tensor  # int64 [R], into [T]: the position that predicts the sampled token
     sample_slots: Tensor  # int64 [R]
+    embedding_index: Tensor  # int64 [M], into [T]: the positions whose hidden states are wanted as vectors
 
 
 def prepare(batch: Batch, cache: KVPool, staging: Staging, last_tokens: Tensor) -> StepInputs:
@@ -42,7 +43,9 @@ def prepare(batch: Batch, cache: KVPool, staging: Staging, last_tokens: Tensor) 
     positions = np.arange(num_tokens) + (starts - query_starts[:-1])[rows]
     page_size = cache.page_size
     pages = batch.page_table[rows, positions // page_size].astype(np.int64)
-    sample_rows = batch.sampling.rows if batch.sampling is not None else np.zeros(0, np.int64)
+    nobody = np.zeros(0, np.int64)
+    sample_rows = batch.sampling.rows if batch.sampling is not None else nobody
+    embedding_rows = batch.embedding_rows if batch.embedding_rows is not None else nobody
     there = staging.copy(
         {
             "token_ids": batch.token_ids.astype(np.int64),
@@ -51,6 +54,7 @@ def prepare(batch: Batch, cache: KVPool, staging: Staging, last_tokens: Tensor) 
             "kv_slots": pages * page_size + positions % page_size,
             "last_index": query_starts[1:][sample_rows] - 1,
             "sample_slots": batch.slots[sample_rows].astype(np.int64),
+            "embedding_index": query_starts[1:][embedding_rows] - 1,
             "page_table": batch.page_table,
             "starts": batch.starts,
             "counts": batch.counts,
@@ -73,7 +77,7 @@ def prepare(batch: Batch, cache: KVPool, staging: Staging, last_tokens: Tensor) 
         ),
         cache=cache,
     )
-    return StepInputs(forward, there["last_index"], there["sample_slots"])
+    return StepInputs(forward, there["last_index"], there["sample_slots"], there["embedding_index"])
 
 
 class Staging:
@@ -89,7 +93,7 @@ class Staging:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._buffers = [device.pinned(0) for _ in range(self.NUM_BUFFERS)]
-        self._read: list[Mark | None] = [None] * self.NUM_BUFFERS
+        self._read: list[Event | None] = [None] * self.NUM_BUFFERS
         self._turn = 0
 
     def copy(self, arrays: dict[str, np.ndarray]) -> dict[str, Tensor]:
@@ -115,9 +119,9 @@ class Staging:
         return self._buffers[self._turn]
 
     def _wait_until_read(self) -> None:
-        mark = self._read[self._turn]
-        if mark is not None:
-            mark.wait()  # three steps old: done long ago
+        event = self._read[self._turn]
+        if event is not None:
+            event.wait()  # three steps old: done long ago
 
     def _places(self, arrays: dict[str, np.ndarray]) -> tuple[dict[str, slice], int]:
         """Where each array's bytes lie, and how many there are in all."""

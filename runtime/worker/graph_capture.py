@@ -1,4 +1,4 @@
-"""Work that makes later steps faster, done between steps: one piece at a time, so that nobody waits long."""
+"""Graph capture in the background: one graph at a time between steps, so that no request waits for all of them."""
 
 from __future__ import annotations
 
@@ -6,59 +6,59 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from runtime.worker.device_stream import Collect, DeviceStream, Ticket
+from runtime.worker.device import DeviceThread, Read
 
 logger = logging.getLogger("penstock.core")
 
-PACE = 64  # steps between two pieces while there is always something to compute
-QUIET_S = 0.05  # without a step before the next piece: a client that answers at once is not idle
+STEPS_BETWEEN = 64  # two captures, while there is always something to compute
+QUIET_S = 0.05  # without a step before the next capture: a client that answers at once is not idle
 
 
-class Chores:
-    """Has `work` done on the device thread until it says that nothing is left.
+class BackgroundCapture:
+    """Calls `capture_next` on the device thread until it returns False.
 
-    The first piece waits for the first step to be done, so that no first token waits for any. Later ones are
-    done while nothing runs, and every `pace` steps where something always runs. A piece that fails is the last
-    one: the error is logged, and steps go on as they are. Belongs to the loop.
+    The first capture waits for the first step to be done, so that no first token waits for any. Later ones are
+    made while nothing runs, and every `steps_between` steps where something always runs. A capture that fails is
+    the last one: the error is logged, and steps go on as they are. Belongs to the loop.
     """
 
     def __init__(
         self,
-        stream: DeviceStream,
-        work: Callable[[], bool],
+        thread: DeviceThread,
+        capture_next: Callable[[], bool],
         *,
-        pace: int = PACE,
+        steps_between: int = STEPS_BETWEEN,
         quiet_s: float = QUIET_S,
     ) -> None:
-        self._stream = stream
-        self._work: Callable[[], bool] | None = work  # None: nothing is left
-        self._pace = pace
+        self._thread = thread
+        self._capture_next: Callable[[], bool] | None = capture_next  # None: no graph is left
+        self._steps_between = steps_between
         self._quiet_s = quiet_s
-        self._busy = False  # a piece is on its way
+        self._capturing = False
         self._num_in_flight = 0
-        self._num_steps = 0  # since the last piece
+        self._num_steps = 0  # since the last capture
         self._loop = asyncio.get_running_loop()
 
     @property
-    def left(self) -> bool:
-        """Whether there is work that was not done yet."""
-        return self._work is not None
+    def is_pending(self) -> bool:
+        """Whether a graph is still to be captured."""
+        return self._capture_next is not None
 
-    def note_step(self, step: Ticket) -> None:
+    def note_step(self, step: asyncio.Future) -> None:
         """After every launched step."""
-        if self._work is None:
+        if self._capture_next is None:
             return
         self._num_in_flight += 1
         self._num_steps += 1
-        step.when_done(self._step_done)
+        step.add_done_callback(self._step_done)
 
     def close(self) -> None:
-        """Start no further piece and let go of the work."""
-        self._work = None
+        """Start no further capture and let go of the graphs."""
+        self._capture_next = None
 
-    def _step_done(self, error: BaseException | None) -> None:
+    def _step_done(self, step: asyncio.Future) -> None:
         self._num_in_flight -= 1
-        if self._num_steps >= self._pace:
+        if self._num_steps >= self._steps_between:
             self._start()
         elif not self._num_in_flight:
             self._start_if_quiet()
@@ -73,24 +73,23 @@ class Chores:
         self._loop.call_later(self._quiet_s, start)
 
     def _start(self) -> None:
-        work = self._work
-        if self._busy or work is None or self._stream.closed:
+        capture_next = self._capture_next
+        if self._capturing or capture_next is None or self._thread.closed:
             return
-        self._busy = True
+        self._capturing = True
         self._num_steps = 0
-        self._stream.submit(lambda: self._run(work)).when_done(self._piece_done)
+        self._thread.submit(lambda: self._capture(capture_next)).add_done_callback(self._captured)
 
-    def _run(self, work: Callable[[], bool]) -> Collect[None]:
-        if not work():
-            self._work = None
+    def _capture(self, capture_next: Callable[[], bool]) -> Read[None]:
+        if not capture_next():
+            self._capture_next = None
         return lambda: None
 
-    def _piece_done(self, error: BaseException | None) -> None:
-        self._busy = False
+    def _captured(self, capture: asyncio.Future[None]) -> None:
+        self._capturing = False
+        error = capture.exception()
         if error is not None:
-            self._work = None
-            logger.error(
-                "Preparing faster steps failed; what is not prepared runs as before.", exc_info=error
-            )
+            self._capture_next = None
+            logger.error("A graph was not captured; its steps run without one, as before.", exc_info=error)
         elif not self._num_in_flight:
             self._start_if_quiet()

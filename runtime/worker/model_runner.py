@@ -1,126 +1,370 @@
-"""Runs batches on one device, in order, beside the loop."""
+"""Runs batches on one rank: each is enqueued on the device thread, and a future holds what came of it."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import islice
+from typing import NamedTuple
 
 import anyio
+import numpy as np
 import torch
+from torch import Tensor
 
-from runtime.batch import Batch, Tokens
+from ops.sampling.native import to_device
+from runtime.batch import Batch, StepOutput
 from runtime.distributed.mesh import Mesh
+from runtime.errors import OutOfMemory
 from runtime.kv_cache.pools import KVPool
 from runtime.models.decoder import Decoder
-from runtime.worker.cpu_graph import CpuGraph
-from runtime.worker.device import Device, open_device
-from runtime.worker.device_stream import DeviceStream, Ticket
-from runtime.worker.forward_batch import Forward
-from runtime.worker.graph_capture import Chores
-from runtime.worker.launch import Launcher
-from runtime.worker.rank import Rank
-from runtime.worker.sampler import Sampler
-from runtime.worker.step_timer import Occupancy
-
-
-class ModelStep:
-    """A launched batch; `tokens` waits for its result."""
-
-    __slots__ = ("_ticket",)
-
-    def __init__(self, ticket: Ticket[Tokens]) -> None:
-        self._ticket = ticket
-
-    async def tokens(self) -> Tokens:
-        """The step's tokens, on the host. Raises what the forward raised."""
-        return await self._ticket.result()
-
-
-class PipelinedStep:
-    """A launched batch of which the first stage's layers are computed, or soon will be.
-
-    Its end, on the same thread, waits for the other stages. So it is enqueued only when somebody asks for the
-    tokens: until then the beginnings of further batches may go before it, and the stages overlap.
-    """
-
-    __slots__ = ("_begun", "_end")
-
-    def __init__(self, begun: Ticket[None], end: Callable[[], Ticket[Tokens]]) -> None:
-        self._begun = begun
-        self._end = end
-
-    async def tokens(self) -> Tokens:
-        """The step's tokens, on the host. Raises what the forward raised. Ask once, in order of launch."""
-        ended = self._end()
-        await self._begun.result()
-        return await ended.result()
+from runtime.worker.cpu_graph import NOBODY, CpuGraph, chooses_greedily
+from runtime.worker.device import Device, DeviceThread, Read
+from runtime.worker.forward_batch import Forward, Staging, StepInputs, prepare
+from runtime.worker.graph_capture import BackgroundCapture
+from runtime.worker.logprobs import CHUNK, ScoredPrompts, prompt_indices
+from runtime.worker.sampler import Sampled, Sampler
+from runtime.worker.step_timer import StepTimer
 
 
 class ModelRunner:
-    """A model, its KV pool, its sampler and the stream they run on.
+    """Runs the steps of rank 0 on a device thread. Belongs to the loop it was made on.
 
-    `launch` may be called while earlier steps run: each sequence's last sampled token stays on the device, in
-    its slot, so that a batch can name a token that nobody has seen yet. With a `mesh`, this is its first
-    rank, and the others must do their part of every batch in the same order. `forward` computes the hidden
-    states, eagerly unless it is given; `improve` does one piece of work that makes later steps faster, between
-    steps, and tells whether there is more; a `tape` computes whole steps in one call. Belongs to the loop it was
-    made on.
+    `launch` may be called while earlier steps run: each sequence's last sampled token stays on the device, so a
+    batch can name a token that nobody has seen yet. Where the model is spread over ranks, the others must do their
+    part of every batch in the same order.
+    """
+
+    def __init__(self, executor: StepExecutor, *, kernels_description: str = "") -> None:
+        self.kernels_description = kernels_description
+        self._executor = executor
+        self._device = executor.device
+        loop = asyncio.get_running_loop()
+        self._thread = DeviceThread(loop, separate_reads=not executor.device.is_host)
+        self._pipelined = executor.pipelined
+        self._unfinished: deque[asyncio.Future[StepOutput]] = deque()  # in a pipeline, steps that only began
+        self._capture = None
+        if executor.capture_next is not None:
+            self._capture = BackgroundCapture(self._thread, executor.capture_next)
+
+    def launch(self, batch: Batch) -> asyncio.Future[StepOutput]:
+        """Enqueue the batch; returns at once. Shield the future: a cancelled one does not cancel the step.
+
+        It raises what the forward raised, `OutOfMemory` where the device had too little memory for this step.
+        """
+        if self._pipelined:
+            return self._begin(batch)
+        step = self._thread.submit(lambda: self._executor.run(batch))
+        if self._capture is not None:
+            self._capture.note_step(step)
+        return step
+
+    def finish_oldest(self) -> None:
+        """In a pipeline: enqueue the end of the oldest step, which waits for the other stages.
+
+        It runs on the thread that also begins steps, so until now the beginnings of further batches could go before
+        it, and the stages overlap. Elsewhere a step is enqueued whole, and this does nothing.
+        """
+        if self._unfinished:
+            self._thread.submit(self._executor.end, self._unfinished.popleft())
+
+    async def watch(self) -> None:
+        """Never returns: a runner without other processes fails step by step only."""
+        await anyio.sleep_forever()
+
+    def close(self) -> None:
+        """Finish what was launched and let go of the weights and the cache. Blocks."""
+        if self._capture is not None:
+            self._capture.close()
+        self._thread.close()
+        self._executor.close()
+        del self._executor
+
+    @property
+    def capturing(self) -> bool:
+        """Whether graphs are still to be captured, with which later steps will be faster."""
+        return self._capture is not None and self._capture.is_pending
+
+    def time_steps(self) -> StepTimer:
+        """Time every further step; a second call starts anew."""
+        timer = StepTimer(None if self._device.is_host else self._device.forward)
+        self._thread.around = timer.around
+        return timer
+
+    def _begin(self, batch: Batch) -> asyncio.Future[StepOutput]:
+        step = self._thread.new_future()
+        self._unfinished.append(step)
+        self._thread.submit(lambda: self._executor.begin(batch)).add_done_callback(partial(_fail_with, step))
+        return step
+
+
+def _fail_with(step: asyncio.Future[StepOutput], begun: asyncio.Future[None]) -> None:
+    error = begun.exception()
+    if error is not None and not step.done():
+        step.set_exception(error)
+
+
+class _Begun(NamedTuple):
+    """A step whose tokens are still to be chosen."""
+
+    batch: Batch
+    inputs: StepInputs
+    hidden: Tensor | None  # None: later stages compute it
+
+
+class StepExecutor:
+    """One rank's part of every step: its share of the model over its share of the cache.
+
+    Belongs to the thread that enqueues; what `run` and `end` return may be called on another one.
+
+    Rank 0 has the sampler: it calls `run` or, in a pipeline, `begin` and later `end`. The other ranks of its stage
+    call `begin` and `follow`, which ends a step without choosing tokens, so that no two ranks can disagree. Ranks of
+    later stages call `relay`. All of them raise `OutOfMemory` where the device has too little for the step; the next
+    one may succeed.
     """
 
     def __init__(
         self,
         model: Decoder,
         pool: KVPool,
-        sampler: Sampler,
+        forward: Forward,
         *,
-        num_slots: int,
-        device: str | Device,
+        num_sequences: int,
+        device: Device,
+        sampler: Sampler | None = None,
         mesh: Mesh | None = None,
-        forward: Forward | None = None,
-        improve: Callable[[], bool] | None = None,
-        tape: CpuGraph | None = None,
+        cpu_graph: CpuGraph | None = None,
+        capture_next: Callable[[], bool] | None = None,
     ) -> None:
-        if isinstance(device, str):
-            device = open_device(torch.device(device))
-        self.device, self._device = device.torch_device, device
-        self._rank = Rank(model, pool, forward or model, num_slots=num_slots, device=device, mesh=mesh)
-        self._launcher = Launcher(self._rank, sampler, device, tape)
-        self._stream = DeviceStream(asyncio.get_running_loop(), separate_collect=not device.is_host)
-        self._pipelined = mesh is not None and mesh.place.pp_size > 1
-        self._chores = Chores(self._stream, improve) if improve is not None else None
+        """`forward` computes the hidden states of a model that does not lie in stages, a `cpu_graph` whole steps in
+        one call. `capture_next` captures one graph and tells whether more are left.
+        """
+        self.device = device
+        self.capture_next = capture_next
+        self.mesh = mesh if mesh is not None and mesh.rank_info.world_size > 1 else None
+        self.pipelined = mesh is not None and mesh.rank_info.pp_size > 1
+        self.last_tokens = torch.zeros(num_sequences, dtype=torch.int64, device=device.torch_device)
+        self._model = model
+        self._pool = pool
+        self._forward = forward
+        self._sampler = sampler
+        self._cpu_graph = cpu_graph
+        self._staging = Staging(device)
+        self._begun: deque[_Begun] = deque()
 
-    def launch(self, batch: Batch) -> ModelStep | PipelinedStep:
-        """Enqueue the batch; returns at once."""
-        launcher = self._launcher
-        if self._pipelined:
-            return PipelinedStep(
-                self._stream.submit(lambda: launcher.begin(batch)), lambda: self._stream.submit(launcher.end)
-            )
-        ticket = self._stream.submit(lambda: launcher.run(batch))
-        if self._chores is not None:
-            self._chores.note_step(ticket)
-        return ModelStep(ticket)
+    # --- rank 0 ---
+
+    def run(self, batch: Batch) -> Read[StepOutput]:
+        """Enqueue a whole step."""
+        with self._enqueueing():
+            graph = self._cpu_graph
+            if graph is not None and graph.takes(batch):
+                return self._run_cpu_graph(graph, batch)
+            return self._end(self._begin(batch))
+
+    def end(self) -> Read[StepOutput]:
+        """Enqueue the end of the oldest step that only began."""
+        with self._enqueueing():
+            return self._end(self._begun.popleft())
+
+    # --- every rank of the first stage ---
+
+    def begin(self, batch: Batch) -> Read[None]:
+        """Enqueue this stage's layers of a step."""
+        with self._enqueueing():
+            self._begun.append(self._begin(batch))
+        return lambda: None
+
+    # --- ranks that rank 0 leads ---
+
+    def follow(self) -> None:
+        """Take part in the end of the oldest step that only began."""
+        with self._enqueueing():
+            batch, inputs, _ = begun = self._begun.popleft()
+            hidden = self._final_hidden(begun)
+            if batch.sampling is not None:
+                self._model.logits(hidden[inputs.last_index])
+                self._keep(inputs, torch.empty_like(inputs.sample_slots))
+            if batch.prompt_logprobs:
+                indices = self._there(prompt_indices(batch.prompt_logprobs))
+                for part in indices.split(CHUNK):
+                    self._model.logits(hidden[part])
+
+    def relay(self, batch: Batch) -> None:
+        """A later stage's step: through its layers, and on, or back what the first stage wants."""
+        mesh = self.mesh
+        if mesh is None:
+            raise RuntimeError("There is no stage before this one.")
+        with self._enqueueing():
+            inputs = prepare(batch, self._pool, self._staging, self.last_tokens)
+            x, residual = self._model.blocks(mesh.recv(self._empty_hidden(inputs)), None, inputs.forward)
+            if not mesh.rank_info.is_last_stage:
+                mesh.send(x if residual is None else x + residual)
+                return
+            indices = self._wanted(batch, inputs)
+            if len(indices):
+                mesh.send(self._model.finish(x, residual)[indices])
 
     def close(self) -> None:
-        """Finish what was launched and let go of the weights and the cache. Blocks."""
-        if self._chores is not None:
-            self._chores.close()
-        self._stream.close()
-        self._launcher.close()
-        del self._rank, self._launcher
+        """Nothing is computed any more: end the threads of the CPU graph."""
+        if self._cpu_graph is not None:
+            self._cpu_graph.close()
 
-    @property
-    def improving(self) -> bool:
-        """Whether later steps will be faster than those until now, because there is work left for that."""
-        return self._chores is not None and self._chores.left
+    # --- the parts of a step ---
 
-    def measure(self) -> Occupancy:
-        """Time every further step; a second call starts anew."""
-        device = self._device
-        occupancy = Occupancy(None if device.is_host else device.forward)
-        self._stream.around = occupancy.around
-        return occupancy
+    def _begin(self, batch: Batch) -> _Begun:
+        inputs = prepare(batch, self._pool, self._staging, self.last_tokens)
+        forward = inputs.forward
+        if self.mesh is None or not self.pipelined:
+            return _Begun(batch, inputs, self._forward(forward))
+        x, residual = self._model.blocks(self._model.embed(forward), None, forward)
+        self.mesh.send(x if residual is None else x + residual)
+        return _Begun(batch, inputs, None)
 
-    async def watch(self) -> None:
-        """Never returns: a runner without other processes fails step by step only."""
-        await anyio.sleep_forever()
+    def _end(self, begun: _Begun) -> Read[StepOutput]:
+        """Choose tokens, score what is to be scored, and bring it to the host."""
+        if self._sampler is None:
+            raise RuntimeError("Only rank 0 chooses tokens.")
+        batch, inputs, _ = begun
+        hidden = self._final_hidden(begun)
+        sampled = prompts = vectors = None
+        if batch.sampling is not None:
+            logits = self._model.logits(hidden[inputs.last_index])
+            sampled = self._sampler.sample(logits, batch)
+            self._keep(inputs, sampled.ids)
+        if batch.prompt_logprobs:
+            prompts = self._sampler.score_prompts(hidden, self._model.logits, batch.prompt_logprobs)
+        if batch.embedding_rows is not None:
+            vectors = _unit(hidden[inputs.embedding_index])
+        return self._copy_out(batch, sampled, prompts, vectors)
+
+    def _run_cpu_graph(self, graph: CpuGraph, batch: Batch) -> Read[StepOutput]:
+        """Compute a step by one native call, and choose its tokens in the same one where that is simple."""
+        last_tokens, sampling, vector_rows = self.last_tokens, batch.sampling, batch.embedding_rows
+        if vector_rows is None and sampling is None:
+            graph.run(batch, last_tokens)
+            return self._copy_out(batch)
+        if vector_rows is None and sampling is not None and graph.chooses and chooses_greedily(sampling):
+            return self._copy_out(batch, Sampled(*graph.choose(batch, last_tokens)))
+        rows = sampling.rows if sampling is not None else NOBODY
+        num_samples = len(rows)
+        if vector_rows is not None:
+            rows = np.concatenate([rows, vector_rows])
+        hidden = graph.hidden(batch, last_tokens, rows)
+        sampled = None
+        if sampling is not None and self._sampler is not None:
+            sampled = self._sampler.sample(self._model.logits(hidden[:num_samples]), batch)
+            last_tokens[torch.from_numpy(batch.slots[sampling.rows])] = sampled.ids
+        vectors = _unit(hidden[num_samples:]) if vector_rows is not None else None
+        return self._copy_out(batch, sampled, vectors=vectors)
+
+    def _copy_out(
+        self,
+        batch: Batch,
+        sampled: Sampled | None = None,
+        prompts: ScoredPrompts | None = None,
+        vectors: Tensor | None = None,
+    ) -> Read[StepOutput]:
+        """Start copying results to the host behind the forward; what is returned waits for that."""
+        tensors = [*sampled.tensors()] if sampled is not None else []
+        if prompts is not None:
+            tensors += prompts.tensors()
+        if vectors is not None:
+            tensors.append(vectors)
+        host, copied = self.device.download(tensors)
+
+        def read() -> StepOutput:
+            copied.wait()
+            return _output(batch, sampled, prompts, host)
+
+        return read
+
+    def _final_hidden(self, begun: _Begun) -> Tensor:
+        """[T, E], the final norm applied; from a pipeline, only where logits or vectors are wanted."""
+        batch, inputs, hidden = begun
+        if hidden is not None:
+            return hidden
+        indices = self._wanted(batch, inputs)
+        hidden = self._empty_hidden(inputs)
+        if self.mesh is not None and len(indices):
+            hidden[indices] = self.mesh.recv(hidden.new_empty(len(indices), hidden.shape[1]))
+        return hidden
+
+    def _keep(self, inputs: StepInputs, ids: Tensor) -> None:
+        """Remember the sampled ids [R] as their sequences' last tokens, on every rank that embeds tokens.
+
+        Not in a pipeline, whose batches hold no sequence that is in flight: all their tokens are known.
+        """
+        if self.pipelined:
+            return
+        if self.mesh is not None:
+            ids = self.mesh.broadcast(ids)
+        self.last_tokens[inputs.sample_slots] = ids
+
+    def _wanted(self, batch: Batch, inputs: StepInputs) -> Tensor:
+        """Indices into the flat batch whose final hidden states the first stage wants, int64."""
+        wanted = [inputs.last_index, inputs.embedding_index]
+        if batch.prompt_logprobs:
+            wanted.append(self._there(prompt_indices(batch.prompt_logprobs)))
+        return torch.cat(wanted)
+
+    def _empty_hidden(self, inputs: StepInputs) -> Tensor:
+        shape = (inputs.forward.num_tokens, self._model.hidden_size)
+        return torch.zeros(shape, dtype=self._model.dtype, device=self.device.torch_device)
+
+    def _there(self, indices: np.ndarray) -> Tensor:
+        return to_device(torch.from_numpy(indices), self.device.torch_device)
+
+    @contextmanager
+    def _enqueueing(self) -> Iterator[None]:
+        try:
+            with torch.inference_mode(), self.device.forward():
+                yield
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            traceback.clear_frames(error.__traceback__)  # they hold what the step had computed so far
+            self.device.release_unused()
+            raise OutOfMemory("The device ran out of memory in a step.") from error
+
+
+def _unit(hidden: Tensor) -> Tensor:
+    """hidden [M, E] -> float32 [M, E], each of length one."""
+    return torch.nn.functional.normalize(hidden.float(), dim=-1)
+
+
+def _output(
+    batch: Batch, sampled: Sampled | None, prompts: ScoredPrompts | None, host: Sequence[Tensor]
+) -> StepOutput:
+    """Plain values from the copies on the host, in the order in which `_copy_out` lists them."""
+    num_rows = len(batch.sequences)
+    copies = iter(host)
+    tokens: list[list[int]] = [[] for _ in range(num_rows)]
+    failed: list[int] = []
+    logprobs, prompt_logprobs = None, []
+    embeddings: list[list[float] | None] | None = None
+    if sampled is not None and batch.sampling is not None:
+        rows = batch.sampling.rows.tolist()
+        read = sampled.read(list(islice(copies, len(sampled.tensors()))))
+        for row, new_ids in zip(rows, read.tokens, strict=True):
+            tokens[row] = new_ids
+        failed = [rows[index] for index in read.failed]
+        if read.logprobs is not None:
+            by_row = dict(zip(rows, read.logprobs, strict=True))
+            logprobs = [by_row.get(row) for row in range(num_rows)]
+    if prompts is not None:
+        prompt_logprobs = prompts.read(list(islice(copies, len(prompts.tensors()))))
+    if batch.embedding_rows is not None:
+        embeddings = [None for _ in range(num_rows)]
+        vectors = next(copies)
+        finite = vectors.isfinite().all(-1).tolist()
+        for row, vector, is_finite in zip(
+            batch.embedding_rows.tolist(), vectors.tolist(), finite, strict=True
+        ):
+            if is_finite:
+                embeddings[row] = vector
+            else:
+                failed.append(row)
+    return StepOutput(tokens, failed, logprobs, prompt_logprobs, embeddings)

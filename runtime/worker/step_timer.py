@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol, Self
 
 import torch
 
-from runtime.worker.device_stream import Collect, Launch, Result
+from runtime.worker.device import Enqueue, Read, Result
 
 
 class TimedStep(NamedTuple):
@@ -19,7 +19,7 @@ class TimedStep(NamedTuple):
     period_s: float  # from the beginning of the step before it to its own; 0 for the first
 
 
-class Occupancy:
+class StepTimer:
     """Times steps: on CUDA by events on the stream they run on, on a CPU by the clock of the device thread.
 
     What is timed begins when the device reaches the step and ends when its tokens are ready. Nothing is waited
@@ -28,24 +28,24 @@ class Occupancy:
     """
 
     def __init__(self, forward: Callable[[], AbstractContextManager[object]] | None) -> None:
-        self.steps: list[TimedStep] = []  # in order; the collecting thread appends
+        self.steps: list[TimedStep] = []  # in order; the thread that reads results appends
         self._forward = forward
-        self._last: _Mark | None = None
+        self._last: _TimedEvent | None = None
 
-    def around(self, launch: Launch[Result]) -> Launch[Result]:
-        """The same launch, timed."""
+    def around(self, enqueue: Enqueue[Result]) -> Enqueue[Result]:
+        """The same work, timed."""
 
-        def timed() -> Collect[Result]:
-            begin = self._mark()
-            collect = launch()
-            launched = self._mark()
+        def timed() -> Read[Result]:
+            begin = self._now()
+            read = enqueue()
+            enqueued = self._now()
 
-            def collected() -> Result:
-                result = collect()
-                self._note(begin, self._mark() if self._forward is None else launched)
+            def timed_read() -> Result:
+                result = read()
+                self._note(begin, self._now() if self._forward is None else enqueued)
                 return result
 
-            return collected
+            return timed_read
 
         return timed
 
@@ -53,44 +53,44 @@ class Occupancy:
         """The part of the time from each step's beginning to that of the next one in which it ran."""
         return [min(1.0, step.busy_s / after.period_s) for step, after in zip(self.steps, self.steps[1:])]
 
-    def _mark(self) -> _Mark:
+    def _now(self) -> _TimedEvent:
         if self._forward is None:
-            return HostMark()
+            return HostEvent()
         with self._forward():
-            return DeviceMark()
+            return CudaEvent()
 
-    def _note(self, begin: _Mark, end: _Mark) -> None:
+    def _note(self, begin: _TimedEvent, end: _TimedEvent) -> None:
         end.wait()
         period_s = begin.since(self._last) if self._last is not None else 0.0
         self.steps.append(TimedStep(end.since(begin), period_s))
         self._last = begin
 
 
-class _Mark(Protocol):
-    """A moment in the device's work."""
+class _TimedEvent(Protocol):
+    """A point in the device's work, with its time."""
 
-    wait: Callable[[], None]  # until it has come
+    wait: Callable[[], None]  # until it is reached
 
     def since(self, earlier: Self) -> float:
-        """Seconds; both moments have come."""
+        """Seconds; both points were reached."""
         ...
 
 
-class HostMark:
-    """A moment of the calling thread."""
+class HostEvent:
+    """A point in the work of the calling thread."""
 
     def __init__(self) -> None:
         self._at_s = perf_counter()
 
     def wait(self) -> None:
-        """It has come."""
+        """It is reached."""
 
-    def since(self, earlier: HostMark) -> float:
+    def since(self, earlier: HostEvent) -> float:
         return self._at_s - earlier._at_s
 
 
-class DeviceMark:
-    """The moment at which the current CUDA stream gets here."""
+class CudaEvent:
+    """A point in the current CUDA stream."""
 
     def __init__(self) -> None:
         self._event = torch.cuda.Event(enable_timing=True)
@@ -99,5 +99,5 @@ class DeviceMark:
     def wait(self) -> None:
         self._event.synchronize()
 
-    def since(self, earlier: DeviceMark) -> float:
+    def since(self, earlier: CudaEvent) -> float:
         return earlier._event.elapsed_time(self._event) / 1e3

@@ -1,68 +1,115 @@
-"""A rank from its setup to its steps: the same for the engine's process and for workers."""
+"""One rank from its setup to its steps: the same in the engine's process (rank 0) and in worker processes."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from datetime import timedelta
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
-from torch import distributed
 
 from ops.cpp.build import BuildError
+from ops.cpp.executor import NotRecordable
 from ops.machine import Machine
 from ops.select import Kernels, select
 from runtime.config.model_facts import ModelFacts
-from runtime.config.plan import ModelPlan, Plan
-from runtime.distributed.mesh import Mesh, Place
+from runtime.config.plan import KernelPlan, ModelPlan, Plan
+from runtime.config.resolve.graphs import within
+from runtime.distributed.mesh import Mesh, RankInfo
+from runtime.distributed.rendezvous import Rendezvous
 from runtime.kv_cache.pools import KVPool
 from runtime.kv_cache.sizing import StepMemory
 from runtime.models.decoder import Decoder
 from runtime.models.loader import load_model
-from runtime.worker.compiled import compilable
-from runtime.worker.device import open_device
-from runtime.worker.memory_profile import DryRun
+from runtime.worker.compiled import CompiledForward, compilable
+from runtime.worker.cpu_graph import CpuGraph
+from runtime.worker.cuda_graph import CudaGraphRunner
+from runtime.worker.device import Device, open_device
+from runtime.worker.forward_batch import Forward
+from runtime.worker.memory_profile import profile_memory
+from runtime.worker.model_runner import StepExecutor
+from runtime.worker.sampler import Sampler
 
 logger = logging.getLogger("penstock.core")
 
 
-class Member:
-    """One rank: its share of the weights at once, its groups and its share of the KV pool after `join`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSetup:
+    """What a rank loads. Travels to other processes as JSON."""
 
-    def __init__(self, setup: Mapping[str, Any]) -> None:
-        model: ModelPlan = setup["model"]
-        self.plan = model
-        self.facts: ModelFacts = setup["facts"]
-        self.device = torch.device(model.device)
-        self.mesh = Mesh(Place(**setup["place"]), self.device)
-        kernels = _select(**setup["kernels"])
-        self.kernels = compilable(kernels) if setup["compiled"] else kernels
-        decoder = load_model(
-            self.facts,
-            model,
-            self.kernels,
-            self.mesh,
-            self.mesh.place.share(self.facts.num_layers),
+    rank_info: RankInfo
+    facts: ModelFacts
+    model: ModelPlan  # with this rank's device
+    kernels: KernelPlan
+    compiled: bool  # some steps run through torch.compile
+
+    @classmethod
+    def of(cls, plan: Plan, facts: ModelFacts, rank: int, first_device: int) -> Self:
+        """The setup of this rank of a replica that has `first_device` devices of other replicas before its own."""
+        parallel = plan.parallel
+        device = plan.model.device
+        if device != "cpu":
+            index = first_device + rank % len(parallel.ranks_here)
+            device = f"cuda:{int(device.partition(':')[2] or 0) + index * parallel.gpu_step}"
+        return cls(
+            rank_info=RankInfo(rank=rank, tp_size=parallel.tp_size, pp_size=parallel.pp_size),
+            facts=facts,
+            model=replace(plan.model, device=device),
+            kernels=plan.kernels,
+            compiled=plan.graphs.compile_max_rows > 0,
         )
-        self._weight_bytes = sum(parameter.nbytes for parameter in decoder.parameters())
+
+    @classmethod
+    def decode(cls, body: Mapping[str, Any], path: str | None) -> Self:
+        """From JSON. `path` is where this machine has the checkpoint, if not where the sender has it."""
+        here = {} if path is None else {"path": path}
+        facts = {**body["facts"], **here, "eos_ids": frozenset(body["facts"]["eos_ids"])}
+        return cls(
+            rank_info=RankInfo(**body["rank_info"]),
+            facts=ModelFacts(**facts),
+            model=ModelPlan(**{**body["model"], **here}),
+            kernels=KernelPlan(**body["kernels"]),
+            compiled=body["compiled"],
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheSetup:
+    """The size of the KV pool and of what is kept for each running sequence. Travels as JSON."""
+
+    num_pages: int
+    page_size: int
+    kv_dtype: str
+    num_sequences: int
+
+
+class ModelWorker:
+    """One rank: its share of the weights at once, of the KV pool after `join`, and then its part of every step."""
+
+    def __init__(self, setup: WorkerSetup) -> None:
+        """Loads the weights, which takes seconds to minutes. Raises what `load_model` raises."""
+        model = setup.model
+        self.facts = setup.facts
+        self.device = torch.device(model.device)
+        self.mesh = Mesh(setup.rank_info, self.device)
+        self.kernels = _select(setup.kernels)
+        if setup.compiled:
+            self.kernels = compilable(self.kernels)
+        layers = setup.rank_info.stage_layers(self.facts.num_layers)
+        decoder = load_model(self.facts, model, self.kernels, self.mesh, layers)
+        self.weight_bytes = sum(parameter.nbytes for parameter in decoder.parameters())
         self._model: Decoder | None = decoder
+        self._pool: KVPool | None = None
+        self._cache: CacheSetup | None = None
 
-    def take_model(self) -> Decoder:
-        """The model, once: whoever takes it decides when its weights are freed."""
-        model, self._model = self._model, None
-        if model is None:
-            raise RuntimeError("The model of this rank was taken already.")
-        return model
-
-    def measure(self, plan: Plan) -> StepMemory:
-        """What the largest steps take, by running them. Blocks for seconds; for a rank that computes alone."""
-        if self._model is None:
-            raise RuntimeError("Steps are measured before the model is taken.")
-        device = open_device(self.device)
-        steps = DryRun(self._model, self.kernels, plan, self.facts, device).measure()
-        device.release_unused()  # or it would look as if somebody had it
-        return steps
+    @property
+    def kernels_description(self) -> str:
+        """Which implementation of each operation runs, and which arithmetic it uses, in one line."""
+        backends = ", ".join(
+            f"{operation} {file}" for operation, file in sorted(self.kernels.backends.items())
+        )
+        return f"{self.kernels.description}; {backends}"
 
     def memory(self) -> dict[str, int]:
         """What the size of the KV pool depends on, in bytes."""
@@ -71,50 +118,171 @@ class Member:
         else:
             machine = Machine.probe()
             available, total = machine.available_bytes, machine.total_bytes
-        return {"available": available, "total": total, "weights": self._weight_bytes}
+        return {"available": available, "total": total, "weights": self.weight_bytes}
 
-    def join(self, join: Mapping[str, Any]) -> KVPool:
-        """Meet the other ranks and make the pool. Blocks until all are there."""
-        if self.mesh.place.world_size > 1:
-            self.mesh.join(self._store(join), timeout_s=join["timeout_s"], address=join["address"])
-        local = self.mesh.place.local(self.facts)
+    def profile_memory(self, plan: Plan) -> StepMemory:
+        """What the largest steps take, by running them. Blocks for seconds; for a rank that computes alone.
+
+        Raises `ConfigurationError` when there is too little memory for one of them.
+        """
+        device = open_device(self.device)
+        cache = CacheSetup(
+            num_pages=1,
+            page_size=plan.cache.page_size,
+            kv_dtype=plan.cache.kv_dtype,
+            num_sequences=plan.schedule.max_running,
+        )
+        pool = self._make_pool(cache)
+        executor = StepExecutor(
+            self._loaded,
+            pool,
+            self._loaded,
+            num_sequences=cache.num_sequences,
+            device=device,
+            sampler=self._make_sampler(cache.num_sequences, device),
+        )
+        steps = profile_memory(executor, plan)
+        del executor, pool
+        device.release_unused()  # or it would look as if somebody had it
+        return steps
+
+    def join(
+        self,
+        cache: CacheSetup,
+        rendezvous: Rendezvous | None,
+        *,
+        address: str | None = None,
+        listening: int = -1,
+    ) -> int:
+        """Meet the other ranks, if there are any, and make the KV pool -> its bytes. Blocks until all are there.
+
+        `address` is this machine's, where it is not the rendezvous' host; `listening` rank 0's socket there. Raises
+        RuntimeError when ranks are missing, torch.OutOfMemoryError (on a GPU) or OSError when the pool does not fit.
+        """
+        if rendezvous is not None:
+            self.mesh.join(rendezvous, address=address, listening=listening)
+        self._cache, self._pool = cache, self._make_pool(cache)
+        return self._pool.nbytes
+
+    def lead(self, plan: Plan) -> StepExecutor:
+        """Rank 0's steps, with what makes them faster: CUDA graphs, compiled layers or the CPU graph.
+
+        The executor owns model and pool from now on. May take minutes to compile.
+        """
+        model, pool, cache = self._hand_over()
+        device = open_device(self.device)
+        forward, capture_next = self._make_forward(model, pool, device, cache, plan)
+        return StepExecutor(
+            model,
+            pool,
+            forward,
+            num_sequences=cache.num_sequences,
+            device=device,
+            sampler=self._make_sampler(cache.num_sequences, device),
+            mesh=self.mesh,
+            cpu_graph=self._make_cpu_graph(model, pool, cache, plan),
+            capture_next=capture_next,
+        )
+
+    def follow(self) -> StepExecutor:
+        """The steps of a rank that rank 0 leads. The executor owns model and pool from now on."""
+        model, pool, cache = self._hand_over()
+        return StepExecutor(
+            model,
+            pool,
+            model,
+            num_sequences=cache.num_sequences,
+            device=open_device(self.device),
+            mesh=self.mesh,
+        )
+
+    def close(self) -> None:
+        """Leave the other ranks, and let go of what nobody took over."""
+        self.mesh.abort()
+        self.mesh.close()
+        self._model = self._pool = None
+
+    @property
+    def _loaded(self) -> Decoder:
+        if self._model is None:
+            raise RuntimeError("The model of this rank was handed over already.")
+        return self._model
+
+    def _hand_over(self) -> tuple[Decoder, KVPool, CacheSetup]:
+        """Model and pool, once: whoever has them decides when their memory is freed."""
+        model, pool, cache = self._loaded, self._pool, self._cache
+        if pool is None or cache is None:
+            raise RuntimeError("This rank has not joined the others yet.")
+        self._model = self._pool = None
+        return model, pool, cache
+
+    def _make_pool(self, cache: CacheSetup) -> KVPool:
+        local = self.mesh.rank_info.local_facts(self.facts)
         return KVPool(
             local.num_layers,
-            join["num_pages"],
-            join["page_size"],
+            cache.num_pages,
+            cache.page_size,
             local.num_kv_heads,
             local.head_dim,
-            getattr(torch, join["kv_dtype"]),
+            getattr(torch, cache.kv_dtype),
             self.device,
-            first_layer=self.mesh.place.share(self.facts.num_layers).layers.start,
+            first_layer=self.mesh.rank_info.stage_layers(self.facts.num_layers).layers.start,
         )
 
-    def _store(self, join: Mapping[str, Any]) -> Any:
-        """Where the ranks find each other: a private file, or over the network a port of rank 0's machine."""
-        world_size, place = self.mesh.place.world_size, join["store"]
-        if isinstance(place, str):
-            return distributed.FileStore(place, world_size)  # pyright: ignore[reportPrivateImportUsage]
-        listening = join.get("listening", -1)  # rank 0's socket, bound to the one address that was asked for
-        store = distributed.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
-            place["host"],
-            place["port"],
-            world_size,
-            listening >= 0,
-            timedelta(seconds=join["timeout_s"]),
-            wait_for_workers=False,
-            **({"master_listen_fd": listening} if listening >= 0 else {}),
+    def _make_sampler(self, num_sequences: int, device: Device) -> Sampler:
+        return Sampler(
+            self.facts.vocab_size,
+            num_sequences,
+            device,
+            choose=self.kernels.choose,
+            penalize=self.kernels.penalize,
+            apply_bitmask=self.kernels.apply_bitmask,
+            score=self.kernels.score,
         )
-        return distributed.PrefixStore(place["name"], store)  # pyright: ignore[reportPrivateImportUsage]
+
+    def _make_cpu_graph(self, model: Decoder, pool: KVPool, cache: CacheSetup, plan: Plan) -> CpuGraph | None:
+        """Whole steps in one call, where all kernels can be recorded."""
+        if self.kernels.executor is None or plan.parallel.ranks > 1:
+            return None
+        schedule = plan.schedule
+        capacity = (schedule.chunk_tokens or schedule.max_prefill_tokens) + cache.num_sequences
+        try:
+            return CpuGraph(model, pool, self.kernels, capacity, cache.num_sequences)
+        except NotRecordable as reason:
+            logger.info("Steps are computed operation by operation: %s.", reason)
+            return None
+
+    def _make_forward(
+        self, model: Decoder, pool: KVPool, device: Device, cache: CacheSetup, plan: Plan
+    ) -> tuple[Forward, Callable[[], bool] | None]:
+        """How hidden states are computed, and what captures the next CUDA graph."""
+        graphs = plan.graphs
+        forward: Forward = model
+        if graphs.compile_max_rows:
+            forward = CompiledForward(model, pool, graphs.compile_max_rows)
+            forward.compile(device)
+        if not graphs.sizes:
+            if not device.is_host:
+                logger.info("No CUDA graphs are captured: %s.", graphs.reasons.get("sizes", ""))
+            return forward, None
+        captured = CudaGraphRunner(
+            forward,
+            pool,
+            device,
+            within(graphs, cache.num_sequences),
+            max_pages=min(pool.num_pages, -(-plan.model.context_length // pool.page_size)),
+            collect_garbage=graphs.collect_garbage,
+            profile=graphs.profile,
+        )
+        return captured, captured.capture_next
 
 
-def _select(
-    choices: Mapping[str, str], settings: Mapping[str, Any], fallback: Mapping[str, str] | None
-) -> Kernels:
+def _select(plan: KernelPlan) -> Kernels:
     """The chosen kernels, or the second choice where those in C++ cannot be compiled."""
     try:
-        return select(choices, settings)
+        return select(plan.choices, plan.settings)
     except BuildError as error:
-        if fallback is None:
+        if plan.fallback is None:
             raise
         logger.warning("The kernels in C++ cannot be used, torch's are slower: %s", error)
-        return select(fallback, settings)
+        return select(plan.fallback, plan.settings)

@@ -24,7 +24,8 @@ from runtime.actors.assemble import prepare
 from runtime.actors.replica import Replica, start_replica
 from runtime.batch import Batch
 from runtime.config import Args
-from runtime.distributed.message import HEAD, decode, decode_batch, encode_batch
+from runtime.distributed.group_runner import GroupRunner, decode_batch, encode_batch
+from runtime.distributed.link import HEAD, decode
 from runtime.request import Request
 from runtime.sampling_params import SamplingParams
 from runtime.sequence import Sequence as Row
@@ -88,7 +89,7 @@ async def measure(model: str | None, tp_size: int, rows: int, steps: int) -> Cos
     args = Args.of(**options, tp_size=tp_size, skip_tokenizer_init=True, random_seed=0)
     plan, facts = prepare(args, Machine.probe(), demo_path=demo_path())
     plan = replace(plan, schedule=replace(plan.schedule, max_running=rows, watchdog_timeout_s=0.0))
-    replica = await start_replica(plan, facts)
+    replica = await start_replica(plan, facts, 0)
     watching = asyncio.create_task(replica.runner.watch())
     try:
         return await _decode(replica, facts.vocab_size, rows, steps)
@@ -101,9 +102,9 @@ async def measure(model: str | None, tp_size: int, rows: int, steps: int) -> Cos
 
 async def _decode(replica: Replica, vocab_size: int, rows: int, steps: int) -> Cost:
     meter = Meter()
-    crew: Any = getattr(replica.runner, "crew", None)
-    if crew is not None:
-        meter.attach(crew.member.mesh)
+    group = replica.runner if isinstance(replica.runner, GroupRunner) else None
+    if group is not None:
+        meter.attach(group.mesh)
     for number in range(rows):
         replica.schedule.add(_row(number, steps, vocab_size))
     times: list[float] = []
@@ -115,15 +116,16 @@ async def _decode(replica: Replica, vocab_size: int, rows: int, steps: int) -> C
             raise RuntimeError("The schedule ended before the measurement.")
         began = perf_counter()
         step = replica.runner.launch(batch)
-        tokens = await step.tokens()
+        replica.runner.finish_oldest()
+        output = await asyncio.shield(step)
         times.append(perf_counter() - began)
-        replica.schedule.apply(batch, tokens)
+        replica.schedule.apply(batch, output)
         meter.end_step()
-        if crew is not None:
-            sending.append(crew.seconds_sending)
+        if group is not None:
+            sending.append(group.seconds_sending)
             decoding.append(_decoding(batch))
     num_calls, collective_s, wait_s = 0, 0.0, 0.0
-    if crew is not None:
+    if group is not None:
         meter.steps = meter.steps[WARM_UP_STEPS:]
         num_calls, collective_s, wait_s = meter.parts()
     return Cost(

@@ -8,6 +8,7 @@ a batch: inputs, forward, greedy choice, tokens on the host. Scheduling and stre
 from __future__ import annotations
 
 import argparse
+import asyncio
 from collections.abc import Mapping, Sequence
 from statistics import median
 from time import perf_counter
@@ -109,7 +110,7 @@ async def _measure(options: argparse.Namespace, facts: ModelFacts, plan: Plan) -
                 for _ in range(2 + options.repetitions):
                     for runner, taken in zip(runners, times):
                         began = perf_counter()
-                        await runner.launch(batch).tokens()
+                        await asyncio.shield(runner.launch(batch))
                         taken.append(1e3 * (perf_counter() - began))
                 pairs.append(Pair(size, *(tuple(taken[2:]) for taken in times)))
                 progress.advance()
@@ -131,7 +132,7 @@ def _runner(
     from runtime.models.loader import load_model
     from runtime.worker.cpu_graph import CpuGraph
     from runtime.worker.device import open_device
-    from runtime.worker.model_runner import ModelRunner
+    from runtime.worker.model_runner import ModelRunner, StepExecutor
     from runtime.worker.sampler import Sampler
 
     device, page_size = plan.model.device, plan.cache.page_size
@@ -155,13 +156,22 @@ def _runner(
         apply_bitmask=kernels.apply_bitmask,
         score=kernels.score,
     )
-    tape = None
+    graph = None
     if kernels.executor is not None:
         try:
-            tape = CpuGraph(model, pool, kernels, num_rows * length, num_rows)
+            graph = CpuGraph(model, pool, kernels, num_rows * length, num_rows)
         except NotRecordable as reason:
             report.say(f"Steps are computed operation by operation: {reason}.")
-    return ModelRunner(model, pool, sampler, num_slots=num_rows, device=device, tape=tape)
+    executor = StepExecutor(
+        model,
+        pool,
+        model,
+        num_sequences=num_rows,
+        device=open_device(torch.device(device)),
+        sampler=sampler,
+        cpu_graph=graph,
+    )
+    return ModelRunner(executor)
 
 
 def make_batch(num_rows: int, context_len: int, new_len: int, page_size: int) -> Batch:

@@ -73,6 +73,8 @@ class StreamingCost(NamedTuple):
 class ScriptedRunner:
     """A device that needs `step_s` for every step and computes nothing."""
 
+    kernels_description = "none"
+
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
         self._due_s = 0.0

@@ -40,7 +40,7 @@ class Waited(AssertionError):
     """The host waited for the device where it must not."""
 
 
-class LateMark:
+class LateEvent:
     def __init__(self, device: LateDevice) -> None:
         self._device = device
         self.reached = False
@@ -84,7 +84,7 @@ class LateDevice:
         self.num_copies = 0
         self._random = random
         self._haste = haste
-        self._streams: dict[str, deque[Work | LateMark]] = {"copy": deque(), "forward": deque()}
+        self._streams: dict[str, deque[Work | LateEvent]] = {"copy": deque(), "forward": deque()}
         self._recording: list[Work] | None = None
         self._own: dict[int, StorageWeakRef] = {}  # the device's storages
         self._lock = threading.RLock()
@@ -100,7 +100,7 @@ class LateDevice:
     def pinned(self, num_bytes: int) -> Tensor:
         return torch.full((num_bytes,), POISON, dtype=torch.uint8)
 
-    def upload(self, host: Tensor) -> tuple[Tensor, LateMark]:
+    def upload(self, host: Tensor) -> tuple[Tensor, LateEvent]:
         with self._plainly():
             there, seen = torch.zeros_like(host), host.clone()
         self.adopt(there)
@@ -111,19 +111,19 @@ class LateDevice:
                 raise Overwritten(f"copy {self.num_copies} read what was written after it was called")
             there.copy_(host)
 
-        mark = LateMark(self)
+        event = LateEvent(self)
         self.enqueue("copy", copy)
-        self.enqueue("copy", mark.reach)
-        self.enqueue("forward", mark)
+        self.enqueue("copy", event.reach)
+        self.enqueue("forward", event)
         self.linger()
-        return there, mark
+        return there, event
 
-    def record(self) -> LateMark:
-        mark = LateMark(self)
-        self.enqueue("forward", mark.reach)
-        return mark
+    def record(self) -> LateEvent:
+        event = LateEvent(self)
+        self.enqueue("forward", event.reach)
+        return event
 
-    def download(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], LateMark]:
+    def download(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], LateEvent]:
         with self._plainly():
             host = [torch.empty_like(tensor) for tensor in tensors]
             for copy in host:
@@ -134,10 +134,10 @@ class LateDevice:
 
         for copy, tensor in zip(host, tensors, strict=True):
             self.enqueue("forward", lambda copy=copy, tensor=tensor: read(copy, tensor))
-        mark = LateMark(self)
-        self.enqueue("forward", mark.reach)
+        event = LateEvent(self)
+        self.enqueue("forward", event.reach)
         self.linger()
-        return host, mark
+        return host, event
 
     def capture(self, run: Callable[[], Tensor]) -> tuple[LateGraph, Tensor]:
         self._recording = works = []
@@ -162,10 +162,10 @@ class LateDevice:
 
     # --- of the streams ---
 
-    def enqueue(self, stream: str, work: Work | LateMark) -> None:
+    def enqueue(self, stream: str, work: Work | LateEvent) -> None:
         with self._lock:
             if self._recording is not None:
-                if stream != "forward" or isinstance(work, LateMark):
+                if stream != "forward" or isinstance(work, LateEvent):
                     raise AssertionError("only the forward's own operations can be captured")
                 self._recording.append(work)
             else:
@@ -188,7 +188,7 @@ class LateDevice:
             if not able:
                 return False
             work = self._random.choice(able).popleft()
-            if not isinstance(work, LateMark):
+            if not isinstance(work, LateEvent):
                 with self._plainly(), torch.inference_mode():
                     work()
             return True
@@ -203,8 +203,8 @@ class LateDevice:
         return reference is not None and not reference.expired()
 
     @staticmethod
-    def _waits(work: Work | LateMark) -> bool:
-        return isinstance(work, LateMark) and not work.reached
+    def _waits(work: Work | LateEvent) -> bool:
+        return isinstance(work, LateEvent) and not work.reached
 
     @contextmanager
     def _plainly(self) -> Iterator[None]:

@@ -17,8 +17,7 @@ import tiny_checkpoints
 from ops.attention import AttentionInputs, native
 from ops.sampling import SamplingArrays
 from ops.select import Kernels, select
-from runtime.actors.adapted_runner import output_of
-from runtime.batch import Batch, StepOutput, Tokens
+from runtime.batch import Batch, StepOutput
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import ModelPlan
 from runtime.config.resolve.graph_sizes import Buckets
@@ -28,11 +27,9 @@ from runtime.models.config import read_facts
 from runtime.models.decoder import Decoder
 from runtime.models.loader import load_model
 from runtime.worker.cuda_graph import CudaGraphRunner
-from runtime.worker.device import CpuDevice, Device
-from runtime.worker.device_stream import Collect
+from runtime.worker.device import CpuDevice, Device, Read
 from runtime.worker.forward_batch import Forward
-from runtime.worker.launch import Launcher
-from runtime.worker.rank import Rank
+from runtime.worker.model_runner import StepExecutor
 from runtime.worker.sampler import Sampler
 
 PAGE_SIZE = 4
@@ -95,7 +92,7 @@ def model() -> Decoder:
 class Steps:
     """What `fake_runner.Drive` needs of a runner: launches are enqueued, results read when they are asked for."""
 
-    def __init__(self, num_pages: int, num_slots: int, device: Device | None = None) -> None:
+    def __init__(self, num_pages: int, num_sequences: int, device: Device | None = None) -> None:
         self.device = device or CpuDevice()
         self.pool = KVPool(
             facts().num_layers,
@@ -108,22 +105,24 @@ class Steps:
         )
         self.forward: Forward = model()
         self.vocab_size = VOCAB_SIZE
-        self._num_slots = num_slots
+        self._num_sequences = num_sequences
+        self._capture_next: Callable[[], bool] | None = None
         self._batches: deque[Batch] = deque()
-        self._collects: deque[Collect[Tokens] | OutOfMemory] = deque()
-        self._make_launcher()
+        self._reads: deque[Read[StepOutput] | OutOfMemory] = deque()
+        self.executor = self._make_executor()
 
     def use_graphs(self, buckets: Buckets, **options: Any) -> CudaGraphRunner:
         """As `use_forward`, with graphs over what there was."""
         options = {"max_pages": CONTEXT // PAGE_SIZE} | options
         graphs = CudaGraphRunner(self.forward, self.pool, self.device, buckets, **options)
+        self._capture_next = graphs.capture_next
         self.use_forward(graphs)
         return graphs
 
     def use_forward(self, forward: Forward) -> None:
         """From now on; to be called before the first step."""
         self.forward = forward
-        self._make_launcher()
+        self.executor = self._make_executor()
 
     @property
     def num_in_flight(self) -> int:
@@ -133,32 +132,38 @@ class Steps:
         """Enqueue it. Where it has too little memory, that is found when its result is asked for."""
         self._batches.append(batch)
         try:
-            self._collects.append(self._launcher.run(batch))
+            self._reads.append(self.executor.run(batch))
         except OutOfMemory as error:
-            self._collects.append(error)
+            self._reads.append(error)
 
     def finish_oldest(self) -> tuple[Batch, StepOutput]:
-        """The oldest batch in flight and its tokens. Raises what its launch raised, and keeps it."""
-        collect = self._collects[0]
-        if isinstance(collect, OutOfMemory):
-            raise collect
-        self._collects.popleft()
-        return self._batches.popleft(), output_of(collect())
+        """The oldest batch in flight and its output. Raises what its launch raised, and keeps it."""
+        read = self._reads[0]
+        if isinstance(read, OutOfMemory):
+            raise read
+        self._reads.popleft()
+        return self._batches.popleft(), read()
 
     def drop(self) -> list[Batch]:
         """A step failed: nothing in flight will arrive."""
         batches = list(self._batches)
-        for collect in self._collects:
-            if not isinstance(collect, OutOfMemory):
-                collect()
+        for read in self._reads:
+            if not isinstance(read, OutOfMemory):
+                read()
         self._batches.clear()
-        self._collects.clear()
+        self._reads.clear()
         return batches
 
-    def _make_launcher(self) -> None:
-        self.rank = Rank(model(), self.pool, self.forward, num_slots=self._num_slots, device=self.device)
-        sampler = Sampler(VOCAB_SIZE, self._num_slots, self.device, choose=choose)
-        self._launcher = Launcher(self.rank, sampler, self.device)
+    def _make_executor(self) -> StepExecutor:
+        return StepExecutor(
+            model(),
+            self.pool,
+            self.forward,
+            num_sequences=self._num_sequences,
+            device=self.device,
+            sampler=Sampler(VOCAB_SIZE, self._num_sequences, self.device, choose=choose),
+            capture_next=self._capture_next,
+        )
 
 
 def outputs(

@@ -30,7 +30,7 @@ class ScriptedRunner:
         self.failures = 0
         self.failure: Exception = ValueError("the device has a bad day: secret detail")
         self.sizes: list[int] = []  # rows of each step
-        self.kernels = ""
+        self.kernels_description = ""
         self.closed = False
         self._steps: set[asyncio.Task[StepOutput]] = set()
         self.death: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()

@@ -59,7 +59,7 @@ async def test_twice_as_many_tokens_fit_and_the_start_says_what_memory_is_for(
     path: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     memory = {"available": 40 << 20, "total": 80 << 20, "weights": 1 << 20}
-    monkeypatch.setattr("runtime.worker.worker.Member.memory", lambda self: memory)
+    monkeypatch.setattr("runtime.worker.worker.ModelWorker.memory", lambda self: memory)
     totals = []
     for asked in ("auto", "fp8_e5m2"):
         with caplog.at_level(logging.INFO, "penstock.core"):

@@ -150,7 +150,7 @@ async def warm_up(engine: Engine, model: Model, requests: int) -> None:
     await throughput(engine, prompts)
     with anyio.move_on_after(WARM_UP_TIMEOUT_S) as waiting:
         for runner in engine.core.runners:
-            while isinstance(runner, ModelRunner) and runner.improving:
+            while isinstance(runner, ModelRunner) and runner.capturing:
                 await anyio.sleep(POLL_S)
     if waiting.cancelled_caught:
         raise EngineFailure(f"Graphs were still being captured after {WARM_UP_TIMEOUT_S} s.")

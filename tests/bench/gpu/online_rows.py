@@ -18,7 +18,7 @@ from serve.server import calm_collector
 
 if TYPE_CHECKING:
     from runtime.worker.model_runner import ModelRunner
-    from runtime.worker.step_timer import Occupancy
+    from runtime.worker.step_timer import StepTimer
 
 EDGE = 0.1  # share of the steps at each end that are not steady decoding
 
@@ -83,7 +83,7 @@ def occupancy(bench: Bench) -> list[Figure]:
     model, (streams, length, output) = bench.model("qwen3-8b"), bench.sizes.streams
     path = bench.path(model)
 
-    async def work(engine: Engine) -> Occupancy:
+    async def work(engine: Engine) -> StepTimer:
         await warm_up(engine, model, streams)
         options = [
             *("--backend", "openai-chat", "--tokenizer", path, "--num-prompts", str(streams)),
@@ -91,7 +91,7 @@ def occupancy(bench: Bench) -> list[Figure]:
             *("--random-output-len", str(output), "--warmup-requests", "0", "--seed", str(SEED)),
         ]
         async with _serving(engine) as url:
-            measured = measured_runner(engine.core).measure()
+            measured = measured_runner(engine.core).time_steps()
             await measure_from_outside(url, options)
         return measured
 
@@ -113,7 +113,7 @@ def measured_runner(core: EngineCore) -> ModelRunner:
     return runners[0]
 
 
-def busy_percentages(measured: Occupancy) -> dict[str, float]:
+def busy_percentages(measured: StepTimer) -> dict[str, float]:
     """The mean over steady decoding, and what a tenth of its steps stay below and above."""
     steps = measured.steps
     first, last = int(len(steps) * EDGE), int(len(steps) * (1 - EDGE))

@@ -16,6 +16,6 @@ async def shares_of_a_session(device: str) -> list[float]:
         await engine.generate(input_ids=prompts, sampling_params=sampling)
         [runner] = engine.core.runners
         assert isinstance(runner, ModelRunner)
-        measured = runner.measure()
+        measured = runner.time_steps()
         await engine.generate(input_ids=prompts, sampling_params=sampling)
         return measured.shares()

@@ -36,7 +36,7 @@ async def prepared(engine: Engine) -> None:
     """Wait until nothing is left that makes later steps faster."""
     [runner] = engine.core.runners
     assert isinstance(runner, ModelRunner)
-    while runner.improving:
+    while runner.capturing:
         await anyio.sleep(0.02)
 
 

@@ -175,7 +175,7 @@ async def test_an_embedding_reaches_its_output():
 async def test_status_names_the_kernels_of_the_runner():
     async with scripted_core.running() as (core, runner):
         assert core.status().kernels == ""
-        runner.kernels = "C++, AVX2"
+        runner.kernels_description = "C++, AVX2"
         assert core.status().kernels == "C++, AVX2"
 
 

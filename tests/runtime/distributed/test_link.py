@@ -8,8 +8,7 @@ import socket
 import numpy as np
 import pytest
 
-from runtime.distributed.link import Link, LinkClosed, WorkerLink
-from runtime.distributed.message import encode
+from runtime.distributed.link import HEAD, MAX_FRAME_BYTES, Link, LinkClosed, WorkerLink, encode
 
 
 def pair() -> tuple[Link, WorkerLink]:
@@ -56,4 +55,30 @@ async def test_cancelled_reader_loses_no_frame():
     reading.cancel()
     await asyncio.wait([reading])
     assert (await link.receive()).body == {"one": 1}
+    link.close()
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        HEAD.pack(MAX_FRAME_BYTES + 1, 0),
+        HEAD.pack(3, 3) + b"{,}",
+        HEAD.pack(2, 2) + b"[]",
+        HEAD.pack(9, 9) + b'{"":[[1]]}'[:9],
+        HEAD.pack(15, 15) + b'{"":[["a",[9]]]}'[:15],
+    ],
+)
+async def test_what_is_no_frame_closes_the_link_and_its_error_reaches_the_receiver(garbage: bytes):
+    link, worker = pair()
+    worker.send(encode({"one": 1}))
+    reading = asyncio.create_task(link.receive())
+    assert (await asyncio.wait_for(reading, 5)).body == {"one": 1}
+    reading = asyncio.create_task(link.receive())
+    await asyncio.sleep(0)
+    worker.send(garbage)
+    with pytest.raises(LinkClosed) as caught:
+        await asyncio.wait_for(reading, 5)
+    assert isinstance(caught.value.__cause__, ValueError | TypeError)
+    with pytest.raises(LinkClosed):
+        worker.receive()
     link.close()

@@ -8,9 +8,15 @@ from contextlib import suppress
 
 import pytest
 
-from runtime.distributed.rendezvous import Gate, listen, report
-from runtime.distributed.spawn import Worker
+from runtime.distributed.rendezvous import MasterListener, join_master, listen
 from runtime.errors import ConfigurationError
+
+
+def take(joined: dict[int, tuple[socket.socket, str]]) -> set[int]:
+    """The ranks; their connections are closed."""
+    for connection, _ in joined.values():
+        connection.close()
+    return set(joined)
 
 
 def free_port() -> int:
@@ -18,24 +24,22 @@ def free_port() -> int:
         return taken.getsockname()[1]
 
 
-async def meet(*, rank: int = 1, token: str = "secret", model: str = "model") -> list[Worker]:
-    """Rank 1 is missing; this rank reports, and its outcome is raised."""
+async def meet(*, rank: int = 1, token: str = "secret", model: str = "model") -> list[int]:
+    """Rank 1 is missing; this rank joins, and its outcome is raised. The ranks that were accepted."""
     address = ("127.0.0.1", free_port())
-    admitting = asyncio.create_task(Gate(address, "secret", "model").admit([1]))
+    accepting = asyncio.create_task(MasterListener(address, "secret", "model").accept([1]))
     try:
-        connection = await asyncio.to_thread(report, address, token, rank, model, 5.0)
+        connection = await asyncio.to_thread(join_master, address, token, rank, model, 5.0)
         connection.close()
-        return await admitting
+        return list(take(await accepting))
     finally:
-        admitting.cancel()
+        accepting.cancel()
         with suppress(asyncio.CancelledError):
-            await admitting
+            await accepting
 
 
 async def test_rank_that_proves_itself_is_taken():
-    [worker] = await meet()
-    assert worker.rank == 1
-    worker.detach()
+    assert await meet() == [1]
 
 
 async def test_wrong_token_is_turned_away():
@@ -55,34 +59,33 @@ async def test_rank_that_is_not_missing_is_refused():
 
 async def test_false_first_machine_is_found_out():
     address = ("127.0.0.1", free_port())
-    admitting = asyncio.create_task(Gate(address, "another secret", "model").admit([1]))
+    accepting = asyncio.create_task(MasterListener(address, "another secret", "model").accept([1]))
     with pytest.raises(ConfigurationError):
-        await asyncio.to_thread(report, address, "secret", 1, "model", 5.0)
-    admitting.cancel()
+        await asyncio.to_thread(join_master, address, "secret", 1, "model", 5.0)
+    accepting.cancel()
     with suppress(asyncio.CancelledError):
-        await admitting
+        await accepting
 
 
 async def test_strangers_do_not_keep_a_rank_out():
     address = ("127.0.0.1", free_port())
-    admitting = asyncio.create_task(Gate(address, "secret", "model").admit([1]))
+    accepting = asyncio.create_task(MasterListener(address, "secret", "model").accept([1]))
     for noise in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64):
         stranger = await asyncio.to_thread(socket.create_connection, address, 5.0)
         stranger.sendall(noise)
         stranger.close()
-    connection = await asyncio.to_thread(report, address, "secret", 1, "model", 5.0)
-    [worker] = await admitting
-    worker.detach()
+    connection = await asyncio.to_thread(join_master, address, "secret", 1, "model", 5.0)
+    assert take(await accepting) == {1}
     connection.close()
 
 
 def test_nobody_there_is_said_in_time():
     with pytest.raises(ConfigurationError, match="no first machine"):
-        report(("127.0.0.1", free_port()), "secret", 1, "model", 0.0)
+        join_master(("127.0.0.1", free_port()), "secret", 1, "model", 0.0)
 
 
-def test_gate_listens_on_the_given_address_alone():
+def test_master_listens_on_the_given_address_alone():
     with listen("127.0.0.1", 0) as listening:
         assert listening.getsockname()[0] == "127.0.0.1"
     with pytest.raises(ConfigurationError, match="cannot be listened on"):
-        Gate(("192.0.2.1", 5), "", "")
+        MasterListener(("192.0.2.1", 5), "", "")

@@ -12,14 +12,14 @@ import tiny_checkpoints
 from ops.matmul import with_onednn
 from ops.select import select
 from runtime.config.plan import ModelPlan
-from runtime.distributed.mesh import Mesh, Place
+from runtime.distributed.mesh import Mesh, RankInfo
 from runtime.models.config import read_facts
 from runtime.models.decoder import Decoder
 from runtime.models.loader import collect_shards, load_model
 from runtime.models.tensors import TensorFiles
 
 
-def load(path: str, place: Place, *, mmap: bool = True, matmul: str = "native") -> Decoder:
+def load(path: str, rank_info: RankInfo, *, mmap: bool = True, matmul: str = "native") -> Decoder:
     facts = read_facts(path)
     plan = ModelPlan(
         path=path,
@@ -30,8 +30,8 @@ def load(path: str, place: Place, *, mmap: bool = True, matmul: str = "native") 
         random_seed=0,
         mmap=mmap,
     )
-    mesh = Mesh(place, torch.device("cpu"))
-    return load_model(facts, plan, select({"matmul": matmul}), mesh, place.share(facts.num_layers))
+    mesh = Mesh(rank_info, torch.device("cpu"))
+    return load_model(facts, plan, select({"matmul": matmul}), mesh, rank_info.stage_layers(facts.num_layers))
 
 
 @pytest.mark.parametrize("mmap", [True, False])
@@ -41,7 +41,7 @@ def test_shares_are_slices_of_the_checkpoint_and_cover_it(tp_size: int, pp_size:
     tensors = load_file(Path(path) / "model.safetensors")
     covered = {name: torch.zeros_like(tensor, dtype=torch.bool) for name, tensor in tensors.items()}
     for rank in range(tp_size * pp_size):
-        model = load(path, Place(rank=rank, tp_size=tp_size, pp_size=pp_size), mmap=mmap)
+        model = load(path, RankInfo(rank=rank, tp_size=tp_size, pp_size=pp_size), mmap=mmap)
         for name, shards in collect_shards(model).items():
             for shard in shards:
                 if name in tensors:  # what may be absent has a default
@@ -64,7 +64,7 @@ def test_rank_reads_no_more_than_its_share(monkeypatch: pytest.MonkeyPatch):
         original(self, count, cuts, num_threads)
 
     monkeypatch.setattr(TensorFiles, "read_all", counting)
-    model = load(path, Place(rank=1, tp_size=2))
+    model = load(path, RankInfo(rank=1, tp_size=2))
     assert read == sum(parameter.numel() for parameter in model.parameters())
     whole = sum(tensor.numel() for tensor in load_file(Path(path) / "model.safetensors").values())
     assert read < 0.55 * whole
@@ -72,11 +72,12 @@ def test_rank_reads_no_more_than_its_share(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.skipif(not with_onednn.packs(torch.float32), reason="oneDNN packs no weights here")
 @pytest.mark.parametrize(
-    "place", [Place(rank=1, tp_size=2), Place(rank=1, pp_size=2), Place(rank=0, tp_size=2, pp_size=2)]
+    "rank_info",
+    [RankInfo(rank=1, tp_size=2), RankInfo(rank=1, pp_size=2), RankInfo(rank=0, tp_size=2, pp_size=2)],
 )
-def test_packed_weights_of_a_rank_are_its_share_and_counted_as_such(place: Place):
+def test_packed_weights_of_a_rank_are_its_share_and_counted_as_such(rank_info: RankInfo):
     path = tiny_checkpoints.cached("llama")
-    plain, packed = (load(path, place, matmul=matmul) for matmul in ("native", "with_onednn"))
+    plain, packed = (load(path, rank_info, matmul=matmul) for matmul in ("native", "with_onednn"))
     before, after = (dict(model.named_parameters()) for model in (plain, packed))
     assert after.keys() == before.keys()
     for name, parameter in after.items():

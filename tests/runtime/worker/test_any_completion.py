@@ -110,7 +110,7 @@ def test_forward_that_does_not_wait_for_its_inputs_is_noticed(monkeypatch: pytes
 
 
 def test_result_that_is_read_before_it_is_there_is_noticed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fake_device.LateMark.wait", lambda self: None)
+    monkeypatch.setattr("fake_device.LateEvent.wait", lambda self: None)
     expected = late_steps.outputs(PROMPTS)
     assert any(found != expected for found in tries())
 

@@ -7,15 +7,15 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from runtime.worker.device_stream import DeviceStream
-from runtime.worker.graph_capture import Chores
+from runtime.worker.device import DeviceThread
+from runtime.worker.graph_capture import BackgroundCapture
 
 
-class Work:
-    """So many pieces; notes what was done by when."""
+class Graphs:
+    """So many graphs are left to be captured."""
 
-    def __init__(self, pieces: int) -> None:
-        self.left = pieces
+    def __init__(self, left: int) -> None:
+        self.left = left
         self.error: Exception | None = None
 
     def __call__(self) -> bool:
@@ -26,66 +26,66 @@ class Work:
 
 
 @asynccontextmanager
-async def stream() -> AsyncIterator[DeviceStream]:
-    made = DeviceStream(asyncio.get_running_loop(), separate_collect=True)
+async def thread() -> AsyncIterator[DeviceThread]:
+    made = DeviceThread(asyncio.get_running_loop(), separate_reads=True)
     try:
         yield made
     finally:
         await asyncio.to_thread(made.close)
 
 
-async def step(stream: DeviceStream, chores: Chores) -> None:
-    ticket = stream.submit(lambda: lambda: None)
-    chores.note_step(ticket)
-    await ticket.result()
+async def step(thread: DeviceThread, capture: BackgroundCapture) -> None:
+    future = thread.submit(lambda: lambda: None)
+    capture.note_step(future)
+    await future
 
 
-async def until_done(work: Work) -> None:
-    while work.left:
+async def until_done(graphs: Graphs) -> None:
+    while graphs.left:
         await asyncio.sleep(0)
 
 
-async def test_nothing_is_done_before_the_first_step_and_all_in_the_quiet_after_it():
-    async with stream() as device:
-        work = Work(3)
-        chores = Chores(device, work, quiet_s=0)
-        await device.submit(lambda: lambda: None).result()
+async def test_nothing_is_captured_before_the_first_step_and_all_in_the_quiet_after_it():
+    async with thread() as device:
+        graphs = Graphs(3)
+        capture = BackgroundCapture(device, graphs, quiet_s=0)
+        await device.submit(lambda: lambda: None)
         await asyncio.sleep(0)
-        assert work.left == 3
-        await step(device, chores)
-        await until_done(work)
+        assert graphs.left == 3
+        await step(device, capture)
+        await until_done(graphs)
 
 
-async def test_one_piece_every_so_many_steps_where_it_is_never_quiet():
-    async with stream() as device:
-        work = Work(10)
-        chores = Chores(device, work, pace=4, quiet_s=3600)
+async def test_one_graph_is_captured_every_so_many_steps_where_it_is_never_quiet():
+    async with thread() as device:
+        graphs = Graphs(10)
+        capture = BackgroundCapture(device, graphs, steps_between=4, quiet_s=3600)
         for _ in range(12):
-            await step(device, chores)
-        await device.submit(lambda: lambda: None).result()
-        assert work.left == 7
+            await step(device, capture)
+        await device.submit(lambda: lambda: None)
+        assert graphs.left == 7
 
 
-async def test_steps_go_on_when_a_piece_fails(caplog: pytest.LogCaptureFixture):
-    async with stream() as device:
-        work = Work(5)
-        work.error = RuntimeError("no such kernel")
-        chores = Chores(device, work, pace=1, quiet_s=0)
+async def test_steps_go_on_when_a_capture_fails(caplog: pytest.LogCaptureFixture):
+    async with thread() as device:
+        graphs = Graphs(5)
+        graphs.error = RuntimeError("no such kernel")
+        capture = BackgroundCapture(device, graphs, steps_between=1, quiet_s=0)
         with caplog.at_level(logging.ERROR, "penstock.core"):
-            await step(device, chores)
+            await step(device, capture)
             while not caplog.records:
                 await asyncio.sleep(0)
-        work.error = None
+        graphs.error = None
         for _ in range(3):
-            await step(device, chores)
-        assert work.left == 5
+            await step(device, capture)
+        assert graphs.left == 5
 
 
-async def test_closed_chores_start_nothing_more():
-    async with stream() as device:
-        work = Work(5)
-        chores = Chores(device, work, pace=1, quiet_s=0)
-        chores.close()
-        await step(device, chores)
-        await device.submit(lambda: lambda: None).result()
-        assert work.left == 5
+async def test_closed_capture_starts_nothing_more():
+    async with thread() as device:
+        graphs = Graphs(5)
+        capture = BackgroundCapture(device, graphs, steps_between=1, quiet_s=0)
+        capture.close()
+        await step(device, capture)
+        await device.submit(lambda: lambda: None)
+        assert graphs.left == 5

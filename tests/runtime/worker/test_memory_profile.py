@@ -9,12 +9,12 @@ import torch
 
 import fake_core
 import late_steps
-from ops.select import select
 from runtime.config.plan import GraphPlan, Plan
 from runtime.errors import ConfigurationError
+from runtime.kv_cache.sizing import StepMemory
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.worker.device import CpuDevice, MemoryUse
-from runtime.worker.memory_profile import GRAPH_BYTES, DryRun
+from runtime.worker.memory_profile import GRAPH_BYTES, profile_memory
 from runtime.worker.sampler import Sampler
 
 TOKEN_BYTES = 1000
@@ -35,7 +35,7 @@ class Metered(CpuDevice):
         return MemoryUse(self.num_tokens * TOKEN_BYTES, 0)
 
 
-def dry_run(device: Metered, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> DryRun:
+def profiled(device: Metered, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> StepMemory:
     given = fake_core.make_plan()
     schedule = replace(given.schedule, chunk_tokens=None, max_prefill_tokens=100, max_running=30, mixed=False)
     plan: Plan = replace(
@@ -54,30 +54,30 @@ def dry_run(device: Metered, monkeypatch: pytest.MonkeyPatch, **changes: Any) ->
         return type(model).forward(model, batch)
 
     monkeypatch.setattr(model, "forward", counted)
-    return DryRun(model, select(), plan, late_steps.facts(), device)
+    return profile_memory(late_steps.Steps(1, plan.schedule.max_running, device).executor, plan)
 
 
 def test_largest_step_is_run_and_takes_what_it_takes(monkeypatch: pytest.MonkeyPatch):
     device = Metered()
-    steps = dry_run(device, monkeypatch).measure()
+    steps = profiled(device, monkeypatch)
     assert device.measured == [100, 30]
     assert steps.measured
     assert (steps.activation_bytes, steps.graph_bytes) == (100 * TOKEN_BYTES, 0)
 
 
 def test_many_rows_of_one_token_may_be_the_largest_step(monkeypatch: pytest.MonkeyPatch):
-    steps = dry_run(Metered(), monkeypatch, chunk_tokens=8, max_running=50).measure()
+    steps = profiled(Metered(), monkeypatch, chunk_tokens=8, max_running=50)
     assert steps.activation_bytes == 50 * TOKEN_BYTES
 
 
 def test_graphs_take_what_the_largest_of_them_computes_with(monkeypatch: pytest.MonkeyPatch):
-    steps = dry_run(Metered(), monkeypatch, graphs=GraphPlan(sizes=(1, 2, 8))).measure()
+    steps = profiled(Metered(), monkeypatch, graphs=GraphPlan(sizes=(1, 2, 8)))
     assert steps.graph_bytes == 8 * TOKEN_BYTES + 3 * GRAPH_BYTES
 
 
 def test_step_that_does_not_fit_is_refused_before_anything_is_served(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ConfigurationError, match="step of 100 tokens .* --chunked-prefill-size"):
-        dry_run(Metered(room=99), monkeypatch).measure()
+        profiled(Metered(room=99), monkeypatch)
 
 
 def test_rows_choose_in_the_way_that_takes_most(monkeypatch: pytest.MonkeyPatch):
@@ -90,5 +90,5 @@ def test_rows_choose_in_the_way_that_takes_most(monkeypatch: pytest.MonkeyPatch)
         return sample(self, logits, batch)
 
     monkeypatch.setattr(Sampler, "sample", watched)
-    dry_run(Metered(), monkeypatch).measure()
+    profiled(Metered(), monkeypatch)
     assert seen[-1] == (30, False, pytest.approx(0.9))

@@ -20,29 +20,19 @@ from runtime.kv_cache.prefix_cache import PrefixCache
 from runtime.scheduler.scheduler import Scheduler
 from runtime.worker.cuda_graph import CudaGraphRunner
 from runtime.worker.model_runner import ModelRunner
-from runtime.worker.sampler import Sampler
 
-NUM_PAGES, NUM_SLOTS = 24, 4
+NUM_PAGES, NUM_SEQUENCES = 24, 4
 PROMPTS = [([3 + i, 9, 4 + 3 * i, 7, 5 + i][: 1 + i % 5], 8 + 2 * i) for i in range(9)]
 
 
 def graphed_runner(device: LateDevice) -> tuple[ModelRunner, CudaGraphRunner]:
-    steps = late_steps.Steps(NUM_PAGES, NUM_SLOTS, device)
+    steps = late_steps.Steps(NUM_PAGES, NUM_SEQUENCES, device)
     graphs = steps.use_graphs(Buckets((1, 2, 4)))
-    runner = ModelRunner(
-        late_steps.model(),
-        steps.pool,
-        Sampler(VOCAB_SIZE, NUM_SLOTS, device, choose=late_steps.choose),
-        num_slots=NUM_SLOTS,
-        device=device,
-        forward=graphs,
-        improve=graphs.capture_next,
-    )
-    return runner, graphs
+    return ModelRunner(steps.executor), graphs
 
 
 async def outputs(runner: ModelRunner) -> list[list[int]]:
-    plan = fake_runner.make_plan(max_running=NUM_SLOTS)
+    plan = fake_runner.make_plan(max_running=NUM_SEQUENCES)
     cache = PrefixCache(NUM_PAGES, PAGE_SIZE)
     schedule = Scheduler(plan, cache, vocab_size=VOCAB_SIZE, context_length=CONTEXT)
     requests = LiveRequests()
@@ -66,7 +56,7 @@ async def outputs(runner: ModelRunner) -> list[list[int]]:
 @pytest.mark.parametrize("seed", range(3))
 async def test_graphs_are_captured_while_requests_are_answered(seed: int):
     runner, graphs = graphed_runner(LateDevice(Random(seed), 0.3))
-    runner._chores._pace = 4  # pyright: ignore[reportOptionalMemberAccess]
+    runner._capture._steps_between = 4  # pyright: ignore[reportOptionalMemberAccess]
     try:
         assert not graphs.captured
         expected = late_steps.outputs(PROMPTS)

@@ -37,7 +37,7 @@ def test_want_of_memory_has_its_own_error_and_what_is_unused_is_given_back(
     def fail(*arguments: Any) -> Any:
         raise kind("no memory")
 
-    monkeypatch.setattr(steps.rank, "begin", fail)
+    monkeypatch.setattr(steps.executor, "_begin", fail)
     monkeypatch.setattr(steps.device, "release_unused", lambda: released.append(True))
     nothing: Any = None
     steps.launch(nothing)
