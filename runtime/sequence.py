@@ -16,7 +16,7 @@ class Sequence:
     """Tokens known, tokens computed, pages held.
 
     `ids` holds the prompt and every output token known on the host. `num_pending` counts tokens that steps
-    in flight will still sample; they have a place (position) but no value here yet. `num_computed` counts the
+    in flight will still sample; they have a position but no value here yet. `num_computed` counts the
     tokens whose KV is, or will be once the launched steps are done, in `pages`. So a step computes positions
     [num_computed, len(ids) + num_pending) or a part of them: one rule for prefill, decode and recomputation.
     """

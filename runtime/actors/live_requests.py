@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from runtime.actors.choice_decoder import ChoiceDecoder
 from runtime.actors.output_stream import OutputStream
 from runtime.errors import PenstockError
 from runtime.request import Chunk, Finish, Request, Usage
-
-if TYPE_CHECKING:
-    from runtime.actors.detokenizer import ChoiceDecoder
-    from runtime.actors.scheduler import SchedulerActor
-    from runtime.sequence import Sequence
+from runtime.sequence import Sequence
 
 ABORTED = Finish("abort", message="Aborted by the user.")
 ABORTED_EARLY = Finish("abort", message="Aborted before it was scheduled.")
+
+
+class SchedulerHandle(Protocol):
+    """Whom to tell about a request that is being computed: its scheduler actor."""
+
+    def abort(self, live: LiveRequest) -> None:
+        """End the request, as its `aborting` says."""
+        ...
+
+    def end_choice(self, live: LiveRequest, index: int) -> None:
+        """The text of this choice ended it: compute it no further, and send nothing more for it."""
+        ...
 
 
 class LiveRequest:
@@ -28,7 +37,7 @@ class LiveRequest:
         self.request = request  # the tokenizer, once its ids are known
         self.output = output
         self.sequences: list[Sequence] = []  # the tokenizer: one for each choice
-        self.scheduler: SchedulerActor | None = (
+        self.scheduler: SchedulerHandle | None = (
             None  # who computes it; None before, and while no replica is alive
         )
         self.decoders: list[ChoiceDecoder] = []  # the detokenizer, from the first output on
@@ -61,7 +70,7 @@ class LiveRequests:
 
     def add(self, request: Request) -> LiveRequest:
         """Enter a new request."""
-        output = OutputStream(request.id, request.sampling.n, self)
+        output = OutputStream(request.id, request.sampling.n, self.abort)
         live = self._live[request.id] = LiveRequest(request, output)
         self._idle.clear()
         return live

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
-from typing import TYPE_CHECKING
 
 from runtime.errors import PenstockError
 from runtime.request import Chunk, Logprobs
-
-if TYPE_CHECKING:
-    from runtime.actors.live_requests import LiveRequests
 
 Push = Callable[[Chunk], bool]
 MAX_UNREAD_BYTES = 16 * 1024 * 1024  # of a stream whose reader does not keep up; then the request is aborted
@@ -26,11 +22,11 @@ class OutputStream:
     """
 
     __slots__ = (
+        "_abort",
         "_error",
         "_num_open",
         "_push",
         "_push_error",
-        "_requests",
         "_unread",
         "_unread_bytes",
         "_waiter",
@@ -38,9 +34,9 @@ class OutputStream:
         "request_id",
     )
 
-    def __init__(self, request_id: int, num_choices: int, requests: LiveRequests) -> None:
+    def __init__(self, request_id: int, num_choices: int, abort: Callable[[int], None]) -> None:
         self.request_id = request_id
-        self._requests = requests
+        self._abort = abort  # ends the request with this id, and so this output
         self._num_open = num_choices
         self._unread: dict[int, _Coalesced] = {}
         self._unread_bytes = 0
@@ -81,7 +77,7 @@ class OutputStream:
         if chunk.prompt_logprobs is not None:
             self._unread_bytes += _num_bytes(chunk.prompt_logprobs)
         if self._unread_bytes > MAX_UNREAD_BYTES:
-            self._requests.abort(self.request_id)
+            self._abort(self.request_id)
         self._wake()
 
     def _pushed(self, push: Push, chunk: Chunk) -> bool:
@@ -146,7 +142,7 @@ class OutputStream:
     def close(self) -> None:
         """The caller is gone: abort what is unfinished. Does nothing the second time."""
         if not self.finished:
-            self._requests.abort(self.request_id)
+            self._abort(self.request_id)
 
     async def _wait(self) -> None:
         self._waiter = asyncio.get_running_loop().create_future()

@@ -145,15 +145,15 @@ class Router:
                 self.admit(live)
 
     def _loads(self, alive: Sequence[SchedulerActor], new: LiveRequest) -> list[ReplicaLoad]:
-        counts = {scheduler: [0, 0] for scheduler in alive}
+        counts: dict[object, list[int]] = {scheduler: [0, 0] for scheduler in alive}
         for live in self._requests:
             if live.scheduler in counts:
                 count = counts[live.scheduler]
                 count[0] += 1
                 count[1] += sum(s.num_tokens for s in live.sequences if s.finish is None)
         return [
-            ReplicaLoad(num_requests, num_tokens, scheduler.scheduler.num_cached(new.sequences[0]))
-            for scheduler, (num_requests, num_tokens) in counts.items()
+            ReplicaLoad(*counts[actor], num_cached=actor.scheduler.num_cached(new.sequences[0]))
+            for actor in alive
         ]
 
     def _actor(self, replica: Replica) -> SchedulerActor:

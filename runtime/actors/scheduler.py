@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import anyio
 import anyio.to_thread
 
+from runtime.actors.detokenizer import DetokenizerActor
+from runtime.actors.live_requests import LiveRequest, LiveRequests
 from runtime.actors.mailbox import Mailbox
 from runtime.batch import Batch, Runner, StepOutput
 from runtime.config.plan import SchedulePlan
@@ -21,8 +23,6 @@ from runtime.request import Delta
 from runtime.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from runtime.actors.detokenizer import DetokenizerActor
-    from runtime.actors.live_requests import LiveRequest, LiveRequests
     from runtime.actors.replica import Replica
 
 logger = logging.getLogger("penstock.scheduler")
@@ -104,11 +104,11 @@ class SchedulerActor:
         self._inbox.put(Admit(live))
 
     def abort(self, live: LiveRequest) -> None:
-        """End the request, as its `aborting` says."""
+        """See SchedulerHandle."""
         self._inbox.put(Abort(live))
 
     def end_choice(self, live: LiveRequest, index: int) -> None:
-        """End the choice with this index without another delta."""
+        """See SchedulerHandle."""
         self._inbox.put(EndChoice(live, index))
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
 import anyio
 import anyio.to_thread
@@ -11,13 +10,11 @@ import anyio.to_thread
 from runtime.actors.input_processor import InputProcessor
 from runtime.actors.live_requests import LiveRequest, LiveRequests
 from runtime.actors.mailbox import Mailbox
+from runtime.actors.router import Router
+from runtime.actors.scheduler import SchedulerActor
 from runtime.errors import EngineFailure, InvalidRequest, Overloaded, PenstockError
 from runtime.request import Request
 from runtime.tokenizer.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from runtime.actors.router import Router
-    from runtime.actors.scheduler import SchedulerActor
 
 logger = logging.getLogger("penstock.tokenizer")
 

@@ -137,7 +137,9 @@ class BatchBuilder:
             self._admit(step, budget)
 
     def _make_room(self, step: _StepRows, prompts: list[Sequence]) -> None:
-        """Several tokens of a step may outgrow the free pages of all who run: retract until somebody can go on."""
+        """Let somebody go on where decode rows retracted each other, or several tokens a step took all pages."""
+        if step.retracted:
+            self._add_prompts(step, prompts)
         if any(sequence.num_pending for sequence in self._running):
             return  # whoever has a token under way goes on, or ends and frees its pages
         while prompts and not step and self._retract_one():
@@ -202,7 +204,7 @@ class BatchBuilder:
             step.unfinished.append(sequence)
 
     def _is_being_computed(self, sequence: Sequence, unfinished: list[Sequence]) -> bool:
-        """Whether another sequence, cut at the same place, computes this one's next page in its next step."""
+        """Whether another sequence, cut at the same position, computes this one's next page in its next step."""
         start = sequence.num_shared
         end = start + self._cache.page_size
         if end > reusable_tokens(sequence):

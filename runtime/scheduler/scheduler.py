@@ -209,7 +209,7 @@ class Scheduler:
         )
 
     def check(self) -> None:
-        """Raise `ValueError` unless every page, slot and sequence is accounted for, exactly."""
+        """Raise `ValueError` unless every page, row and sequence is accounted for, exactly."""
         self._running.check()
         waiting, running = list(self._waiting), list(self._running)
         if len({*waiting, *running}) != len(waiting) + len(running):

@@ -167,7 +167,7 @@ class FakeCore:
             error = ContextOverflow(f"The input ({len(prompt)} tokens) is too long.", param="text")
             self._requests.fail(request.id, error)
             return live.output
-        live.scheduler = self  # pyright: ignore[reportAttributeAccessIssue]
+        live.scheduler = self
         for index in range(request.sampling.n):
             self._runs[request.id, index] = _Run(request, index, prompt, self._ids_of(request, index))
         self._step_soon()
@@ -202,7 +202,7 @@ class FakeCore:
             return
         self._emit([run.step(self.facts, self.num_cached) for run in self._runs.values()])
 
-    # --- what the live requests call, as of a scheduler actor ---
+    # --- what is called of a SchedulerHandle ---
 
     def abort(self, live: LiveRequest) -> None:
         runs = [run for (owner, _), run in self._runs.items() if owner == live.request.id]

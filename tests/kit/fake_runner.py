@@ -263,20 +263,20 @@ class Drive:
     ) -> None:
         plan = plan or make_plan()
         self.cache = PrefixCache(num_pages, page_size, enabled=prefix)
-        self.schedule = Scheduler(plan, self.cache, vocab_size=vocab_size, context_length=context_length)
+        self.scheduler = Scheduler(plan, self.cache, vocab_size=vocab_size, context_length=context_length)
         self.runner = runner or FakeRunner(num_pages, page_size, plan.max_running, vocab_size)
         self.depth = depth
         self.deltas: list[Delta] = []
         self._watch = watch
 
     def add(self, *sequences: Sequence) -> None:
-        self.schedule.add(*sequences)
-        self.schedule.check()
+        self.scheduler.add(*sequences)
+        self.scheduler.check()
 
     def step(self) -> Batch | None:
         """Fill and launch one batch, then apply the oldest while more than `depth` are in flight."""
-        batch = self.schedule.fill()
-        self.schedule.check()
+        batch = self.scheduler.fill()
+        self.scheduler.check()
         if batch is not None:
             if self._watch is not None:
                 self._watch(batch)
@@ -287,9 +287,9 @@ class Drive:
 
     def apply(self) -> list[Delta]:
         batch, output = self.runner.finish_oldest()
-        deltas = self.schedule.apply(batch, output)
+        deltas = self.scheduler.apply(batch, output)
         self.deltas += deltas
-        self.schedule.check()
+        self.scheduler.check()
         return deltas
 
     def run(self, max_steps: int = 2000) -> list[Delta]:
@@ -297,7 +297,7 @@ class Drive:
         for _ in range(max_steps):
             idle = not self.runner.num_in_flight
             if self.step() is None and idle:
-                assert self.schedule.num_waiting == self.schedule.num_running == 0, "the schedule is stuck"
+                assert self.scheduler.num_waiting == self.scheduler.num_running == 0, "the schedule is stuck"
                 return self.deltas
         raise AssertionError(f"not finished after {max_steps} steps")
 

@@ -202,7 +202,7 @@ def outputs(
         try:
             batch = drive.step()
         except OutOfMemory:
-            drive.schedule.give_up_newest(steps.drop())
+            drive.scheduler.give_up_newest(steps.drop())
             continue
         if batch is None and idle:
             return [drive.output(sequence) for sequence in sequences]

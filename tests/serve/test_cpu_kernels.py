@@ -26,7 +26,7 @@ WAYS: dict[str, dict[str, Any]] = {  # test_greedy.py has more of them, and goes
 WARNING = "kernels in C++ cannot be used"
 
 
-def has_tape(engine: Engine) -> bool:
+def has_cpu_graph(engine: Engine) -> bool:
     """Whether whole steps run in C++."""
     return engine.core.runners[0]._executor._cpu_graph is not None  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -59,15 +59,15 @@ def broken_compiler(no_compiler: None, monkeypatch: pytest.MonkeyPatch, tmp_path
 async def test_with_a_compiler_whole_steps_run_in_cpp(family: str, caplog: pytest.LogCaptureFixture) -> None:
     library()
     async with Engine(model_path(family), **PLAIN) as engine:
-        assert has_tape(engine)
+        assert has_cpu_graph(engine)
         assert await outputs(engine) == reference(family)
     assert WARNING not in caplog.text
 
 
-async def test_a_model_of_which_torch_computes_a_part_has_no_tape() -> None:
+async def test_a_model_of_which_torch_computes_a_part_has_no_cpu_graph() -> None:
     library()
     async with Engine(model_path("qwen3_moe"), **PLAIN) as engine:
-        assert not has_tape(engine)
+        assert not has_cpu_graph(engine)
         assert await outputs(engine) == reference("qwen3_moe")
 
 
@@ -78,7 +78,7 @@ async def test_without_a_compiler_answers_are_the_same(
     family: str, way: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with Engine(model_path(family), **PLAIN, **WAYS[way]) as engine:
-        assert not has_tape(engine)
+        assert not has_cpu_graph(engine)
         assert await outputs(engine) == reference(family)
         assert await outputs(engine) == reference(family)  # now from the cache
         assert (engine.status().num_retracted > 0) is (way == "retracted")
@@ -91,7 +91,7 @@ async def test_a_compiler_that_fails_costs_speed_only(
     quantization: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with Engine(model_path("llama"), **PLAIN, quantization=quantization) as engine:
-        assert not has_tape(engine)
+        assert not has_cpu_graph(engine)
         found = await outputs(engine)
     if quantization is None:
         assert found == reference("llama")
@@ -115,7 +115,7 @@ async def test_answers_do_not_depend_on_the_number_of_threads(options: dict[str,
     found = []
     for cpu_threads in (1, 2):
         async with Engine(model_path("qwen3"), **PLAIN, **options, cpu_threads=cpu_threads) as engine:
-            assert has_tape(engine)
+            assert has_cpu_graph(engine)
             found.append(await outputs(engine))
             alone = await engine.generate(input_ids=prompts()[6], sampling_params=GREEDY)
             assert alone["output_ids"] == found[-1][6]  # bit for bit, so batched or not
@@ -129,7 +129,7 @@ async def test_8_bits_answer_mostly_as_float32(hidden: bool, monkeypatch: pytest
     else:
         library()
     async with Engine(model_path("mistral"), **PLAIN, quantization="w8a8_int8") as engine:
-        assert has_tape(engine) is not hidden
+        assert has_cpu_graph(engine) is not hidden
         found = await outputs(engine)
     assert 0.3 < agreement(found, reference("mistral")) < 1  # tokens of random weights are near ties
 

@@ -138,7 +138,7 @@ async def test_engine_is_a_good_guest(path: str):
     async with Engine(path) as engine:
         await engine.generate("Once", SHORT)
         assert psutil.Process().children() == []
-        model = weakref.ref(engine.core.runners[0]._rank._model)  # pyright: ignore[reportAttributeAccessIssue]
+        model = weakref.ref(engine.core.runners[0]._executor._model)  # pyright: ignore[reportAttributeAccessIssue]
     del engine
     assert world() == before
     gc.collect()

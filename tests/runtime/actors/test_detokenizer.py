@@ -17,10 +17,11 @@ END = Finish("length", length=2)
 BAD = 66
 
 
-class Pieces:
-    """Of an incremental decoder: every id is a letter, and one id breaks it."""
+class Letters:
+    """Of a tokenizer and its decoders: every id is a letter, and one id breaks it."""
 
-    def __init__(self, *given: Any) -> None: ...
+    def decoder(self, *given: Any) -> Letters:
+        return self
 
     def push(self, ids: list[int]) -> str:
         if BAD in ids:
@@ -32,7 +33,7 @@ class Pieces:
 
 
 class Scheduled:
-    """Of a scheduler actor what requests and detokenizer call."""
+    """See SchedulerHandle."""
 
     def __init__(self) -> None:
         self.aborted: list[int] = []
@@ -51,13 +52,12 @@ def requests() -> LiveRequests:
 
 
 @pytest.fixture
-def actor(requests: LiveRequests, monkeypatch: pytest.MonkeyPatch) -> DetokenizerActor:
-    monkeypatch.setattr(detokenizer_module, "Incremental", Pieces)
-    tokenizer: Any = object()
+def actor(requests: LiveRequests) -> DetokenizerActor:
+    tokenizer: Any = Letters()
     return DetokenizerActor(tokenizer, requests)
 
 
-def start(requests: LiveRequests, scheduler: Any = None, **sampling: Any) -> LiveRequest:
+def start(requests: LiveRequests, scheduler: Scheduled | None = None, **sampling: Any) -> LiveRequest:
     live = requests.add(Request(ids=(1,), sampling=SamplingParams(**sampling)))
     live.scheduler = scheduler
     return live

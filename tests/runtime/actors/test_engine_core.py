@@ -33,15 +33,15 @@ async def until(condition) -> None:
 async def test_requests_side_by_side_get_their_own_tokens():
     async with scripted_core.running() as (core, _):
         prompts = [(3, 4, 5), (3, 4, 5, 6, 7, 8, 9), (10,)]
-        replies = [core.submit(request(*prompt)) for prompt in prompts]
-        chunks = await asyncio.gather(*(reply.whole() for reply in replies))
+        outputs = [core.submit(request(*prompt)) for prompt in prompts]
+        chunks = await asyncio.gather(*(output.whole() for output in outputs))
         assert [chunk.ids for [chunk] in chunks] == [expected(prompt) for prompt in prompts]
 
 
 async def test_requests_of_one_moment_begin_together():
     async with scripted_core.running() as (core, runner):
 
-        async def ask(num_turns: int) -> OutputStream:  # as doors do, each in a task of its own
+        async def ask(num_turns: int) -> OutputStream:  # as handlers do, each in a task of its own
             for _ in range(num_turns):
                 await asyncio.sleep(0)
             return core.submit(request(3, 4, seed=num_turns))
@@ -56,12 +56,12 @@ async def test_requests_of_one_moment_begin_together():
 async def test_a_stream_of_arrivals_does_not_hold_up_the_first_step(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(scheduler, "MAX_ARRIVAL_TURNS", 3)
     async with scripted_core.running() as (core, runner):
-        replies = []
+        outputs = []
         while not runner.num_launched:
-            replies.append(core.submit(request(3, 4, new=1)))
+            outputs.append(core.submit(request(3, 4, new=1)))
             await asyncio.sleep(0)
-        assert len(replies) < 10
-        await asyncio.gather(*(reply.whole() for reply in replies))
+        assert len(outputs) < 10
+        await asyncio.gather(*(output.whole() for output in outputs))
 
 
 async def test_failed_step_loses_its_requests_and_nothing_else():
@@ -72,9 +72,9 @@ async def test_failed_step_loses_its_requests_and_nothing_else():
         await until(lambda: runner.num_launched == 2)
         runner.failures = 1
         runner.open.set()
-        for reply in lost:
+        for output in lost:
             with pytest.raises(StepFailed) as caught:
-                await reply.whole()
+                await output.whole()
             assert "secret" not in str(caught.value)
         [chunk] = await waiting.whole()
         assert chunk.ids == expected((5, 6))
@@ -86,14 +86,14 @@ async def test_failed_step_loses_its_requests_and_nothing_else():
 async def test_step_without_memory_costs_its_newest_request_alone():
     async with scripted_core.running() as (core, runner):
         runner.failure = OutOfMemory("secret: 3 GiB")
-        replies = [core.submit(request(3, 4, new=20, seed=seed)) for seed in (1, 2, 3)]
+        outputs = [core.submit(request(3, 4, new=20, seed=seed)) for seed in (1, 2, 3)]
         await until(lambda: runner.num_launched >= 5)
         runner.failures = 1
         with pytest.raises(OutOfMemory, match="ran out of memory") as caught:
-            await replies[2].whole()
+            await outputs[2].whole()
         assert (caught.value.status, "secret" in str(caught.value)) == (500, False)
-        for seed, reply in zip((1, 2), replies):
-            [chunk] = await reply.whole()
+        for seed, output in zip((1, 2), outputs):
+            [chunk] = await output.whole()
             assert chunk.ids == expected((3, 4), new=20, seed=seed)
         assert core.status().state == "ready"
         core.check()
@@ -120,8 +120,8 @@ async def test_full_queue_refuses_the_newest_alone():
         with pytest.raises(Overloaded, match="queue is full"):
             core.submit(request())
         runner.open.set()
-        for reply in running + queued:
-            [chunk] = await reply.whole()
+        for output in running + queued:
+            [chunk] = await output.whole()
             assert len(chunk.ids) == 8
 
 
@@ -182,11 +182,11 @@ async def test_status_names_the_kernels_of_the_runner():
 @pytest.mark.parametrize("num_turns", range(12))
 async def test_abort_at_any_moment_ends_the_reply_and_frees_the_pages(num_turns: int):
     async with scripted_core.running() as (core, _):
-        reply = core.submit(request(n=3, new=50))
+        output = core.submit(request(n=3, new=50))
         for _ in range(num_turns):
             await asyncio.sleep(0)
-        core.abort(reply.request_id)
-        chunks = await reply.whole()
+        core.abort(output.request_id)
+        chunks = await output.whole()
         assert [chunk.finish.kind for chunk in chunks if chunk.finish] == ["abort"] * 3
         await until(lambda: core.status().num_requests == 0)
         assert core.status().num_used_pages == 0
@@ -196,17 +196,17 @@ async def test_abort_at_any_moment_ends_the_reply_and_frees_the_pages(num_turns:
 async def test_abort_by_label_takes_those_that_begin_so():
     async with scripted_core.running() as (core, runner):
         runner.open.clear()
-        replies = [core.submit(replace(request(), label=label)) for label in ("a-1", "a-2", "b-1")]
+        outputs = [core.submit(replace(request(), label=label)) for label in ("a-1", "a-2", "b-1")]
         assert core.abort_label("a-") == 2
         runner.open.set()
-        kinds = [chunk.finish.kind for r in replies for chunk in await r.whole() if chunk.finish]
+        kinds = [chunk.finish.kind for r in outputs for chunk in await r.whole() if chunk.finish]
         assert kinds == ["abort", "abort", "length"]
 
 
 async def test_draining_takes_nothing_new_and_ends_with_the_last_reply():
     async with scripted_core.running() as (core, runner):
         runner.open.clear()
-        reply = core.submit(request())
+        output = core.submit(request())
         draining = asyncio.create_task(core.drain())
         await asyncio.sleep(0)
         with pytest.raises(EngineClosed, match="draining"):
@@ -214,7 +214,7 @@ async def test_draining_takes_nothing_new_and_ends_with_the_last_reply():
         assert not draining.done()
         runner.open.set()
         await draining
-        assert (await reply.whole())[0].ids == expected((3, 4, 5))
+        assert (await output.whole())[0].ids == expected((3, 4, 5))
 
 
 async def test_ids_outside_the_vocabulary_are_refused_at_once():
@@ -229,10 +229,10 @@ async def test_ids_outside_the_vocabulary_are_refused_at_once():
 async def test_cache_is_flushed_only_when_idle():
     async with scripted_core.running() as (core, runner):
         runner.open.clear()
-        reply = core.submit(request())
+        output = core.submit(request())
         assert not core.flush_cache()
         runner.open.set()
-        await reply.whole()
+        await output.whole()
         await until(lambda: core.status().num_requests == 0)
         assert core.flush_cache()
 
@@ -240,9 +240,9 @@ async def test_cache_is_flushed_only_when_idle():
 async def test_replies_end_when_the_core_ends():
     async with scripted_core.running() as (core, runner):
         runner.open.clear()
-        reply = core.submit(request())
+        output = core.submit(request())
         await until(lambda: runner.num_launched > 0)
     with pytest.raises(EngineClosed):
-        await reply.whole()
+        await output.whole()
     assert isinstance(core, EngineCore)
     assert core.status().state == "closed"

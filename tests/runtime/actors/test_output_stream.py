@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 
@@ -18,27 +17,17 @@ def chunk(text: str, finish: Finish | None = None, index: int = 0, ids: tuple[in
     return Chunk(index, text, list(ids), finish, Usage(2, len(text), 0), logprobs)
 
 
-class Aborts:
-    """Of the live requests what an output stream calls."""
-
-    def __init__(self) -> None:
-        self.aborted: list[int] = []
-
-    def abort(self, request_id: int) -> None:
-        self.aborted.append(request_id)
-
-
-def make_reply(n: int = 1) -> tuple[OutputStream, list[int]]:
-    requests: Any = Aborts()
-    return OutputStream(7, n, requests), requests.aborted
+def make_output(n: int = 1) -> tuple[OutputStream, list[int]]:
+    aborted: list[int] = []
+    return OutputStream(7, n, aborted.append), aborted
 
 
 async def test_unread_chunks_coalesce_into_one_per_choice():
-    reply, aborted = make_reply(n=2)
+    output, aborted = make_output(n=2)
     for text in ("a", "b", "c"):
-        reply.put(chunk(text, END if text == "c" else None, index=0))
-    reply.put(chunk("x", END, index=1))
-    wakes = [chunks async for chunks in reply.chunks()]
+        output.put(chunk(text, END if text == "c" else None, index=0))
+    output.put(chunk("x", END, index=1))
+    wakes = [chunks async for chunks in output.chunks()]
     assert len(wakes) == 1
     first, second = wakes[0]
     assert (first.text, first.ids, first.finish) == ("abc", [7, 7, 7], END)
@@ -49,70 +38,70 @@ async def test_unread_chunks_coalesce_into_one_per_choice():
 
 
 async def test_whole_gives_one_chunk_per_choice_in_order():
-    reply, _ = make_reply(n=2)
-    reader = asyncio.create_task(reply.whole())
+    output, _ = make_output(n=2)
+    reader = asyncio.create_task(output.whole())
     await asyncio.sleep(0)
-    reply.put(chunk("x", END, index=1))
-    reply.put(chunk("a"))
+    output.put(chunk("x", END, index=1))
+    output.put(chunk("a"))
     await asyncio.sleep(0)
     assert not reader.done()
-    reply.put(chunk("b", END))
+    output.put(chunk("b", END))
     assert [c.text for c in await reader] == ["ab", "x"]
 
 
 async def test_leaving_the_stream_early_aborts_the_request():
-    reply, aborted = make_reply()
-    reply.put(chunk("a"))
-    stream = reply.chunks()
+    output, aborted = make_output()
+    output.put(chunk("a"))
+    stream = output.chunks()
     await anext(stream)
     await stream.aclose()
-    assert aborted == [reply.request_id]
+    assert aborted == [output.request_id]
 
 
 async def test_cancelled_reader_aborts_the_request():
-    reply, aborted = make_reply()
-    reader = asyncio.create_task(reply.whole())
+    output, aborted = make_output()
+    reader = asyncio.create_task(output.whole())
     await asyncio.sleep(0)
     reader.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reader
-    assert aborted == [reply.request_id]
+    assert aborted == [output.request_id]
 
 
 async def test_failure_is_raised_to_the_reader():
-    reply, aborted = make_reply()
-    reply.put(chunk("a"))
-    reply.fail(StepFailed("gone"))
+    output, aborted = make_output()
+    output.put(chunk("a"))
+    output.fail(StepFailed("gone"))
     with pytest.raises(StepFailed, match="gone"):
-        _ = [chunks async for chunks in reply.chunks()]
+        _ = [chunks async for chunks in output.chunks()]
     assert not aborted
 
 
 async def test_reader_that_does_not_keep_up_is_aborted(monkeypatch: pytest.MonkeyPatch):
     bytes_of_a_chunk = 1 + output_stream_module.ID_BYTES + output_stream_module.LOGPROB_BYTES
     monkeypatch.setattr(output_stream_module, "MAX_UNREAD_BYTES", 10 * bytes_of_a_chunk)
-    reply, aborted = make_reply()
+    output, aborted = make_output()
     for _ in range(10):
-        reply.put(chunk("a"))
+        output.put(chunk("a"))
     assert not aborted
-    reply.put(chunk("a"))
-    assert aborted == [reply.request_id]
+    output.put(chunk("a"))
+    assert aborted == [output.request_id]
 
 
 async def test_ids_and_logprobs_without_text_are_bounded_too(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(output_stream_module, "MAX_UNREAD_BYTES", 100_000)
     for wanted in (None, Logprobs([(-0.5, 7)] * 10, [[(-0.5, 7)] * 20] * 10, [])):
-        reply, aborted = make_reply()
+        output, aborted = make_output()
         limit = 100_000 // (10 * output_stream_module.ID_BYTES)
         if wanted is not None:
             limit //= 8  # 21 pairs for each id
         for _ in range(limit + 1):
-            reply.put(chunk("", ids=(7,) * 10)._replace(logprobs=wanted))
-        assert aborted[:1] == [reply.request_id]
+            output.put(chunk("", ids=(7,) * 10)._replace(logprobs=wanted))
+        assert aborted[:1] == [output.request_id]
 
 
 async def test_what_a_push_takes_wakes_nobody():
-    reply, aborted = make_reply()
+    output, aborted = make_output()
     taken: list[str] = []
 
     def push(chunk: Chunk) -> bool:
@@ -120,50 +109,50 @@ async def test_what_a_push_takes_wakes_nobody():
         return chunk.text != "c"
 
     async def read() -> list[str]:
-        return [chunk.text async for chunks in reply.chunks(push) for chunk in chunks]
+        return [chunk.text async for chunks in output.chunks(push) for chunk in chunks]
 
-    reply.put(chunk("a"))  # before anybody reads
+    output.put(chunk("a"))  # before anybody reads
     reader = asyncio.create_task(read())
     await asyncio.sleep(0)
     for text in ("b", "c", "d", "e"):  # it takes b, not c, and is not asked while c is unread
-        reply.put(chunk(text))
+        output.put(chunk(text))
     await asyncio.sleep(0)
-    reply.put(chunk("f", END))
+    output.put(chunk("f", END))
     assert await asyncio.wait_for(reader, 1) == ["a", "cde"]
     assert taken == ["b", "c", "f"]
-    assert reply.finished
+    assert output.finished
     assert not aborted
 
 
 async def test_a_choice_that_ends_by_a_push_ends_the_stream_with_the_last_one():
-    reply, aborted = make_reply(n=2)
+    output, aborted = make_output(n=2)
 
     async def read() -> list[list[Chunk]]:
-        return [chunks async for chunks in reply.chunks(lambda chunk: True)]
+        return [chunks async for chunks in output.chunks(lambda chunk: True)]
 
     reader = asyncio.create_task(read())
     await asyncio.sleep(0)
-    reply.put(chunk("a", END, index=1))
+    output.put(chunk("a", END, index=1))
     await asyncio.sleep(0)
     assert not reader.done()
-    reply.put(chunk("b", END, index=0))
+    output.put(chunk("b", END, index=0))
     assert await asyncio.wait_for(reader, 1) == []
     assert not aborted
 
 
 async def test_what_a_push_raises_is_the_readers():
-    reply, aborted = make_reply()
+    output, aborted = make_output()
 
     def push(chunk: Chunk) -> bool:
         raise KeyError("mine")
 
     async def read() -> None:
-        async for _ in reply.chunks(push):
+        async for _ in output.chunks(push):
             pass
 
     reader = asyncio.create_task(read())
     await asyncio.sleep(0)
-    reply.put(chunk("a"))  # the writer goes on
+    output.put(chunk("a"))  # the writer goes on
     with pytest.raises(KeyError, match="mine"):
         await reader
-    assert aborted == [reply.request_id]
+    assert aborted == [output.request_id]

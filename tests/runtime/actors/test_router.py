@@ -37,16 +37,16 @@ async def until(condition) -> None:
         await asyncio.sleep(0)
 
 
-async def whole(reply: OutputStream) -> list[int]:
-    [chunk] = await reply.whole()
+async def whole(output: OutputStream) -> list[int]:
+    [chunk] = await output.whole()
     return chunk.ids
 
 
 async def test_requests_are_spread_and_answered():
     async with scripted_core.running_several(2) as (core, runners):
         prompts = [(3, 4, place) for place in range(10)]
-        replies = [core.submit(request(*prompt)) for prompt in prompts]
-        found = await asyncio.gather(*map(whole, replies))
+        outputs = [core.submit(request(*prompt)) for prompt in prompts]
+        found = await asyncio.gather(*map(whole, outputs))
         assert found == [expected(prompt) for prompt in prompts]
         assert all(runner.num_launched for runner in runners)
         await until(lambda: core.status().num_requests == 0)
@@ -71,10 +71,10 @@ async def test_prefix_goes_where_it_is_cached():
 async def test_dead_replica_keeps_what_was_not_begun_and_is_started_again():
     async with scripted_core.running_several(2) as (core, runners):
         runners[1].open.clear()
-        replies = [core.submit(request(3, 4, place)) for place in range(4)]
+        outputs = [core.submit(request(3, 4, place)) for place in range(4)]
         await until(lambda: runners[1].num_launched)
         runners[1].die(DEATH)
-        found = await asyncio.gather(*map(whole, replies))
+        found = await asyncio.gather(*map(whole, outputs))
         assert found == [expected((3, 4, place)) for place in range(4)]
         await until(lambda: len(runners) == 3)
         assert runners[1].closed
@@ -85,8 +85,8 @@ async def test_dead_replica_keeps_what_was_not_begun_and_is_started_again():
 
 async def test_what_was_begun_fails_with_the_reason():
     async with scripted_core.running_several(2) as (core, runners):
-        replies = [core.submit(request(3, 4, place, new=200)) for place in range(2)]
-        streams = [reply.chunks() for reply in replies]
+        outputs = [core.submit(request(3, 4, place, new=200)) for place in range(2)]
+        streams = [output.chunks() for output in outputs]
         for stream in streams:
             await anext(stream)
         runners[0].die(DEATH)
@@ -102,23 +102,23 @@ async def test_requests_wait_for_the_last_replica_to_come_back_and_can_be_aborte
     async with scripted_core.running_several(2) as (core, runners):
         for runner in runners[:2]:
             runner.open.clear()
-        replies = [core.submit(request(3, 4, place)) for place in range(4)]
+        outputs = [core.submit(request(3, 4, place)) for place in range(4)]
         await until(lambda: all(runner.num_launched for runner in runners))
         for runner in runners[:2]:
             runner.die(DEATH)
-        core.abort(replies[3].request_id)
-        [chunk] = await replies[3].whole()
+        core.abort(outputs[3].request_id)
+        [chunk] = await outputs[3].whole()
         assert chunk.finish is not None
         assert chunk.finish.kind == "abort"
-        found = await asyncio.gather(*map(whole, replies[:3]))
+        found = await asyncio.gather(*map(whole, outputs[:3]))
         assert found == [expected((3, 4, place)) for place in range(3)]
 
 
 async def test_hanging_replica_is_replaced():
     async with scripted_core.running_several(2, watchdog_timeout_s=0.05) as (core, runners):
         runners[0].open.clear()
-        replies = [core.submit(request(3, 4, place)) for place in range(4)]
-        found = await asyncio.gather(*map(whole, replies))
+        outputs = [core.submit(request(3, 4, place)) for place in range(4)]
+        found = await asyncio.gather(*map(whole, outputs))
         assert found == [expected((3, 4, place)) for place in range(4)]
         await until(lambda: len(runners) == 3)
 
@@ -163,11 +163,11 @@ async def test_engine_ends_when_no_replica_can_be_started(monkeypatch):
     async with scripted_core.running_several(2, restarts=0) as (core, runners):
         for runner in runners:
             runner.open.clear()
-        reply = core.submit(request(3, 4))
+        output = core.submit(request(3, 4))
         for runner in list(runners):
             runner.die(DEATH)
         with pytest.raises(EngineFailure, match="Rank 1"):
-            await reply.whole()
+            await output.whole()
         await until(lambda: core.status().state == "failed")
 
 

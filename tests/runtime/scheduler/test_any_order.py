@@ -157,26 +157,26 @@ class AnyOrder(RuleBasedStateMachine):
     def _abort(self, request: Request):
         choices = [s for s in self.added if s.request is request]
         self._interrupt(choices, "aborted")
-        self.drive.deltas += self.drive.schedule.abort(choices, Finish("abort", message="gone"))
-        self.drive.schedule.check()
+        self.drive.deltas += self.drive.scheduler.abort(choices, Finish("abort", message="gone"))
+        self.drive.scheduler.check()
 
     def _end_choice(self, sequence: Sequence):
         self._interrupt([sequence], "stopped")
-        self.drive.schedule.end(sequence)
-        self.drive.schedule.check()
+        self.drive.scheduler.end(sequence)
+        self.drive.scheduler.check()
 
     @rule(flush=st.booleans())
     def flush_or_fail(self, flush: bool):
         if flush:
-            busy = self.drive.schedule.num_waiting + self.drive.schedule.num_running
-            assert self.drive.schedule.flush() == (busy == 0)
-            self.drive.schedule.check()
+            busy = self.drive.scheduler.num_waiting + self.drive.scheduler.num_running
+            assert self.drive.scheduler.flush() == (busy == 0)
+            self.drive.scheduler.check()
             return
         alive = [sequence for sequence in self.added if sequence.finish is None]
-        lost = self.drive.schedule.fail(self.drive.runner.drop())
+        lost = self.drive.scheduler.fail(self.drive.runner.drop())
         assert [s for s in alive if s.finish is not None] == [s for s in alive if s.request.id in lost]
         self.interrupted |= {s: "lost" for s in alive if s.request.id in lost}
-        self.drive.schedule.check()
+        self.drive.scheduler.check()
         assert self.drive.cache.num_free == self.drive.cache.num_pages
 
     @precondition(lambda self: self.drive.runner.num_in_flight)
@@ -184,11 +184,11 @@ class AnyOrder(RuleBasedStateMachine):
     def run_out_of_memory(self):
         alive = [sequence for sequence in self.added if sequence.finish is None]
         batches = self.drive.runner.drop()
-        lost = self.drive.schedule.give_up_newest(batches)
+        lost = self.drive.scheduler.give_up_newest(batches)
         in_step = {s.request.id for s in batches[0].sequences if s in alive}
         assert lost == ([max(in_step)] if in_step else [])
         self.interrupted |= {s: "lost" for s in alive if s.request.id in lost}
-        self.drive.schedule.check()
+        self.drive.scheduler.check()
         assert self.drive.cache.num_free == self.drive.cache.num_pages
 
     def teardown(self):
@@ -207,7 +207,7 @@ class AnyOrder(RuleBasedStateMachine):
             else:
                 self._check_complete(sequence, deltas)
         assert self.drive.cache.num_available == self.drive.cache.num_pages
-        assert self.drive.schedule.flush()
+        assert self.drive.scheduler.flush()
         assert self.drive.cache.num_free == self.drive.cache.num_pages
 
     def _interrupt(self, sequences: list[Sequence], how: str) -> None:

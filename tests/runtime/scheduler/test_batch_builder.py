@@ -85,17 +85,17 @@ def test_admission_keeps_pages_for_the_output_of_those_that_run():
     for drive in (reserving, trusting):
         drive.add(make_sequence([1] * 4, max_new_tokens=16), make_sequence([2] * 4, max_new_tokens=16))
         drive.step()
-    assert reserving.schedule.num_running == 1
-    assert trusting.schedule.num_running == 2
+    assert reserving.scheduler.num_running == 1
+    assert trusting.scheduler.num_running == 2
 
 
 def test_what_does_not_fit_is_tried_again_when_somebody_leaves():
     drive = Drive(plan(new_token_ratio=1.0, min_new_token_ratio=1.0), num_pages=24, page_size=1, depth=0)
     drive.add(make_sequence([1] * 4, max_new_tokens=4), make_sequence([2] * 4, max_new_tokens=16))
     drive.step()
-    assert drive.schedule.num_running == 1
+    assert drive.scheduler.num_running == 1
     drive.run()
-    assert drive.schedule.num_retracted == 0
+    assert drive.scheduler.num_retracted == 0
 
 
 def test_a_sequence_that_fills_the_pool_runs_alone():

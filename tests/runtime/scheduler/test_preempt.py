@@ -39,7 +39,7 @@ def test_outputs_survive_retraction(depth: int, page_size: int):
     sequences = crowd((4, 20), (4, 20), (4, 20), (4, 20))
     drive.add(*sequences)
     drive.run()
-    assert drive.schedule.num_retracted > 0
+    assert drive.scheduler.num_retracted > 0
     assert [drive.output(s) for s in sequences] == [drive.expected(s) for s in sequences]
 
 
@@ -51,7 +51,7 @@ def test_who_has_least_output_goes_first():
     drive.step()
     drive.step()
     drive.add(young)
-    while not drive.schedule.num_retracted:
+    while not drive.scheduler.num_retracted:
         drive.step()
     assert (old.sequence_index >= 0, young.sequence_index >= 0) == (True, False)
 
@@ -61,7 +61,7 @@ def test_among_equals_the_longest_prompt_goes_first():
     drive = tight(14, depth=0)
     long, short = crowd((5, 9), (2, 9))
     drive.add(long, short)
-    while not drive.schedule.num_retracted:
+    while not drive.scheduler.num_retracted:
         drive.step()
     assert (long.sequence_index >= 0, short.sequence_index >= 0) == (False, True)
 
@@ -71,7 +71,7 @@ def test_the_retracted_return_before_newcomers():
     drive = tight(14, depth=0)
     long, short, new = crowd((5, 9), (2, 9), (1, 3))
     drive.add(long, short)
-    while not drive.schedule.num_retracted:
+    while not drive.scheduler.num_retracted:
         drive.step()
     drive.add(new)
     drive.run()
@@ -87,11 +87,11 @@ def test_a_pending_token_of_a_retracted_sequence_still_arrives():
     drive = tight(14, depth=2)
     long, short = crowd((5, 9), (2, 9))
     drive.add(long, short)
-    while not drive.schedule.num_retracted:
+    while not drive.scheduler.num_retracted:
         drive.step()
     assert long.num_pending > 0
     num_known = len(long.ids)
-    drive.schedule.abort([short], Finish("abort"))
+    drive.scheduler.abort([short], Finish("abort"))
     drive.step()  # there is room now, but its last tokens are not known yet
     assert long.sequence_index < 0
     drive.run()
@@ -103,10 +103,10 @@ def test_a_pending_token_of_a_retracted_sequence_still_arrives():
 def test_a_retraction_lifts_the_reservation():
     drive = tight(14, depth=0)
     drive.add(*crowd((5, 9), (2, 9)))
-    assert drive.schedule.load.new_token_ratio == 0.0
-    while not drive.schedule.num_retracted:
+    assert drive.scheduler.load.new_token_ratio == 0.0
+    while not drive.scheduler.num_retracted:
         drive.step()
-    assert drive.schedule.load.new_token_ratio > 0.5
+    assert drive.scheduler.load.new_token_ratio > 0.5
 
 
 def test_unused_prefixes_are_evicted_before_anybody_is_retracted():
@@ -114,7 +114,7 @@ def test_unused_prefixes_are_evicted_before_anybody_is_retracted():
     for i in range(4):
         drive.add(make_sequence([i] * 6, max_new_tokens=6))
         drive.run()
-    assert drive.schedule.num_retracted == 0
+    assert drive.scheduler.num_retracted == 0
     assert drive.cache.num_available == 16
 
 
@@ -132,11 +132,27 @@ def test_what_a_retracted_sequence_computed_is_found_again():
     drive = Drive(make_plan(new_token_ratio=0.0, min_new_token_ratio=0.0), num_pages=14, page_size=1, depth=0)
     long, short = crowd((5, 9), (2, 9))
     drive.add(long, short)
-    while not drive.schedule.num_retracted:
+    while not drive.scheduler.num_retracted:
         drive.step()
-    drive.schedule.abort([short], Finish("abort"))
+    drive.scheduler.abort([short], Finish("abort"))
     before = drive.runner.num_tokens_computed
     drive.run()
     num_decoded = 9 - (len(long.ids) - long.num_prompt)
     assert drive.runner.num_tokens_computed - before < long.num_prompt + 9 + num_decoded
     assert drive.output(long) == drive.expected(long)
+
+
+@pytest.mark.usefixtures("trusting")
+def test_known_tokens_go_on_with_the_pages_of_a_decode_row_that_retracted_itself():
+    ratios = {"new_token_ratio": 0.0, "min_new_token_ratio": 0.0}
+    plan = make_plan(max_running=3, chunk_tokens=4, max_prefill_tokens=4, mixed=False, **ratios)
+    drive = Drive(plan, num_pages=14, page_size=1, depth=0, vocab_size=5)
+    drive.add(make_sequence([0] * 3, max_new_tokens=0))
+    drive.run()
+    drive.runner.tokens_per_step = 3
+    short = [make_sequence([0] * 4, max_new_tokens=8, seed=seed) for seed in (0, 1)]
+    sequences = [*short, make_sequence([0] * 4, max_new_tokens=13, namespace="adapter")]
+    drive.add(*sequences)
+    drive.run(max_steps=60)
+    assert drive.scheduler.num_retracted > 0
+    assert [drive.output(s) for s in sequences] == [drive.expected(s) for s in sequences]

@@ -204,9 +204,9 @@ def test_a_full_queue_refuses_the_whole_request():
     drive.add(make_sequence([2]), make_sequence([3]))
     with pytest.raises(Overloaded, match="queue is full"):
         drive.add(make_sequence([4]), make_sequence([5]))
-    assert drive.schedule.num_waiting == 3
-    drive.schedule.fill()
-    assert (drive.schedule.num_running, drive.schedule.num_waiting) == (1, 2)
+    assert drive.scheduler.num_waiting == 3
+    drive.scheduler.fill()
+    assert (drive.scheduler.num_running, drive.scheduler.num_waiting) == (1, 2)
     with pytest.raises(Overloaded, match="queue is full"):
         drive.add(make_sequence([4]))
 
@@ -237,14 +237,14 @@ def test_an_abort_at_any_moment_ends_all_choices_and_frees_their_pages(num_steps
     drive.add(first, second)
     for _ in range(num_steps):
         drive.step()
-    deltas = drive.schedule.abort([first, second], GONE)
-    drive.schedule.check()
+    deltas = drive.scheduler.abort([first, second], GONE)
+    drive.scheduler.check()
     assert [(delta.index, delta.finish) for delta in deltas] == [(0, GONE), (1, GONE)]
     assert drive.cache.num_free == drive.cache.num_pages
     num_before = len(drive.deltas)
     drive.run()
     assert len(drive.deltas) == num_before  # tokens in flight are dropped
-    assert drive.schedule.abort([first, second], GONE) == []
+    assert drive.scheduler.abort([first, second], GONE) == []
 
 
 def test_a_choice_that_met_a_stop_string_ends_silently():
@@ -254,9 +254,9 @@ def test_a_choice_that_met_a_stop_string_ends_silently():
     drive.add(first, second)
     for _ in range(3):
         drive.step()
-    drive.schedule.end(first)
-    drive.schedule.end(first)  # known already
-    drive.schedule.check()
+    drive.scheduler.end(first)
+    drive.scheduler.end(first)  # known already
+    drive.scheduler.check()
     num_known = len(drive.output(first))
     drive.run()
     assert len(drive.output(first)) == num_known == 2
@@ -284,12 +284,12 @@ def test_a_failed_step_loses_only_what_was_in_flight():
     drive.step()
     drive.step()
     drive.add(prompt, waiting)
-    batch = drive.schedule.fill()  # of the prompt alone
+    batch = drive.scheduler.fill()  # of the prompt alone
     assert batch is not None
     assert batch.sequences == (prompt,)
     drive.runner.drop()
-    assert drive.schedule.fail([batch]) == [prompt.request.id]
-    drive.schedule.check()
+    assert drive.scheduler.fail([batch]) == [prompt.request.id]
+    drive.scheduler.check()
     assert drive.cache.num_free == drive.cache.num_pages
     drive.run()
     assert drive.output(decoding) == drive.expected(decoding)
@@ -302,31 +302,31 @@ def test_a_failed_step_takes_the_other_choices_of_its_requests_along():
     first = make_sequence([1, 2], n=2)
     second = make_sequence([1, 2], index=1, request=first.request)
     drive.add(first, second)
-    batch = drive.schedule.fill()
+    batch = drive.scheduler.fill()
     assert batch is not None
-    assert drive.schedule.fail([batch]) == [first.request.id]
-    assert drive.schedule.num_waiting == drive.schedule.num_running == 0
+    assert drive.scheduler.fail([batch]) == [first.request.id]
+    assert drive.scheduler.num_waiting == drive.scheduler.num_running == 0
 
 
 def test_steps_are_applied_in_order():
     drive = Drive()
     drive.add(make_sequence([1, 2, 3]))
-    first, second = drive.schedule.fill(), drive.schedule.fill()
+    first, second = drive.scheduler.fill(), drive.scheduler.fill()
     assert first is not None
     assert second is not None
     drive.runner.launch(first)
     _, output = drive.runner.finish_oldest()
     with pytest.raises(EngineFailure, match="Step 1 was applied when step 0 was due"):
-        drive.schedule.apply(second, output)
+        drive.scheduler.apply(second, output)
 
 
 def test_flushing_waits_until_all_is_quiet():
     drive = Drive()
     drive.add(make_sequence(range(9)))
-    assert not drive.schedule.flush()
+    assert not drive.scheduler.flush()
     drive.run()
     assert drive.cache.num_evictable > 0
-    assert drive.schedule.flush()
+    assert drive.scheduler.flush()
     assert drive.cache.num_free == drive.cache.num_pages
 
 
@@ -334,16 +334,16 @@ def test_the_load_counts_what_is_held():
     drive = Drive(make_plan(max_running=1), num_pages=8, page_size=4)
     drive.add(make_sequence(range(8)), make_sequence(range(8)))
     drive.step()
-    load = drive.schedule.load
+    load = drive.scheduler.load
     assert (load.num_waiting, load.num_running, load.num_used_pages) == (1, 1, 2)
     assert load.token_usage == 0.25
     drive.run()
-    assert drive.schedule.load.num_used_pages == 0
+    assert drive.scheduler.load.num_used_pages == 0
 
 
 def test_an_idle_schedule_has_nothing_to_fill():
     drive = Drive()
-    assert drive.schedule.fill() is None
+    assert drive.scheduler.fill() is None
     drive.add(make_sequence([1], max_new_tokens=1))
-    assert drive.schedule.fill() is not None
-    assert drive.schedule.fill() is None  # until the step in flight is applied
+    assert drive.scheduler.fill() is not None
+    assert drive.scheduler.fill() is None  # until the step in flight is applied

@@ -1,0 +1,118 @@
+"""The ids of one choice to text, as they come, with stop strings found across the steps."""
+
+from __future__ import annotations
+
+from runtime.actors.output_stream import join_logprobs
+from runtime.request import Chunk, Delta, Finish, Logprobs, Request
+from runtime.scheduler.apply import first_logprobs
+from runtime.tokenizer.incremental import IncrementalDecoder
+from runtime.tokenizer.stop import StopMatcher
+from runtime.tokenizer.tokenizer import Tokenizer
+
+
+class ChoiceDecoder:
+    """What is known of a choice's text and not sent yet."""
+
+    __slots__ = (
+        "_held_ids",
+        "_held_logprobs",
+        "_held_text",
+        "_incremental",
+        "_interval",
+        "_matcher",
+        "_prompt_logprobs",
+        "_since_sent",
+        "_trim_stop_token",
+        "ended",
+    )
+
+    def __init__(self, request: Request, tokenizer: Tokenizer | None, stream_interval: int) -> None:
+        sampling = request.sampling
+        self.ended = False
+        self._interval = sampling.stream_interval or stream_interval
+        self._since_sent = self._interval - 1  # so that the first token is sent at once
+        self._trim_stop_token = not sampling.no_stop_trim
+        self._held_text = ""
+        self._held_ids: list[int] = []
+        self._held_logprobs: list[Logprobs] = []
+        self._prompt_logprobs: Logprobs | None = None
+        self._incremental: IncrementalDecoder | None = None
+        if tokenizer is not None:
+            self._incremental = tokenizer.decoder(
+                request.ids or (),
+                sampling.skip_special_tokens,
+                sampling.spaces_between_special_tokens,
+            )
+        self._matcher = StopMatcher(sampling.stop, sampling.no_stop_trim) if sampling.stop else None
+
+    def push(self, delta: Delta) -> Chunk | None:
+        """The chunk to send now; None while everything is held back."""
+        ids, finish = delta.ids, delta.finish
+        text = ""
+        if self._incremental is not None:
+            text, ids, finish = self._decode(self._incremental, ids, finish)
+        self._held_text += text
+        self._held_ids += ids
+        self._since_sent += len(ids)
+        if delta.logprobs is not None:
+            self._held_logprobs.append(first_logprobs(delta.logprobs, len(ids)))
+        if delta.prompt_logprobs is not None:
+            self._prompt_logprobs = delta.prompt_logprobs
+        return self._send(delta, finish)
+
+    def _send(self, delta: Delta, finish: Finish | None) -> Chunk | None:
+        if finish is None:
+            if self._since_sent < self._interval:
+                return None
+            if not self._held_text and self._incremental is not None:
+                return None
+        chunk = Chunk(
+            delta.index,
+            self._held_text,
+            self._held_ids,
+            finish,
+            delta.usage,
+            join_logprobs(self._held_logprobs) if self._held_logprobs else None,
+            self._prompt_logprobs,
+            delta.embedding,
+        )
+        self._held_text = ""
+        self._held_ids = []
+        self._held_logprobs = []
+        self._prompt_logprobs = None
+        self._since_sent = 0
+        return chunk
+
+    def _decode(
+        self, incremental: IncrementalDecoder, ids: list[int], finish: Finish | None
+    ) -> tuple[str, list[int], Finish | None]:
+        """Text that is certain, its ids, and the finish, which a stop string may replace."""
+        shown = ids
+        if finish is not None and finish.kind == "stop" and self._trim_stop_token:
+            shown = ids[:-1]
+        if self._matcher is None:
+            text = incremental.push(shown)
+            return (text + incremental.flush() if finish else text), ids, finish
+        return self._match(incremental, self._matcher, shown, ids, finish)
+
+    def _match(
+        self,
+        incremental: IncrementalDecoder,
+        matcher: StopMatcher,
+        shown: list[int],
+        ids: list[int],
+        finish: Finish | None,
+    ) -> tuple[str, list[int], Finish | None]:
+        sent = ""
+        for count, token_id in enumerate(shown, start=1):
+            text, matched = matcher.push(incremental.push([token_id]))
+            sent += text
+            if matched is not None:
+                return sent, ids[:count], Finish("stop", matched=matched)
+        if finish is not None:
+            text, matched = matcher.push(incremental.flush())
+            sent += text
+            if matched is not None:
+                return sent, ids, Finish("stop", matched=matched)
+            sent += matcher.flush()
+        return sent, ids, finish
