@@ -18,7 +18,7 @@ from ops.machine import Machine
 from ops.sampling import ApplyBitmask, Choose, Penalize, Score
 
 if TYPE_CHECKING:
-    from ops.cpp.executor import Executor
+    from ops.cpp.kernel_launcher import KernelLauncher
 
 PREFILL = "prefill_attention"  # in choices: attention of rows of several tokens
 
@@ -66,13 +66,13 @@ class Kernels:
     apply_bitmask: ApplyBitmask
     score: Score
     backends: Mapping[str, str]  # operation -> backend file of what was chosen; also "prefill_attention"
-    executor: Executor | None = None  # of those in C++, where there are some
+    launcher: KernelLauncher | None = None  # of those in C++, where there are some
 
     @property
     def description(self) -> KernelDescription:
         """Which arithmetic is used on a CPU: that of the kernels in C++ where there are some, or else torch's."""
-        if self.executor is not None:
-            return self.executor.description
+        if self.launcher is not None:
+            return self.launcher.description
         return KernelDescription(
             kernels="torch",
             library=f"torch {torch.__version__}",
@@ -92,10 +92,10 @@ def select(
     operation or backend that does not exist, and `ops.cpp.build.BuildError` where kernels in C++ cannot be compiled.
     """
     choices, settings = dict(choices or {}), dict(settings or {})
-    cpp, executor = settings.pop("with_cpp", {}), None
+    cpp, launcher = settings.pop("with_cpp", {}), None
     if "with_cpp" in choices.values():
-        executor = _executor(**cpp)
-        settings["with_cpp"] = {"executor": executor}
+        launcher = _launcher(**cpp)
+        settings["with_cpp"] = {"launcher": launcher}
     prefill = choices.pop(PREFILL, None)
     for operation in choices:
         if operation not in OPERATIONS:
@@ -110,18 +110,18 @@ def select(
         if operation == "attention":
             continue
         if file == "with_cpp":
-            callables.update(module.make(executor))
+            callables.update(module.make(launcher))
         else:
             callables.update({field: getattr(module, field) for field in fields})
     callables["attend"] = _attention(backends["attention"], prefill, settings)
     backends[PREFILL] = prefill or backends["attention"]
-    return Kernels(**callables, backends=backends, executor=executor)
+    return Kernels(**callables, backends=backends, launcher=launcher)
 
 
-def _executor(num_threads: int | None = None, compiler: str | None = None) -> Executor:
+def _launcher(num_threads: int | None = None, compiler: str | None = None) -> KernelLauncher:
     """Runs the kernels in C++, on as many threads as torch uses unless told."""
     from ops.cpp.build import BuildError
-    from ops.cpp.executor import Executor
+    from ops.cpp.kernel_launcher import KernelLauncher
     from ops.cpp.library import load
 
     machine = Machine.probe()
@@ -129,7 +129,7 @@ def _executor(num_threads: int | None = None, compiler: str | None = None) -> Ex
     if compiler is None:
         raise BuildError("There is no C++ compiler.")
     library = load(compiler, machine.cpu_flags)
-    return Executor(library, num_threads or torch.get_num_threads())
+    return KernelLauncher(library, num_threads or torch.get_num_threads())
 
 
 def _attention(

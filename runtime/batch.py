@@ -25,7 +25,7 @@ Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
 Floats = NDArray[np.float32]
 
-UNKNOWN = -1  # in Batch.token_ids: the token that this slot sampled last, known on the device only
+UNKNOWN = -1  # in Batch.token_ids: the token that this sequence sampled last, known on the device only
 
 
 class StepStats(NamedTuple):
@@ -52,7 +52,7 @@ class Batch:
     sequences: tuple[Sequence, ...]  # [B], for the scheduler alone
     starts: Ints  # [B]
     counts: Ints  # [B], each >= 1
-    slots: Ints  # [B], where the row's last sampled token is kept on the device
+    sequence_indices: Ints  # [B], of each row's sequence in device state, which keeps its last token
     token_ids: Ints  # [T], rows one after the other, UNKNOWN where only the device knows
     page_table: Ints  # [B, pages of the longest row], padded with 0 beyond a row's own pages
     sampling: Sampling | None  # None: no row yields a token
@@ -99,17 +99,17 @@ class Bias(NamedTuple):
 
 
 class Penalties(NamedTuple):
-    """The Q sampling rows with penalties. Counts live on the device by slot."""
+    """The Q sampling rows with penalties. Counts live on the device by sequence index."""
 
     rows: Longs  # [Q], index into Sampling.rows
-    slots: Longs  # [Q]
-    fresh: tuple[FreshSlot, ...]  # slots whose counts start anew in this step
+    sequence_indices: Longs  # [Q]
+    fresh: tuple[FreshSequence, ...]  # whose counts start anew in this step
 
 
-class FreshSlot(NamedTuple):
-    """A sequence (re)enters a slot: what the device must count before the first penalty."""
+class FreshSequence(NamedTuple):
+    """A sequence gets a row in device state: what must be counted before the first penalty."""
 
-    slot: int
+    sequence_index: int
     prompt_ids: Ints
     output_ids: Ints
 

@@ -83,7 +83,7 @@ class Logprobs(NamedTuple):
 
     chosen: list[tuple[float | None, int]]  # [N]; None where nothing precedes the token
     top: list[list[tuple[float, int]] | None]  # [N], empty when none were asked for
-    picked: list[list[tuple[float, int]] | None]  # [N], empty when none were asked for
+    requested: list[list[tuple[float, int]] | None]  # [N], empty when none were asked for
 
 
 class Delta(NamedTuple):

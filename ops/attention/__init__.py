@@ -1,6 +1,6 @@
 """Attention over a paged cache.
 
-A backend file holds `attend(q, k_pool, v_pool, inputs, *, scale, window=None, soft_cap=None, sinks=None,
+A backend file holds `attend(q, k_pool, v_pool, metadata, *, scale, window=None, soft_cap=None, sinks=None,
 k_scale=1.0, v_scale=1.0) -> out`:
 
     q        [T, H, D]           queries of all rows, one row after the other
@@ -32,7 +32,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class AttentionInputs:
+class AttentionMetadata:
     """Where each row of one step stands in the cache: made once per step, read by every layer.
 
     `plan_cache` is for backends: what one derives from the other fields in the first layer (a gather index, a mask)
@@ -43,7 +43,7 @@ class AttentionInputs:
     starts: Tensor  # int32 [B], the first position computed of each row
     counts: Tensor  # int32 [B], how many positions are computed
     query_starts: Tensor  # int32 [B + 1], prefix sums of counts
-    slots: Tensor  # int64 [T], page * page_size + offset: where each token's KV goes
+    slot_mapping: Tensor  # int64 [T], page * page_size + offset: where each token's KV goes
     page_size: int
     starts_host: Sequence[int]  # the same as above, so that no backend has to wait for the device
     counts_host: Sequence[int]
@@ -57,23 +57,23 @@ class AttentionInputs:
         page_table: NDArray[np.int32],
         page_size: int,
         device: torch.device | str = "cpu",
-    ) -> AttentionInputs:
-        """The inputs for rows that compute positions starts[b] .. starts[b] + counts[b] - 1.
+    ) -> AttentionMetadata:
+        """The metadata of rows that compute positions starts[b] .. starts[b] + counts[b] - 1.
 
-        Computes the slots and prefix sums on the host and copies all of it to the device (blocking).
+        Computes the slot mapping and prefix sums on the host and copies all of it to the device (blocking).
         """
         starts, counts = [int(n) for n in starts], [int(n) for n in counts]
         rows = np.repeat(np.arange(len(counts)), counts)
         positions = token_positions(starts, counts)
         pages = page_table[rows, positions // page_size].astype(np.int64)
-        slots = pages * page_size + positions % page_size
+        slot_mapping = pages * page_size + positions % page_size
         query_starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         return cls(
             page_table=torch.from_numpy(np.ascontiguousarray(page_table, dtype=np.int32)).to(device),
             starts=torch.tensor(starts, dtype=torch.int32, device=device),
             counts=torch.tensor(counts, dtype=torch.int32, device=device),
             query_starts=torch.from_numpy(query_starts).to(device),
-            slots=torch.from_numpy(slots).to(device),
+            slot_mapping=torch.from_numpy(slot_mapping).to(device),
             page_size=page_size,
             starts_host=starts,
             counts_host=counts,

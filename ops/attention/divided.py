@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ops.attention import AttentionInputs
+from ops.attention import AttentionMetadata
 from ops.sampling.native import to_device
 
 Attend = Callable[..., Tensor]
@@ -20,48 +20,50 @@ class Part(NamedTuple):
     """Some rows of a step, as a step of their own."""
 
     tokens: Tensor  # int64 [n], index into the flat batch
-    inputs: AttentionInputs
+    metadata: AttentionMetadata
 
 
 def divide(single: Attend, longer: Attend) -> Attend:
     """An `attend` (see `ops.attention`) that gives rows of one token to `single` and all others to `longer`."""
 
-    def attend(q: Tensor, k_pool: Tensor, v_pool: Tensor, inputs: AttentionInputs, **options: Any) -> Tensor:
-        counts = inputs.counts_host
+    def attend(
+        q: Tensor, k_pool: Tensor, v_pool: Tensor, metadata: AttentionMetadata, **options: Any
+    ) -> Tensor:
+        counts = metadata.counts_host
         if all(count == 1 for count in counts):
-            return single(q, k_pool, v_pool, inputs, **options)
+            return single(q, k_pool, v_pool, metadata, **options)
         if not any(count == 1 for count in counts):
-            return longer(q, k_pool, v_pool, inputs, **options)
-        if __name__ not in inputs.plan_cache:
-            inputs.plan_cache[__name__] = (_part(inputs, single=True), _part(inputs, single=False))
+            return longer(q, k_pool, v_pool, metadata, **options)
+        if __name__ not in metadata.plan_cache:
+            metadata.plan_cache[__name__] = (_part(metadata, single=True), _part(metadata, single=False))
         out = torch.empty_like(q)
-        for backend, part in zip((single, longer), inputs.plan_cache[__name__], strict=True):
-            found = backend(q.index_select(0, part.tokens), k_pool, v_pool, part.inputs, **options)
+        for backend, part in zip((single, longer), metadata.plan_cache[__name__], strict=True):
+            found = backend(q.index_select(0, part.tokens), k_pool, v_pool, part.metadata, **options)
             out.index_copy_(0, part.tokens, found)
         return out
 
     return attend
 
 
-def _part(inputs: AttentionInputs, *, single: bool) -> Part:
-    rows = [row for row, count in enumerate(inputs.counts_host) if (count == 1) == single]
-    first_tokens = [0, *accumulate(inputs.counts_host)]
-    counts = [inputs.counts_host[row] for row in rows]
+def _part(metadata: AttentionMetadata, *, single: bool) -> Part:
+    rows = [row for row, count in enumerate(metadata.counts_host) if (count == 1) == single]
+    first_tokens = [0, *accumulate(metadata.counts_host)]
+    counts = [metadata.counts_host[row] for row in rows]
     tokens = [first_tokens[row] + i for row, count in zip(rows, counts) for i in range(count)]
-    device = inputs.page_table.device
+    device = metadata.page_table.device
     there = to_device(torch.tensor(rows), device)
     token_index = to_device(torch.tensor(tokens), device)
     query_starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
     return Part(
         token_index,
         replace(
-            inputs,
-            page_table=inputs.page_table.index_select(0, there),
-            starts=inputs.starts.index_select(0, there),
-            counts=inputs.counts.index_select(0, there),
+            metadata,
+            page_table=metadata.page_table.index_select(0, there),
+            starts=metadata.starts.index_select(0, there),
+            counts=metadata.counts.index_select(0, there),
             query_starts=to_device(query_starts, device),
-            slots=inputs.slots.index_select(0, token_index),
-            starts_host=[inputs.starts_host[row] for row in rows],
+            slot_mapping=metadata.slot_mapping.index_select(0, token_index),
+            starts_host=[metadata.starts_host[row] for row in rows],
             counts_host=counts,
             plan_cache={},
         ),

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ops.attention import AttentionInputs
+from ops.attention import AttentionMetadata
 
 MAX_PADDING = 0.25  # of a group's gathered tokens; more than that is slower than another group
 MAX_GROUP_BYTES = 32 * 2**20  # gathered keys; beyond it a group falls out of the CPU's caches
@@ -46,7 +46,7 @@ def attend(
     q: Tensor,
     k_pool: Tensor,
     v_pool: Tensor,
-    inputs: AttentionInputs,
+    metadata: AttentionMetadata,
     *,
     scale: float,
     window: int | None = None,
@@ -64,7 +64,7 @@ def attend(
     out = torch.empty_like(q)
     by_kv_head = sinks.view(k_pool.shape[1], -1) if sinks is not None else None
     scoring = Scoring(scale * k_scale, soft_cap, by_kv_head)
-    for group in _groups(q, k_pool, inputs, window):
+    for group in _groups(q, k_pool, metadata, window):
         if group.tokens is None:
             out = _attend_group(q, k_pool, v_pool, group, attend_gathered, scoring)
             break
@@ -72,10 +72,10 @@ def attend(
         found = _attend_group(queries, k_pool, v_pool, group, attend_gathered, scoring)
         out.index_copy_(0, group.tokens, found)
     first = 0
-    for row, count in enumerate(inputs.counts_host):
+    for row, count in enumerate(metadata.counts_host):
         if count > 1:
             tokens = slice(first, first + count)
-            out[tokens] = _attend_row(q[tokens], k_pool, v_pool, inputs, row, window, scoring)
+            out[tokens] = _attend_row(q[tokens], k_pool, v_pool, metadata, row, window, scoring)
         first += count
     return out if v_scale == 1.0 else out.mul_(v_scale)
 
@@ -109,17 +109,17 @@ def _attend_row(
     q: Tensor,
     k_pool: Tensor,
     v_pool: Tensor,
-    inputs: AttentionInputs,
+    metadata: AttentionMetadata,
     row: int,
     window: int | None,
     scoring: Scoring,
 ) -> Tensor:
     """Attention of one row's [N, H, D] queries -> [N, H, D]."""
     (count, num_heads, head_dim), num_kv_heads = q.shape, k_pool.shape[1]
-    start, end = inputs.starts_host[row], inputs.starts_host[row] + count
-    first_page = _first_key(start, window) // inputs.page_size
-    base = first_page * inputs.page_size  # the position of the first gathered key
-    pages = inputs.page_table[row, first_page : -(-end // inputs.page_size)].long()
+    start, end = metadata.starts_host[row], metadata.starts_host[row] + count
+    first_page = _first_key(start, window) // metadata.page_size
+    base = first_page * metadata.page_size  # the position of the first gathered key
+    pages = metadata.page_table[row, first_page : -(-end // metadata.page_size)].long()
     keys, values = (
         _gather_row(pool, pages, q.dtype)[:, : end - base] for pool in (k_pool, v_pool)
     )  # [K, S, D]
@@ -205,24 +205,24 @@ def _causal_mask(first: int, end: int, first_key: int, window: int | None, like:
     return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, -torch.inf)
 
 
-def _groups(q: Tensor, k_pool: Tensor, inputs: AttentionInputs, window: int | None) -> list[Group]:
+def _groups(q: Tensor, k_pool: Tensor, metadata: AttentionMetadata, window: int | None) -> list[Group]:
     """The step's single-token rows in groups of similar length, derived once per step and window."""
     key = (__name__, window, q.dtype, tuple(k_pool.shape))
-    if key not in inputs.plan_cache:
+    if key not in metadata.plan_cache:
         page_bytes = k_pool[0].numel() * k_pool.element_size()
-        inputs.plan_cache[key] = [
-            _group(sorted(rows), q, k_pool.shape[1], inputs, window)
-            for rows in split_rows(_pages_needed(inputs, window), MAX_GROUP_BYTES // page_bytes)
+        metadata.plan_cache[key] = [
+            _group(sorted(rows), q, k_pool.shape[1], metadata, window)
+            for rows in split_rows(_pages_needed(metadata, window), MAX_GROUP_BYTES // page_bytes)
         ]
-    return inputs.plan_cache[key]
+    return metadata.plan_cache[key]
 
 
-def _pages_needed(inputs: AttentionInputs, window: int | None) -> list[tuple[int, int]]:
+def _pages_needed(metadata: AttentionMetadata, window: int | None) -> list[tuple[int, int]]:
     """(pages to gather, row) of every single-token row."""
-    size = inputs.page_size
+    size = metadata.page_size
     return [
         (start // size - _first_key(start, window) // size + 1, row)
-        for row, (start, count) in enumerate(zip(inputs.starts_host, inputs.counts_host))
+        for row, (start, count) in enumerate(zip(metadata.starts_host, metadata.counts_host))
         if count == 1
     ]
 
@@ -242,13 +242,13 @@ def split_rows(lengths: Sequence[tuple[int, int]], max_pages: int) -> list[list[
 
 
 def _group(
-    rows: list[int], q: Tensor, num_kv_heads: int, inputs: AttentionInputs, window: int | None
+    rows: list[int], q: Tensor, num_kv_heads: int, metadata: AttentionMetadata, window: int | None
 ) -> Group:
-    size, device = inputs.page_size, q.device
+    size, device = metadata.page_size, q.device
     first_tokens = [0]
-    for count in inputs.counts_host:
+    for count in metadata.counts_host:
         first_tokens.append(first_tokens[-1] + count)
-    starts = [inputs.starts_host[row] for row in rows]
+    starts = [metadata.starts_host[row] for row in rows]
     first_pages = [_first_key(start, window) // size for start in starts]
     num_pages = max(start // size - page + 1 for start, page in zip(starts, first_pages))
     tokens = [first_tokens[row] for row in rows]
@@ -256,14 +256,14 @@ def _group(
 
     columns = index[2].unsqueeze(1) + torch.arange(num_pages, device=device)
     # A shorter row's surplus columns may lie beyond the table; what they gather is overwritten as padding.
-    columns = columns.clamp_(max=inputs.page_table.shape[1] - 1)
-    pages = inputs.page_table[index[0].unsqueeze(1), columns].long()  # [N, pages]
+    columns = columns.clamp_(max=metadata.page_table.shape[1] - 1)
+    pages = metadata.page_table[index[0].unsqueeze(1), columns].long()  # [N, pages]
     heads = torch.arange(num_kv_heads, device=device).view(1, -1, 1)
     pages = (pages.unsqueeze(1) * num_kv_heads + heads).flatten()  # [N, K, pages]
 
     first_keys = [_first_key(start, window) - page * size for start, page in zip(starts, first_pages)]
     last_keys = [start - page * size for start, page in zip(starts, first_pages)]
-    whole = len(rows) == len(inputs.counts_host)
+    whole = len(rows) == len(metadata.counts_host)
     tokens = None if whole else index[3]
     if len(rows) == 1:
         return Group(tokens, pages, slice(first_keys[0], last_keys[0] + 1), None, None)

@@ -10,15 +10,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ops.attention import AttentionInputs, native
-from ops.cpp.executor import Executor, step_in
+from ops.attention import AttentionMetadata, native
+from ops.cpp.kernel_launcher import KernelLauncher, step_in
 from ops.cpp.library import TYPES, Attend, address
 
 NUM_PARTS = 2**22  # floats through which tasks give each other parts of a long row or of what rows share
 HEAD_DIM_MULTIPLE = 16
 
 
-def make_attend(executor: Executor) -> Callable[..., Tensor]:
+def make_attend(launcher: KernelLauncher) -> Callable[..., Tensor]:
     """An `attend` (see `ops.attention`). What `computes` says no to goes to `native`."""
     parts = torch.empty(NUM_PARTS)
 
@@ -26,7 +26,7 @@ def make_attend(executor: Executor) -> Callable[..., Tensor]:
         q: Tensor,
         k_pool: Tensor,
         v_pool: Tensor,
-        inputs: AttentionInputs,
+        metadata: AttentionMetadata,
         *,
         scale: float,
         window: int | None = None,
@@ -41,7 +41,7 @@ def make_attend(executor: Executor) -> Callable[..., Tensor]:
                 q,
                 k_pool,
                 v_pool,
-                inputs,
+                metadata,
                 scale=scale,
                 window=window,
                 soft_cap=soft_cap,
@@ -51,7 +51,7 @@ def make_attend(executor: Executor) -> Callable[..., Tensor]:
             )
         if q.stride(2) != 1 or q.stride(1) != q.shape[2]:
             q = q.contiguous()
-        out = executor.empty(q.shape, q.dtype)
+        out = launcher.empty(q.shape, q.dtype)
         operands = Attend(
             q=address(q),
             q_stride=q.stride(0),
@@ -68,7 +68,7 @@ def make_attend(executor: Executor) -> Callable[..., Tensor]:
             parts=address(parts),
             num_parts=NUM_PARTS,
         )
-        executor.launch("attend", q.dtype, operands, step_in(inputs))
+        launcher.launch("attend", q.dtype, operands, step_in(metadata))
         return out
 
     return attend

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ops.attention import AttentionInputs
+from ops.attention import AttentionMetadata
 from ops.attention.divided import Attend, divide
 from ops.backends import FLASHINFER_HEAD_DIMS
 from ops.sampling.native import to_device
@@ -60,7 +60,7 @@ class FlashInfer:
         q: Tensor,
         k_pool: Tensor,
         v_pool: Tensor,
-        inputs: AttentionInputs,
+        metadata: AttentionMetadata,
         *,
         scale: float,
         window: int | None = None,
@@ -77,7 +77,7 @@ class FlashInfer:
         if self._kernels == FA3 and k_pool.dtype != q.dtype:
             raise ValueError(f"fa3 reads a cache of the query's {q.dtype}, not of {k_pool.dtype}; use triton")
         setting = Setting(
-            self._kernels != FA3 and all(count == 1 for count in inputs.counts_host),
+            self._kernels != FA3 and all(count == 1 for count in metadata.counts_host),
             num_heads,
             num_kv_heads,
             head_dim,
@@ -89,21 +89,21 @@ class FlashInfer:
             soft_cap,
         )
         key = (__name__, setting)
-        if key not in inputs.plan_cache:
-            inputs.plan_cache[key] = self._planned(setting, inputs)
+        if key not in metadata.plan_cache:
+            metadata.plan_cache[key] = self._planned(setting, metadata)
         scales = {"k_scale": k_scale, "v_scale": v_scale}
         used = {
             name: scale for name, scale in scales.items() if scale != 1.0
         }  # each costs a pass over the result
-        return inputs.plan_cache[key].run(q, (k_pool, v_pool), **used)
+        return metadata.plan_cache[key].run(q, (k_pool, v_pool), **used)
 
-    def _planned(self, setting: Setting, inputs: AttentionInputs) -> Any:
+    def _planned(self, setting: Setting, metadata: AttentionMetadata) -> Any:
         """The next wrapper for this setting, planned for these rows."""
-        device = inputs.page_table.device
+        device = metadata.page_table.device
         ring = self._wrappers.setdefault(setting, [])
         wrapper = self._new(setting, device) if len(ring) < TURNS else ring.pop(0)
         ring.append(wrapper)
-        pages = _pages(inputs)
+        pages = _pages(metadata)
         shared: dict[str, Any] = {
             "num_qo_heads": setting.num_heads,
             "num_kv_heads": setting.num_kv_heads,
@@ -117,7 +117,7 @@ class FlashInfer:
         if setting.is_decode:
             wrapper.plan(*pages, head_dim=setting.head_dim, **shared)
         else:
-            query_starts = torch.tensor([0, *accumulate(inputs.counts_host)], dtype=torch.int32)
+            query_starts = torch.tensor([0, *accumulate(metadata.counts_host)], dtype=torch.int32)
             wrapper.plan(query_starts, *pages, head_dim_qk=setting.head_dim, causal=True, **shared)
         return wrapper
 
@@ -149,16 +149,16 @@ def check_heads(q: Tensor) -> None:
         )
 
 
-def _pages(inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:
+def _pages(metadata: AttentionMetadata) -> tuple[Tensor, Tensor, Tensor]:
     """(prefix sums of the rows' numbers of pages, their pages, tokens in each last page).
 
     The pages are on the device; the others on the host, where a plan reads them.
     """
-    size, width = inputs.page_size, inputs.page_table.shape[1]
-    lengths = [start + count for start, count in zip(inputs.starts_host, inputs.counts_host)]
+    size, width = metadata.page_size, metadata.page_table.shape[1]
+    lengths = [start + count for start, count in zip(metadata.starts_host, metadata.counts_host)]
     num_pages = [-(-length // size) for length in lengths]
     index = torch.cat([torch.arange(n) + row * width for row, n in enumerate(num_pages)])
-    pages = inputs.page_table.flatten().index_select(0, to_device(index, inputs.page_table.device))
+    pages = metadata.page_table.flatten().index_select(0, to_device(index, metadata.page_table.device))
     last = [length - (n - 1) * size for length, n in zip(lengths, num_pages)]
     starts = [0, *accumulate(num_pages)]
     return torch.tensor(starts, dtype=torch.int32), pages, torch.tensor(last, dtype=torch.int32)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ops.attention import AttentionInputs, native
+from ops.attention import AttentionMetadata, native
 
 MIN_PRODUCTS = 32  # rows x kv heads; with fewer the operations cost what they save
 
@@ -20,7 +20,7 @@ def attend(
     q: Tensor,
     k_pool: Tensor,
     v_pool: Tensor,
-    inputs: AttentionInputs,
+    metadata: AttentionMetadata,
     *,
     scale: float,
     window: int | None = None,
@@ -34,7 +34,7 @@ def attend(
         q,
         k_pool,
         v_pool,
-        inputs,
+        metadata,
         scale=scale,
         window=window,
         soft_cap=soft_cap,

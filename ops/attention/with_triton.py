@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ops.attention import AttentionInputs
+from ops.attention import AttentionMetadata
 
 NUM_KV_SPLITS = 8
 MIN_SPLIT_TOKENS = 256  # less than that is not worth a program of its own
@@ -33,7 +33,7 @@ def attend(
     q: Tensor,
     k_pool: Tensor,
     v_pool: Tensor,
-    inputs: AttentionInputs,
+    metadata: AttentionMetadata,
     *,
     scale: float,
     window: int | None = None,
@@ -60,18 +60,18 @@ def attend(
         "GROUP": q.shape[1] // k_pool.shape[1],
         "DIM": q.shape[2],
         "DIM_BLOCK": max(16, triton.next_power_of_2(q.shape[2])),
-        "PAGE": inputs.page_size,
+        "PAGE": metadata.page_size,
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
     }
     sinks = out if sinks is None else sinks  # any pointer; it is not read
-    if any(count == 1 for count in inputs.counts_host):
-        longest = inputs.page_table.shape[1] * inputs.page_size
+    if any(count == 1 for count in metadata.counts_host):
+        longest = metadata.page_table.shape[1] * metadata.page_size
         if split_tile_tokens is not None:
             num_kv_splits = triton.cdiv(longest, split_tile_tokens)
         splits = {"SPLITS": num_kv_splits, "SPLIT_TILE": split_tile_tokens}
-        _decode(q, k_pool, v_pool, sinks, out, inputs, splits, shared)
-    if any(count > 1 for count in inputs.counts_host):
-        _prefill(q, k_pool, v_pool, sinks, out, inputs, shared)
+        _decode(q, k_pool, v_pool, sinks, out, metadata, splits, shared)
+    if any(count > 1 for count in metadata.counts_host):
+        _prefill(q, k_pool, v_pool, sinks, out, metadata, shared)
     return out
 
 
@@ -88,17 +88,17 @@ def _decode(
     v_pool: Tensor,
     sinks: Tensor,
     out: Tensor,
-    inputs: AttentionInputs,
+    metadata: AttentionMetadata,
     splits: dict[str, Any],
     shared: dict[str, Any],
 ) -> None:
     (_, num_heads, dim), num_kv_heads = q.shape, k_pool.shape[1]
-    num_rows, num_splits, group = len(inputs.counts_host), splits["SPLITS"], shared["GROUP"]
+    num_rows, num_splits, group = len(metadata.counts_host), splits["SPLITS"], shared["GROUP"]
     heads_block = min(64, max(16, triton.next_power_of_2(group)))
     num_blocks = triton.cdiv(group, heads_block)
     parts = torch.empty(num_rows, num_heads, num_splits, dim, dtype=torch.float32, device=q.device)
     masses = torch.empty(num_rows, num_heads, num_splits, dtype=torch.float32, device=q.device)
-    places = (inputs.page_table, inputs.starts, inputs.query_starts)
+    places = (metadata.page_table, metadata.starts, metadata.query_starts)
     _decode_kernel[(num_rows, num_kv_heads * num_blocks, num_splits)](
         q,
         k_pool,
@@ -106,7 +106,7 @@ def _decode(
         *places,
         parts,
         masses,
-        inputs.page_table.stride(0),
+        metadata.page_table.stride(0),
         q.stride(0),
         q.stride(1),
         KV_HEADS=num_kv_heads,
@@ -121,7 +121,7 @@ def _decode(
     _merge_kernel[(num_rows, num_heads)](
         parts,
         masses,
-        inputs.query_starts,
+        metadata.query_starts,
         sinks,
         out,
         shared["v_scale"],
@@ -139,23 +139,23 @@ def _prefill(
     v_pool: Tensor,
     sinks: Tensor,
     out: Tensor,
-    inputs: AttentionInputs,
+    metadata: AttentionMetadata,
     shared: dict[str, Any],
 ) -> None:
-    num_rows, num_kv_heads, group = len(inputs.counts_host), k_pool.shape[1], shared["GROUP"]
+    num_rows, num_kv_heads, group = len(metadata.counts_host), k_pool.shape[1], shared["GROUP"]
     rows_block = max(_queries_block(q, shared), triton.next_power_of_2(group))
     tokens_block = rows_block // group
     _prefill_kernel[(q.shape[0] // tokens_block + num_rows, num_kv_heads)](
         q,
         k_pool,
         v_pool,
-        inputs.page_table,
-        inputs.starts,
-        inputs.query_starts,
+        metadata.page_table,
+        metadata.starts,
+        metadata.query_starts,
         sinks,
         out,
         num_rows,
-        inputs.page_table.stride(0),
+        metadata.page_table.stride(0),
         q.stride(0),
         q.stride(1),
         KV_HEADS=num_kv_heads,

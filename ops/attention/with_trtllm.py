@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ops.attention import AttentionInputs
+from ops.attention import AttentionMetadata
 from ops.attention.divided import Attend, divide
 from ops.attention.with_flashinfer import check_heads
 from ops.backends import TRTLLM_PAGE_SIZES
@@ -21,7 +21,7 @@ WORKSPACE_BYTES = 256 * 2**20
 
 
 class Lengths(NamedTuple):
-    """Of a step's rows: what the kernels want beside `AttentionInputs`."""
+    """Of a step's rows: what the kernels want beside `AttentionMetadata`."""
 
     of_rows: Tensor  # int32 [B]
     starts: Tensor  # int32 [B + 1], prefix sums
@@ -37,24 +37,24 @@ class TensorRT:
         self._workspace: Tensor | None = None
 
     def _decode(
-        self, q: Tensor, k_pool: Tensor, v_pool: Tensor, inputs: AttentionInputs, **options: Any
+        self, q: Tensor, k_pool: Tensor, v_pool: Tensor, metadata: AttentionMetadata, **options: Any
     ) -> Tensor:
         """Rows of one token."""
         run = import_module("flashinfer.decode").trtllm_batch_decode_with_kv_cache
-        shared = self._shared(q, k_pool, v_pool, inputs, **options)
-        return run(max_seq_len=_lengths(inputs).longest, backend="trtllm-gen", **shared)
+        shared = self._shared(q, k_pool, v_pool, metadata, **options)
+        return run(max_seq_len=_lengths(metadata).longest, backend="trtllm-gen", **shared)
 
     def _prefill(
-        self, q: Tensor, k_pool: Tensor, v_pool: Tensor, inputs: AttentionInputs, **options: Any
+        self, q: Tensor, k_pool: Tensor, v_pool: Tensor, metadata: AttentionMetadata, **options: Any
     ) -> Tensor:
         """Longer rows."""
         run = import_module("flashinfer.prefill").trtllm_batch_context_with_kv_cache
-        shared, lengths = self._shared(q, k_pool, v_pool, inputs, **options), _lengths(inputs)
+        shared, lengths = self._shared(q, k_pool, v_pool, metadata, **options), _lengths(metadata)
         return run(
             max_q_len=lengths.most_queries,
             max_kv_len=lengths.longest,
-            batch_size=len(inputs.counts_host),
-            cum_seq_lens_q=inputs.query_starts,
+            batch_size=len(metadata.counts_host),
+            cum_seq_lens_q=metadata.query_starts,
             cum_seq_lens_kv=lengths.starts,
             **shared,
         )
@@ -64,7 +64,7 @@ class TensorRT:
         q: Tensor,
         k_pool: Tensor,
         v_pool: Tensor,
-        inputs: AttentionInputs,
+        metadata: AttentionMetadata,
         *,
         scale: float,
         window: int | None = None,
@@ -76,9 +76,9 @@ class TensorRT:
         """The arguments that both launches take. Raises ValueError for what the kernels lack."""
         if soft_cap is not None:
             raise ValueError("trtllm_mha has no soft cap; use triton")
-        if inputs.page_size not in TRTLLM_PAGE_SIZES:
+        if metadata.page_size not in TRTLLM_PAGE_SIZES:
             raise ValueError(
-                f"trtllm_mha reads pages of {TRTLLM_PAGE_SIZES}, not of {inputs.page_size}; use triton"
+                f"trtllm_mha reads pages of {TRTLLM_PAGE_SIZES}, not of {metadata.page_size}; use triton"
             )
         check_heads(q)
         if k_pool.dtype != q.dtype:
@@ -91,8 +91,8 @@ class TensorRT:
             "query": q.contiguous(),
             "kv_cache": (k_pool, v_pool),
             "workspace_buffer": self._workspace,
-            "block_tables": inputs.page_table,
-            "seq_lens": _lengths(inputs).of_rows,
+            "block_tables": metadata.page_table,
+            "seq_lens": _lengths(metadata).of_rows,
             "bmm1_scale": scale * k_scale,
             "bmm2_scale": v_scale,
             "window_left": -1 if window is None else window - 1,
@@ -106,11 +106,11 @@ def make_attend() -> Attend:
     return TensorRT().attend
 
 
-def _lengths(inputs: AttentionInputs) -> Lengths:
-    if __name__ not in inputs.plan_cache:
-        of_rows = inputs.starts + inputs.counts
-        starts = torch.zeros_like(inputs.query_starts)
+def _lengths(metadata: AttentionMetadata) -> Lengths:
+    if __name__ not in metadata.plan_cache:
+        of_rows = metadata.starts + metadata.counts
+        starts = torch.zeros_like(metadata.query_starts)
         torch.cumsum(of_rows, 0, dtype=torch.int32, out=starts[1:])
-        longest = max(start + count for start, count in zip(inputs.starts_host, inputs.counts_host))
-        inputs.plan_cache[__name__] = Lengths(of_rows, starts, longest, max(inputs.counts_host))
-    return inputs.plan_cache[__name__]
+        longest = max(start + count for start, count in zip(metadata.starts_host, metadata.counts_host))
+        metadata.plan_cache[__name__] = Lengths(of_rows, starts, longest, max(metadata.counts_host))
+    return metadata.plan_cache[__name__]

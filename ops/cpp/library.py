@@ -24,7 +24,7 @@ class Step(Structure):
         ("num_rows", c_int64),
         ("token_ids", c_void_p),
         ("positions", c_void_p),
-        ("slots", c_void_p),
+        ("slot_mapping", c_void_p),
         ("page_table", c_void_p),
         ("table_width", c_int64),
         ("starts", c_void_p),
@@ -32,14 +32,14 @@ class Step(Structure):
         ("query_starts", c_void_p),
         ("page_size", c_int64),
         ("given_ids", c_void_p),
-        ("row_slots", c_void_p),
+        ("sequence_indices", c_void_p),
         ("last_tokens", c_void_p),
         ("num_samples", c_int64),
         ("sample_rows", c_void_p),
     )
 
 
-class Node(Structure):
+class GraphNode(Structure):
     """A kernel and its operands (`step.h`)."""
 
     _fields_ = (("kernel", c_void_p), ("operands", c_void_p))
@@ -126,7 +126,7 @@ class Attend(Structure):
 
 
 class Pack(Structure):
-    _fields_ = (("weight", c_void_p), ("panels", c_void_p), ("in_size", c_int64), ("out_size", c_int64))
+    _fields_ = (("weight", c_void_p), ("packed", c_void_p), ("in_size", c_int64), ("out_size", c_int64))
 
 
 class Product(Structure):
@@ -145,7 +145,7 @@ class Product(Structure):
 class Pack8(Structure):
     _fields_ = (
         ("weight", c_void_p),
-        ("panels", c_void_p),
+        ("packed", c_void_p),
         ("scales", c_void_p),
         ("in_size", c_int64),
         ("out_size", c_int64),
@@ -165,7 +165,7 @@ class Begin(Structure):
         ("query_starts", c_void_p),
         ("token_ids", c_void_p),
         ("positions", c_void_p),
-        ("slots", c_void_p),
+        ("slot_mapping", c_void_p),
     )
 
 
@@ -185,7 +185,7 @@ class Choose(Structure):
 
 # In the order of STRUCTURE_SIZES in `library.cpp`.
 STRUCTURES = (
-    Step, Node, Embed, Norm, Rotate, Store, Gate, Attend, Pack, Product, Pack8, Product8, Begin, Last, Choose,
+    Step, GraphNode, Embed, Norm, Rotate, Store, Gate, Attend, Pack, Product, Pack8, Product8, Begin, Last, Choose,
     RotateStore,
 )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The beginning and the end of a step that is recorded whole (`source/whole.h`)."""
+"""The beginning and the end of a step that is captured whole (`source/whole.h`)."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ops.attention import AttentionInputs
-from ops.cpp.executor import Executor, NotRecordable
+from ops.attention import AttentionMetadata
+from ops.cpp.kernel_launcher import KernelLauncher, NotCapturable
 from ops.cpp.library import Begin, Choose, Last, Product, Product8, Step, address
-from ops.matmul.with_cpp import Panels, Panels8, scratch8
+from ops.matmul.with_cpp import PackedWeight, PackedWeight8, scratch8
 
 SAMPLES = -1  # as the number of a kernel's rows: those of the step that sample
 BEST_BYTES = 5 * 64  # of what a thread notes about a row
@@ -23,53 +23,53 @@ class Inputs:
     query_starts: Tensor  # int32 [B + 1]
     token_ids: Tensor  # int64 [T]
     positions: Tensor  # int64 [T]
-    slots: Tensor  # int64 [T]
+    slot_mapping: Tensor  # int64 [T]
 
     @classmethod
     def empty(cls, max_tokens: int, max_rows: int) -> Inputs:
-        ids, positions, slots = (torch.empty(max_tokens, dtype=torch.int64) for _ in range(3))
-        return cls(torch.empty(max_rows + 1, dtype=torch.int32), ids, positions, slots)
+        ids, positions, slot_mapping = (torch.empty(max_tokens, dtype=torch.int64) for _ in range(3))
+        return cls(torch.empty(max_rows + 1, dtype=torch.int32), ids, positions, slot_mapping)
 
     def addresses(self) -> dict[str, int]:
         """As fields of a `Step`."""
-        names = ("query_starts", "token_ids", "positions", "slots")
+        names = ("query_starts", "token_ids", "positions", "slot_mapping")
         return {name: getattr(self, name).data_ptr() for name in names}
 
-    def attention(self, step: Step) -> AttentionInputs:
-        """What layers are given while they are recorded: it says nothing of any batch."""
+    def attention(self, step: Step) -> AttentionMetadata:
+        """What layers are given while they are captured: it says nothing of any batch."""
         nothing = torch.empty(0, 0, dtype=torch.int32)
-        return AttentionInputs(
+        return AttentionMetadata(
             page_table=nothing,
             starts=nothing[0:0],
             counts=nothing[0:0],
             query_starts=self.query_starts,
-            slots=self.slots,
+            slot_mapping=self.slot_mapping,
             page_size=step.page_size,
             starts_host=(),
             counts_host=(),
         )
 
 
-def begin(executor: Executor, inputs: Inputs, dtype: torch.dtype) -> None:
-    """Token ids, positions and cache slots from the batch's arrays."""
-    executor.launch("begin", dtype, Begin(**inputs.addresses()))
+def begin(launcher: KernelLauncher, inputs: Inputs, dtype: torch.dtype) -> None:
+    """Token ids, positions and slot mapping from the batch's arrays."""
+    launcher.launch("begin", dtype, Begin(**inputs.addresses()))
 
 
-def last(executor: Executor, hidden: Tensor, out: Tensor) -> None:
+def last(launcher: KernelLauncher, hidden: Tensor, out: Tensor) -> None:
     """hidden [T, E] of the tokens that predict one -> out [R, E]."""
-    executor.launch("last", hidden.dtype, Last(address(hidden), address(out), hidden.shape[1]))
+    launcher.launch("last", hidden.dtype, Last(address(hidden), address(out), hidden.shape[1]))
 
 
-def likeliest(executor: Executor, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def likeliest(launcher: KernelLauncher, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """The id of the largest of hidden @ weight.T, int64 [R], and whether the row is sound, bool [R].
 
     As `ops.sampling.Choose` for greedy rows, but no logit is written down. `last_tokens` of the step get the ids.
     """
-    if not isinstance(weight, (Panels, Panels8)):
-        raise NotRecordable("the head's weight is not in panels")
+    if not isinstance(weight, (PackedWeight, PackedWeight8)):
+        raise NotCapturable("the head's weight is not packed")
     max_rows, (out_size, in_size) = len(hidden), weight.shape
-    ids, sound = executor.empty((max_rows,), torch.int64), executor.empty((max_rows,), torch.bool)
-    best = executor.empty((executor.num_threads * max_rows * BEST_BYTES,), torch.uint8)
+    ids, sound = launcher.empty((max_rows,), torch.int64), launcher.empty((max_rows,), torch.bool)
+    best = launcher.empty((launcher.num_threads * max_rows * BEST_BYTES,), torch.uint8)
     plain = Product(
         x=address(hidden),
         x_stride=in_size,
@@ -79,9 +79,9 @@ def likeliest(executor: Executor, hidden: Tensor, weight: Tensor) -> tuple[Tenso
         out_size=out_size,
     )
     product = Product8(plain=plain)
-    if isinstance(weight, Panels8):
-        rounded = scratch8(executor, max_rows, in_size)
+    if isinstance(weight, PackedWeight8):
+        rounded = scratch8(launcher, max_rows, in_size)
         product = Product8(plain, weight.scales_address, address(rounded))
     operands = Choose(address(best), address(ids), address(sound), max_rows, product)
-    executor.launch("choose8" if isinstance(weight, Panels8) else "choose", hidden.dtype, operands)
+    launcher.launch("choose8" if isinstance(weight, PackedWeight8) else "choose", hidden.dtype, operands)
     return ids, sound

@@ -7,24 +7,24 @@ from typing import Any
 
 from torch import Tensor
 
-from ops.cpp.executor import Executor
+from ops.cpp.kernel_launcher import KernelLauncher
 from ops.cpp.library import TYPES, Embed, Step, address
 from ops.embedding import native
-from ops.matmul.with_cpp import Panels
+from ops.matmul.with_cpp import PackedWeight
 
 
-def make(executor: Executor) -> Mapping[str, Callable[..., Any]]:
+def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
     """`embed`, `reads` and `as_logits` (see `ops.embedding`)."""
 
     def reads(prepared: Tensor) -> bool:
-        """Panels of the weight's own dtype hold all that there was."""
-        return isinstance(prepared, Panels)
+        """A packed weight of its own dtype holds all that there was."""
+        return isinstance(prepared, PackedWeight)
 
     def embed(
         token_ids: Tensor, weight: Tensor, first_id: int | None = None, *, scale: float | None = None
     ) -> Tensor:
         """The vectors of a rank's own ids."""
-        if not isinstance(weight, Panels) and not (weight.dtype in TYPES and weight.is_contiguous()):
+        if not isinstance(weight, PackedWeight) and not (weight.dtype in TYPES and weight.is_contiguous()):
             return native.embed(token_ids, weight, first_id, scale=scale)
 
         def rows(places: Tensor, weight: Tensor) -> Tensor:
@@ -34,10 +34,10 @@ def make(executor: Executor) -> Mapping[str, Callable[..., Any]]:
 
     def look_up(places: Tensor, weight: Tensor, scale: float) -> Tensor:
         places = places.contiguous()
-        x = executor.empty((len(places), weight.shape[1]), weight.dtype)
-        kernel = "embed_panels" if isinstance(weight, Panels) else "embed"
+        x = launcher.empty((len(places), weight.shape[1]), weight.dtype)
+        kernel = "embed_packed" if isinstance(weight, PackedWeight) else "embed"
         step = Step(num_tokens=len(places), token_ids=address(places))
-        executor.launch(
+        launcher.launch(
             kernel, weight.dtype, Embed(address(weight), address(x), weight.shape[1], scale), step
         )
         return x

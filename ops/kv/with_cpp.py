@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
-from ops.attention import AttentionInputs
-from ops.cpp.executor import Executor, step_in
+from ops.attention import AttentionMetadata
+from ops.cpp.kernel_launcher import KernelLauncher, step_in
 from ops.cpp.library import Store, address
 from ops.kv import native
 
 
-def make(executor: Executor) -> Mapping[str, Callable[..., Any]]:
+def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
     """`store` and `copy_pages` (see `ops.kv`). Pools of another dtype than the step's go to `native`."""
 
     def store(
@@ -21,14 +21,14 @@ def make(executor: Executor) -> Mapping[str, Callable[..., Any]]:
         v: Tensor,
         k_pool: Tensor,
         v_pool: Tensor,
-        inputs: AttentionInputs,
+        metadata: AttentionMetadata,
         *,
         k_scale: float = 1.0,
         v_scale: float = 1.0,
     ) -> None:
         """Put each token's keys and values at its slot."""
         if k_pool.dtype != k.dtype:
-            native.store(k, v, k_pool, v_pool, inputs, k_scale=k_scale, v_scale=v_scale)
+            native.store(k, v, k_pool, v_pool, metadata, k_scale=k_scale, v_scale=v_scale)
             return
         k, v = (x if x.stride(-1) == 1 and x.stride(1) == x.shape[2] else x.contiguous() for x in (k, v))
         operands = Store(
@@ -41,6 +41,6 @@ def make(executor: Executor) -> Mapping[str, Callable[..., Any]]:
             num_kv_heads=k.shape[1],
             head_dim=k.shape[2],
         )
-        executor.launch("store", k.dtype, operands, step_in(inputs))
+        launcher.launch("store", k.dtype, operands, step_in(metadata))
 
     return {"store": store, "copy_pages": native.copy_pages}

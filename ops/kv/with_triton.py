@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ops.attention import AttentionInputs
+from ops.attention import AttentionMetadata
 
 COPY_BLOCK = 2048  # elements of a page that one program copies
 
@@ -19,7 +19,7 @@ def store(
     v: Tensor,
     k_pool: Tensor,
     v_pool: Tensor,
-    inputs: AttentionInputs,
+    metadata: AttentionMetadata,
     *,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
@@ -27,12 +27,12 @@ def store(
     """Put each token's keys and values at its slot (see `ops.kv`)."""
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
     _, num_kv_heads, page_size, head_dim = k_pool.shape
-    _store_kernel[(len(inputs.slots),)](
+    _store_kernel[(len(metadata.slot_mapping),)](
         k,
         v,
         k_pool,
         v_pool,
-        inputs.slots,
+        metadata.slot_mapping,
         k.stride(0),
         k.stride(1),
         v.stride(0),
@@ -62,7 +62,7 @@ def _store_kernel(
     v,
     k_pool,  # [P, HEADS, PAGE, DIM]
     v_pool,
-    slots,  # [T]
+    slot_mapping,  # [T]
     k_token_stride,
     k_head_stride,
     v_token_stride,
@@ -77,7 +77,7 @@ def _store_kernel(
     DIM_BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + token)
+    slot = tl.load(slot_mapping + token)
     heads, dims = tl.arange(0, HEADS_BLOCK)[:, None], tl.arange(0, DIM_BLOCK)[None, :]
     inside = (heads < HEADS) & (dims < DIM)
     place = ((slot // PAGE * HEADS + heads) * PAGE + slot % PAGE) * DIM + dims

@@ -7,30 +7,30 @@ from typing import Any
 
 from torch import Tensor
 
-from ops.cpp.executor import Executor
+from ops.cpp.kernel_launcher import KernelLauncher
 from ops.cpp.library import Norm, address
 
 
-def make(executor: Executor) -> Mapping[str, Callable[..., Any]]:
+def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
     """`rms_norm` and `add_rms_norm` (see `ops.norm`)."""
 
     def norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, unit_offset: bool) -> Tensor:
         size = x.shape[-1]
         lines = x.shape[1] if x.dim() == 3 else 1
-        out = executor.empty(x.shape, x.dtype)
+        out = launcher.empty(x.shape, x.dtype)
         operands = Norm(
             x=address(x),
             residual=address(residual),
             weight=address(weight),
             out=address(out),
-            tokens=executor.tokens(x),
+            tokens=launcher.tokens(x),
             lines=lines,
             stride=x.stride(0),
             size=size,
             eps=eps,
             offset=float(unit_offset),
         )
-        executor.launch("norm", x.dtype, operands)
+        launcher.launch("norm", x.dtype, operands)
         return out
 
     def rms_norm(x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False) -> Tensor:

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from ops.cpp.executor import Executor
+from ops.cpp.kernel_launcher import KernelLauncher
 from ops.cpp.library import Rotate, Step, address
 
 
-def make(executor: Executor) -> Mapping[str, Callable[..., Any]]:
+def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
     """`rotate` (see `ops.rope`)."""
 
     def rotate(
@@ -38,7 +38,7 @@ def make(executor: Executor) -> Mapping[str, Callable[..., Any]]:
             interleaved=interleaved,
         )
         step = Step(num_tokens=len(positions), positions=address(positions))
-        executor.launch("rotate", q.dtype, operands, step)
+        launcher.launch("rotate", q.dtype, operands, step)
         return q, k
 
     return {"rotate": rotate}

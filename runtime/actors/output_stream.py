@@ -199,7 +199,7 @@ def join_logprobs(parts: list[Logprobs]) -> Logprobs | None:
     for part in parts:
         joined.chosen.extend(part.chosen)
         joined.top.extend(part.top)
-        joined.picked.extend(part.picked)
+        joined.requested.extend(part.requested)
     return joined
 
 
@@ -207,5 +207,5 @@ def _num_bytes(logprobs: Logprobs) -> int:
     """About what they take in memory."""
     pairs = len(logprobs.chosen)
     pairs += sum(len(others) for others in logprobs.top if others is not None)
-    pairs += sum(len(others) for others in logprobs.picked if others is not None)
+    pairs += sum(len(others) for others in logprobs.requested if others is not None)
     return LOGPROB_BYTES * pairs

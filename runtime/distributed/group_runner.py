@@ -117,7 +117,7 @@ def encode_batch(batch: Batch) -> bytes:
     arrays = {
         "starts": batch.starts,
         "counts": batch.counts,
-        "slots": batch.slots,
+        "sequence_indices": batch.sequence_indices,
         "token_ids": batch.token_ids,
         "page_table": batch.page_table,
     }
@@ -139,7 +139,7 @@ def decode_batch(frame: Frame) -> Batch:
         sequences=(),
         starts=arrays["starts"],
         counts=arrays["counts"],
-        slots=arrays["slots"],
+        sequence_indices=arrays["sequence_indices"],
         token_ids=arrays["token_ids"],
         page_table=arrays["page_table"],
         sampling=None if rows is None else Sampling(rows, greedy=_NO_FLAGS, uniform=_NO_FLOATS),

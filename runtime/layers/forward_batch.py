@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ops.attention import AttentionInputs
+from ops.attention import AttentionMetadata
 from ops.select import Kernels
 
 
@@ -58,7 +58,7 @@ class ForwardBatch:
 
     token_ids: Tensor  # int64 [T], all known
     positions: Tensor  # int64 [T], or [3, T]
-    attention: AttentionInputs
+    attention: AttentionMetadata
     cache: Cache
     input_embeds: Tensor | None = None  # [T, E]
     embeds_mask: Tensor | None = None  # bool [T]

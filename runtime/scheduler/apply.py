@@ -90,7 +90,7 @@ def first_logprobs(logprobs: Logprobs, count: int) -> Logprobs:
     """Of the first `count` tokens."""
     if len(logprobs.chosen) <= count:
         return logprobs
-    return Logprobs(logprobs.chosen[:count], logprobs.top[:count], logprobs.picked[:count])
+    return Logprobs(logprobs.chosen[:count], logprobs.top[:count], logprobs.requested[:count])
 
 
 def _up_to_end(sequence: Sequence, tokens: list[int]) -> list[int]:
@@ -135,4 +135,4 @@ def _append_prompt_logprobs(sequence: Sequence, more: Logprobs) -> None:
     if known is not None and sequence.finish is None:
         known.chosen.extend(more.chosen)
         known.top.extend(more.top)
-        known.picked.extend(more.picked)
+        known.requested.extend(more.requested)

@@ -328,7 +328,7 @@ class _StepRows:
             sequences=tuple(self._sequences),
             starts=starts,
             counts=counts,
-            slots=indices,
+            sequence_indices=indices,
             token_ids=np.array(self._token_ids, np.int32),
             page_table=tables.pages[indices, :width],
             sampling=sampling,

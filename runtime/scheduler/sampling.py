@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.batch import Bias, Floats, FreshSlot, Ints, Longs, Penalties, RowHostData, Sampling
+from runtime.batch import Bias, Floats, FreshSequence, Ints, Longs, Penalties, RowHostData, Sampling
 from runtime.sampling_params import ROW_ARRAYS
 from runtime.sequence import Sequence
 
@@ -113,12 +113,14 @@ class SamplingTables:
             if sequence.sequence_index in self._fresh:
                 prompt, output = sequence.ids[: sequence.num_prompt], sequence.ids[sequence.num_prompt :]
                 fresh.append(
-                    FreshSlot(sequence.sequence_index, np.array(prompt, np.int32), np.array(output, np.int32))
+                    FreshSequence(
+                        sequence.sequence_index, np.array(prompt, np.int32), np.array(output, np.int32)
+                    )
                 )
                 self._fresh.discard(sequence.sequence_index)
         return Penalties(
             rows=np.array([row for row, _ in penalised], np.int64),
-            slots=np.array([sequence.sequence_index for _, sequence in penalised], np.int64),
+            sequence_indices=np.array([sequence.sequence_index for _, sequence in penalised], np.int64),
             fresh=tuple(fresh),
         )
 

@@ -253,7 +253,7 @@ def _first_prompt_logprobs(sequence: Sequence) -> Logprobs | None:
     return Logprobs(
         chosen=[(None, sequence.ids[params.start])],
         top=[None] if params.top else [],
-        picked=[None] if params.token_ids else [],
+        requested=[None] if params.token_ids else [],
     )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ops.attention import AttentionInputs
+from ops.attention import AttentionMetadata
 from ops.select import Kernels
 from runtime.kv_cache.pools import KVPool
 from runtime.layers.forward_batch import ForwardBatch
@@ -54,7 +54,7 @@ class CompiledForward:
         with torch.inference_mode(), device.forward():
             for num_rows in range(1, min(2, self._max_rows) + 1):
                 zeros = torch.zeros(num_rows, dtype=torch.int64, device=device.torch_device)
-                attention = AttentionInputs.build(
+                attention = AttentionMetadata.build(
                     [0] * num_rows,
                     [1] * num_rows,
                     np.full((num_rows, 1), cache.scratch_page, np.int32),

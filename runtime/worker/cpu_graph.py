@@ -1,4 +1,4 @@
-"""A step as one native call: the model's own forward, recorded once, its kernels in C++ run one after the other.
+"""A step as one native call: the model's own forward, captured once, its kernels in C++ run one after the other.
 
 The counterpart on a CPU of what a CUDA graph is on a GPU. A step of a small model is hundreds of operations, each of
 which costs Python and torch microseconds and asks for Python's lock, for which the loop competes. Recorded they
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ops.cpp import whole
-from ops.cpp.executor import NotRecordable, Tape
+from ops.cpp.kernel_launcher import KernelGraph, NotCapturable
 from ops.cpp.library import Step
 from ops.select import Kernels
 from runtime.batch import Batch, Ints, Sampling
@@ -37,15 +37,15 @@ def chooses_greedily(sampling: Sampling) -> bool:
 class CpuGraph:
     """Computes steps of up to `capacity` tokens and `max_rows` rows. Belongs to the thread that computes.
 
-    Recorded is `model(batch)`, with a batch whose tensors every step writes first. Raises `NotRecordable` for a model
+    Recorded is `model(batch)`, with a batch whose tensors every step writes first. Raises `NotCapturable` for a model
     of which torch computes a part.
     """
 
     def __init__(self, model: Decoder, cache: KVPool, kernels: Kernels, capacity: int, max_rows: int) -> None:
-        executor, head = kernels.executor, model.head
-        if executor is None or head is None or model.dtype not in executor.dtypes:
-            raise NotRecordable(f"the kernels in C++ compute nothing in {model.dtype}")
-        self._executor = executor
+        launcher, head = kernels.launcher, model.head
+        if launcher is None or head is None or model.dtype not in launcher.dtypes:
+            raise NotCapturable(f"the kernels in C++ compute nothing in {model.dtype}")
+        self._launcher = launcher
         self._model, self._cache = model, cache  # the graph holds addresses in both
         self._head = head
         self._capacity, self._max_rows = capacity, max_rows
@@ -55,17 +55,17 @@ class CpuGraph:
                 max_rows, model.hidden_size, dtype=model.dtype
             )  # of the rows asked for
             self._step = Step(page_size=cache.page_size, **self._inputs.addresses())
-            recorded = ForwardBatch(
+            captured = ForwardBatch(
                 token_ids=self._inputs.token_ids,
                 positions=self._inputs.positions,
                 attention=self._inputs.attention(self._step),
                 cache=cache,
             )
-            forward = executor.record(capacity, lambda: self._compute(recorded), self._step)
+            forward = launcher.capture(capacity, lambda: self._compute(captured), self._step)
             self._to_hidden = forward
-            self._to_tokens: Tape | None = None
+            self._to_tokens: KernelGraph | None = None
             if head.is_plain:
-                chosen = executor.record(capacity, self._choose, self._step)
+                chosen = launcher.capture(capacity, self._choose, self._step)
                 self._to_tokens = forward.followed_by(chosen)
 
     def takes(self, batch: Batch) -> bool:
@@ -85,7 +85,7 @@ class CpuGraph:
     def choose(self, batch: Batch, last_tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Compute a step -> the likeliest token of each sampling row, int64 [R], and whether it is sound, bool [R].
 
-        Reads and writes `last_tokens`, int64 by slot. What is returned is overwritten by the next step.
+        Reads and writes `last_tokens`, int64 by sequence. What is returned is overwritten by the next step.
         """
         if self._to_tokens is None:
             raise RuntimeError("The tokens of this model are not chosen by the graph.")
@@ -94,29 +94,29 @@ class CpuGraph:
         return self._ids[: len(rows)], self._sound[: len(rows)]
 
     def logits(self, batch: Batch, last_tokens: Tensor) -> Tensor:
-        """Compute a step -> float32 logits [R, V] of its sampling rows. Reads `last_tokens`, int64 by slot."""
+        """Compute a step -> float32 logits [R, V] of its sampling rows. Reads `last_tokens`, int64 by sequence."""
         rows = batch.sampling.rows if batch.sampling is not None else NOBODY
         return self._head(self.hidden(batch, last_tokens, rows))
 
     def hidden(self, batch: Batch, last_tokens: Tensor, rows: Ints) -> Tensor:
         """Compute a step -> the hidden states [n, E] at the last positions of these rows, the final norm applied.
 
-        Reads `last_tokens`, int64 by slot. What is returned is overwritten by the next step.
+        Reads `last_tokens`, int64 by sequence. What is returned is overwritten by the next step.
         """
         self._run(self._to_hidden, batch, last_tokens, rows)
         return self._hidden[: len(rows)]
 
     def close(self) -> None:
         """End the threads that compute."""
-        self._executor.close()
+        self._launcher.close()
 
     def _compute(self, batch: ForwardBatch) -> None:
         """From the batch's arrays to the hidden states of the rows asked for."""
-        whole.begin(self._executor, self._inputs, self._model.dtype)
-        whole.last(self._executor, self._model(batch), self._hidden)
+        whole.begin(self._launcher, self._inputs, self._model.dtype)
+        whole.last(self._launcher, self._model(batch), self._hidden)
 
     def _choose(self) -> None:
-        self._ids, self._sound = whole.likeliest(self._executor, self._hidden, self._head.prepared)
+        self._ids, self._sound = whole.likeliest(self._launcher, self._hidden, self._head.prepared)
 
     def time(self, batch: Batch, last_tokens: Tensor) -> list[tuple[str, float]]:
         """Compute a step kernel by kernel -> the name of each and the seconds that it took."""
@@ -124,19 +124,19 @@ class CpuGraph:
         _kept = self._hand_over(batch, last_tokens, rows)
         return (self._to_tokens or self._to_hidden).time(self._step)
 
-    def _run(self, tape: Tape, batch: Batch, last_tokens: Tensor, rows: Ints) -> None:
+    def _run(self, graph: KernelGraph, batch: Batch, last_tokens: Tensor, rows: Ints) -> None:
         """Compute the batch; `rows` are those whose last hidden state is wanted."""
         _kept = self._hand_over(batch, last_tokens, rows)
-        tape.run(self._step)
+        graph.run(self._step)
 
     def _hand_over(self, batch: Batch, last_tokens: Tensor, rows: Ints) -> list[np.ndarray]:
         """Put the batch's addresses into the step -> the arrays that must live as long as it is computed."""
         step = self._step
-        given = (batch.token_ids, batch.starts, batch.counts, batch.slots, rows, batch.page_table)
+        given = (batch.token_ids, batch.starts, batch.counts, batch.sequence_indices, rows, batch.page_table)
         arrays = [np.ascontiguousarray(array, np.int32) for array in given]
         step.num_tokens, step.num_rows, step.num_samples = (len(arrays[index]) for index in (0, 1, 4))
         step.table_width = arrays[-1].shape[1]
-        step.given_ids, step.starts, step.counts, step.row_slots, step.sample_rows, step.page_table = (
+        step.given_ids, step.starts, step.counts, step.sequence_indices, step.sample_rows, step.page_table = (
             array.ctypes.data for array in arrays
         )
         step.last_tokens = last_tokens.data_ptr()

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ops.attention import AttentionInputs
+from ops.attention import AttentionMetadata
 from runtime.config.resolve.graph_sizes import Buckets
 from runtime.kv_cache.pools import KVPool
 from runtime.layers.forward_batch import ForwardBatch
@@ -102,7 +102,7 @@ class CudaGraphRunner:
         buffers = self._buffers
         buffers.token_ids[:num_rows].copy_(batch.token_ids)
         buffers.positions[:num_rows].copy_(batch.positions)
-        buffers.attention.slots[:num_rows].copy_(batch.attention.slots)
+        buffers.attention.slot_mapping[:num_rows].copy_(batch.attention.slot_mapping)
         buffers.attention.starts[:num_rows].copy_(batch.attention.starts)
         buffers.attention.page_table[:num_rows, :width].copy_(batch.attention.page_table)
         if num_rows < self._num_real:
@@ -115,7 +115,7 @@ class CudaGraphRunner:
         buffers = self._buffers
         buffers.token_ids[rows].fill_(0)
         buffers.positions[rows].fill_(0)
-        buffers.attention.slots[rows].fill_(self._cache.scratch_page * self._cache.page_size)
+        buffers.attention.slot_mapping[rows].fill_(self._cache.scratch_page * self._cache.page_size)
         buffers.attention.starts[rows].fill_(0)
         buffers.attention.page_table[rows].fill_(self._cache.scratch_page)
         self._num_real = min(first, self._num_real)
@@ -130,7 +130,7 @@ class CudaGraphRunner:
             starts=attention.starts[:size],
             counts=attention.counts[:size],
             query_starts=attention.query_starts[: size + 1],
-            slots=attention.slots[:size],
+            slot_mapping=attention.slot_mapping[:size],
             starts_host=[0] * size,
             counts_host=[1] * size,
             plan_cache={},
@@ -150,12 +150,12 @@ class CudaGraphRunner:
         def filled(value: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.full(shape, value, dtype=dtype, device=device)
 
-        attention = AttentionInputs(
+        attention = AttentionMetadata(
             page_table=filled(cache.scratch_page, num_rows, max_pages, dtype=torch.int32),
             starts=filled(0, num_rows, dtype=torch.int32),
             counts=filled(1, num_rows, dtype=torch.int32),
             query_starts=torch.arange(num_rows + 1, dtype=torch.int32, device=device),
-            slots=filled(cache.scratch_page * cache.page_size, num_rows),
+            slot_mapping=filled(cache.scratch_page * cache.page_size, num_rows),
             page_size=cache.page_size,
             starts_host=[],
             counts_host=[],

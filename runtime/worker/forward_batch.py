@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ops.attention import AttentionInputs
+from ops.attention import AttentionMetadata
 from runtime.batch import Batch
 from runtime.kv_cache.pools import KVPool
 from runtime.layers.forward_batch import ForwardBatch
@@ -25,14 +25,14 @@ class StepInputs(NamedTuple):
 
     forward: ForwardBatch
     last_index: Tensor  # int64 [R], into [T]: the position that predicts the sampled token
-    sample_slots: Tensor  # int64 [R]
+    sample_sequence_indices: Tensor  # int64 [R]
     embedding_index: Tensor  # int64 [M], into [T]: the positions whose hidden states are wanted as vectors
 
 
 def prepare(batch: Batch, cache: KVPool, staging: Staging, last_tokens: Tensor) -> StepInputs:
     """Compute positions and KV slots, and bring everything to the device in one copy.
 
-    Tokens that only the device knows are taken from `last_tokens`, int64 by slot.
+    Tokens that only the device knows are taken from `last_tokens`, int64 by sequence.
     """
     counts = batch.counts.astype(np.int64)
     starts = batch.starts.astype(np.int64)
@@ -49,11 +49,11 @@ def prepare(batch: Batch, cache: KVPool, staging: Staging, last_tokens: Tensor) 
     there = staging.copy(
         {
             "token_ids": batch.token_ids.astype(np.int64),
-            "token_slots": batch.slots[rows].astype(np.int64),
+            "token_sequence_indices": batch.sequence_indices[rows].astype(np.int64),
             "positions": positions,
-            "kv_slots": pages * page_size + positions % page_size,
+            "slot_mapping": pages * page_size + positions % page_size,
             "last_index": query_starts[1:][sample_rows] - 1,
-            "sample_slots": batch.slots[sample_rows].astype(np.int64),
+            "sample_sequence_indices": batch.sequence_indices[sample_rows].astype(np.int64),
             "embedding_index": query_starts[1:][embedding_rows] - 1,
             "page_table": batch.page_table,
             "starts": batch.starts,
@@ -63,21 +63,23 @@ def prepare(batch: Batch, cache: KVPool, staging: Staging, last_tokens: Tensor) 
     )
     token_ids = there["token_ids"]
     forward = ForwardBatch(
-        token_ids=torch.where(token_ids < 0, last_tokens[there["token_slots"]], token_ids),
+        token_ids=torch.where(token_ids < 0, last_tokens[there["token_sequence_indices"]], token_ids),
         positions=there["positions"],
-        attention=AttentionInputs(
+        attention=AttentionMetadata(
             page_table=there["page_table"],
             starts=there["starts"],
             counts=there["counts"],
             query_starts=there["query_starts"],
-            slots=there["kv_slots"],
+            slot_mapping=there["slot_mapping"],
             page_size=page_size,
             starts_host=starts.tolist(),
             counts_host=counts.tolist(),
         ),
         cache=cache,
     )
-    return StepInputs(forward, there["last_index"], there["sample_slots"], there["embedding_index"])
+    return StepInputs(
+        forward, there["last_index"], there["sample_sequence_indices"], there["embedding_index"]
+    )
 
 
 class Staging:

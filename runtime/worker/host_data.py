@@ -55,7 +55,7 @@ class HostDataGate:
         wanted, without_token = [], set()
         for entry in sampling.host_data:
             row = int(sampling.rows[entry.row])
-            index = int(batch.slots[row])
+            index = int(batch.sequence_indices[row])
             if self._is_without_last_token(batch, row, index):
                 without_token.add(entry.row)
             else:

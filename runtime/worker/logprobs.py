@@ -39,7 +39,7 @@ class ScoredRows:
             Logprobs(
                 chosen=[(_finite(chosen[i]), chosen_ids[i])],
                 top=[_pairs(top[i][: params.top], top_ids[i])] if params.top else [],
-                picked=[_pairs(requested[i], params.token_ids)] if params.token_ids else [],
+                requested=[_pairs(requested[i], params.token_ids)] if params.token_ids else [],
             )
             for i, params in enumerate(self.params)
         ]
@@ -134,7 +134,7 @@ def _join(positions: Sequence[Logprobs]) -> Logprobs:
     return Logprobs(
         chosen=[item for p in positions for item in p.chosen],
         top=[item for p in positions for item in p.top],
-        picked=[item for p in positions for item in p.picked],
+        requested=[item for p in positions for item in p.requested],
     )
 
 

@@ -53,7 +53,7 @@ def profile_batch(counts: list[int], page_size: int, num_sequences: int) -> Batc
         sequences=(nothing,) * num_rows,
         starts=np.zeros(num_rows, np.int32),
         counts=np.array(counts, np.int32),
-        slots=np.arange(num_rows, dtype=np.int32) % num_sequences,
+        sequence_indices=np.arange(num_rows, dtype=np.int32) % num_sequences,
         token_ids=np.zeros(sum(counts), np.int32),
         page_table=np.zeros((num_rows, -(-max(counts) // page_size)), np.int32),
         sampling=Sampling(

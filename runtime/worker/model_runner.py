@@ -188,7 +188,7 @@ class StepExecutor:
             hidden = self._final_hidden(begun)
             if batch.sampling is not None:
                 self._model.logits(hidden[inputs.last_index])
-                self._keep(inputs, torch.empty_like(inputs.sample_slots))
+                self._keep(inputs, torch.empty_like(inputs.sample_sequence_indices))
             if batch.prompt_logprobs:
                 indices = self._there(prompt_indices(batch.prompt_logprobs))
                 for part in indices.split(CHUNK):
@@ -258,7 +258,7 @@ class StepExecutor:
         sampled = None
         if sampling is not None and self._sampler is not None:
             sampled = self._sampler.sample(self._model.logits(hidden[:num_samples]), batch)
-            last_tokens[torch.from_numpy(batch.slots[sampling.rows])] = sampled.ids
+            last_tokens[torch.from_numpy(batch.sequence_indices[sampling.rows])] = sampled.ids
         vectors = _unit(hidden[num_samples:]) if vector_rows is not None else None
         return self._copy_out(batch, sampled, vectors=vectors)
 
@@ -303,7 +303,7 @@ class StepExecutor:
             return
         if self.mesh is not None:
             ids = self.mesh.broadcast(ids)
-        self.last_tokens[inputs.sample_slots] = ids
+        self.last_tokens[inputs.sample_sequence_indices] = ids
 
     def _wanted(self, batch: Batch, inputs: StepInputs) -> Tensor:
         """Indices into the flat batch whose final hidden states the first stage wants, int64."""

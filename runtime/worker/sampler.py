@@ -73,13 +73,13 @@ class Sampler:
 
     Everything that a step brings from the host is copied to the device at once. Holds what penalised sequences
     have seen: 5 bytes for each token of the vocabulary and each sequence index that ever asked, 0.75 MB per
-    sequence at V = 150,000. A full pool doubles, up to `num_slots`.
+    sequence at V = 150,000. A full pool doubles, up to `num_sequences`.
     """
 
     def __init__(
         self,
         vocab_size: int,
-        num_slots: int,
+        num_sequences: int,
         device: Device,
         *,
         choose: Choose = native.choose,
@@ -89,7 +89,7 @@ class Sampler:
     ) -> None:
         self._is_host = device.is_host
         self._staging = Staging(device)
-        self._seen = SeenTokens(vocab_size, num_slots, device.torch_device)
+        self._seen = SeenTokens(vocab_size, num_sequences, device.torch_device)
         self._num_words = num_words(vocab_size)
         self._gate = HostDataGate(device, vocab_size)
         self._choose, self._penalize, self._score = choose, penalize, score
@@ -170,20 +170,24 @@ class Sampler:
         without_token: frozenset[int],
     ) -> None:
         for fresh in penalties.fresh:
-            self._seen.reserve(fresh.slot)
-            arrays[f"prompt {fresh.slot}"] = self._seen.known(fresh.prompt_ids)
-            arrays[f"output {fresh.slot}"] = self._seen.known(fresh.output_ids)
-        rows, slots = penalties.rows, penalties.slots
+            self._seen.reserve(fresh.sequence_index)
+            arrays[f"prompt {fresh.sequence_index}"] = self._seen.known(fresh.prompt_ids)
+            arrays[f"output {fresh.sequence_index}"] = self._seen.known(fresh.output_ids)
+        rows, sequence_indices = penalties.rows, penalties.sequence_indices
         if without_token:  # no token of theirs is to be counted
             keep = np.array([row not in without_token for row in rows.tolist()], np.bool_)
-            rows, slots = rows[keep], slots[keep]
-        arrays["penalised_rows"], arrays["counted"] = rows, self._seen.indices_of(slots)
+            rows, sequence_indices = rows[keep], sequence_indices[keep]
+        arrays["penalised_rows"], arrays["counted"] = rows, self._seen.indices_of(sequence_indices)
         for name in PENALTIES:
             arrays[f"penalised_{name}"] = _row_array(sampling, name)[rows]
 
     def _apply_penalties(self, logits: Tensor, sampling: Sampling, there: dict[str, Tensor]) -> None:
         for fresh in sampling.penalties.fresh if sampling.penalties is not None else ():
-            self._seen.start(fresh.slot, there[f"prompt {fresh.slot}"], there[f"output {fresh.slot}"])
+            self._seen.start(
+                fresh.sequence_index,
+                there[f"prompt {fresh.sequence_index}"],
+                there[f"output {fresh.sequence_index}"],
+            )
         if not len(there["penalised_rows"]):
             return
         self._penalize(
@@ -197,32 +201,34 @@ class Sampler:
 
 
 class SeenTokens:
-    """What penalised sequences have seen, on the device. A slot that never asks takes no memory.
+    """What penalised sequences have seen, on the device. A sequence index that never asks takes no memory.
 
-    A slot keeps its row of `counts` and `in_prompt` for good, since the sequences that use it later may ask as well.
+    A sequence index keeps its row of `counts` and `in_prompt` for good: sequences that get it later may ask as well.
     """
 
-    def __init__(self, vocab_size: int, num_slots: int, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, num_sequences: int, device: torch.device) -> None:
         self.counts = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)  # [C, V], generated
         self.in_prompt = torch.zeros((0, vocab_size), dtype=torch.bool, device=device)  # [C, V]
-        self._num_slots = num_slots
-        self._indices: dict[int, int] = {}  # by slot, into [C]
+        self._num_sequences = num_sequences
+        self._indices: dict[int, int] = {}  # by sequence index, into [C]
 
-    def reserve(self, slot: int) -> None:
-        """Make room for what this slot's sequences see."""
-        if self._indices.setdefault(slot, len(self._indices)) == len(self.counts):
+    def reserve(self, sequence_index: int) -> None:
+        """Make room for what the sequences with this index see."""
+        if self._indices.setdefault(sequence_index, len(self._indices)) == len(self.counts):
             self._grow()
 
-    def start(self, slot: int, prompt_ids: Tensor, output_ids: Tensor) -> None:
-        """Forget what the slot held and count what its new sequence has already seen: `known` ids, int64."""
-        index = self._indices[slot]
+    def start(self, sequence_index: int, prompt_ids: Tensor, output_ids: Tensor) -> None:
+        """Forget what its index held and count what its new sequence has already seen: `known` ids, int64."""
+        index = self._indices[sequence_index]
         self.in_prompt[index].zero_().index_fill_(0, prompt_ids, True)
         ones = torch.ones_like(output_ids, dtype=torch.int32)
         self.counts[index].zero_().index_add_(0, output_ids, ones)
 
-    def indices_of(self, slots: np.ndarray) -> np.ndarray:
-        """The rows of these slots in `counts` and `in_prompt`. Raises KeyError for one that has none."""
-        return np.array([self._indices[slot] for slot in slots.tolist()], np.int64)
+    def indices_of(self, sequence_indices: np.ndarray) -> np.ndarray:
+        """The rows of these sequences in `counts` and `in_prompt`. Raises KeyError for one that has none."""
+        return np.array(
+            [self._indices[sequence_index] for sequence_index in sequence_indices.tolist()], np.int64
+        )
 
     def add(self, indices: Tensor, ids: Tensor) -> None:
         """Count one generated token in each of these distinct rows."""
@@ -231,11 +237,11 @@ class SeenTokens:
     def known(self, ids: np.ndarray) -> np.ndarray:
         """Ids within the vocabulary, int64: placeholders of images lie beyond it."""
         if len(ids) and int(ids.min()) < 0:
-            raise ValueError("a slot can only start from known tokens")
+            raise ValueError("a sequence can only start from known tokens")
         return ids[ids < self.counts.shape[1]].astype(np.int64)
 
     def _grow(self) -> None:
-        size = min(max(1, 2 * len(self.counts)), self._num_slots)
+        size = min(max(1, 2 * len(self.counts)), self._num_sequences)
         for name in ("counts", "in_prompt"):
             old = getattr(self, name)
             new = old.new_zeros((size, old.shape[1]))

@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 
 from ops.cpp.build import BuildError
-from ops.cpp.executor import NotRecordable
+from ops.cpp.kernel_launcher import NotCapturable
 from ops.machine import Machine
 from ops.select import Kernels, select
 from runtime.config.model_facts import ModelFacts
@@ -133,7 +133,7 @@ class ModelWorker:
             num_sequences=plan.schedule.max_running,
         )
         pool = self._make_pool(cache)
-        executor = StepExecutor(
+        launcher = StepExecutor(
             self._loaded,
             pool,
             self._loaded,
@@ -141,8 +141,8 @@ class ModelWorker:
             device=device,
             sampler=self._make_sampler(cache.num_sequences, device),
         )
-        steps = profile_memory(executor, plan)
-        del executor, pool
+        steps = profile_memory(launcher, plan)
+        del launcher, pool
         device.release_unused()  # or it would look as if somebody had it
         return steps
 
@@ -167,7 +167,7 @@ class ModelWorker:
     def lead(self, plan: Plan) -> StepExecutor:
         """Rank 0's steps, with what makes them faster: CUDA graphs, compiled layers or the CPU graph.
 
-        The executor owns model and pool from now on. May take minutes to compile.
+        The launcher owns model and pool from now on. May take minutes to compile.
         """
         model, pool, cache = self._hand_over()
         device = open_device(self.device)
@@ -185,7 +185,7 @@ class ModelWorker:
         )
 
     def follow(self) -> StepExecutor:
-        """The steps of a rank that rank 0 leads. The executor owns model and pool from now on."""
+        """The steps of a rank that rank 0 leads. The launcher owns model and pool from now on."""
         model, pool, cache = self._hand_over()
         return StepExecutor(
             model,
@@ -242,13 +242,13 @@ class ModelWorker:
 
     def _make_cpu_graph(self, model: Decoder, pool: KVPool, cache: CacheSetup, plan: Plan) -> CpuGraph | None:
         """Whole steps in one call, where all kernels can be recorded."""
-        if self.kernels.executor is None or plan.parallel.ranks > 1:
+        if self.kernels.launcher is None or plan.parallel.ranks > 1:
             return None
         schedule = plan.schedule
         capacity = (schedule.chunk_tokens or schedule.max_prefill_tokens) + cache.num_sequences
         try:
             return CpuGraph(model, pool, self.kernels, capacity, cache.num_sequences)
-        except NotRecordable as reason:
+        except NotCapturable as reason:
             logger.info("Steps are computed operation by operation: %s.", reason)
             return None
 

@@ -153,7 +153,7 @@ class GenerateAnswers:
             if wanted.top:
                 lists[f"{side}_top_logprobs"] = [_optional(pairs, text) for pairs in found.top]
             if wanted.token_ids:
-                lists[f"{side}_token_ids_logprobs"] = [_optional(pairs, text) for pairs in found.picked]
+                lists[f"{side}_token_ids_logprobs"] = [_optional(pairs, text) for pairs in found.requested]
         return lists
 
 

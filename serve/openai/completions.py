@@ -240,4 +240,4 @@ class CompletionAnswers:
 def _joined(prompt: Logprobs | None, output: Logprobs | None) -> Logprobs:
     empty = Logprobs([], [], [])
     first, second = prompt or empty, output or empty
-    return Logprobs(first.chosen + second.chosen, first.top + second.top, first.picked + second.picked)
+    return Logprobs(first.chosen + second.chosen, first.top + second.top, first.requested + second.requested)

@@ -67,7 +67,7 @@ def measure(options: argparse.Namespace, facts: ModelFacts, plan: Plan) -> list[
     """Raises ConfigurationError where steps are not computed by kernels in C++ alone."""
     import torch
 
-    from ops.cpp.executor import NotRecordable
+    from ops.cpp.kernel_launcher import NotCapturable
     from ops.select import select
     from runtime.kv_cache.pools import KVPool
     from runtime.models.loader import load_model
@@ -82,8 +82,8 @@ def measure(options: argparse.Namespace, facts: ModelFacts, plan: Plan) -> list[
         facts.num_layers, num_pages, page_size, facts.num_kv_heads, facts.head_dim, dtype, plan.model.device
     )
     try:
-        tape = CpuGraph(model, pool, kernels, rows * options.new_len, rows)
-    except NotRecordable as reason:
+        cpu_graph = CpuGraph(model, pool, kernels, rows * options.new_len, rows)
+    except NotCapturable as reason:
         raise ConfigurationError(f"This model has no step of C++ kernels alone: {reason}.") from None
     last_tokens = torch.zeros(rows, dtype=torch.int64)
     profiles = []
@@ -94,18 +94,18 @@ def measure(options: argparse.Namespace, facts: ModelFacts, plan: Plan) -> list[
             kernel_times: defaultdict[str, list[float]] = defaultdict(list)
             for _ in range(1 + options.repetitions):
                 began = perf_counter()
-                tape.choose(batch, last_tokens)
+                cpu_graph.choose(batch, last_tokens)
                 steps.append(perf_counter() - began)
                 counts: defaultdict[str, int] = defaultdict(int)
                 sums: defaultdict[str, float] = defaultdict(float)
-                for name, seconds in tape.time(batch, last_tokens):
+                for name, seconds in cpu_graph.time(batch, last_tokens):
                     counts[name] += 1
                     sums[name] += seconds
                 for name, seconds in sums.items():
                     kernel_times[name].append(seconds)
             least = {name: 1e3 * min(times[1:]) for name, times in kernel_times.items()}
             profiles.append(Profile(size, 1e3 * median(steps[1:]), least, dict(counts)))
-    tape.close()
+    cpu_graph.close()
     return profiles
 
 

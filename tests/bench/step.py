@@ -126,7 +126,7 @@ def _runner(
     """A runner with these kernels and room for `num_rows` rows of `length` tokens."""
     import torch
 
-    from ops.cpp.executor import NotRecordable
+    from ops.cpp.kernel_launcher import NotCapturable
     from ops.select import select
     from runtime.kv_cache.pools import KVPool
     from runtime.models.loader import load_model
@@ -157,12 +157,12 @@ def _runner(
         score=kernels.score,
     )
     graph = None
-    if kernels.executor is not None:
+    if kernels.launcher is not None:
         try:
             graph = CpuGraph(model, pool, kernels, num_rows * length, num_rows)
-        except NotRecordable as reason:
+        except NotCapturable as reason:
             report.say(f"Steps are computed operation by operation: {reason}.")
-    executor = StepExecutor(
+    launcher = StepExecutor(
         model,
         pool,
         model,
@@ -171,7 +171,7 @@ def _runner(
         sampler=sampler,
         cpu_graph=graph,
     )
-    return ModelRunner(executor)
+    return ModelRunner(launcher)
 
 
 def make_batch(num_rows: int, context_len: int, new_len: int, page_size: int) -> Batch:
@@ -190,7 +190,7 @@ def make_batch(num_rows: int, context_len: int, new_len: int, page_size: int) ->
         sequences=(nothing,) * num_rows,
         starts=np.maximum(0, context_len - np.arange(num_rows, dtype=np.int32) % page_size),
         counts=np.full(num_rows, new_len, np.int32),
-        slots=np.arange(num_rows, dtype=np.int32),
+        sequence_indices=np.arange(num_rows, dtype=np.int32),
         token_ids=np.full(num_rows * new_len, FIRST_TOKEN, np.int32),
         page_table=np.arange(num_rows * pages, dtype=np.int32).reshape(num_rows, pages),
         sampling=Sampling(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ops.cpp.build import FLAGS
-from ops.cpp.executor import Executor
+from ops.cpp.kernel_launcher import KernelLauncher
 from ops.cpp.library import Library, load
 from ops.machine import Machine
 
@@ -43,12 +43,12 @@ def library(*march: str) -> Library:
     return load(machine.compiler, machine.cpu_flags, flags)
 
 
-def executor(num_threads: int = 2, *march: str) -> Executor:
-    """An executor of so many threads."""
-    return Executor(library(*march), num_threads)
+def launcher(num_threads: int = 2, *march: str) -> KernelLauncher:
+    """A kernel launcher of so many threads."""
+    return KernelLauncher(library(*march), num_threads)
 
 
-_kept = cache(executor)
+_kept = cache(launcher)
 
 
 def backend(operation: str, num_threads: int = 1, *march: str, weight_bits: int | None = None) -> Any:

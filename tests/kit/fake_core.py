@@ -295,14 +295,14 @@ def logprobs_of(ids: list[int], wanted: LogprobParams, *, first: int) -> Logprob
     values = [-0.25 * (first + position + 1) for position in range(len(ids))]
     chosen: list[tuple[float | None, int]] = list(zip(values, ids))
     top: list[list[tuple[float, int]] | None] = []
-    picked: list[list[tuple[float, int]] | None] = []
+    requested: list[list[tuple[float, int]] | None] = []
     for value, token_id in zip(values, ids):
         if wanted.top:
             others = [(value - rank, 100 + rank) for rank in range(1, wanted.top)]
             top.append([(value, token_id), *others])
         if wanted.token_ids:
-            picked.append([(value - 1, token_id) for token_id in wanted.token_ids])
-    return Logprobs(chosen, top, picked)
+            requested.append([(value - 1, token_id) for token_id in wanted.token_ids])
+    return Logprobs(chosen, top, requested)
 
 
 class BrokenCore(FakeCore):

@@ -68,7 +68,7 @@ def reference_output(sequence: Sequence, vocab_size: int) -> list[int]:
 class FakeRunner:
     """Runs steps in order, each only when its tokens are asked for, so that aliased tables show."""
 
-    def __init__(self, num_pages: int, page_size: int, num_slots: int, vocab_size: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, num_sequences: int, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self.num_tokens_computed = 0
         self.tokens_per_step = 1  # of every row that samples
@@ -77,7 +77,7 @@ class FakeRunner:
         self._page_size = page_size
         self._tokens = np.full(num_pages * page_size, UNKNOWN, np.int64)
         self._states: list[int | None] = [None] * (num_pages * page_size)
-        self._last = [UNKNOWN] * num_slots
+        self._last = [UNKNOWN] * num_sequences
         self._queue: deque[Batch] = deque()
         self._gate = HostDataGate(CpuDevice(), vocab_size, grace_s=0.0)
 
@@ -120,10 +120,10 @@ class FakeRunner:
         """Like KV: all rows store before any row attends."""
         ids = iter(batch.token_ids.tolist())
         written: set[int] = set()
-        for row, slot in enumerate(batch.slots.tolist()):
+        for row, sequence_index in enumerate(batch.sequence_indices.tolist()):
             for place in places[row][int(batch.starts[row]) :]:
                 token = next(ids)
-                token = self._last[slot] if token == UNKNOWN else token
+                token = self._last[sequence_index] if token == UNKNOWN else token
                 assert 0 <= token < self.vocab_size, "a token is used before it is known"
                 assert place not in written, "two rows of a step write the same place"
                 written.add(place)
@@ -159,13 +159,13 @@ class FakeRunner:
                 logprobs = [None for _ in batch.sequences]
             for index, row in enumerate(batch.sampling.rows.tolist()):
                 if index in late:  # the device holds some id there
-                    self._last[int(batch.slots[row])] = 0
+                    self._last[int(batch.sequence_indices[row])] = 0
                     continue
                 state = states[row][-1]
                 for _ in range(self.tokens_per_step):
                     tokens[row].append(next_token(state, batch.sequences[row].seed, self.vocab_size))
                     state = advance(state, tokens[row][-1])
-                self._last[int(batch.slots[row])] = tokens[row][-1]
+                self._last[int(batch.sequence_indices[row])] = tokens[row][-1]
                 if logprobs is not None and wanted is not None and wanted[index] is not None:
                     logprobs[row] = _logprobs(tokens[row], wanted[index])
         prompts = [

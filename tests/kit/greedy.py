@@ -14,7 +14,7 @@ import tiny_checkpoints
 FAMILIES = tuple(tiny_checkpoints.CONFIGS)
 # Whose steps no CPU graph computes, and why.
 NOT_RECORDABLE = {"qwen3_moe": "computed by torch"}  # the experts
-RECORDABLE = tuple(family for family in FAMILIES if family not in NOT_RECORDABLE)
+CAPTURABLE = tuple(family for family in FAMILIES if family not in NOT_RECORDABLE)
 FACTORS = [
     1.0,
     1.2,

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ops.attention import AttentionInputs
+from ops.attention import AttentionMetadata
 from ops.sampling import SamplingArrays
 
 HEADS, KV_HEADS, DIM, WIDTH, PAGE = 32, 8, 128, 4096, 16
@@ -30,9 +30,9 @@ def _pools(dtype: torch.dtype = BF16, *, dim: int = DIM, page: int = PAGE) -> Te
     return torch.empty(2, 64, KV_HEADS, page, dim, dtype=dtype)
 
 
-def _places(counts: list[int], page: int = PAGE) -> AttentionInputs:
+def _places(counts: list[int], page: int = PAGE) -> AttentionMetadata:
     table = np.zeros((len(counts), 512 // page), np.int32)
-    return AttentionInputs.build([3] * len(counts), counts, table, page)
+    return AttentionMetadata.build([3] * len(counts), counts, table, page)
 
 
 def _norm(width: int, dtype: torch.dtype = BF16) -> None:

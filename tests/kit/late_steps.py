@@ -14,7 +14,7 @@ from torch import Tensor
 
 import fake_runner
 import tiny_checkpoints
-from ops.attention import AttentionInputs, native
+from ops.attention import AttentionMetadata, native
 from ops.sampling import SamplingArrays
 from ops.select import Kernels, select
 from runtime.batch import Batch, StepOutput
@@ -38,7 +38,7 @@ CONTEXT = 64
 
 
 def attend(
-    q: Tensor, k_pool: Tensor, v_pool: Tensor, inputs: AttentionInputs, *, scale: float, **options: Any
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, inputs: AttentionMetadata, *, scale: float, **options: Any
 ) -> Tensor:
     """Attention that reads nothing of single-token rows on the host, as a graph needs it."""
     if any(count != 1 for count in inputs.counts_host):

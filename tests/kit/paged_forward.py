@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ops.attention import AttentionInputs, token_positions
+from ops.attention import AttentionMetadata, token_positions
 from ops.select import Kernels, select
 from runtime.config.plan import ModelPlan
 from runtime.kv_cache.pools import KVPool
@@ -81,7 +81,7 @@ def batch_of(
     values = {
         "token_ids": torch.tensor([token for row in ids for token in row]),
         "positions": torch.from_numpy(token_positions(starts, counts)),
-        "attention": AttentionInputs.build(starts, counts, page_table, pool.page_size),
+        "attention": AttentionMetadata.build(starts, counts, page_table, pool.page_size),
         "cache": pool,
     }
     return ForwardBatch(**{**values, **changes})

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ops.attention import AttentionInputs, native
+from ops.attention import AttentionMetadata, native
 
 
 class _Wrapper:
@@ -36,7 +36,7 @@ class _Wrapper:
             table[row, : high - low] = pages[low:high]
             lengths.append((high - low - 1) * plan["page_size"] + plan["last_page_len"][row].item())
         starts = [length - count for length, count in zip(lengths, counts)]
-        inputs = AttentionInputs.build(starts, counts, table, plan["page_size"])
+        inputs = AttentionMetadata.build(starts, counts, table, plan["page_size"])
         window = None if plan["window_left"] < 0 else plan["window_left"] + 1
         soft_cap = plan["logits_soft_cap"] or None
         options: dict[str, Any] = {"scale": plan["sm_scale"], "window": window, "soft_cap": soft_cap}

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ops.attention import AttentionInputs, native
+from ops.attention import AttentionMetadata, native
 
 used_workspaces: list[int] = []  # addresses
 
@@ -98,7 +98,7 @@ def _compute(given: dict[str, Any], counts: list[int], longest: int) -> Tensor:
     lengths, (k_pool, v_pool) = given["seq_lens"].tolist(), given["kv_cache"]
     assert longest == max(lengths)
     starts = [length - count for length, count in zip(lengths, counts)]
-    inputs = AttentionInputs.build(starts, counts, given["block_tables"].numpy(), k_pool.shape[2])
+    inputs = AttentionMetadata.build(starts, counts, given["block_tables"].numpy(), k_pool.shape[2])
     return native.attend(
         given["query"],
         k_pool,

@@ -17,14 +17,14 @@ from runtime.errors import EngineFailure
 from runtime.kv_cache.prefix_cache import PrefixCache
 from runtime.scheduler.scheduler import Scheduler
 
-NUM_PAGES, PAGE_SIZE, NUM_SLOTS = 64, 4, 8
+NUM_PAGES, PAGE_SIZE, NUM_SEQUENCES = 64, 4, 8
 
 
 class ScriptedRunner:
     """Steps end by themselves while `open` is set; the next `failures` of them raise."""
 
     def __init__(self, vocab_size: int) -> None:
-        self.fake = fake_runner.FakeRunner(NUM_PAGES, PAGE_SIZE, NUM_SLOTS, vocab_size)
+        self.fake = fake_runner.FakeRunner(NUM_PAGES, PAGE_SIZE, NUM_SEQUENCES, vocab_size)
         self.open = asyncio.Event()
         self.open.set()
         self.failures = 0
@@ -104,7 +104,7 @@ async def running_several(
     given = fake_core.make_plan()
     plan = replace(
         given,
-        schedule=fake_runner.make_plan(**{"max_running": NUM_SLOTS, **schedule}),
+        schedule=fake_runner.make_plan(**{"max_running": NUM_SEQUENCES, **schedule}),
         cache=replace(given.cache, page_size=PAGE_SIZE),
         parallel=replace(given.parallel, balance=balance),
     )

@@ -16,7 +16,7 @@ from on_device.busy import shares_of_a_session
 from on_device.greedy_tokens import MARGINS, MEAN_MARGIN, answers, shortfalls, wide_path
 from on_device.moved import Moved
 from on_device.operations import Check
-from ops.attention import AttentionInputs
+from ops.attention import AttentionMetadata
 from serve import Engine
 
 CPU = "cpu"
@@ -76,14 +76,14 @@ def test_moved_arguments_keep_their_places_and_are_written_back() -> None:
     left, right = memory_of_all[:, :2], memory_of_all[:, 3:]
     seen: dict[str, Any] = {}
 
-    def function(x: torch.Tensor, *, y: torch.Tensor, places: AttentionInputs) -> tuple[torch.Tensor, ...]:
+    def function(x: torch.Tensor, *, y: torch.Tensor, places: AttentionMetadata) -> tuple[torch.Tensor, ...]:
         seen.update(strides=(x.stride(), y.stride()), offset=y.storage_offset(), size=places.page_size)
         seen["together"] = x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
         seen["elsewhere"] = x.untyped_storage().data_ptr() != memory_of_all.untyped_storage().data_ptr()
         x.add_(100)
         return x * 2, y.clone()
 
-    places = AttentionInputs.build([0], [1], torch.zeros(1, 1, dtype=torch.int32).numpy(), 16)
+    places = AttentionMetadata.build([0], [1], torch.zeros(1, 1, dtype=torch.int32).numpy(), 16)
     moved = Moved(SimpleNamespace(function=function), CPU)
     doubled, copied = moved.function(left, y=right, places=places)
     assert seen == {

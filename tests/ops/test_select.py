@@ -21,7 +21,7 @@ def test_native_is_chosen_where_nothing_is_said() -> None:
 
 def test_every_kernel_comes_from_one_operation() -> None:
     provided = [name for names, _ in OPERATIONS.values() for name in names]
-    assert sorted([*provided, "backends", "executor"]) == sorted(field.name for field in fields(Kernels))
+    assert sorted([*provided, "backends", "launcher"]) == sorted(field.name for field in fields(Kernels))
 
 
 @pytest.mark.parametrize("choices", [{"attention": "magic"}, {"teleport": "native"}])

@@ -30,7 +30,7 @@ KERNELS(choose, choose_plain)
 KERNELS(choose8, choose_rounded)
 
 KERNELS(embed, embed)
-KERNELS(embed_panels, embed_panels)
+KERNELS(embed_packed, embed_packed)
 KERNELS(norm, norm)
 KERNELS(rotate, rotate)
 KERNELS(store, store_kv)

@@ -17,7 +17,7 @@ extern "C" {
 // For Python to compare with its own picture of these structures, in the same order.
 extern const int64_t STRUCTURE_SIZES[];
 const int64_t STRUCTURE_SIZES[] = {
-    sizeof(Step),          sizeof(Node),           sizeof(EmbedOperands),  sizeof(NormOperands),
+    sizeof(Step),          sizeof(GraphNode),      sizeof(EmbedOperands),  sizeof(NormOperands),
     sizeof(RotateOperands), sizeof(StoreOperands), sizeof(GateOperands),   sizeof(AttendOperands),
     sizeof(PackOperands),  sizeof(ProductOperands), sizeof(Pack8Operands), sizeof(Product8Operands),
     sizeof(BeginOperands), sizeof(LastOperands),   sizeof(ChooseOperands),
@@ -62,5 +62,5 @@ Pool* open_pool(int64_t num_threads) { return new Pool(int(num_threads)); }
 void close_pool(Pool* pool) { delete pool; }
 
 // For one caller at a time.
-void run(Pool* pool, const Node* nodes, int64_t count, const Step* step) { pool->run(nodes, count, step); }
+void run(Pool* pool, const GraphNode* nodes, int64_t count, const Step* step) { pool->run(nodes, count, step); }
 }

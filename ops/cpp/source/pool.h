@@ -26,7 +26,7 @@ public:
     }
 
     // Runs the nodes one after the other on all threads, this one among them; returns when all is done.
-    void run(const Node* nodes, int64_t count, const Step* step) {
+    void run(const GraphNode* nodes, int64_t count, const Step* step) {
         if (count == 0) return;  // without a barrier, threads would still look at it when the next call comes
         nodes_ = nodes;
         count_ = count;
@@ -43,7 +43,7 @@ private:
 
     void run_as(int rank) {
         Team team(rank, size_, meeting_);
-        const Node* nodes = nodes_;
+        const GraphNode* nodes = nodes_;
         const Step* step = step_;
         for (int64_t i = 0, count = count_; i < count; i++) {
             nodes[i].kernel(nodes[i].operands, *step, team);
@@ -61,7 +61,7 @@ private:
     }
 
     const int size_;
-    const Node* nodes_ = nullptr;
+    const GraphNode* nodes_ = nullptr;
     int64_t count_ = 0;
     const Step* step_ = nullptr;
     Meeting meeting_;

@@ -1,6 +1,6 @@
 // Products with a model's weights (contract: ops/matmul/__init__.py).
 //
-// A weight [O, I] is kept in panels of 32 outputs: [O / 32][I / n][32][n], where n neighbouring inputs fill a lane:
+// A weight [O, I] is packed in panels of 32 outputs: [O / 32][I / n][32][n], where n neighbouring inputs fill a lane:
 // one float32, two bfloat16. The last panel is filled up with zeros. A tile is up to MAX_TILE_ROWS rows of x
 // times one panel; its sums stay in registers over the whole depth, so each is added in the same order whatever the
 // number of rows: a token's result does not depend on its batch.
@@ -30,7 +30,7 @@ struct ProductOperands {
     const void* x;       // [rows, I], rows x_stride elements apart
     int64_t x_stride;
     int64_t rows;        // 0: as many as the step has tokens
-    const void* weight;  // in panels
+    const void* weight;  // packed in panels
     const void* bias;    // [O] of x's type, or null
     void* out;           // [rows, O], contiguous
     int64_t in_size;     // I
@@ -213,10 +213,10 @@ void product(const void* operands, const Step& step, Team& team) {
     });
 }
 
-// weight [O, I] -> panels; the task is a panel.
+// weight [O, I] -> packed in panels; the task is a panel.
 struct PackOperands {
     const void* weight;
-    void* panels;
+    void* packed;
     int64_t in_size, out_size;
 };
 
@@ -227,7 +227,7 @@ void pack(const void* operands, const Step&, Team& team) {
     const int64_t panels = (o.out_size + PANEL - 1) / PANEL;
     for (int64_t panel; (panel = team.take()) < panels;) {
         const T* weight = static_cast<const T*>(o.weight) + panel * PANEL * o.in_size;
-        T* to = static_cast<T*>(o.panels) + panel * PANEL * o.in_size;
+        T* to = static_cast<T*>(o.packed) + panel * PANEL * o.in_size;
         const int64_t filled = std::min<int64_t>(PANEL, o.out_size - panel * PANEL);
         for (int64_t k = 0; k < o.in_size; k += N)
             for (int64_t column = 0; column < PANEL; column++, to += N)

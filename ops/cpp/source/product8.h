@@ -24,7 +24,7 @@ constexpr int64_t PANEL_AHEAD = 4096;   // bytes asked for before they are neede
 inline int64_t padded_depth(int64_t in_size) { return round_up(in_size, UNIT_BYTES); }
 
 struct Product8Operands {
-    ProductOperands plain;  // its weight in panels of bytes
+    ProductOperands plain;  // its weight packed in panels of bytes
     const float* scales;    // [O padded to whole panels]
     int8_t* rounded;        // scratch: `rows` lines as described by Rounded
 };
@@ -181,7 +181,7 @@ void product8(const void* operands, const Step& step, Team& team) {
 
 struct Pack8Operands {
     const void* weight;  // [O, I] of T
-    uint8_t* panels;
+    uint8_t* packed;
     float* scales;       // [O padded]
     int64_t in_size, out_size;
 };
@@ -193,7 +193,7 @@ void pack8(const void* operands, const Step&, Team& team) {
     for (int64_t panel; (panel = team.take()) < panels;)
         for (int64_t column = 0; column < PANEL; column++) {
             const int64_t output = panel * PANEL + column;
-            uint8_t* to = o.panels + panel * PANEL * depth + column * QUAD;
+            uint8_t* to = o.packed + panel * PANEL * depth + column * QUAD;
             const T* weight = static_cast<const T*>(o.weight) + output * o.in_size;
             const int64_t filled = output < o.out_size ? o.in_size : 0;
             float top = 0;

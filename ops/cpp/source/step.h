@@ -1,4 +1,4 @@
-// What every kernel of one step reads: where each row stands in the cache (see ops.attention.AttentionInputs).
+// What every kernel of one step reads: where each row stands in the cache (see ops.attention.AttentionMetadata).
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ struct Step {
     int64_t num_rows;             // B
     const int64_t* token_ids;     // [T]
     const int64_t* positions;     // [T]
-    const int64_t* slots;         // [T], page * page_size + offset
+    const int64_t* slot_mapping;  // [T], page * page_size + offset
     const int32_t* page_table;    // [B, table_width]
     int64_t table_width;
     const int32_t* starts;        // [B]
@@ -21,15 +21,15 @@ struct Step {
     int64_t page_size;
     // Of a step that is computed whole, from the batch to its tokens (see whole.h):
     const int32_t* given_ids;     // [T], negative where the slot's last token is to be taken
-    const int32_t* row_slots;     // [B]
-    int64_t* last_tokens;         // [slots]
+    const int32_t* sequence_indices;  // in last_tokens, [B]
+    int64_t* last_tokens;         // [sequences]
     int64_t num_samples;          // R
     const int32_t* sample_rows;   // [R]
 };
 
 // One kernel with its operands. A kernel is entered by all threads of the team with no task taken, and may return on
 // each as soon as that has nothing left to do: the next one begins after a barrier.
-struct Node {
+struct GraphNode {
     void (*kernel)(const void* operands, const Step& step, Team& team);
     const void* operands;
 };

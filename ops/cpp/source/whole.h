@@ -1,5 +1,5 @@
-// The beginning and the end of a step that is computed whole: from the batch's arrays to positions and cache slots, and
-// from hidden states to the likeliest tokens (contracts: runtime/worker/forward_batch.py, ops/sampling).
+// The beginning and the end of a step that is computed whole: from the batch's arrays to positions and slot
+// mapping, and from hidden states to the likeliest tokens (contracts: runtime/worker/forward_batch.py, ops/sampling).
 #pragma once
 
 #include <cmath>
@@ -15,7 +15,7 @@ struct BeginOperands {
     int32_t* query_starts;  // [B + 1]
     int64_t* token_ids;     // [T]
     int64_t* positions;     // [T]
-    int64_t* slots;         // [T]
+    int64_t* slot_mapping;  // [T]
 };
 
 inline void begin(const void* operands, const Step& step, Team& team) {
@@ -31,15 +31,15 @@ inline void begin(const void* operands, const Step& step, Team& team) {
         for (int64_t i = 0, token = o.query_starts[row]; i < step.counts[row]; i++, token++) {
             const int64_t position = step.starts[row] + i, given = step.given_ids[token];
             o.positions[token] = position;
-            o.slots[token] = pages[position / step.page_size] * step.page_size + position % step.page_size;
-            o.token_ids[token] = given < 0 ? step.last_tokens[step.row_slots[row]] : given;
+            o.slot_mapping[token] = pages[position / step.page_size] * step.page_size + position % step.page_size;
+            o.token_ids[token] = given < 0 ? step.last_tokens[step.sequence_indices[row]] : given;
         }
     });
 }
 
-// As `embed`, from the panels of a head: where both ends of a model have one weight, it is held once.
+// As `embed`, from the packed weight of a head: where both ends of a model have one weight, it is held once.
 template <class T>
-void embed_panels(const void* operands, const Step& step, Team& team) {
+void embed_packed(const void* operands, const Step& step, Team& team) {
     constexpr int N = LANE_SIZE<T>;
     const auto& o = *static_cast<const EmbedOperands*>(operands);
     team.share(step.num_tokens, [&](int64_t token) {
@@ -118,7 +118,7 @@ inline void choose_best(const ChooseOperands& o, const Step& step, const Team& t
     sound &= std::isfinite(value);
     o.sound[sample] = sound;
     o.ids[sample] = sound ? id : 0;
-    step.last_tokens[step.row_slots[step.sample_rows[sample]]] = o.ids[sample];
+    step.last_tokens[step.sequence_indices[step.sample_rows[sample]]] = o.ids[sample];
 }
 
 template <class T, bool EIGHT>

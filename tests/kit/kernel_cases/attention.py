@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ops.attention import AttentionInputs
+from ops.attention import AttentionMetadata
 
 MIXED = ((40, 1), (0, 21), (3, 1), (30, 18), (0, 1))  # (start, count) of rows
 
@@ -35,7 +35,7 @@ class Step(NamedTuple):
     q: Tensor
     k_pool: Tensor
     v_pool: Tensor
-    inputs: AttentionInputs
+    inputs: AttentionMetadata
 
 
 FP16 = torch.float16
@@ -95,7 +95,7 @@ def step(case: Case, seed: int = 0) -> Step:
     q = torch.randn(num_tokens, case.num_heads, case.head_dim, generator=generator).to(case.dtype)
     k_pool, v_pool = pools.to(case.pool_dtype or case.dtype)
     starts, counts = zip(*case.rows)
-    return Step(q, k_pool, v_pool, AttentionInputs.build(starts, counts, table, size))
+    return Step(q, k_pool, v_pool, AttentionMetadata.build(starts, counts, table, size))
 
 
 def options(case: Case) -> dict[str, Any]:

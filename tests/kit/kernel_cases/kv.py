@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ops.attention import AttentionInputs
+from ops.attention import AttentionMetadata
 
 NUM_PAGES = 12
 
@@ -40,7 +40,7 @@ CASES = {
 }
 
 
-def inputs(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor, AttentionInputs]:
+def inputs(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor, AttentionMetadata]:
     """k, v, both pools and the places of two rows."""
     generator = torch.Generator().manual_seed(2)
     both = torch.randn(4, 2 * case.num_kv_heads, case.head_dim, generator=generator)
@@ -54,7 +54,7 @@ def inputs(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor, AttentionInputs]
     shape = (2, NUM_PAGES, case.num_kv_heads, case.page_size, case.head_dim)
     k_pool, v_pool = torch.randn(shape, generator=generator).to(case.pool_dtype)
     table = np.arange(NUM_PAGES, dtype=np.int32)[::-1].reshape(2, NUM_PAGES // 2).copy()
-    return k, v, k_pool, v_pool, AttentionInputs.build([2, 0], [3, 1], table, case.page_size)
+    return k, v, k_pool, v_pool, AttentionMetadata.build([2, 0], [3, 1], table, case.page_size)
 
 
 def outputs(backend: ModuleType, case: Case) -> list[Tensor]:
@@ -70,7 +70,7 @@ def expected(case: Case) -> list[Tensor]:
     """One token and one page after the other."""
     k, v, k_pool, v_pool, places = inputs(case)
     for new, pool, scale in ((k, k_pool, case.k_scale), (v, v_pool, case.v_scale)):
-        for token, slot in enumerate(places.slots.tolist()):
+        for token, slot in enumerate(places.slot_mapping.tolist()):
             value = new[token].float() / scale
             if case.pool_dtype.itemsize == 1:
                 largest = torch.finfo(case.pool_dtype).max

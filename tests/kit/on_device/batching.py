@@ -7,7 +7,7 @@ from importlib import import_module
 import torch
 
 from kernel_cases.attention import SCALE, Case, step
-from ops.attention import AttentionInputs
+from ops.attention import AttentionMetadata
 
 ROWS = ((70, 1), (5, 1), (900, 1), (0, 40))
 
@@ -20,11 +20,11 @@ def bits_differ(device: str, file: str) -> list[int]:
     q, k_pool, v_pool = (x.to(device) for x in (q, k_pool, v_pool))
     table, size = together.page_table.numpy(), together.page_size
     starts, counts = zip(*ROWS)
-    there = AttentionInputs.build(starts, counts, table, size, device)
+    there = AttentionMetadata.build(starts, counts, table, size, device)
     whole = attend(q, k_pool, v_pool, there, scale=SCALE)
     differing = []
     for row in range(3):
-        alone = AttentionInputs.build([starts[row]], [1], table[row : row + 1], size, device)
+        alone = AttentionMetadata.build([starts[row]], [1], table[row : row + 1], size, device)
         result = attend(q[row : row + 1], k_pool, v_pool, alone, scale=SCALE)
         if not torch.equal(result[0], whole[row]):
             differing.append(row)

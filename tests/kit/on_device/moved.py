@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ops.attention import AttentionInputs
+from ops.attention import AttentionMetadata
 from ops.sampling import SamplingArrays
 
 
@@ -60,7 +60,7 @@ class _Copies:
     def of(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             return self._tensor(value)
-        if isinstance(value, AttentionInputs):
+        if isinstance(value, AttentionMetadata):
             moved = {field.name: self.of(getattr(value, field.name)) for field in fields(value)}
             return replace(value, **moved)
         if isinstance(value, Mapping):

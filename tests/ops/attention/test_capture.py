@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from ops.attention import AttentionInputs
+from ops.attention import AttentionMetadata
 
 with_triton = pytest.importorskip("ops.attention.with_triton")
 
@@ -30,7 +30,7 @@ class Recorder:
         return launch
 
 
-def launches(monkeypatch: pytest.MonkeyPatch, inputs: AttentionInputs) -> list[Any]:
+def launches(monkeypatch: pytest.MonkeyPatch, inputs: AttentionMetadata) -> list[Any]:
     noted: list[Any] = []
     for kernel in ("_decode_kernel", "_merge_kernel", "_prefill_kernel"):
         monkeypatch.setattr(with_triton, kernel, Recorder(noted))
@@ -41,8 +41,8 @@ def launches(monkeypatch: pytest.MonkeyPatch, inputs: AttentionInputs) -> list[A
 
 def test_rows_of_any_length_are_launched_alike(monkeypatch: pytest.MonkeyPatch):
     table = np.zeros((ROWS, WIDTH), np.int32)
-    short = AttentionInputs.build([0] * ROWS, [1] * ROWS, table, PAGE)
-    long = AttentionInputs.build([PAGE * WIDTH - 1] * ROWS, [1] * ROWS, table, PAGE)
+    short = AttentionMetadata.build([0] * ROWS, [1] * ROWS, table, PAGE)
+    long = AttentionMetadata.build([PAGE * WIDTH - 1] * ROWS, [1] * ROWS, table, PAGE)
     unknown = replace(long, starts_host=[])
     first, *others = (launches(monkeypatch, inputs) for inputs in (short, long, unknown))
     assert len(first) == 2
@@ -54,7 +54,7 @@ def test_a_wider_table_is_launched_with_another_stride_alone(monkeypatch: pytest
     narrow, wide = (
         launches(
             monkeypatch,
-            AttentionInputs.build([0] * ROWS, [1] * ROWS, np.zeros((ROWS, width), np.int32), PAGE),
+            AttentionMetadata.build([0] * ROWS, [1] * ROWS, np.zeros((ROWS, width), np.int32), PAGE),
         )
         for width in (WIDTH, 2 * WIDTH)
     )

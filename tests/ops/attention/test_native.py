@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernel_cases.attention import CASES, Case, Step, dense, expected, outputs, step
 from kernel_comparison import agree
-from ops.attention import AttentionInputs, native
+from ops.attention import AttentionMetadata, native
 
 
 def make_case(
@@ -73,7 +73,7 @@ def test_rows_may_share_pages() -> None:
     case = make_case([(0, 20), (16, 1), (16, 6)], 8, 4, 2, 8)
     table = case.inputs.page_table.clone()
     table[1:, :2] = table[0, :2]  # the first 16 positions of all three
-    inputs = AttentionInputs.build([0, 16, 16], [20, 1, 6], table.numpy(), 8)
+    inputs = AttentionMetadata.build([0, 16, 16], [20, 1, 6], table.numpy(), 8)
     check(case._replace(inputs=inputs))
 
 
@@ -114,7 +114,7 @@ def test_long_chunk_of_a_long_context_takes_little_memory(monkeypatch, soft_cap)
     end, count = 16384, 512
     k_pool, v_pool = torch.randn(2, end // 16, 1, 16, 4)
     table = np.arange(end // 16, dtype=np.int32)[None]
-    inputs = AttentionInputs.build([end - count], [count], table, 16)
+    inputs = AttentionMetadata.build([end - count], [count], table, 16)
     q = torch.randn(count, 4, 4)
     with LargestTensor() as largest:
         native.attend(q, k_pool, v_pool, inputs, scale=0.5, soft_cap=soft_cap)

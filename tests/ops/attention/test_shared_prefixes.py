@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cpp_kernels import LESSER, executor
+from cpp_kernels import LESSER, launcher
 from kernel_cases.attention import Step
-from ops.attention import AttentionInputs, with_cpp
+from ops.attention import AttentionMetadata, with_cpp
 
 SCALE = 0.2
 BLOCK = 256  # keys
@@ -44,7 +44,7 @@ def shared_and_copied(
         for pool in (k_pool, v_pool):
             pool[own[row, :pages]] = pool[own[earlier, :pages]]
     q = torch.randn(sum(counts), heads[0], head_dim, generator=generator).to(dtype)
-    shared, copied = (AttentionInputs.build(starts, counts, pages, page) for pages in (table, own))
+    shared, copied = (AttentionMetadata.build(starts, counts, pages, page) for pages in (table, own))
     return Step(q, k_pool, v_pool, shared), Step(q, k_pool, v_pool, copied)
 
 
@@ -76,7 +76,7 @@ def test_pages_in_common_give_the_bits_that_copies_give(
     shared, copied = shared_and_copied(rows, heads, head_dim, dtype, page)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(with_cpp, "NUM_PARTS", num_parts)
-        attend = with_cpp.make_attend(executor(num_threads))
+        attend = with_cpp.make_attend(launcher(num_threads))
         expected = attend(*copied, scale=SCALE, **options)
         assert torch.equal(attend(*shared, scale=SCALE, **options), expected)
 
@@ -85,7 +85,7 @@ def test_pages_in_common_give_the_bits_that_copies_give(
 @pytest.mark.parametrize("processor", LESSER)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_pages_in_common_give_the_same_bits_on_lesser_processors(processor, dtype) -> None:
-    attend = with_cpp.make_attend(executor(2, *LESSER[processor]))
+    attend = with_cpp.make_attend(launcher(2, *LESSER[processor]))
     shared, copied = shared_and_copied([*SYSTEM_PROMPT, (600, 40, 0, 512)], dtype=dtype)
     assert torch.equal(attend(*shared, scale=SCALE), attend(*copied, scale=SCALE))
 
@@ -93,7 +93,7 @@ def test_pages_in_common_give_the_same_bits_on_lesser_processors(processor, dtyp
 def parts_after(step: Step, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Tensor:
     """What the tasks of a step have given each other, zero elsewhere."""
     parts = torch.zeros(2**18)
-    kernels = executor(2)
+    kernels = launcher(2)
     launch = kernels.launch
 
     def launch_with_our_parts(name: str, dtype: torch.dtype, operands: Any, *rest: Any) -> None:

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cpp_kernels import LESSER, executor
+from cpp_kernels import LESSER, launcher
 from kernel_cases import attention
 from kernel_cases.attention import CASES, Case, Step
 from kernel_comparison import agree
-from ops.attention import AttentionInputs, native, with_cpp
+from ops.attention import AttentionMetadata, native, with_cpp
 
 OWN_POOLS = {name: case for name, case in CASES.items() if case.pool_dtype is None}
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -23,7 +23,7 @@ SCALE = 0.2
 
 
 def backend(num_threads: int = 2, *march: str) -> Any:
-    return SimpleNamespace(attend=with_cpp.make_attend(executor(num_threads, *march)))
+    return SimpleNamespace(attend=with_cpp.make_attend(launcher(num_threads, *march)))
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
@@ -90,7 +90,7 @@ def rows_of(given: Step, rows: Sequence[tuple[int, int, int]]) -> Step:
     ]
     table = given.inputs.page_table.numpy()[[row for row, _, _ in rows]]
     starts, counts = [start for _, start, _ in rows], [count for _, _, count in rows]
-    inputs = AttentionInputs.build(starts, counts, table, given.inputs.page_size)
+    inputs = AttentionMetadata.build(starts, counts, table, given.inputs.page_size)
     return given._replace(q=given.q[torch.from_numpy(np.concatenate(places))], inputs=inputs)
 
 
@@ -150,9 +150,9 @@ def test_what_the_kernel_does_not_compute_goes_to_native(case) -> None:
 
 
 def test_rows_without_new_tokens_are_passed_over() -> None:
-    inputs = AttentionInputs.build([5, 3, 7], [1, 0, 1], np.arange(3, dtype=np.int32)[:, None], 16)
+    inputs = AttentionMetadata.build([5, 3, 7], [1, 0, 1], np.arange(3, dtype=np.int32)[:, None], 16)
     k_pool, v_pool = torch.randn(2, 3, 2, 16, 16)
     q = torch.randn(2, 4, 16)
     found = backend().attend(q, k_pool, v_pool, inputs, scale=SCALE)
-    only = AttentionInputs.build([5, 7], [1, 1], np.array([[0], [2]], np.int32), 16)
+    only = AttentionMetadata.build([5, 7], [1, 1], np.array([[0], [2]], np.int32), 16)
     agree([found], [native.attend(q, k_pool, v_pool, only, scale=SCALE)])

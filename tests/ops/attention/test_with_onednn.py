@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from ops.attention import AttentionInputs, native, with_onednn
+from ops.attention import AttentionMetadata, native, with_onednn
 
 PAGE = 4
 
-Case = tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttentionInputs]
+Case = tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttentionMetadata]
 
 
 def paged(starts: list[int], heads: int, kv_heads: int, head_dim: int, strength: float = 1.0) -> Case:
@@ -22,7 +22,7 @@ def paged(starts: list[int], heads: int, kv_heads: int, head_dim: int, strength:
         pools[:, table[row, last], :, offset + 1 :] = torch.nan
         pools[:, table[row, last + 1 :]] = torch.nan
     q = strength * torch.randn(len(starts), heads, head_dim, generator=generator)
-    inputs = AttentionInputs.build(starts, [1] * len(starts), table, PAGE)
+    inputs = AttentionMetadata.build(starts, [1] * len(starts), table, PAGE)
     return q.bfloat16(), pools[0].bfloat16(), pools[1].bfloat16(), inputs
 
 

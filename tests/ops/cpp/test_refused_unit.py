@@ -26,15 +26,15 @@ libc.prctl(38, 1, 0, 0, 0)
 if libc.prctl(22, 2, program, 0, 0) or libc.syscall(ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA) != -1:
     raise SystemExit(77)
 
-from ops.cpp.executor import Executor
+from ops.cpp.kernel_launcher import KernelLauncher
 from ops.cpp.library import Library
 from ops.matmul import with_cpp
 
-executor = Executor(Library(Path(PATH)), 2)
-matmul = with_cpp.make(executor)
+launcher = KernelLauncher(Library(Path(PATH)), 2)
+matmul = with_cpp.make(launcher)
 x, weight = torch.randn(40, 64).bfloat16(), torch.randn(70, 64).bfloat16()
 found, wanted = matmul["logits"](x, matmul["prepare"](weight)), x.double() @ weight.double().T
-print(executor.description.matrix_unit, "refuses" in str(executor.description))
+print(launcher.description.matrix_unit, "refuses" in str(launcher.description))
 print((found - wanted).norm().item() / wanted.norm().item())
 """
 

@@ -27,7 +27,7 @@ void work(const void*, const Step&, Team& team) {
 int main(int, char** arguments) {
     const int size = atoi(arguments[1]), rounds = atoi(arguments[2]);
     Pool pool(size);
-    Node nodes[8];
+    GraphNode nodes[8];
     for (auto& node : nodes) node = {work, nullptr};
     const Step step{};
     for (int round = 0; round < rounds; round++) pool.run(nodes, 1 + round % 8, &step);

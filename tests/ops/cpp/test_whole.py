@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from cpp_kernels import LESSER, drawn, executor
+from cpp_kernels import LESSER, drawn, launcher
 from ops.cpp import whole
-from ops.cpp.executor import Executor
+from ops.cpp.kernel_launcher import KernelLauncher
 from ops.cpp.library import Step
 from ops.matmul import with_cpp as matmul
 from ops.sampling import native
@@ -28,7 +28,7 @@ KERNELS = {
 }
 
 
-def head_with_equal_rows(run: Executor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def head_with_equal_rows(run: KernelLauncher, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """hidden [R, E], a head's weight [V, E], and the lowest ids of the largest logits [R].
 
     One lane of the vectors holds all the equal logits of a row, from some id on: a thread that takes the panel of
@@ -67,29 +67,29 @@ def load() -> Iterator[None]:
             thread.join()
 
 
-def likeliest(run: Executor, hidden: Tensor, weight: Tensor) -> Iterator[Tensor]:
+def likeliest(run: KernelLauncher, hidden: Tensor, weight: Tensor) -> Iterator[Tensor]:
     """The ids of the largest logits [R], computed again and again."""
     results: list[tuple[Tensor, Tensor]] = []
-    tape = run.record(len(hidden), lambda: results.append(whole.likeliest(run, hidden, weight)))
+    graph = run.capture(len(hidden), lambda: results.append(whole.likeliest(run, hidden, weight)))
     ids, sound = results[0]
     rows, last_tokens = np.arange(len(hidden), dtype=np.int32), torch.zeros(len(hidden), dtype=torch.int64)
     address = rows.ctypes.data
-    step = Step(len(rows), len(rows), num_samples=len(rows), sample_rows=address, row_slots=address)
+    step = Step(len(rows), len(rows), num_samples=len(rows), sample_rows=address, sequence_indices=address)
     step.last_tokens = last_tokens.data_ptr()
     while True:
-        tape.run(step)
+        graph.run(step)
         assert sound.all()
         assert torch.equal(ids, last_tokens)
         yield ids
 
 
-def chosen_by_torch(run: Executor, hidden: Tensor, weight: Tensor) -> Tensor:
+def chosen_by_torch(run: KernelLauncher, hidden: Tensor, weight: Tensor) -> Tensor:
     logits = matmul.make(run)["logits"](hidden, weight)
     greedy, one = torch.ones(len(hidden), dtype=torch.bool), torch.ones(len(hidden))
     return native.choose(logits, native.SamplingArrays(greedy, one, one.int(), one, one, one))[0]
 
 
-def is_always_the_lowest(run: Executor, kernel: str) -> None:
+def is_always_the_lowest(run: KernelLauncher, kernel: str) -> None:
     dtype, weight_bits = KERNELS[kernel]
     hidden, plain, firsts = head_with_equal_rows(run, dtype)
     bits = {} if weight_bits is None else {"bits": weight_bits}
@@ -103,7 +103,7 @@ def is_always_the_lowest(run: Executor, kernel: str) -> None:
 @pytest.mark.parametrize("num_threads", THREADS)
 def test_of_equal_logits_the_lowest_id_is_chosen(num_threads: int, kernel: str) -> None:
     with load():
-        is_always_the_lowest(executor(num_threads), kernel)
+        is_always_the_lowest(launcher(num_threads), kernel)
 
 
 @pytest.mark.slow
@@ -111,4 +111,4 @@ def test_of_equal_logits_the_lowest_id_is_chosen(num_threads: int, kernel: str) 
 @pytest.mark.parametrize("processor", LESSER)
 def test_of_equal_logits_lesser_processors_choose_the_lowest_id(processor: str, kernel: str) -> None:
     with load():
-        is_always_the_lowest(executor(3, *LESSER[processor]), kernel)
+        is_always_the_lowest(launcher(3, *LESSER[processor]), kernel)

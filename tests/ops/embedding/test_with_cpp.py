@@ -1,4 +1,4 @@
-"""The embedding in C++, from plain weights and from a head's panels: bit for bit torch's."""
+"""The embedding in C++, from plain weights and from a head's packed: bit for bit torch's."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def test_plain_weights_and_panels_give_what_torch_gives(
     dtype, shape: tuple[int, int], first_id: int | None, scale: float | None
 ) -> None:
     cpp, weight = backend("embedding", 2), drawn(*shape, dtype=dtype)
-    panels = backend("matmul", 2).prepare(weight)
-    assert cpp.reads(panels)
+    packed = backend("matmul", 2).prepare(weight)
+    assert cpp.reads(packed)
     high = len(weight) if first_id is None else len(weight) + 6
     ids = torch.randint(0, high, (37,), generator=torch.Generator().manual_seed(1))
     ids[0], ids[1] = 0, high - 1
     wanted = native.embed(ids, weight, first_id, scale=scale)
     strided = torch.stack([ids, ids], dim=1)[:, 0]
-    for stored in (weight, panels):
+    for stored in (weight, packed):
         assert torch.equal(cpp.embed(ids, stored, first_id, scale=scale), wanted)
         assert torch.equal(cpp.embed(strided, stored, first_id, scale=scale), wanted)
         assert cpp.embed(ids[:0], stored, first_id, scale=scale).shape == (0, shape[1])

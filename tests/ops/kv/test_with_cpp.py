@@ -8,7 +8,7 @@ import torch
 
 from cpp_kernels import DTYPES, THREADS, backend, drawn
 from kernel_cases.kv import CASES, Case, expected, outputs
-from ops.attention import AttentionInputs
+from ops.attention import AttentionMetadata
 
 ODD = {
     f"{case}": case
@@ -28,8 +28,8 @@ def test_store_equals_one_token_after_the_other(case: Case, num_threads: int) ->
         assert torch.equal(found, wanted)
 
 
-def places(count: int, page_size: int, num_pages: int) -> AttentionInputs:
-    return AttentionInputs.build([0], [count], np.arange(num_pages, dtype=np.int32)[None, ::-1], page_size)
+def places(count: int, page_size: int, num_pages: int) -> AttentionMetadata:
+    return AttentionMetadata.build([0], [count], np.arange(num_pages, dtype=np.int32)[None, ::-1], page_size)
 
 
 @pytest.mark.parametrize("num_threads", THREADS)
@@ -40,7 +40,7 @@ def test_many_tokens_land_at_their_slots_and_nothing_else_changes(num_threads: i
     backend("kv", num_threads).store(k, v, k_pool, v_pool, inputs)
     for pool, new in ((k_pool, k), (v_pool, v)):
         stored = pool.transpose(1, 2).flatten(0, 1)  # [slots, K, D]
-        assert torch.equal(stored[inputs.slots], new)
+        assert torch.equal(stored[inputs.slot_mapping], new)
         assert (stored == -9).all(-1).all(-1).sum() == 30 * 4 - 101
 
 
@@ -50,7 +50,7 @@ def test_strides_that_no_kernel_reads_are_copied() -> None:
     inputs = places(7, 4, 3)
     backend("kv").store(k, v, k_pool, v_pool, inputs)
     for pool, new in ((k_pool, k), (v_pool, v)):
-        assert torch.equal(pool.transpose(1, 2).flatten(0, 1)[inputs.slots], new)
+        assert torch.equal(pool.transpose(1, 2).flatten(0, 1)[inputs.slot_mapping], new)
 
 
 def test_no_tokens_are_stored_without_harm() -> None:

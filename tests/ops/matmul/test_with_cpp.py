@@ -12,7 +12,7 @@ from cpp_kernels import DTYPES, THREADS, backend, drawn, library
 from kernel_comparison import agree
 from ops.machine import Machine
 from ops.matmul import native
-from ops.matmul.with_cpp import Panels, Panels8
+from ops.matmul.with_cpp import PackedWeight, PackedWeight8
 
 SHAPES = [(1, 4), (7, 6), (31, 34), (33, 66), (96, 64), (257, 200), (320, 1000)]  # [O, I]
 FUSED = "fma" in Machine.probe().cpu_flags
@@ -32,7 +32,7 @@ def test_products_are_no_further_from_the_truth_than_plain_torch(
 ) -> None:
     cpp, weight = backend("matmul", num_threads), drawn(*shape, dtype=dtype)
     packed, bias = cpp.prepare(weight), bias_of(shape[0], dtype) if with_bias else None
-    assert isinstance(packed, Panels)
+    assert isinstance(packed, PackedWeight)
     for rows in ROWS:
         x = drawn(rows, shape[1], dtype=dtype)
         truth = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
@@ -147,7 +147,7 @@ def emulated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def test_8_bits_are_what_their_definition_says(dtype, shape, num_threads) -> None:
     cpp, weight = backend("matmul", num_threads, weight_bits=8), drawn(*shape, dtype=dtype)
     packed, bias = cpp.prepare(weight), bias_of(shape[0], dtype)
-    assert isinstance(packed, Panels8)
+    assert isinstance(packed, PackedWeight8)
     assert packed.shape == shape
     for rows in (1, 5, 12, 31, 33, 260):
         x = drawn(rows, shape[1], dtype=dtype)
@@ -175,7 +175,7 @@ def test_sums_of_8_bits_reach_their_bounds_and_deeper_weights_keep_theirs(rows: 
     ones[1] = -1
     found = cpp.logits(ones[:1, :-1].expand(rows, -1), cpp.prepare(ones[:, :-1]))
     agree([found], [torch.tensor([[deepest, -deepest]] * rows).double()])
-    assert isinstance(cpp.prepare(ones), Panels)
+    assert isinstance(cpp.prepare(ones), PackedWeight)
 
 
 def test_8_bits_take_half_of_the_memory_and_bring_little_error() -> None:

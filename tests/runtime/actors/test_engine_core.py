@@ -113,9 +113,9 @@ async def test_full_queue_refuses_the_newest_alone():
     async with scripted_core.running(max_queued=2) as (core, runner):
         runner.open.clear()
         running: list[OutputStream] = [
-            core.submit(request(seed=seed)) for seed in range(scripted_core.NUM_SLOTS)
+            core.submit(request(seed=seed)) for seed in range(scripted_core.NUM_SEQUENCES)
         ]
-        await until(lambda: core.status().num_running == scripted_core.NUM_SLOTS)
+        await until(lambda: core.status().num_running == scripted_core.NUM_SEQUENCES)
         queued = [core.submit(request(seed=seed)) for seed in (20, 21)]
         with pytest.raises(Overloaded, match="queue is full"):
             core.submit(request())
@@ -127,7 +127,7 @@ async def test_full_queue_refuses_the_newest_alone():
 
 async def test_requests_of_one_moment_fill_the_queue_to_its_limit_and_no_further():
     async with scripted_core.running(max_queued=2) as (core, _):
-        limit = scripted_core.NUM_SLOTS + 2
+        limit = scripted_core.NUM_SEQUENCES + 2
         taken = [core.submit(request(seed=seed)) for seed in range(limit)]
         with pytest.raises(Overloaded) as caught:
             core.submit(request())

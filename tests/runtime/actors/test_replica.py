@@ -69,7 +69,7 @@ def prompt_batch(prompts: Sequence[Sequence[int]], *, vectors: Sequence[int] = (
         sequences=(nobody,) * len(prompts),
         starts=np.zeros(len(prompts), np.int32),
         counts=np.array([len(prompt) for prompt in prompts], np.int32),
-        slots=np.arange(len(prompts), dtype=np.int32),
+        sequence_indices=np.arange(len(prompts), dtype=np.int32),
         token_ids=np.concatenate([np.array(prompt, np.int32) for prompt in prompts]),
         page_table=np.arange(len(prompts) * width, dtype=np.int32).reshape(len(prompts), width),
         sampling=sampling if len(rows) else None,

@@ -43,7 +43,7 @@ def test_arrays_of_a_batch_arrive():
     for batch in batches():
         copy = decode_batch(sent(encode_batch(batch)))
         assert copy.number == batch.number
-        for name in ("starts", "counts", "slots", "token_ids", "page_table"):
+        for name in ("starts", "counts", "sequence_indices", "token_ids", "page_table"):
             assert np.array_equal(getattr(copy, name), getattr(batch, name)), name
         assert (copy.sampling is None) == (batch.sampling is None)
         if copy.sampling is not None and batch.sampling is not None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import paged_forward
 import tiny_checkpoints
-from ops.attention import AttentionInputs, token_positions
+from ops.attention import AttentionMetadata, token_positions
 from ops.select import select
 from runtime.errors import CheckpointError
 from runtime.kv_cache.pools import PagedKVCache
@@ -76,7 +76,7 @@ def run(made: Attention, pool_dtype: torch.dtype = torch.float32) -> Tensor:
     batch = ForwardBatch(
         token_ids=torch.zeros(8, dtype=torch.int64),
         positions=torch.from_numpy(token_positions(starts, counts)),
-        attention=AttentionInputs.build(starts, counts, np.array([[0, 1], [2, 3]], np.int32), 4),
+        attention=AttentionMetadata.build(starts, counts, np.array([[0, 1], [2, 3]], np.int32), 4),
         cache={INDEX: PagedKVCache(*pools)},
     )
     return made(x, batch)
@@ -111,7 +111,7 @@ def test_a_layer_never_knows_the_kind_of_its_cache() -> None:
         values: dict[str, Any] = {
             "token_ids": torch.zeros(1, dtype=torch.int64),
             "positions": torch.tensor([position]),
-            "attention": AttentionInputs.build([position], [1], np.array([[0, 1]], np.int32), 4),
+            "attention": AttentionMetadata.build([position], [1], np.array([[0, 1]], np.int32), 4),
         }
         token = x[position : position + 1]
         found = made(token, ForwardBatch(**values, cache={INDEX: cache}))

@@ -13,7 +13,7 @@ import cpp_kernels
 import paged_forward
 import tiny_checkpoints
 from ops.matmul.int8 import Int8
-from ops.matmul.with_cpp import Panels8
+from ops.matmul.with_cpp import PackedWeight8
 from ops.select import Kernels, select
 from runtime.layers.build import Build
 from runtime.layers.linear import Linear
@@ -97,7 +97,7 @@ def test_8_bits_are_for_every_product_but_the_routers(in_cpp: bool) -> None:
     path = tiny_checkpoints.cached("qwen3_moe")
     model: Any = paged_forward.load(path, kernels=select(choices), quantization="w8a8_int8")
     plain: Any = paged_forward.load(path)
-    rounded = (Int8, Panels8)
+    rounded = (Int8, PackedWeight8)
     for layer, other in zip(model.layers, plain.layers, strict=True):
         assert isinstance(layer.attention.qkv.weight, rounded)
         assert isinstance(layer.attention.out.weight, rounded)

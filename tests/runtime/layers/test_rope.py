@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from ops.attention import AttentionInputs
+from ops.attention import AttentionMetadata
 from ops.select import select
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.rope import Rope, inverse_frequencies
@@ -23,7 +23,7 @@ def at(positions: list[Any]) -> ForwardBatch:
     """One token, or one on each of three axes, at each of these positions."""
     tensor = torch.tensor(positions)
     count = tensor.shape[-1]
-    attention = AttentionInputs.build([0], [count], np.zeros((1, count), np.int32), 1)
+    attention = AttentionMetadata.build([0], [count], np.zeros((1, count), np.int32), 1)
     return ForwardBatch(
         token_ids=torch.zeros(count, dtype=torch.int64), positions=tensor, attention=attention, cache={}
     )

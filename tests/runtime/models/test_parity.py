@@ -15,7 +15,7 @@ import greedy
 import paged_forward
 import tiny_checkpoints
 from ops.matmul import with_onednn
-from ops.matmul.with_cpp import Panels
+from ops.matmul.with_cpp import PackedWeight
 from ops.select import select
 from runtime.errors import CheckpointError
 from runtime.layers.forward_batch import ForwardBatch
@@ -328,7 +328,7 @@ def test_every_logit_equals_transformers_with_kernels_in_cpp(name: str) -> None:
     cpp_kernels.library()
     model = load(name, choices=cpp_kernels.CHOICES)
     assert model.head is not None
-    assert isinstance(model.head.prepared, Panels)
+    assert isinstance(model.head.prepared, PackedWeight)
     assert largest_error(name, model, 16) < THRESHOLD
 
 

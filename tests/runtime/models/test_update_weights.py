@@ -137,7 +137,7 @@ def prompt() -> Batch:
         sequences=(),
         starts=zero,
         counts=np.array([len(IDS)], np.int32),
-        slots=zero,
+        sequence_indices=zero,
         token_ids=np.array(IDS, np.int32),
         page_table=np.arange(2, dtype=np.int32)[None],
         sampling=Sampling(zero, greedy=one > 0, uniform=one - 1),

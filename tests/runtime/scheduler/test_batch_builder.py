@@ -73,7 +73,7 @@ def test_prompts_and_decode_rows_share_no_step_unless_mixed():
     assert shapes(drive, make_sequence(range(8), max_new_tokens=1), num_steps=3) == [[4], [4], [1]]
 
 
-def test_slots_limit_what_runs():
+def test_rows_limit_what_runs():
     drive = Drive(plan(max_running=2), depth=0)
     sequences = [make_sequence([i], max_new_tokens=2) for i in range(3)]
     assert shapes(drive, *sequences, num_steps=3) == [[1, 1], [1, 1], [1]]
@@ -165,4 +165,4 @@ def test_a_batch_is_padded_and_numbered():
     table = batches[0].page_table
     assert table.shape == (2, 3)
     assert table[0, 1:].tolist() == [0, 0]
-    assert table.dtype == batches[0].starts.dtype == batches[0].slots.dtype == "int32"
+    assert table.dtype == batches[0].starts.dtype == batches[0].sequence_indices.dtype == "int32"

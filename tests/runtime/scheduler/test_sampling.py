@@ -116,8 +116,12 @@ def test_penalties_start_with_a_fresh_sequence_index_once():
         "presence_penalty": [0.0, 0.25],
         "repetition_penalty": [1.0, 1.5],
     }
-    ((slot, prompt, output),) = first.penalties.fresh
-    assert (slot, prompt.tolist(), output.tolist()) == (first.penalties.slots[0], [2, 3], [])
+    ((sequence_index, prompt, output),) = first.penalties.fresh
+    assert (sequence_index, prompt.tolist(), output.tolist()) == (
+        first.penalties.sequence_indices[0],
+        [2, 3],
+        [],
+    )
     assert second.penalties.fresh == ()
 
 

@@ -200,7 +200,7 @@ def test_a_finished_sequence_leaves_its_prefix_with_its_output():
 
 def test_a_full_queue_refuses_the_whole_request():
     drive = Drive(make_plan(max_queued=2, max_running=1))
-    drive.add(make_sequence([1]))  # takes the free slot, so it does not count
+    drive.add(make_sequence([1]))  # takes the free row, so it does not count
     drive.add(make_sequence([2]), make_sequence([3]))
     with pytest.raises(Overloaded, match="queue is full"):
         drive.add(make_sequence([4]), make_sequence([5]))

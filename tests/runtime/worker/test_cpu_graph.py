@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 import paged_forward
 import tiny_checkpoints
 from cpp_kernels import CHOICES, library
-from greedy import RECORDABLE
-from ops.cpp.executor import NotRecordable
+from greedy import CAPTURABLE
+from ops.cpp.kernel_launcher import NotCapturable
 from ops.select import Kernels, select
 from runtime.batch import UNKNOWN, Batch, LogprobParams, PromptLogprobs, Sampling
 from runtime.kv_cache.pools import KVPool
@@ -38,7 +38,7 @@ def kernels(num_threads: int) -> Kernels:
 
 @cache
 def models(family: str, dtype: str, quantization: str | None) -> tuple[Decoder, Kernels, Decoder, Decoder]:
-    """One whose steps are recorded on two threads, one for one thread, and plain torch."""
+    """One whose steps are captured on two threads, one for one thread, and plain torch."""
     path = tiny_checkpoints.cached(family, head_dim=16, tie_word_embeddings=family == "qwen3")
     two, one, load = kernels(2), kernels(1), paged_forward.load
     return (
@@ -87,17 +87,17 @@ def eager(model: Decoder, pool: KVPool, batch: Batch, last_tokens: torch.Tensor)
     ("dtype", "quantization", "apart"),
     [("float32", None, 1e-4), ("bfloat16", None, None), ("bfloat16", "w8a8_int8", None)],
 )
-@pytest.mark.parametrize("family", RECORDABLE)
+@pytest.mark.parametrize("family", CAPTURABLE)
 @given(steps=STEPS, page_size=st.sampled_from([1, 3, 16]), seed=st.integers(0, 99))
 @settings(max_examples=12)
 def test_a_recorded_step_is_the_kernels_one_by_one_is_plain_torch(
     family, dtype, quantization, apart, steps, page_size, seed
 ) -> None:
-    recorded, two, alone, native = models(family, dtype, quantization)
+    captured, two, alone, native = models(family, dtype, quantization)
     if page_size == 1:
         steps = [[min(count, 4) for count in step] for step in steps]
-    pools = [paged_forward.pool_for(model, NUM_PAGES, page_size) for model in (recorded, alone, native)]
-    graph = CpuGraph(recorded, pools[0], two, CAPACITY, MAX_ROWS)
+    pools = [paged_forward.pool_for(model, NUM_PAGES, page_size) for model in (captured, alone, native)]
+    graph = CpuGraph(captured, pools[0], two, CAPACITY, MAX_ROWS)
     sequences = Sequences(page_size, seed)
     for counts in steps:
         if not any(counts):
@@ -117,13 +117,13 @@ def test_a_recorded_step_is_the_kernels_one_by_one_is_plain_torch(
         assert torch.equal(ids, one_by_one.argmax(-1))
         assert sound.all()
         assert batch.sampling is not None
-        assert torch.equal(last_tokens[batch.slots[batch.sampling.rows]], ids)
+        assert torch.equal(last_tokens[batch.sequence_indices[batch.sampling.rows]], ids)
 
 
 def a_graph(family: str = "llama") -> tuple[CpuGraph, KVPool, Kernels]:
-    recorded, two, _, _ = models(family, "float32", None)
-    pool = paged_forward.pool_for(recorded, NUM_PAGES, 16)
-    return CpuGraph(recorded, pool, two, CAPACITY, MAX_ROWS), pool, two
+    captured, two, _, _ = models(family, "float32", None)
+    pool = paged_forward.pool_for(captured, NUM_PAGES, 16)
+    return CpuGraph(captured, pool, two, CAPACITY, MAX_ROWS), pool, two
 
 
 def batch_of(counts: list[int], **changes: Any) -> Batch:
@@ -135,7 +135,7 @@ def batch_of(counts: list[int], **changes: Any) -> Batch:
         "sequences": (),
         "starts": 0 * rows,
         "counts": number,
-        "slots": rows,
+        "sequence_indices": rows,
         "token_ids": np.arange(number.sum(), dtype=np.int32),
         "page_table": table,
         "sampling": greedy(rows),
@@ -181,7 +181,7 @@ THREES = torch.full((32,), 3.0)
 
 
 class NormedEmbedding(Embedding):
-    """An embedding as a family might write it, of kernels that can be recorded."""
+    """An embedding as a family might write it, of kernels that can be captured."""
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         return self.kernels.rms_norm(super().forward(batch), THREES, 1e-6)
@@ -201,7 +201,7 @@ def changed(kind: type[Embedding], own: Kernels) -> Decoder:
     return model
 
 
-def test_whatever_the_models_embedding_does_is_recorded() -> None:
+def test_whatever_the_models_embedding_does_is_captured() -> None:
     own, last_tokens = kernels(2), torch.zeros(MAX_ROWS, dtype=torch.int64)
     model, plain = (changed(kind, own) for kind in (NormedEmbedding, Embedding))
     pools = [paged_forward.pool_for(model, NUM_PAGES, 16) for _ in range(3)]
@@ -214,10 +214,10 @@ def test_whatever_the_models_embedding_does_is_recorded() -> None:
     assert not torch.equal(other, wanted)
 
 
-def test_an_embedding_that_torch_scales_is_not_recorded() -> None:
+def test_an_embedding_that_torch_scales_is_not_captured() -> None:
     own = kernels(1)
     model = changed(ScaledInTorch, own)
-    with pytest.raises(NotRecordable, match="mul"):
+    with pytest.raises(NotCapturable, match="mul"):
         CpuGraph(model, paged_forward.pool_for(model, 4, 16), own, CAPACITY, MAX_ROWS)
 
 
@@ -228,9 +228,9 @@ def test_only_plain_greedy_rows_are_chosen_by_the_graph() -> None:
     assert not chooses_greedily(replace(plain, logprobs=(None, LogprobParams(top=1))))
 
 
-def test_a_model_of_which_torch_computes_a_part_is_not_recorded() -> None:
+def test_a_model_of_which_torch_computes_a_part_is_not_captured() -> None:
     library()
     partly = select({**CHOICES, "norm": "native"}, {"with_cpp": {"num_threads": 1}})
     model = paged_forward.load(tiny_checkpoints.cached("llama", head_dim=16), kernels=partly)
-    with pytest.raises(NotRecordable, match="computed by torch"):
+    with pytest.raises(NotCapturable, match="computed by torch"):
         CpuGraph(model, paged_forward.pool_for(model, 4, 16), partly, CAPACITY, MAX_ROWS)

@@ -38,7 +38,7 @@ def batch(num_rows: int, *, start: int = 5, count: int = 1) -> Batch:
         sequences=(None,) * num_rows,  # type: ignore[arg-type]
         starts=np.full(num_rows, start, np.int32),
         counts=np.full(num_rows, count, np.int32),
-        slots=np.arange(num_rows, dtype=np.int32),
+        sequence_indices=np.arange(num_rows, dtype=np.int32),
         token_ids=np.arange(3, 3 + num_rows * count, dtype=np.int32),
         page_table=np.arange(num_rows * width, dtype=np.int32).reshape(num_rows, width),
         sampling=Sampling(
@@ -107,7 +107,7 @@ def test_rows_that_left_become_padding_again():
         made.launch(batch(rows))
         made.finish_oldest()
     attention = graphs._buffers.attention
-    assert attention.slots[1:].tolist() == [NUM_PAGES * PAGE_SIZE] * 3
+    assert attention.slot_mapping[1:].tolist() == [NUM_PAGES * PAGE_SIZE] * 3
     assert attention.starts.tolist() == [5, 0, 0, 0]
     assert attention.page_table[1:].unique().tolist() == [NUM_PAGES]
 

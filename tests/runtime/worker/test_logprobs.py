@@ -65,15 +65,15 @@ def test_prompt_logprobs_are_the_log_softmax_of_raw_logits() -> None:
             expected[places, entry.targets].tolist(), rel=1e-4
         )
         assert len(logprobs.top) == (len(places) if entry.params.top else 0)
-        assert len(logprobs.picked) == (len(places) if entry.params.token_ids else 0)
+        assert len(logprobs.requested) == (len(places) if entry.params.token_ids else 0)
         for place, top in zip(places, logprobs.top):
             best = expected[place].topk(entry.params.top)
             assert [token_id for _, token_id in top or []] == best.indices.tolist()
             assert [p for p, _ in top or []] == pytest.approx(best.values.tolist(), rel=1e-4)
-        for place, picked in zip(places, logprobs.picked):
+        for place, requested in zip(places, logprobs.requested):
             ids = list(entry.params.token_ids)
-            assert [token_id for _, token_id in picked or []] == ids
-            assert [p for p, _ in picked or []] == pytest.approx(expected[place, ids].tolist(), rel=1e-4)
+            assert [token_id for _, token_id in requested or []] == ids
+            assert [p for p, _ in requested or []] == pytest.approx(expected[place, ids].tolist(), rel=1e-4)
 
 
 def test_more_alternatives_than_the_vocabulary_holds_are_all_of_it() -> None:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from fake_device import LateDevice
 from late_host_data import bitmask
 from ops.sampling import native
-from runtime.batch import UNKNOWN, Batch, Bias, FreshSlot, Penalties, RowHostData, Sampling
+from runtime.batch import UNKNOWN, Batch, Bias, FreshSequence, Penalties, RowHostData, Sampling
 from runtime.constraint import HostData
 from runtime.request import LogprobParams
 from runtime.worker.device import CpuDevice
@@ -69,19 +69,21 @@ def batch_of(sampling: Sampling, token_ids: Sequence[int] | None = None) -> Batc
         sequences=(),
         starts=zeros,
         counts=zeros + 1,
-        slots=np.arange(count, dtype=np.int32),
+        sequence_indices=np.arange(count, dtype=np.int32),
         token_ids=zeros if token_ids is None else np.array(token_ids, np.int32),
         page_table=zeros[:, None],
         sampling=sampling,
     )
 
 
-def penalties(rows: Sequence[int], slots: Sequence[int], fresh: Sequence[FreshSlot] = ()) -> Penalties:
-    return Penalties(np.array(rows, np.int64), np.array(slots, np.int64), tuple(fresh))
+def penalties(
+    rows: Sequence[int], sequence_indices: Sequence[int], fresh: Sequence[FreshSequence] = ()
+) -> Penalties:
+    return Penalties(np.array(rows, np.int64), np.array(sequence_indices, np.int64), tuple(fresh))
 
 
-def fresh(slot: int, prompt: Sequence[int] = (), output: Sequence[int] = ()) -> FreshSlot:
-    return FreshSlot(slot, np.array(prompt, np.int32), np.array(output, np.int32))
+def fresh(sequence_index: int, prompt: Sequence[int] = (), output: Sequence[int] = ()) -> FreshSequence:
+    return FreshSequence(sequence_index, np.array(prompt, np.int32), np.array(output, np.int32))
 
 
 def bias(*entries: tuple[int, int, float]) -> Bias:
@@ -100,21 +102,28 @@ def random_logits(count: int, seed: int = 0, vocab_size: int = VOCAB) -> Tensor:
 def test_penalties_over_steps_equal_counting_from_scratch() -> None:
     running, scratch = Sampler(VOCAB, 8, CPU), Sampler(VOCAB, 8, CPU)
     prompts = {3: [1, 2, 2, 7], 5: [9], 0: []}
-    outputs: dict[int, list[int]] = {slot: [] for slot in prompts}
+    outputs: dict[int, list[int]] = {sequence_index: [] for sequence_index in prompts}
     rng = np.random.default_rng(0)
     for step in range(25):
         # A sequence may sit out a step; the rows' order changes; one row in front has no penalties.
-        slots = [slot for slot in rng.permutation(list(prompts)).tolist() if step == 0 or rng.random() < 0.8]
-        rows, uniform = list(range(1, len(slots) + 1)), rng.random(len(slots) + 1)
-        logits = random_logits(len(slots) + 1, step)
-        known = [fresh(slot, prompts[slot], outputs[slot]) for slot in slots]
+        sequence_indices = [
+            sequence_index
+            for sequence_index in rng.permutation(list(prompts)).tolist()
+            if step == 0 or rng.random() < 0.8
+        ]
+        rows, uniform = list(range(1, len(sequence_indices) + 1)), rng.random(len(sequence_indices) + 1)
+        logits = random_logits(len(sequence_indices) + 1, step)
+        known = [
+            fresh(sequence_index, prompts[sequence_index], outputs[sequence_index])
+            for sequence_index in sequence_indices
+        ]
         news = known if step == 0 else []
-        one = sampling(len(logits), uniform=uniform, penalties=penalties(rows, slots, news))
-        two = sampling(len(logits), uniform=uniform, penalties=penalties(rows, slots, known))
+        one = sampling(len(logits), uniform=uniform, penalties=penalties(rows, sequence_indices, news))
+        two = sampling(len(logits), uniform=uniform, penalties=penalties(rows, sequence_indices, known))
         ids = running.sample(logits.clone(), one).ids.tolist()
         assert ids == scratch.sample(logits.clone(), two).ids.tolist()
-        for slot, token_id in zip(slots, ids[1:]):
-            outputs[slot].append(token_id)
+        for sequence_index, token_id in zip(sequence_indices, ids[1:]):
+            outputs[sequence_index].append(token_id)
 
 
 def test_frequency_penalty_counts_the_tokens_sampled_before() -> None:
@@ -143,7 +152,7 @@ def test_a_new_sequence_in_a_slot_starts_without_the_old_ones_tokens(
 ) -> None:
     sampler, logits = Sampler(2, 4, CPU), torch.tensor([[1.0, 0.9]])
 
-    def choose(*start: FreshSlot) -> list[int]:
+    def choose(*start: FreshSequence) -> list[int]:
         step = sampling(1, greedy=True, penalties=penalties([0], [2], start), rates=rates)
         return sampler.sample(logits.clone(), step).ids.tolist()
 
@@ -157,15 +166,19 @@ def test_only_slots_that_ask_take_memory() -> None:
     seen = sampler._seen
     sampler.sample(random_logits(2), sampling(2))
     assert len(seen.counts) == 0
-    for slot, rows in [(90, 1), (7, 2), (55, 4), (90, 4), (1, 4), (2, 8)]:
-        sampler.sample(random_logits(1), sampling(1, penalties=penalties([0], [slot], [fresh(slot)])))
+    for sequence_index, rows in [(90, 1), (7, 2), (55, 4), (90, 4), (1, 4), (2, 8)]:
+        sampler.sample(
+            random_logits(1), sampling(1, penalties=penalties([0], [sequence_index], [fresh(sequence_index)]))
+        )
         assert len(seen.counts) == len(seen.in_prompt) == rows
 
 
 def test_the_pool_never_outgrows_the_slots() -> None:
     sampler = Sampler(VOCAB, 3, CPU)
-    for slot in range(3):
-        sampler.sample(random_logits(1), sampling(1, penalties=penalties([0], [slot], [fresh(slot)])))
+    for sequence_index in range(3):
+        sampler.sample(
+            random_logits(1), sampling(1, penalties=penalties([0], [sequence_index], [fresh(sequence_index)]))
+        )
     assert len(sampler._seen.counts) == 3
 
 
@@ -224,10 +237,10 @@ def test_rows_that_ask_get_logprobs_before_truncation() -> None:
     order = logits[0].argsort(descending=True)[:3].tolist()
     assert [[token_id for _, token_id in top or []] for top in first.top] == [order]
     assert [p for p, _ in first.top[0] or []] == pytest.approx(expected[0, order].tolist(), rel=1e-5)
-    assert (first.picked, third.top, fourth.top, fourth.picked) == ([], [], [], [])
-    picked = third.picked[0] or []
-    assert [token_id for _, token_id in picked] == [8, 2]
-    assert [p for p, _ in picked] == pytest.approx(expected[2, [8, 2]].tolist(), rel=1e-5)
+    assert (first.requested, third.top, fourth.top, fourth.requested) == ([], [], [], [])
+    requested = third.requested[0] or []
+    assert [token_id for _, token_id in requested] == [8, 2]
+    assert [p for p, _ in requested] == pytest.approx(expected[2, [8, 2]].tolist(), rel=1e-5)
     for row, scores in [(0, first), (2, third), (3, fourth)]:
         chosen = expected[row, tokens.tokens[row][0]].item()
         assert scores.chosen == [(pytest.approx(chosen, rel=1e-5), tokens.tokens[row][0])]
@@ -238,7 +251,7 @@ def test_a_forbidden_token_has_a_logprob_that_json_can_say() -> None:
     tokens = read(Sampler(VOCAB, 1, CPU).sample(random_logits(1), step))
     assert tokens.logprobs is not None
     assert tokens.logprobs[0] is not None
-    assert tokens.logprobs[0].picked == [[(float(np.finfo(np.float32).min), 7)]]
+    assert tokens.logprobs[0].requested == [[(float(np.finfo(np.float32).min), 7)]]
 
 
 def test_nobody_asking_for_logprobs_gives_none() -> None:
@@ -411,7 +424,7 @@ def test_a_row_whose_data_is_late_yields_nothing_until_its_last_token_is_known_a
 def test_penalties_do_not_count_a_token_that_did_not_come() -> None:
     sampler, late = Sampler(4, 1, CPU), Future()
 
-    def step(future: Future[HostData], *start: FreshSlot) -> list[list[int]]:
+    def step(future: Future[HostData], *start: FreshSequence) -> list[list[int]]:
         p = penalties([0], [0], start)
         made = sampling(1, greedy=True, penalties=p, rates=(9.0, 0.0, 1.0), host_data=masks((0, future)))
         return read(sampler.sample(torch.tensor([[0.3, 0.2, 0.1, 0.0]]), made)).tokens

@@ -1,4 +1,4 @@
-"""Running C++ kernels one by one, or recording them on a tape that a later step runs in a single call."""
+"""Running C++ kernels one by one, or capturing them in a graph that a later step runs in a single call."""
 
 from __future__ import annotations
 
@@ -17,20 +17,30 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ops.attention import AttentionInputs
-from ops.cpp.library import TYPES, KernelDescription, Library, Node, Rotate, RotateStore, Step, Store, address
+from ops.attention import AttentionMetadata
+from ops.cpp.library import (
+    TYPES,
+    GraphNode,
+    KernelDescription,
+    Library,
+    Rotate,
+    RotateStore,
+    Step,
+    Store,
+    address,
+)
 
 CACHE_LINE = 64
 
 
-class NotRecordable(RuntimeError):
-    """A step does something that no tape can repeat: torch computes a part of it."""
+class NotCapturable(RuntimeError):
+    """A step does something that no graph can repeat: torch computes a part of it."""
 
 
-class Executor:
+class KernelLauncher:
     """Runs the kernels of one engine, on so many threads. For one thread at a time.
 
-    Operations ask it for their outputs (`empty`) and give it their kernels (`launch`). While a tape is recorded
+    Operations ask it for their outputs (`empty`) and give it their kernels (`launch`). While a graph is captured
     nothing is computed: kernels are noted with the addresses of their operands.
     """
 
@@ -39,8 +49,8 @@ class Executor:
         self.num_threads = num_threads
         self._pool = _Pool(library, num_threads)
         self._close = weakref.finalize(self, self._pool.close)
-        self._tape: Tape | None = None
-        self._recorded: Step | None = None  # what recorded kernels may read of rows
+        self._graph: KernelGraph | None = None
+        self._captured: Step | None = None  # what captured kernels may read of rows
 
     def close(self) -> None:
         """End the threads, after the run that another thread is in; nothing can be run any more."""
@@ -65,61 +75,61 @@ class Executor:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A contiguous tensor for a kernel to write."""
-        if self._tape is None:
+        if self._graph is None:
             return torch.empty(*shape, dtype=dtype)
-        return self._tape.arena.empty(shape, dtype)
+        return self._graph.arena.empty(shape, dtype)
 
     def tokens(self, x: Tensor) -> int:
-        """The number of tokens of x [T, ...] as operands say it: on a tape it is the step's."""
-        if self._tape is None:
+        """The number of tokens of x [T, ...] as operands say it: in a graph it is the step's."""
+        if self._graph is None:
             return len(x)
-        if len(x) != self._tape.capacity:
-            raise NotRecordable("an operation takes something else than the step's tokens")
+        if len(x) != self._graph.capacity:
+            raise NotCapturable("an operation takes something else than the step's tokens")
         return 0
 
     def launch(
         self, kernel: str, dtype: torch.dtype, operands: ctypes.Structure, step: Step | None = None
     ) -> None:
         """Run a kernel now, for the rows in `step` if it reads any; or note it."""
-        if self._tape is not None:
-            if step is not None and self._recorded is not None:
-                _check_same(step, self._recorded)
-            self._tape.note(kernel, dtype, operands)
+        if self._graph is not None:
+            if step is not None and self._captured is not None:
+                _check_same(step, self._captured)
+            self._graph.note(kernel, dtype, operands)
             return
-        node = Node(self.library.kernel(kernel, dtype), ctypes.addressof(operands))
+        node = GraphNode(self.library.kernel(kernel, dtype), ctypes.addressof(operands))
         self.run(ctypes.addressof(node), 1, step or _NO_STEP)
 
     def run(self, nodes: int, count: int, step: Step) -> None:
         """Run so many nodes from an address on. Raises RuntimeError after `close`."""
         self._pool.run(nodes, count, ctypes.addressof(step))
 
-    def record(self, capacity: int, forward: Callable[[], object], step: Step | None = None) -> Tape:
+    def capture(self, capacity: int, forward: Callable[[], object], step: Step | None = None) -> KernelGraph:
         """What `forward` launches for steps of up to `capacity` tokens.
 
-        Raises `NotRecordable` where torch itself would have to compute something. With a `step`, whose buffers every
-        step that is run will have, also where a kernel is given token ids, positions, slots or the rows' borders that
-        are not in those buffers.
+        Raises `NotCapturable` where torch itself would have to compute something. With a `step`, whose buffers
+        every step that is run will have, also where a kernel is given token ids, positions, a slot mapping or
+        the rows' borders that are not in those buffers.
         """
-        tape = Tape(self, capacity)
-        self._tape, self._recorded = tape, step
+        graph = KernelGraph(self, capacity)
+        self._graph, self._captured = graph, step
         try:
             with _ViewsOnly():
                 forward()
         finally:
-            self._tape = None
-        tape.close()
-        return tape
+            self._graph = None
+        graph.close()
+        return graph
 
 
 _NO_STEP = Step()
-_BUFFERS = ("token_ids", "positions", "slots", "query_starts")
+_BUFFERS = ("token_ids", "positions", "slot_mapping", "query_starts")
 
 
-def _check_same(given: Step, recorded: Step) -> None:
-    """Raise `NotRecordable` where a kernel was given buffers that the recorded step does not have."""
+def _check_same(given: Step, captured: Step) -> None:
+    """Raise `NotCapturable` where a kernel was given buffers that the captured step does not have."""
     for name in _BUFFERS:
-        if getattr(given, name) not in (None, getattr(recorded, name)):
-            raise NotRecordable(f"an operation reads {name} that are not the step's own")
+        if getattr(given, name) not in (None, getattr(captured, name)):
+            raise NotCapturable(f"an operation reads {name} that are not the step's own")
 
 
 class _Pool:
@@ -143,17 +153,17 @@ class _Pool:
             self._threads = None
 
 
-class Tape:
+class KernelGraph:
     """The kernels of a step, in order, with memory for what passes between them."""
 
-    def __init__(self, executor: Executor, capacity: int) -> None:
+    def __init__(self, launcher: KernelLauncher, capacity: int) -> None:
         self.capacity = capacity
         self.arena = Arena()
-        self.nodes: list[Node] = []
+        self.nodes: list[GraphNode] = []
         self.operands: list[ctypes.Structure] = []
-        self._parts: tuple[Tape, ...] = ()  # whose memory this one uses
-        self._executor = executor
-        self._array: ctypes.Array[Node] | None = None
+        self._parts: tuple[KernelGraph, ...] = ()  # whose memory this one uses
+        self._launcher = launcher
+        self._array: ctypes.Array[GraphNode] | None = None
 
     def note(self, kernel: str, dtype: torch.dtype, operands: ctypes.Structure) -> None:
         """Add a kernel; one that stores the keys which the last one rotated takes that one's place and does both.
@@ -164,36 +174,36 @@ class Tape:
         if isinstance(operands, Store) and isinstance(last, Rotate) and operands.k == last.k:
             del self.nodes[-1], self.operands[-1]
             kernel, operands = "rotate_store", RotateStore(last, operands)
-        self.nodes.append(Node(self._executor.library.kernel(kernel, dtype), ctypes.addressof(operands)))
+        self.nodes.append(GraphNode(self._launcher.library.kernel(kernel, dtype), ctypes.addressof(operands)))
         self.operands.append(operands)
 
     def close(self) -> None:
         """No kernels come any more."""
-        self._array = (Node * len(self.nodes))(*self.nodes)
+        self._array = (GraphNode * len(self.nodes))(*self.nodes)
 
-    def followed_by(self, other: Tape) -> Tape:
-        """The kernels of this tape, then those of the other, with the memory of both."""
-        joined = Tape(self._executor, min(self.capacity, other.capacity))
+    def followed_by(self, other: KernelGraph) -> KernelGraph:
+        """The kernels of this graph, then those of the other, with the memory of both."""
+        joined = KernelGraph(self._launcher, min(self.capacity, other.capacity))
         joined.nodes = [*self.nodes, *other.nodes]
         joined._parts = (self, other)
         joined.close()
         return joined
 
     def run(self, step: Step) -> None:
-        """Compute a step. ValueError if it has more tokens than the tape has room for."""
+        """Compute a step. ValueError if it has more tokens than the graph has room for."""
         if self._array is None:
-            raise RuntimeError("The tape is still recorded.")
+            raise RuntimeError("The graph is still being captured.")
         if step.num_tokens > self.capacity:
-            raise ValueError(f"The tape takes {self.capacity} tokens, not {step.num_tokens}.")
-        self._executor.run(ctypes.addressof(self._array), len(self._array), step)
+            raise ValueError(f"The graph takes {self.capacity} tokens, not {step.num_tokens}.")
+        self._launcher.run(ctypes.addressof(self._array), len(self._array), step)
 
     def time(self, step: Step) -> list[tuple[str, float]]:
         """Compute a step kernel by kernel -> the name of each and the seconds that it took, its call included."""
         times = []
         for node in self.nodes:
             began = perf_counter()
-            self._executor.run(ctypes.addressof(node), 1, step)
-            times.append((self._executor.library.name_of(node.kernel), perf_counter() - began))
+            self._launcher.run(ctypes.addressof(node), 1, step)
+            times.append((self._launcher.library.name_of(node.kernel), perf_counter() - began))
         return times
 
     @property
@@ -214,7 +224,7 @@ class _Block:
 
 @dataclass(slots=True)
 class Arena:
-    """Memory for the tensors of a tape. What nobody holds any more while recording is used again.
+    """Memory for the tensors of a graph. What nobody holds any more while capturing is used again.
 
     So a step of many layers needs the memory of one, and stays in the processor's caches.
     """
@@ -261,23 +271,23 @@ class _ViewsOnly(TorchDispatchMode):
         returns = func._schema.returns
         views = bool(returns) and all(result.alias_info is not None for result in returns)
         if not views or func._schema.is_mutable:  # before it computes on memory that nothing was written to
-            raise NotRecordable(f"{func} is computed by torch")
+            raise NotCapturable(f"{func} is computed by torch")
         return func(*args, **(kwargs or {}))
 
 
-def step_in(inputs: AttentionInputs) -> Step:
-    """What kernels of a step's rows read, made once for all layers. It holds addresses: the inputs must outlive it."""
+def step_in(metadata: AttentionMetadata) -> Step:
+    """What kernels of a step's rows read, made once for all layers. It holds addresses in the metadata."""
     key = (__name__, "step")
-    if key not in inputs.plan_cache:
-        inputs.plan_cache[key] = Step(
-            num_tokens=len(inputs.slots),
-            num_rows=len(inputs.counts_host),
-            slots=address(inputs.slots),
-            page_table=address(inputs.page_table),
-            table_width=inputs.page_table.stride(0),
-            starts=address(inputs.starts),
-            counts=address(inputs.counts),
-            query_starts=address(inputs.query_starts),
-            page_size=inputs.page_size,
+    if key not in metadata.plan_cache:
+        metadata.plan_cache[key] = Step(
+            num_tokens=len(metadata.slot_mapping),
+            num_rows=len(metadata.counts_host),
+            slot_mapping=address(metadata.slot_mapping),
+            page_table=address(metadata.page_table),
+            table_width=metadata.page_table.stride(0),
+            starts=address(metadata.starts),
+            counts=address(metadata.counts),
+            query_starts=address(metadata.query_starts),
+            page_size=metadata.page_size,
         )
-    return inputs.plan_cache[key]
+    return metadata.plan_cache[key]

@@ -1,4 +1,4 @@
-"""Kernels one by one, on a tape, and their threads."""
+"""Kernels one by one, in a graph, and their threads."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from cpp_kernels import DTYPES, drawn, executor, library
-from ops.attention import AttentionInputs
-from ops.cpp.executor import Arena, Executor, NotRecordable, step_in
+from cpp_kernels import DTYPES, drawn, launcher, library
+from ops.attention import AttentionMetadata
+from ops.cpp.kernel_launcher import Arena, KernelLauncher, NotCapturable, step_in
 from ops.cpp.library import Library, Step
 from ops.kv import with_cpp as kv
 from ops.norm import with_cpp as norm
@@ -27,14 +27,14 @@ def num_os_threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-def recorded(run: Executor, layers: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor):
-    """The tape of layers over x, and where its result will be."""
+def captured(run: KernelLauncher, layers: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor):
+    """The graph of layers over x, and where its result will be."""
     results = []
-    tape = run.record(len(x), lambda: results.append(layers(x)))
-    return tape, results[0]
+    graph = run.capture(len(x), lambda: results.append(layers(x)))
+    return graph, results[0]
 
 
-def norms(run: Executor, count: int) -> Callable[[torch.Tensor], torch.Tensor]:
+def norms(run: KernelLauncher, count: int) -> Callable[[torch.Tensor], torch.Tensor]:
     rms_norm = norm.make(run)["rms_norm"]
 
     def layers(x: torch.Tensor) -> torch.Tensor:
@@ -47,22 +47,22 @@ def norms(run: Executor, count: int) -> Callable[[torch.Tensor], torch.Tensor]:
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 @pytest.mark.parametrize("num_tokens", [0, 1, 6, 7, 200])
-def test_a_tape_computes_what_the_kernels_do_one_by_one(num_threads: int, num_tokens: int) -> None:
-    run, x = executor(num_threads), drawn(max(7, num_tokens), 32)
+def test_a_graph_computes_what_the_kernels_do_one_by_one(num_threads: int, num_tokens: int) -> None:
+    run, x = launcher(num_threads), drawn(max(7, num_tokens), 32)
     layers = norms(run, 5)
-    tape, result = recorded(run, layers, x)
+    graph, result = captured(run, layers, x)
     result.fill_(-1)
     for _ in range(3):
-        tape.run(Step(num_tokens=num_tokens))
+        graph.run(Step(num_tokens=num_tokens))
         assert torch.equal(result[:num_tokens], layers(x[:num_tokens]))
         assert result[num_tokens:].eq(-1).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_threads", [1, 3])
-def test_keys_are_rotated_and_stored_at_once_on_a_tape(num_threads: int, dtype: torch.dtype) -> None:
-    run, table, positions = executor(num_threads), drawn(40, 32), torch.arange(37)
-    inputs = AttentionInputs.build([0], [37], np.arange(3, dtype=np.int32)[None, ::-1], 16)
+def test_keys_are_rotated_and_stored_at_once_in_a_graph(num_threads: int, dtype: torch.dtype) -> None:
+    run, table, positions = launcher(num_threads), drawn(40, 32), torch.arange(37)
+    inputs = AttentionMetadata.build([0], [37], np.arange(3, dtype=np.int32)[None, ::-1], 16)
     step_in(inputs).positions = positions.data_ptr()
     rotate, store = rope.make(run)["rotate"], kv.make(run)["store"]
 
@@ -77,19 +77,19 @@ def test_keys_are_rotated_and_stored_at_once_on_a_tape(num_threads: int, dtype: 
         compute(layer)
         return [q, k, v, pools]
 
-    def on_tape(layer: Callable[[], None]) -> None:
-        tape = run.record(37, layer)
-        assert [run.library.name_of(node.kernel) for node in tape.nodes] == ["rotate_store"]
-        tape.run(step_in(inputs))
+    def in_graph(layer: Callable[[], None]) -> None:
+        graph = run.capture(37, layer)
+        assert [run.library.name_of(node.kernel) for node in graph.nodes] == ["rotate_store"]
+        graph.run(step_in(inputs))
 
-    for found, wanted in zip(outputs(on_tape), outputs(lambda layer: layer()), strict=True):
+    for found, wanted in zip(outputs(in_graph), outputs(lambda layer: layer()), strict=True):
         assert torch.equal(found, wanted)
         assert found.any()
 
 
 def test_keys_that_were_not_just_rotated_are_stored_by_themselves() -> None:
-    run, table, positions = executor(1), drawn(40, 32), torch.arange(4)
-    inputs = AttentionInputs.build([0], [4], np.zeros((1, 1), np.int32), 16)
+    run, table, positions = launcher(1), drawn(40, 32), torch.arange(4)
+    inputs = AttentionMetadata.build([0], [4], np.zeros((1, 1), np.int32), 16)
     rotate, store = rope.make(run)["rotate"], kv.make(run)["store"]
     q, k, other = drawn(4, 6, 48).split(2, dim=1)
     pools = torch.zeros(2, 1, 2, 16, 48)
@@ -98,13 +98,13 @@ def test_keys_that_were_not_just_rotated_are_stored_by_themselves() -> None:
         rotate(q, k, table, positions)
         store(other, other, *pools, inputs)
 
-    tape = run.record(4, layer)
-    assert [run.library.name_of(node.kernel) for node in tape.nodes] == ["rotate", "store"]
+    graph = run.capture(4, layer)
+    assert [run.library.name_of(node.kernel) for node in graph.nodes] == ["rotate", "store"]
 
 
 def test_many_layers_need_the_memory_of_one() -> None:
-    run, x = executor(1), drawn(64, 32)
-    sizes = [recorded(run, norms(run, count), x)[0].nbytes for count in (2, 3, 50)]
+    run, x = launcher(1), drawn(64, 32)
+    sizes = [captured(run, norms(run, count), x)[0].nbytes for count in (2, 3, 50)]
     assert sizes[0] == sizes[1] == sizes[2] == 2 * x.nbytes  # what goes in and what comes out
 
 
@@ -135,54 +135,54 @@ def test_memory_is_used_again_only_when_nobody_holds_a_view_of_it() -> None:
     ],
     ids=["sum", "in place", "new", "copy", "number of a sum", "number", "equal", "truth"],
 )
-def test_what_torch_computes_cannot_be_recorded(compute) -> None:
-    run, x = executor(1), drawn(4, 4)
-    with pytest.raises(NotRecordable, match="computed by torch"):
-        run.record(4, lambda: compute(x))
-    assert run.empty((2,), torch.float32).shape == (2,)  # it is no longer recording
+def test_what_torch_computes_cannot_be_captured(compute) -> None:
+    run, x = launcher(1), drawn(4, 4)
+    with pytest.raises(NotCapturable, match="computed by torch"):
+        run.capture(4, lambda: compute(x))
+    assert run.empty((2,), torch.float32).shape == (2,)  # it is no longer capturing
     assert torch.equal(norm.make(run)["rms_norm"](x, WEIGHT[:4], 1.0), norms_of(x))
 
 
 def norms_of(x: torch.Tensor) -> torch.Tensor:
-    return norm.make(executor(2))["rms_norm"](x, WEIGHT[:4], 1.0)
+    return norm.make(launcher(2))["rms_norm"](x, WEIGHT[:4], 1.0)
 
 
-def test_views_can_be_recorded() -> None:
-    run, x = executor(1), drawn(4, 8)
-    run.record(4, lambda: x.view(4, 2, 4).transpose(0, 1).split(2)[0][:, 1:].detach())
+def test_views_can_be_captured() -> None:
+    run, x = launcher(1), drawn(4, 8)
+    run.capture(4, lambda: x.view(4, 2, 4).transpose(0, 1).split(2)[0][:, 1:].detach())
 
 
-def test_something_else_than_the_tokens_of_the_step_cannot_be_recorded() -> None:
-    run, x = executor(1), drawn(4, 32)
-    with pytest.raises(NotRecordable, match="something else"):
-        run.record(4, lambda: norm.make(run)["rms_norm"](x[:2], WEIGHT, 1e-5))
+def test_something_else_than_the_tokens_of_the_step_cannot_be_captured() -> None:
+    run, x = launcher(1), drawn(4, 32)
+    with pytest.raises(NotCapturable, match="something else"):
+        run.capture(4, lambda: norm.make(run)["rms_norm"](x[:2], WEIGHT, 1e-5))
 
 
-def test_positions_that_are_not_the_steps_own_cannot_be_recorded() -> None:
-    run, table, positions = executor(1), drawn(40, 32), torch.arange(4)
+def test_positions_that_are_not_the_steps_own_cannot_be_captured() -> None:
+    run, table, positions = launcher(1), drawn(40, 32), torch.arange(4)
     q, k = drawn(4, 6, 48).split(3, dim=1)
     step = Step(num_tokens=4, positions=positions.data_ptr())
 
     def turn(positions: torch.Tensor) -> object:
         return rope.make(run)["rotate"](q, k, table, positions)
 
-    run.record(4, lambda: turn(positions), step)
+    run.capture(4, lambda: turn(positions), step)
     other = positions + 1
-    with pytest.raises(NotRecordable, match="positions that are not the step's own"):
-        run.record(4, lambda: turn(other), step)
+    with pytest.raises(NotCapturable, match="positions that are not the step's own"):
+        run.capture(4, lambda: turn(other), step)
 
 
-def test_a_tape_takes_no_more_tokens_than_it_has_room_for() -> None:
-    run = executor(1)
-    tape, _ = recorded(run, norms(run, 1), drawn(4, 32))
+def test_a_graph_takes_no_more_tokens_than_it_has_room_for() -> None:
+    run = launcher(1)
+    graph, _ = captured(run, norms(run, 1), drawn(4, 32))
     with pytest.raises(ValueError, match="takes 4 tokens, not 5"):
-        tape.run(Step(num_tokens=5))
+        graph.run(Step(num_tokens=5))
 
 
-def test_tapes_run_one_after_the_other_in_one_call() -> None:
-    run, x = executor(2), drawn(4, 32)
-    first, half = recorded(run, norms(run, 1), x)
-    second, result = recorded(run, norms(run, 2), half)
+def test_graphs_run_one_after_the_other_in_one_call() -> None:
+    run, x = launcher(2), drawn(4, 32)
+    first, half = captured(run, norms(run, 1), x)
+    second, result = captured(run, norms(run, 2), half)
     both = first.followed_by(second)
     assert both.nbytes == first.nbytes + second.nbytes
     del first, second
@@ -191,9 +191,9 @@ def test_tapes_run_one_after_the_other_in_one_call() -> None:
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_a_tape_of_nothing_runs(num_threads: int) -> None:
-    run, x = executor(num_threads), drawn(5, 32)
-    empty = run.record(4, lambda: None)
+def test_a_graph_of_nothing_runs(num_threads: int) -> None:
+    run, x = launcher(num_threads), drawn(5, 32)
+    empty = run.capture(4, lambda: None)
     wanted = norms(run, 1)(x)
     for _ in range(200):
         empty.run(Step(num_tokens=1))
@@ -202,16 +202,16 @@ def test_a_tape_of_nothing_runs(num_threads: int) -> None:
 
 def test_closing_ends_the_threads_at_once_and_twice_is_once() -> None:
     before = num_os_threads()
-    run = Executor(library(), 4)
+    run = KernelLauncher(library(), 4)
     assert num_os_threads() == before + 3
     run.close()
     run.close()
     assert num_os_threads() == before
 
 
-def test_threads_end_with_their_executor() -> None:
+def test_threads_end_with_their_kernel_launcher() -> None:
     before = num_os_threads()
-    run = Executor(library(), 3)
+    run = KernelLauncher(library(), 3)
     norms(run, 1)(drawn(2, 32))
     del run
     gc.collect()
@@ -219,13 +219,13 @@ def test_threads_end_with_their_executor() -> None:
 
 
 def test_after_closing_nothing_runs() -> None:
-    run, x = executor(2), drawn(4, 32)
-    tape, _ = recorded(run, norms(run, 1), x)
+    run, x = launcher(2), drawn(4, 32)
+    graph, _ = captured(run, norms(run, 1), x)
     run.close()
     with pytest.raises(RuntimeError, match="have ended"):
         norms(run, 1)(x)
     with pytest.raises(RuntimeError, match="have ended"):
-        tape.run(Step(num_tokens=1))
+        graph.run(Step(num_tokens=1))
 
 
 class SlowLibrary:
@@ -249,7 +249,7 @@ class SlowLibrary:
 
 def test_threads_do_not_end_while_they_run_kernels() -> None:
     slow = SlowLibrary()
-    run = Executor(cast(Library, slow), 2)
+    run = KernelLauncher(cast(Library, slow), 2)
     running = threading.Thread(target=run.run, args=(0, 1, Step()))
     closing = threading.Thread(target=run.close)
     running.start()
@@ -267,4 +267,4 @@ def test_threads_do_not_end_while_they_run_kernels() -> None:
 
 def test_an_unknown_dtype_is_an_error_not_a_wrong_result() -> None:
     with pytest.raises(KeyError):
-        norm.make(executor(1))["rms_norm"](drawn(2, 32).half(), WEIGHT.half(), 1e-5)
+        norm.make(launcher(1))["rms_norm"](drawn(2, 32).half(), WEIGHT.half(), 1e-5)
