@@ -16,7 +16,7 @@ from runtime.config.resolve.graph_sizes import Buckets
 from runtime.kv_cache.pools import KVPool
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.worker.device import Device, Graph, collector_paused
-from runtime.worker.forward_batch import Forward
+from runtime.worker.step_inputs import Forward
 
 logger = logging.getLogger("penstock.core")
 

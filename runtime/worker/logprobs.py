@@ -12,7 +12,7 @@ from ops.sampling import Score, Scores
 from ops.sampling.native import score as native_score
 from runtime.batch import PromptLogprobs
 from runtime.request import LogprobParams, Logprobs
-from runtime.worker.forward_batch import Staging
+from runtime.worker.step_inputs import Staging
 
 # Stands for minus infinity (a forbidden token), which JSON cannot say.
 LOWEST = float(np.finfo(np.float32).min)

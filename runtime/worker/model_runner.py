@@ -24,10 +24,10 @@ from runtime.kv_cache.pools import KVPool
 from runtime.models.decoder import Decoder
 from runtime.worker.cpu_graph import NOBODY, CpuGraph, chooses_greedily
 from runtime.worker.device import Device, DeviceThread, Read
-from runtime.worker.forward_batch import Forward, Staging, StepInputs, prepare
 from runtime.worker.graph_capture import BackgroundCapture
 from runtime.worker.logprobs import CHUNK, ScoredPrompts, prompt_indices
 from runtime.worker.sampler import Sampled, Sampler
+from runtime.worker.step_inputs import Forward, Staging, StepInputs, prepare
 from runtime.worker.step_timer import StepTimer
 
 

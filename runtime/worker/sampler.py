@@ -17,9 +17,9 @@ from runtime.batch import Batch, Penalties, PromptLogprobs, Sampling
 from runtime.request import Logprobs
 from runtime.sampling_params import ROW_ARRAYS
 from runtime.worker.device import Device
-from runtime.worker.forward_batch import Staging
 from runtime.worker.host_data import NOTHING, Arrived, HostDataGate, num_words
 from runtime.worker.logprobs import ScoredPrompts, ScoredRows, requested_ids, score_prompts, score_rows
+from runtime.worker.step_inputs import Staging
 
 logger = logging.getLogger("penstock.scheduler")
 

@@ -26,10 +26,10 @@ from runtime.worker.compiled import CompiledForward, compilable
 from runtime.worker.cpu_graph import CpuGraph
 from runtime.worker.cuda_graph import CudaGraphRunner
 from runtime.worker.device import Device, open_device
-from runtime.worker.forward_batch import Forward
 from runtime.worker.memory_profile import profile_memory
 from runtime.worker.model_runner import StepExecutor
 from runtime.worker.sampler import Sampler
+from runtime.worker.step_inputs import Forward
 
 logger = logging.getLogger("penstock.core")
 

@@ -28,9 +28,9 @@ from runtime.models.decoder import Decoder
 from runtime.models.loader import load_model
 from runtime.worker.cuda_graph import CudaGraphRunner
 from runtime.worker.device import CpuDevice, Device, Read
-from runtime.worker.forward_batch import Forward
 from runtime.worker.model_runner import StepExecutor
 from runtime.worker.sampler import Sampler
+from runtime.worker.step_inputs import Forward
 
 PAGE_SIZE = 4
 VOCAB_SIZE = 61

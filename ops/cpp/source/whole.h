@@ -1,5 +1,5 @@
 // The beginning and the end of a step that is computed whole: from the batch's arrays to positions and slot
-// mapping, and from hidden states to the likeliest tokens (contracts: runtime/worker/forward_batch.py, ops/sampling).
+// mapping, and from hidden states to the likeliest tokens (contracts: runtime/worker/step_inputs.py, ops/sampling).
 #pragma once
 
 #include <cmath>

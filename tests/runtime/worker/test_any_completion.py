@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import late_steps
 from fake_device import LateDevice, Overwritten, Waited
-from runtime.worker.forward_batch import Staging
+from runtime.worker.step_inputs import Staging
 
 Prompts = list[tuple[list[int], int]]
 

@@ -25,7 +25,7 @@ from runtime.layers.forward_batch import ForwardBatch
 from runtime.models.decoder import Decoder
 from runtime.worker.cpu_graph import CpuGraph, chooses_greedily
 from runtime.worker.device import CpuDevice
-from runtime.worker.forward_batch import Staging, prepare
+from runtime.worker.step_inputs import Staging, prepare
 
 MAX_ROWS, CAPACITY, NUM_PAGES = 4, 40, 64
 STEPS = st.lists(st.lists(st.integers(0, 9), min_size=MAX_ROWS, max_size=MAX_ROWS), min_size=1, max_size=4)

@@ -9,8 +9,8 @@ import torch
 from runtime.batch import PromptLogprobs
 from runtime.request import LogprobParams, Logprobs
 from runtime.worker.device import CpuDevice
-from runtime.worker.forward_batch import Staging
 from runtime.worker.logprobs import score_prompts
+from runtime.worker.step_inputs import Staging
 
 MODEL, VOCAB = 8, 300
 HEAD = torch.randn(MODEL, VOCAB, generator=torch.Generator().manual_seed(0)) * 2
