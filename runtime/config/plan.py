@@ -101,8 +101,8 @@ class ParallelPlan(Section):
     gpu_step: int = 1  # distance between the numbers of the GPUs in use
     nnodes: int = 1  # machines
     node_rank: int = 0  # this one among them
-    meeting: tuple[str, int] | None = None  # address and port of the first machine, where the others report
-    store_port: int | None = None  # of the ranks' own meeting; None: any that is free
+    master_address: tuple[str, int] | None = None  # host and port of the first machine, where the others join
+    store_port: int | None = None  # of the rendezvous of the ranks; None: any that is free
     join_timeout_s: float = 600.0  # for all processes to be there at the start
 
     @property

@@ -16,13 +16,13 @@ MAX_UNSENT = 16  # tensors on their way, kept alive until then
 class Group:
     """Some ranks of a mesh, seen from one of them. Not registered with torch: nothing global is touched.
 
-    All members call the same methods in the same order. On CUDA a call is enqueued on the current stream; on
-    CPU it returns when it is done. Raises RuntimeError when a member is gone or too late.
+    All its ranks call the same methods in the same order. On CUDA a call is enqueued on the current stream; on
+    CPU it returns when it is done. Raises RuntimeError when one of them is gone or too late.
     """
 
     def __init__(
         self,
-        store: Any,  # of torch.distributed: where the members find each other
+        store: Any,  # of torch.distributed: where the ranks find each other
         name: str,
         rank: int,
         size: int,

@@ -1,7 +1,7 @@
 """Where ranks find each other, and how those on other machines come in at the master address.
 
 Both sides prove to know a token, which never travels. What does is a challenge of each side and its HMAC-SHA256
-(RFC 2104) under the token, so that neither a stranger nor a wrong machine takes a rank. The connection itself is not
+(RFC 2104) under the token, so that nobody else and no wrong machine takes a rank. The connection itself is not
 encrypted.
 """
 

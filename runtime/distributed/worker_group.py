@@ -74,20 +74,22 @@ class WorkerGroup:
             worker = WorkerProcess(rank, ours)
             self.workers.append(worker)
             await loop.run_in_executor(self._starter, worker.start, theirs, environment)
-        if parallel.meeting is None:
+        if parallel.master_address is None:
             return
-        listener = MasterListener(parallel.meeting, _cluster_token(parallel.meeting), fingerprint(facts))
+        listener = MasterListener(
+            parallel.master_address, _cluster_token(parallel.master_address), fingerprint(facts)
+        )
         joined = await listener.accept(range(len(parallel.ranks_here), parallel.ranks))
         for rank, (end, host) in sorted(joined.items()):
             self.workers.append(WorkerProcess(rank, end, host))
 
     def open_rendezvous(self, parallel: ParallelPlan, timeout_s: float) -> tuple[Rendezvous, int]:
         """Where all ranks are to meet; and over the network a socket that listens there, for rank 0, else -1."""
-        if parallel.meeting is None:
+        if parallel.master_address is None:
             self._directory = Path(tempfile.mkdtemp(prefix="penstock-"))  # for our eyes only (0700)
             path = str(self._directory / "store")
             return Rendezvous(host=LOOPBACK, timeout_s=timeout_s, path=path), -1
-        listening = listen(parallel.meeting[0], parallel.store_port or 0)
+        listening = listen(parallel.master_address[0], parallel.store_port or 0)
         host, port = listening.getsockname()[:2]
         key_prefix = secrets.token_hex(16)
         rendezvous = Rendezvous(host=host, timeout_s=timeout_s, port=port, key_prefix=key_prefix)
@@ -282,14 +284,14 @@ def run_node(plan: Plan, facts: ModelFacts) -> int:
     Blocks until they end. Raises `ConfigurationError` when the master address does not take them.
     """
     parallel = plan.parallel
-    if parallel.meeting is None:
+    if parallel.master_address is None:
         raise RuntimeError("Several machines need a master address.")
     token, model = os.environ.get(TOKEN_VARIABLE, ""), fingerprint(facts)
     environment = thread_environment(plan)
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for rank in parallel.ranks_here:
-            with join_master(parallel.meeting, token, rank, model, parallel.join_timeout_s) as end:
+            with join_master(parallel.master_address, token, rank, model, parallel.join_timeout_s) as end:
                 end.set_inheritable(True)
                 processes.append(start_process(end, environment, facts.path))
         logger.info("Ranks %s run here.", ", ".join(map(str, parallel.ranks_here)))

@@ -54,7 +54,7 @@ class ParallelArgs:
         None,
         "host:port of the first machine, at which the others report.",
         aliases=("--nccl-init-addr",),
-        plan=ParallelPlan.meeting,
+        plan=ParallelPlan.master_address,
     )
     dist_timeout: int | None = option(
         None,

@@ -32,7 +32,7 @@ def parallel_plan(builder: PlanBuilder, machine: Machine, facts: ModelFacts, dev
         gpu_step=builder.follow("gpu_id_step"),
         nnodes=builder.follow("nnodes"),
         node_rank=builder.follow("node_rank"),
-        meeting=_meeting(builder),
+        master_address=_master_address(builder),
         store_port=builder.follow("nccl_port") if args.nnodes > 1 else Decision(None, ONE_MACHINE),
         join_timeout_s=Decision(JOIN_TIMEOUT_S, "long enough to read a large model")
         if timeout is None
@@ -40,7 +40,7 @@ def parallel_plan(builder: PlanBuilder, machine: Machine, facts: ModelFacts, dev
     )
 
 
-def _meeting(builder: PlanBuilder) -> Decision[tuple[str, int] | None]:
+def _master_address(builder: PlanBuilder) -> Decision[tuple[str, int] | None]:
     args = builder.args.parallel
     if args.nnodes == 1:
         # Scripts for any number of machines set these for one machine too; without --nnodes it was forgotten.

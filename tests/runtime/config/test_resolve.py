@@ -302,8 +302,8 @@ def test_sizes_that_make_no_sense_are_refused(options: dict[str, Any], reason: s
 
 def test_one_machine_may_be_described_as_several_are() -> None:
     made = plan(nnodes=1, node_rank=0, dist_init_addr="h:1", nccl_port=5)
-    assert (made.parallel.meeting, made.parallel.store_port) == (None, None)
-    assert "there is one machine" in made.parallel.reasons["meeting"]
+    assert (made.parallel.master_address, made.parallel.store_port) == (None, None)
+    assert "there is one machine" in made.parallel.reasons["master_address"]
 
 
 @pytest.mark.parametrize("machine", [CPU, H200])
@@ -324,7 +324,7 @@ def test_orders_by_cached_prefix_need_prefixes(policy: str) -> None:
 
 def test_address_of_version_six_is_taken_apart() -> None:
     made = plan(nnodes=2, tp_size=2, dist_init_addr="[fd00::1]:29500")
-    assert made.parallel.meeting == ("fd00::1", 29500)
+    assert made.parallel.master_address == ("fd00::1", 29500)
     assert list(made.parallel.ranks_here) == [0]
     assert not plan(pp_size=2).schedule.overlap
 
