@@ -16,7 +16,7 @@
         ├── WorkerFailed          a process that computes with this one is gone; so is the whole replica
         └── EngineClosed          503, the engine is gone or going
 
-Messages of foreign libraries never reach a client: a door sends the text of these and nothing else.
+Messages of foreign libraries never reach a client: handlers send the text of these and nothing else.
 """
 
 from __future__ import annotations

@@ -182,12 +182,12 @@ def _run(compiler: str, arguments: Sequence[str]) -> None:
         raise BuildError(f"{compiler} cannot be run: {error}.") from error
     with process:
         try:
-            _, said = process.communicate(timeout=TIMEOUT_S)
+            _, output = process.communicate(timeout=TIMEOUT_S)
         except subprocess.TimeoutExpired as error:
             raise BuildError(f"{compiler} cannot be run: {error}.") from error
         finally:
             if process.returncode is None:
                 os.killpg(process.pid, signal.SIGKILL)
     if process.returncode != 0:
-        lines = [line for line in said.splitlines() if "error" in line] or said.splitlines()
+        lines = [line for line in output.splitlines() if "error" in line] or output.splitlines()
         raise BuildError(f"{compiler} fails: {(lines or ['no message'])[0].strip()}")

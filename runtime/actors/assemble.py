@@ -1,4 +1,4 @@
-"""From what the user said to a core that can run. The heavy parts go to threads, side by side."""
+"""From the arguments to an engine core that can run. The heavy parts go to threads, side by side."""
 
 from __future__ import annotations
 

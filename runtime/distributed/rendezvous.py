@@ -94,12 +94,12 @@ class MasterListener:
         challenge = secrets.token_hex(16)
         try:
             connection.sendall(encode({"challenge": challenge}))
-            said = _read(connection)
-            rank, answer = int(said["rank"]), str(said["answer"])
+            message = _read(connection)
+            rank, answer = int(message["rank"]), str(message["answer"])
             if not hmac.compare_digest(answer, _proof(self._token, "join", challenge, str(rank))):
                 return None
-            refusal = self._refusal(rank, str(said["model"]), missing)
-            proof = _proof(self._token, "welcome", str(said["challenge"]))
+            refusal = self._refusal(rank, str(message["model"]), missing)
+            proof = _proof(self._token, "welcome", str(message["challenge"]))
             connection.sendall(encode({"welcome": proof, "refusal": refusal}))
         except (OSError, LinkClosed, KeyError, TypeError, ValueError):
             return None
@@ -127,18 +127,18 @@ def join_master(
         challenge = str(_read(connection)["challenge"])
         answer = _proof(token, "join", challenge, str(rank))
         connection.sendall(encode({"rank": rank, "answer": answer, "challenge": mine, "model": model}))
-        said = _read(connection)
+        message = _read(connection)
     except (OSError, LinkClosed, KeyError, TypeError, ValueError) as error:
         connection.close()
         raise ConfigurationError(
             f"The machine at {where} refused rank {rank}; is {TOKEN_VARIABLE} the same on both?"
         ) from error
-    if not hmac.compare_digest(str(said.get("welcome")), _proof(token, "welcome", mine)):
+    if not hmac.compare_digest(str(message.get("welcome")), _proof(token, "welcome", mine)):
         connection.close()
         raise ConfigurationError(f"The machine at {where} does not know the token of {TOKEN_VARIABLE}.")
-    if said.get("refusal"):
+    if message.get("refusal"):
         connection.close()
-        raise ConfigurationError(str(said["refusal"]))
+        raise ConfigurationError(str(message["refusal"]))
     keep_alive(connection)
     connection.settimeout(None)
     return connection

@@ -42,7 +42,7 @@ class ResponseFormat:
 class OpenAIBody:
     """What both generating endpoints take beside the sampling parameters, which `sampling` holds.
 
-    None: not said.
+    None: not given.
     """
 
     api: ClassVar[Api]

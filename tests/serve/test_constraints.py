@@ -96,7 +96,7 @@ def awaited(core: EngineCore) -> list[Future[HostData]]:
 
 @asynccontextmanager
 async def running(**options: Any) -> AsyncIterator[EngineCore]:
-    """An engine whose ledger is exact at the end."""
+    """An engine whose pages are all accounted for at the end."""
     async with Engine(model_path(FAMILY), skip_tokenizer_init=True, random_seed=1, **options) as engine:
         yield engine.core
         status = engine.status()

@@ -1,4 +1,4 @@
-"""Two machines serve one model through one door: network namespaces stand for machines."""
+"""Two machines serve one model through one server: network namespaces stand for machines."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ def start(namespace: str, *words: str) -> subprocess.Popen[bytes]:
 
 
 def get(namespace: str, route: str, *words: str) -> str:
-    """The body of an answer of the door in this namespace; empty while there is none."""
+    """The body of an answer of the server in this namespace; empty while there is none."""
     command = ["ip", "netns", "exec", namespace, "curl", "-sf", f"http://127.0.0.1:30123{route}", *words]
     return subprocess.run(command, check=False, capture_output=True, text=True).stdout
 
 
 def ids() -> list[int]:
-    """What the door answers, once it does."""
+    """What the server answers, once it does."""
     deadline = time.monotonic() + 60
     body = ["-H", "content-type: application/json", "-d", json.dumps(ASK)]
     while not (said := get(FIRST, "/generate", *body)):

@@ -1,4 +1,4 @@
-"""In whatever order things happen, the ledger balances, outputs are as computed alone, and all end."""
+"""In whatever order things happen, every page is accounted for, outputs are as computed alone, and all end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The embedded model through the engine and the door, as a newcomer meets it."""
+"""The embedded model through the engine and the server, as a newcomer meets it."""
 
 from __future__ import annotations
 
