@@ -31,6 +31,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "page size 1": {"page_size": 1},
     "no prefix cache": {"disable_radix_cache": True},
     "chunks of 16": {"page_size": 16, "chunked_prefill_size": 16},
+    "two ranks": {"tp_size": 2},  # only the first one samples
+    "two stages": {"pp_size": 2},
     "retracted": {"max_total_tokens": 288, "schedule_conservativeness": 0.0, "page_size": 16},
 }
 
