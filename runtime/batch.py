@@ -1,6 +1,6 @@
 """One step's work as plain host arrays, and what comes back from it.
 
-A batch is made by `schedule.fill`, frozen, and read by the runner, in this process or in a worker's. Nothing in
+A batch is made by `Scheduler.fill`, frozen, and read by the runner, in this process or in a worker's. Nothing in
 it refers to a device, and the runner never looks inside a Sequence.
 """
 
@@ -136,7 +136,7 @@ class StepOutput(NamedTuple):
 
 
 class Runner(Protocol):
-    """Computes batches in order, beside the event loop. The engine core owns, watches and closes it."""
+    """Computes batches in order, beside the event loop. The scheduler actor owns, watches and closes it."""
 
     @property
     def kernels_description(self) -> str:

@@ -1,4 +1,4 @@
-"""The scheduler's own record of one choice of one request. Mutable; never leaves the scheduler."""
+"""The record of one choice of one request. Mutable; once it is admitted, only the scheduler changes it."""
 
 from __future__ import annotations
 

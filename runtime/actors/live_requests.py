@@ -29,19 +29,21 @@ class SchedulerHandle(Protocol):
 
 
 class LiveRequest:
-    """What the actors know of one request. Each field is written by the actor named behind it."""
+    """What the actors know of one request. Each field has one writer, named behind it."""
 
     __slots__ = ("aborting", "decoders", "output", "request", "scheduler", "sequences")
 
     def __init__(self, request: Request, output: OutputStream) -> None:
         self.request = request  # the tokenizer, once its ids are known
-        self.output = output
+        self.output = output  # the engine core, once
         self.sequences: list[Sequence] = []  # the tokenizer: one for each choice
         self.scheduler: SchedulerHandle | None = (
-            None  # who computes it; None before, and while no replica is alive
+            None  # the engine core or the router; None before, and while no replica is alive
         )
         self.decoders: list[ChoiceDecoder] = []  # the detokenizer, from the first output on
-        self.aborting: Finish | None = None  # it is to end so, which its scheduler may not have done yet
+        self.aborting: Finish | None = (
+            None  # `abort`: it is to end so, which its scheduler may not have done yet
+        )
 
     @property
     def begun(self) -> bool:

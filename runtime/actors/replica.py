@@ -32,7 +32,7 @@ logger = logging.getLogger("penstock.core")
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """Belongs to the engine core, which closes the runner."""
+    """One copy of the model, handed to a scheduler actor, which closes the runner."""
 
     plan: Plan  # with the number of sequences that its KV pool allows
     schedule: Scheduler

@@ -1,6 +1,6 @@
 """What will be done: frozen sections, each read by one part, made from Args, Machine and ModelFacts.
 
-Nobody reads Args after this. A section says for every decided value why it is what it is.
+After it is made, only the plan is read. A section says for every decided value why it is what it is.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class Group:
         return like
 
     def abort(self) -> None:
-        """Let go of whoever waits in a call of this rank."""
+        """Unblock whoever waits in a call of this rank."""
         self._group.abort()
 
     def close(self) -> None:

@@ -1,1 +1,1 @@
-"""Which tokens are computed in the next step, and what their results mean: pure functions on plain data."""
+"""Which tokens are computed in the next step, and what their results mean: synchronous and without torch."""

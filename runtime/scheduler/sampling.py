@@ -18,7 +18,7 @@ _SHIFTS = tuple(np.uint64(shift) for shift in (30, 27, 31, 40))
 def uniform_numbers(seeds: NDArray[np.uint64], positions: Longs) -> Floats:
     """One number in [0, 1) for each (seed, output position), the same in whatever batch it is drawn.
 
-    The SplitMix64 finaliser (Steele, Lea and Flood, 2014) on seed + (place + 1) * golden gamma; the upper 24
+    The SplitMix64 finaliser (Steele, Lea and Flood, 2014) on seed + (position + 1) * golden gamma; the upper 24
     bits are what a float32 holds exactly.
     """
     one, two, three, top = _SHIFTS

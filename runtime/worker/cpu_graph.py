@@ -20,7 +20,7 @@ from runtime.kv_cache.pools import KVPool
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.models.decoder import Decoder
 
-NOBODY = np.zeros(0, np.int32)
+NO_ROWS = np.zeros(0, np.int32)
 
 
 def chooses_greedily(sampling: Sampling) -> bool:
@@ -80,7 +80,7 @@ class CpuGraph:
 
     def run(self, batch: Batch, last_tokens: Tensor) -> None:
         """Compute a step of which nobody wants tokens."""
-        self._run(self._to_hidden, batch, last_tokens, NOBODY)
+        self._run(self._to_hidden, batch, last_tokens, NO_ROWS)
 
     def choose(self, batch: Batch, last_tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Compute a step -> the likeliest token of each sampling row, int64 [R], and whether it is sound, bool [R].
@@ -89,13 +89,13 @@ class CpuGraph:
         """
         if self._to_tokens is None:
             raise RuntimeError("The tokens of this model are not chosen by the graph.")
-        rows = batch.sampling.rows if batch.sampling is not None else NOBODY
+        rows = batch.sampling.rows if batch.sampling is not None else NO_ROWS
         self._run(self._to_tokens, batch, last_tokens, rows)
         return self._ids[: len(rows)], self._sound[: len(rows)]
 
     def logits(self, batch: Batch, last_tokens: Tensor) -> Tensor:
         """Compute a step -> float32 logits [R, V] of its sampling rows. Reads `last_tokens`, int64 by sequence."""
-        rows = batch.sampling.rows if batch.sampling is not None else NOBODY
+        rows = batch.sampling.rows if batch.sampling is not None else NO_ROWS
         return self._head(self.hidden(batch, last_tokens, rows))
 
     def hidden(self, batch: Batch, last_tokens: Tensor, rows: Ints) -> Tensor:
@@ -120,7 +120,7 @@ class CpuGraph:
 
     def time(self, batch: Batch, last_tokens: Tensor) -> list[tuple[str, float]]:
         """Compute a step kernel by kernel -> the name of each and the seconds that it took."""
-        rows = batch.sampling.rows if batch.sampling is not None else NOBODY
+        rows = batch.sampling.rows if batch.sampling is not None else NO_ROWS
         _kept = self._hand_over(batch, last_tokens, rows)
         return (self._to_tokens or self._to_hidden).time(self._step)
 

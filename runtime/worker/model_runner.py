@@ -22,7 +22,7 @@ from runtime.distributed.mesh import Mesh
 from runtime.errors import OutOfMemory
 from runtime.kv_cache.pools import KVPool
 from runtime.models.decoder import Decoder
-from runtime.worker.cpu_graph import NOBODY, CpuGraph, chooses_greedily
+from runtime.worker.cpu_graph import NO_ROWS, CpuGraph, chooses_greedily
 from runtime.worker.device import Device, DeviceThread, Read
 from runtime.worker.graph_capture import BackgroundCapture
 from runtime.worker.logprobs import CHUNK, ScoredPrompts, prompt_indices
@@ -250,7 +250,7 @@ class StepExecutor:
             return self._copy_out(batch)
         if vector_rows is None and sampling is not None and graph.chooses and chooses_greedily(sampling):
             return self._copy_out(batch, Sampled(*graph.choose(batch, last_tokens)))
-        rows = sampling.rows if sampling is not None else NOBODY
+        rows = sampling.rows if sampling is not None else NO_ROWS
         num_samples = len(rows)
         if vector_rows is not None:
             rows = np.concatenate([rows, vector_rows])

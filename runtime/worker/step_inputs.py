@@ -83,7 +83,7 @@ def prepare(batch: Batch, cache: KVPool, staging: Staging, last_tokens: Tensor) 
 
 
 class Staging:
-    """Host to device, one copy a step.
+    """Host to device, one copy for each call.
 
     Where the host is the device, the arrays are used as they are. Else they are packed into pinned buffers
     that take turns: one is not written again before the copy that read it is done.

@@ -133,7 +133,7 @@ class ModelWorker:
             num_sequences=plan.schedule.max_running,
         )
         pool = self._make_pool(cache)
-        launcher = StepExecutor(
+        executor = StepExecutor(
             self._loaded,
             pool,
             self._loaded,
@@ -141,9 +141,9 @@ class ModelWorker:
             device=device,
             sampler=self._make_sampler(cache.num_sequences, device),
         )
-        steps = profile_memory(launcher, plan)
-        del launcher, pool
-        device.release_unused()  # or it would look as if somebody had it
+        steps = profile_memory(executor, plan)
+        del executor, pool
+        device.release_unused()  # or the driver would count it as used
         return steps
 
     def join(
@@ -167,7 +167,7 @@ class ModelWorker:
     def lead(self, plan: Plan) -> StepExecutor:
         """Rank 0's steps, with what makes them faster: CUDA graphs, compiled layers or the CPU graph.
 
-        The launcher owns model and pool from now on. May take minutes to compile.
+        The executor owns model and pool from now on. May take minutes to compile.
         """
         model, pool, cache = self._hand_over()
         device = open_device(self.device)
@@ -185,7 +185,7 @@ class ModelWorker:
         )
 
     def follow(self) -> StepExecutor:
-        """The steps of a rank that rank 0 leads. The launcher owns model and pool from now on."""
+        """The steps of a rank that rank 0 leads. The executor owns model and pool from now on."""
         model, pool, cache = self._hand_over()
         return StepExecutor(
             model,
@@ -197,7 +197,7 @@ class ModelWorker:
         )
 
     def close(self) -> None:
-        """Leave the other ranks, and let go of what nobody took over."""
+        """Leave the other ranks, and free model and pool if they were not handed over."""
         self.mesh.abort()
         self.mesh.close()
         self._model = self._pool = None

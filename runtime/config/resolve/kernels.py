@@ -49,10 +49,13 @@ def kernel_plan(
         if by_products:  # it hands rows of several tokens to plain torch itself
             choices |= dict.fromkeys(("attention", "prefill_attention"), "with_onednn")
         reasons.append(reason)
-    if builder.args.quant.quantization is None:
-        choices["matmul"], reason = _matmul(machine, gpu, dtype, compiled=compiled)
+    if builder.args.quant.quantization == "w8a8_int8":
+        choices["matmul"], reason = (
+            "int8",
+            "weights have 8 bits, and torch dequantises them for every product",
+        )
     else:
-        choices["matmul"], reason = "int8", "weights have 8 bits, and torch makes them wide for every product"
+        choices["matmul"], reason = _matmul(machine, gpu, dtype, compiled=compiled)
     reasons.append(reason)
     fallback: Mapping[str, str] | None = None
     if gpu is None and not compiled:

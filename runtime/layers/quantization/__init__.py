@@ -1,4 +1,7 @@
-"""Quantisation methods by the name that `--quantization` has for them: a method is its file and a line here."""
+"""Quantisation methods by the name that `--quantization` has for them.
+
+A method is its file, a line here, and its name among those that are built (`runtime/config/options/model.py`).
+"""
 
 from __future__ import annotations
 
