@@ -232,9 +232,9 @@ def _decode_kernel(
         begin = low + split * size
         end = tl.minimum(high, begin + size)
 
-    place = (row.to(tl.int64) * KV_HEADS * GROUP + heads) * SPLITS + split  # [heads]
+    offset = (row.to(tl.int64) * KV_HEADS * GROUP + heads) * SPLITS + split  # [heads]
     if begin >= end:
-        tl.store(masses + place, float("-inf"), mask=in_group < GROUP)
+        tl.store(masses + offset, float("-inf"), mask=in_group < GROUP)
         return
     lines = token.to(tl.int64) * q_token_stride + heads * q_head_stride
     queries = tl.load(q + lines[:, None] + dims[None, :], mask=inside, other=0.0)
@@ -247,8 +247,8 @@ def _decode_kernel(
         queries, positions, begin, end, peak, total, summed, k_pool, v_pool, pages, kv_head, scale,
         WINDOW, SOFT_CAP, KV_HEADS, DIM, DIM_BLOCK, PAGE, KEYS_BLOCK, PRECISION,
     )  # fmt: skip
-    tl.store(parts + place[:, None] * DIM + dims[None, :], summed / total[:, None], mask=inside)
-    tl.store(masses + place, peak + tl.log2(total), mask=in_group < GROUP)
+    tl.store(parts + offset[:, None] * DIM + dims[None, :], summed / total[:, None], mask=inside)
+    tl.store(masses + offset, peak + tl.log2(total), mask=in_group < GROUP)
 
 
 @triton.jit
@@ -270,16 +270,16 @@ def _merge_kernel(
     if tl.load(query_starts + row + 1) - token != 1:
         return
     dims = tl.arange(0, DIM_BLOCK)
-    place = (row.to(tl.int64) * num_heads + head) * SPLITS
+    offset = (row.to(tl.int64) * num_heads + head) * SPLITS
     peak, total = tl.full([1], LOWEST, tl.float32), tl.zeros([1], tl.float32)
     if HAS_SINKS:
         peak = tl.zeros([1], tl.float32) + tl.load(sinks + head).to(tl.float32) * LOG2_E
         total += 1.0
     summed = tl.zeros([DIM_BLOCK], tl.float32)
     for split in range(SPLITS):
-        mass = tl.load(masses + place + split)
+        mass = tl.load(masses + offset + split)
         num_written = tl.where(mass > LOWEST, DIM, 0)
-        part = tl.load(parts + (place + split) * DIM + dims, mask=dims < num_written, other=0.0)
+        part = tl.load(parts + (offset + split) * DIM + dims, mask=dims < num_written, other=0.0)
         higher = tl.maximum(peak, mass)
         kept, added = tl.exp2(peak - higher), tl.exp2(mass - higher)
         summed = summed * kept + part * added
@@ -338,8 +338,8 @@ def _prefill_kernel(
     is_query = (lines < TOKENS_BLOCK * GROUP) & (tokens < count)
     inside = is_query[:, None] & (dims[None, :] < DIM)
     flat = (token + tokens).to(tl.int64)
-    place = flat * q_token_stride + heads * q_head_stride
-    queries = tl.load(q + place[:, None] + dims[None, :], mask=inside, other=0.0)
+    offset = flat * q_token_stride + heads * q_head_stride
+    queries = tl.load(q + offset[:, None] + dims[None, :], mask=inside, other=0.0)
 
     start = tl.load(starts + row)
     end = start + tl.minimum(first + TOKENS_BLOCK, count)
@@ -390,9 +390,9 @@ def _over_keys(
     for base in range(begin, end, KEYS_BLOCK):
         keys = base + tl.arange(0, KEYS_BLOCK)  # positions, [N]
         page = tl.load(pages + keys // PAGE, mask=keys < end, other=0).to(tl.int64)
-        place = ((page * KV_HEADS + kv_head) * PAGE + keys % PAGE) * DIM
+        offset = ((page * KV_HEADS + kv_head) * PAGE + keys % PAGE) * DIM
         inside = (keys < end)[:, None] & (dims < DIM)[None, :]
-        k = tl.load(k_pool + place[:, None] + dims[None, :], mask=inside, other=0.0)  # [N, DIM]
+        k = tl.load(k_pool + offset[:, None] + dims[None, :], mask=inside, other=0.0)  # [N, DIM]
         scores = tl.dot(queries, tl.trans(k.to(queries.dtype)), input_precision=PRECISION) * scale  # [M, N]
         if SOFT_CAP is not None:
             scores = SOFT_CAP * (2.0 * tl.sigmoid(scores * (2.0 / SOFT_CAP)) - 1.0)  # tanh
@@ -402,7 +402,7 @@ def _over_keys(
         scores = tl.where(is_seen, scores * LOG2_E, float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, axis=1))
         weights, kept = tl.exp2(scores - higher[:, None]), tl.exp2(peak - higher)
-        v = tl.load(v_pool + place[:, None] + dims[None, :], mask=inside, other=0.0)  # [N, DIM]
+        v = tl.load(v_pool + offset[:, None] + dims[None, :], mask=inside, other=0.0)  # [N, DIM]
         added = tl.dot(weights.to(queries.dtype), v.to(queries.dtype), input_precision=PRECISION)
         summed = summed * kept[:, None] + added
         total = total * kept + tl.sum(weights, axis=1)

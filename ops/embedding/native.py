@@ -19,12 +19,12 @@ def embed(
 def look_up(
     rows: Callable[[Tensor, Tensor], Tensor], token_ids: Tensor, weight: Tensor, first_id: int | None
 ) -> Tensor:
-    """`embed` by `rows(places [T], weight)`, which takes places within the weight alone."""
+    """`embed` by `rows(indices [T], weight)`, which takes indices within the weight alone."""
     if first_id is None:
         return rows(token_ids, weight)
-    places = token_ids - first_id
-    elsewhere = (places < 0) | (places >= len(weight))
-    return rows(places.masked_fill(elsewhere, 0), weight).masked_fill_(elsewhere.unsqueeze(1), 0)
+    indices = token_ids - first_id
+    elsewhere = (indices < 0) | (indices >= len(weight))
+    return rows(indices.masked_fill(elsewhere, 0), weight).masked_fill_(elsewhere.unsqueeze(1), 0)
 
 
 def reads(prepared: Tensor) -> bool:

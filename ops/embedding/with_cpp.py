@@ -27,16 +27,16 @@ def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
         if not isinstance(weight, PackedWeight) and not (weight.dtype in TYPES and weight.is_contiguous()):
             return native.embed(token_ids, weight, first_id, scale=scale)
 
-        def rows(places: Tensor, weight: Tensor) -> Tensor:
-            return look_up(places, weight, 1.0 if scale is None else scale)
+        def rows(indices: Tensor, weight: Tensor) -> Tensor:
+            return look_up(indices, weight, 1.0 if scale is None else scale)
 
         return native.look_up(rows, token_ids, weight, first_id)
 
-    def look_up(places: Tensor, weight: Tensor, scale: float) -> Tensor:
-        places = places.contiguous()
-        x = launcher.empty((len(places), weight.shape[1]), weight.dtype)
+    def look_up(indices: Tensor, weight: Tensor, scale: float) -> Tensor:
+        indices = indices.contiguous()
+        x = launcher.empty((len(indices), weight.shape[1]), weight.dtype)
         kernel = "embed_packed" if isinstance(weight, PackedWeight) else "embed"
-        step = Step(num_tokens=len(places), token_ids=address(places))
+        step = Step(num_tokens=len(indices), token_ids=address(indices))
         launcher.launch(
             kernel, weight.dtype, Embed(address(weight), address(x), weight.shape[1], scale), step
         )

@@ -70,10 +70,10 @@ def _embed_kernel(
 ):
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    place = tl.load(token_ids + token) - first_id
-    is_own = (place >= 0) & (place < num_ids)
+    index = tl.load(token_ids + token) - first_id
+    is_own = (index >= 0) & (index < num_ids)
     read = tl.where(is_own, width, 0)
-    vector = tl.load(weight + place * stride + columns, mask=columns < read, other=0.0)
+    vector = tl.load(weight + index * stride + columns, mask=columns < read, other=0.0)
     vector = vector.to(tl.float32) * vector_scale
     tl.store(out + token * width + columns, vector, mask=columns < width)
 

@@ -80,14 +80,14 @@ def _store_kernel(
     slot = tl.load(slot_mapping + token)
     heads, dims = tl.arange(0, HEADS_BLOCK)[:, None], tl.arange(0, DIM_BLOCK)[None, :]
     inside = (heads < HEADS) & (dims < DIM)
-    place = ((slot // PAGE * HEADS + heads) * PAGE + slot % PAGE) * DIM + dims
+    offset = ((slot // PAGE * HEADS + heads) * PAGE + slot % PAGE) * DIM + dims
     keys = tl.load(k + token * k_token_stride + heads * k_head_stride + dims, mask=inside, other=0.0)
     values = tl.load(v + token * v_token_stride + heads * v_head_stride + dims, mask=inside, other=0.0)
     if LARGEST is not None:
         keys = tl.clamp(keys.to(tl.float32) * k_factor, -LARGEST, LARGEST)
         values = tl.clamp(values.to(tl.float32) * v_factor, -LARGEST, LARGEST)
-    tl.store(k_pool + place, keys.to(k_pool.dtype.element_ty), mask=inside)
-    tl.store(v_pool + place, values.to(v_pool.dtype.element_ty), mask=inside)
+    tl.store(k_pool + offset, keys.to(k_pool.dtype.element_ty), mask=inside)
+    tl.store(v_pool + offset, values.to(v_pool.dtype.element_ty), mask=inside)
 
 
 @triton.jit

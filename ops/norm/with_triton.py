@@ -110,8 +110,8 @@ def _norm_kernel(
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
     columns = tl.arange(0, BLOCK)[None, :]
     inside = (rows < num_rows) & (columns < WIDTH)
-    place = rows // num_heads * token_stride + rows % num_heads * head_stride + columns
-    values = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
+    offset = rows // num_heads * token_stride + rows % num_heads * head_stride + columns
+    values = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
     packed = rows * WIDTH + columns
     if ADDED:
         values += tl.load(residual + packed, mask=inside, other=0.0).to(tl.float32)

@@ -225,11 +225,11 @@ def _draw_by_mass(logits: Tensor, peak: Tensor, arrays: SamplingArrays) -> Tenso
 
 
 def _invert(mass_to: Tensor, mass: Tensor, uniform: Tensor) -> Tensor:
-    """The first place [R] whose cumulated mass [R, n] exceeds `uniform` times `mass` [R]."""
+    """The first index [R] whose cumulated mass [R, n] exceeds `uniform` times `mass` [R]."""
     target = ((uniform.double() + HALF_STEP) * mass.double()).long()
     target = torch.minimum(target, mass - 1)  # the product may have been rounded up
-    place = torch.searchsorted(mass_to, target[:, None], right=True)[:, 0]
-    return place.clamp(max=mass_to.shape[-1] - 1)  # only rows that are not sound get here
+    index = torch.searchsorted(mass_to, target[:, None], right=True)[:, 0]
+    return index.clamp(max=mass_to.shape[-1] - 1)  # only rows that are not sound get here
 
 
 def _weights(logits: Tensor, peak: Tensor, temperature: Tensor) -> Tensor:

@@ -282,16 +282,16 @@ def _mass_of_prefix(
 def _place_of_equal(line, ordered, rank, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
     """The id of the token number `rank`, from 1, of those whose ordered bits are these."""
     offsets = tl.arange(0, BLOCK)
-    before, place = tl.cast(0, tl.int64), tl.cast(VOCAB - 1, tl.int32)
+    before, token_id = tl.cast(0, tl.int64), tl.cast(VOCAB - 1, tl.int32)
     for base in range(0, VOCAB, BLOCK):
         x = tl.load(line + base + offsets, mask=base + offsets < VOCAB, other=float("-inf"))
         is_equal = ((_ordered(x) == ordered) & (base + offsets < VOCAB)).to(tl.int32)
         count = tl.sum(is_equal, axis=0)
         if (before < rank) & (before + count >= rank):
             is_it = (is_equal == 1) & (before + tl.cumsum(is_equal, axis=0) == rank)
-            place = tl.min(tl.where(is_it, base + offsets, VOCAB), axis=0)
+            token_id = tl.min(tl.where(is_it, base + offsets, VOCAB), axis=0)
         before += count
-    return place
+    return token_id
 
 
 @triton.jit
@@ -307,7 +307,7 @@ def _first_above(
 ):
     """The first id at which the mass of the tokens whose weight is at least `floor` exceeds `target`."""
     offsets = tl.arange(0, BLOCK)
-    before, place = tl.cast(0, tl.int64), tl.cast(VOCAB - 1, tl.int32)
+    before, token_id = tl.cast(0, tl.int64), tl.cast(VOCAB - 1, tl.int32)
     for base in range(0, VOCAB, BLOCK):
         x = tl.load(line + base + offsets, mask=base + offsets < VOCAB, other=float("-inf"))
         weight = _weight(x, peak, temperature)
@@ -315,9 +315,9 @@ def _first_above(
         mass = tl.sum(fixed, axis=0)
         if (before <= target) & (before + mass > target):
             is_above = before + tl.cumsum(fixed, axis=0) > target
-            place = tl.min(tl.where(is_above, base + offsets, VOCAB), axis=0)
+            token_id = tl.min(tl.where(is_above, base + offsets, VOCAB), axis=0)
         before += mass
-    return place
+    return token_id
 
 
 @triton.jit
@@ -337,16 +337,16 @@ def _penalize_kernel(
     entry = tl.program_id(0)
     ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = ids < VOCAB
-    place = logits + tl.load(rows + entry) * stride + ids
+    logit = logits + tl.load(rows + entry) * stride + ids
     seen = tl.load(counted + entry) * VOCAB + ids
     count = tl.load(counts + seen, mask=inside, other=0)
     prompted = tl.load(in_prompt + seen, mask=inside, other=0)
-    x = tl.load(place, mask=inside, other=0.0)
+    x = tl.load(logit, mask=inside, other=0.0)
     x -= tl.load(frequency + entry) * count.to(tl.float32)
     x -= tl.where(count > 0, tl.load(presence + entry), 0.0)
     factor = tl.load(repetition + entry)
     repeated = tl.where(x > 0, tl.div_rn(x, tl.zeros([BLOCK], tl.float32) + factor), x * factor)
-    tl.store(place, tl.where((count > 0) | (prompted != 0), repeated, x), mask=inside)
+    tl.store(logit, tl.where((count > 0) | (prompted != 0), repeated, x), mask=inside)
 
 
 @triton.jit

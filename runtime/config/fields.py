@@ -13,12 +13,12 @@ class Fields:
     """One JSON object. Null counts as absent.
 
     Every reader raises CheckpointError naming the field when its value is missing, of the wrong kind or out
-    of range. `place` stands before the field's name in messages.
+    of range. `path` stands before the field's name in messages.
     """
 
-    def __init__(self, values: Mapping[str, Any], place: str) -> None:
+    def __init__(self, values: Mapping[str, Any], path: str) -> None:
         self.values = values
-        self.place = place
+        self.path = path
 
     def integer(self, name: str, *, low: int = 1) -> int:
         return self._required(name, self.optional_integer(name, low=low))
@@ -50,7 +50,7 @@ class Fields:
         values = self._required(name, self.values.get(name))
         if not isinstance(values, list) or len(values) != length:
             raise self.wrong(name, f"a list of {length} numbers")
-        each = Fields({f"{name}[{i}]": value for i, value in enumerate(values)}, self.place)
+        each = Fields({f"{name}[{i}]": value for i, value in enumerate(values)}, self.path)
         return tuple(each.number(entry) for entry in each.values)
 
     def flag(self, name: str, *, default: bool = False) -> bool:
@@ -76,13 +76,13 @@ class Fields:
             value = {}
         if not isinstance(value, Mapping):
             raise self.wrong(name, "an object")
-        return Fields(value, f"{self.place}{name}.")
+        return Fields(value, f"{self.path}{name}.")
 
     def wrong(self, name: str, expected: str) -> CheckpointError:
         """The error to raise for a value that is not what it should be."""
-        return CheckpointError(f"{self.place}{name} must be {expected}, not {self.values.get(name)!r}.")
+        return CheckpointError(f"{self.path}{name} must be {expected}, not {self.values.get(name)!r}.")
 
     def _required(self, name: str, value: Any) -> Any:
         if value is None:
-            raise CheckpointError(f"{self.place}{name} is missing.")
+            raise CheckpointError(f"{self.path}{name} is missing.")
         return value

@@ -37,8 +37,8 @@ class CachePlan(Section):
     page_size: int
     prefix_cache: bool  # keep finished prefixes in the radix tree
     kv_dtype: str  # as torch calls it: that of the model, "bfloat16", "float8_e5m2", "float8_e4m3fn"
-    mem_fraction: float  # of the device's memory, for weights and KV together; or, if `modest`,
-    modest: bool = False  # of the memory that is free once the weights are in place, for KV alone
+    mem_fraction: float  # of the device's memory, for weights and KV together; or, if `of_free_memory`,
+    of_free_memory: bool = False  # of the memory that is free once the weights are in place, for KV alone
     max_total_tokens: int | None  # cap; the pool is sized when the weights are in place
 
 

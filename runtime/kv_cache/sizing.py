@@ -63,7 +63,7 @@ def size_pool(
     one page fits.
     """
     cache, schedule = plan.cache, plan.schedule
-    if cache.modest:
+    if cache.of_free_memory:
         budget = int(cache.mem_fraction * available_bytes)
         reason = f"{cache.mem_fraction:.0%} of the {available_bytes / GIB:.1f} GiB that are free"
     else:
@@ -75,7 +75,7 @@ def size_pool(
         budget = available_bytes - steps.reserved_bytes
         reason = f"the {available_bytes / GIB:.1f} GiB that are free, less {steps.reserved_bytes / GIB:.1f} for steps"
     pages = budget // page_bytes(plan, facts)
-    if cache.modest and cache.max_total_tokens is None:
+    if cache.of_free_memory and cache.max_total_tokens is None:
         most = schedule.max_running * -(-plan.model.context_length // cache.page_size)
         if most < pages:
             pages, reason = most, f"{schedule.max_running} sequences of full length need no more"

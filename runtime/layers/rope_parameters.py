@@ -105,13 +105,13 @@ def _fields(config: Fields, layer_type: str | None) -> Fields:
     if layer_type is not None and layer_type in rope.values:
         rope = rope.child(layer_type)
     scaling = config.child("rope_scaling")
-    place = scaling.place if scaling.values else rope.place
+    path = scaling.path if scaling.values else rope.path
     values = {name: config.values.get(name) for name in ("rope_theta", "partial_rotary_factor")}
     values.update(rope.values)
     values.update(scaling.values)
     if values.get("rope_type") is None:
         values["rope_type"] = values.get("type")
-    return Fields(values, place)
+    return Fields(values, path)
 
 
 def _scaling(rope: Fields, kind: str, dim: int, ratio: float | None) -> Mapping[str, Any]:

@@ -27,8 +27,8 @@ def decoder(config: Config, build: Build) -> Decoder:
 
     def layer(index: int) -> PreNormBlock:
         def norm(name: str) -> RMSNorm:
-            place = f"model.layers.{index}.{name}"
-            return RMSNorm(place, config.hidden_size, config.norm_eps, build, unit_offset=True)
+            prefix = f"model.layers.{index}.{name}"
+            return RMSNorm(prefix, config.hidden_size, config.norm_eps, build, unit_offset=True)
 
         attended = attention(
             config,

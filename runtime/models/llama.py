@@ -61,7 +61,7 @@ def block(
     """Layer `index` of these parts, with a norm before each."""
 
     def norm(name: str) -> RMSNorm:
-        place = f"model.layers.{index}.{name}"
-        return RMSNorm(place, config.hidden_size, config.norm_eps, build, unit_offset=unit_offset)
+        prefix = f"model.layers.{index}.{name}"
+        return RMSNorm(prefix, config.hidden_size, config.norm_eps, build, unit_offset=unit_offset)
 
     return PreNormBlock(norm("input_layernorm"), attention, norm("post_attention_layernorm"), mlp)

@@ -103,13 +103,13 @@ class Staging:
         whole = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
         if self._device.is_host:
             return {name: torch.from_numpy(array) for name, array in whole.items()}
-        places, size = self._places(whole)
+        slices, size = self._slices(whole)
         host = self._next_buffer(size)[:size]
         for name, array in whole.items():
-            host[places[name]] = torch.from_numpy(array.reshape(-1).view(np.uint8))
+            host[slices[name]] = torch.from_numpy(array.reshape(-1).view(np.uint8))
         there, self._read[self._turn] = self._device.upload(host)
         return {
-            name: there[places[name]].view(getattr(torch, array.dtype.name)).view(array.shape)
+            name: there[slices[name]].view(getattr(torch, array.dtype.name)).view(array.shape)
             for name, array in whole.items()
         }
 
@@ -125,11 +125,11 @@ class Staging:
         if event is not None:
             event.wait()  # three steps old: done long ago
 
-    def _places(self, arrays: dict[str, np.ndarray]) -> tuple[dict[str, slice], int]:
+    def _slices(self, arrays: dict[str, np.ndarray]) -> tuple[dict[str, slice], int]:
         """Where each array's bytes lie, and how many there are in all."""
-        places, end = {}, 0
+        slices, end = {}, 0
         for name, array in arrays.items():
             start = -(-end // self.ALIGNMENT) * self.ALIGNMENT
             end = start + array.nbytes
-            places[name] = slice(start, end)
-        return places, end
+            slices[name] = slice(start, end)
+        return slices, end

@@ -7,7 +7,7 @@ from runtime.config.plan import CachePlan
 from runtime.config.resolve.plan_builder import Decision, PlanBuilder, build
 
 PAGE_SIZE = 16
-MODEST_SHARE = 0.3
+SHARE_OF_FREE_MEMORY = 0.3
 FLOAT8 = {"fp8_e5m2": "float8_e5m2", "fp8_e4m3": "float8_e4m3fn"}
 E4M3_CAPABILITY = (8, 9)  # below it Triton has no e4m3
 
@@ -19,14 +19,14 @@ def cache_plan(builder: PlanBuilder, gpu: Gpu | None, dtype: str) -> CachePlan:
         builder.refuse(
             "max_total_tokens", f"--max-total-tokens {cap} is less than one page of {page_size.value} tokens."
         )
-    modest = args.mem_fraction_static is None and gpu is None
+    of_free_memory = args.mem_fraction_static is None and gpu is None
     return build(
         CachePlan,
         page_size=page_size,
         prefix_cache=builder.follow("disable_radix_cache", not args.disable_radix_cache),
         kv_dtype=_kv_dtype(builder, gpu, dtype),
         mem_fraction=_mem_fraction(builder, gpu),
-        modest=Decision(modest, "only without a GPU, and if no fraction was asked for"),
+        of_free_memory=Decision(of_free_memory, "only without a GPU, and if no fraction was asked for"),
         max_total_tokens=builder.follow("max_total_tokens"),
     )
 
@@ -60,7 +60,7 @@ def _mem_fraction(builder: PlanBuilder, gpu: Gpu | None) -> Decision[float]:
         return Decision(asked, "as asked, of all memory")
     if gpu is None:
         reason = "of the memory that is free once the weights are loaded; the rest stays for other programs"
-        return Decision(MODEST_SHARE, reason)
+        return Decision(SHARE_OF_FREE_MEMORY, reason)
     parallel = builder.args.parallel
     reserve = _reserve_bytes(gpu.memory_bytes, parallel.tp_size * parallel.pp_size)
     fraction = max(0.05, round(1 - reserve / gpu.memory_bytes, 3))

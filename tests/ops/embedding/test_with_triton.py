@@ -27,7 +27,7 @@ def test_the_kernels_equal_native(name: str) -> None:
     ("name", "old", "new"),
     [
         ("a later part", "tl.load(token_ids + token) - first_id", "tl.load(token_ids + token)"),
-        ("the first part", "(place >= 0) & (place < num_ids)", "place >= 0"),
+        ("the first part", "(index >= 0) & (index < num_ids)", "index >= 0"),
         ("soft cap", "2.0 / SOFT_CAP", "1.0 / SOFT_CAP"),
         ("scaled", ".to(tl.float32) * scale", ".to(tl.float32)"),
         ("scaled", ".to(tl.float32) * vector_scale", ".to(tl.float32)"),

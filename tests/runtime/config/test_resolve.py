@@ -53,7 +53,7 @@ def test_asked_values_are_done() -> None:
 def test_defaults_without_a_gpu() -> None:
     made = plan()
     assert made.model.device == "cpu"
-    assert (made.cache.page_size, made.cache.mem_fraction, made.cache.modest) == (16, 0.3, True)
+    assert (made.cache.page_size, made.cache.mem_fraction, made.cache.of_free_memory) == (16, 0.3, True)
     assert (made.schedule.max_running, made.schedule.chunk_tokens) == (256, 4096)
     assert made.text.tokenizer_path == "/models/small"
     assert made.serve.served_model_name == "/models/small"
@@ -68,7 +68,7 @@ def test_defaults_follow_the_gpus_memory(name: str, chunk: int, fraction: float)
     assert made.model.device == "cuda"
     assert made.schedule.chunk_tokens == chunk
     assert made.cache.mem_fraction == pytest.approx(fraction, abs=0.001)
-    assert not made.cache.modest
+    assert not made.cache.of_free_memory
 
 
 @pytest.mark.parametrize(
