@@ -15,7 +15,7 @@ from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import ModelPlan
 from runtime.errors import CheckpointError
 from runtime.layers.build import Build
-from runtime.layers.quantization import METHODS
+from runtime.layers.quantization import quantization_method
 from runtime.layers.sharding import Split, Stage, TensorParallelGroup
 from runtime.layers.weight import Prepared, Shard, Weighted
 from runtime.models.checkpoint import find_weights
@@ -50,7 +50,7 @@ def load_model(
     """
     device = torch.device(plan.device)
     config = Config(facts.config)
-    build = Build(kernels, plan.context_length, device, METHODS[plan.quantization]())
+    build = Build(kernels, plan.context_length, device, quantization_method(plan.quantization))
     with torch.device("meta"):
         model = entry(config.architecture).decoder()(config, build)
     tensors = None

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from runtime.config.option_spec import Json, always, option, planned
 from runtime.config.plan import ModelPlan, TextPlan
+from runtime.config.quantization import METHODS
 
 _LOAD_FORMATS = (
     "auto", "safetensors", "pt", "dummy", "npcache", "sharded_state", "gguf", "bitsandbytes", "layered",
@@ -142,8 +143,8 @@ class QuantArgs:
         "How the weights are quantised. w8a8_int8 rounds the weights of a checkpoint in bfloat16, float16 or "
         "float32 to 8 bits when it is loaded, and computes with activations of 8 bits; on a CPU so far. "
         "Default: as they are in the checkpoint.",
-        choices=_QUANTIZATIONS,
-        built=("w8a8_int8",),
+        choices=tuple(dict.fromkeys((*_QUANTIZATIONS, *METHODS))),
+        built=tuple(METHODS),
     )
     quantization_param_path: str | None = planned(
         None, "JSON file with the scales of an FP8 KV cache.", none_text=True

@@ -8,6 +8,7 @@ import secrets
 from ops.machine import Gpu, Machine
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import ModelPlan
+from runtime.config.quantization import METHODS
 from runtime.config.resolve.plan_builder import Decision, PlanBuilder, build
 
 DTYPES = {"half": "float16", "float": "float32"} | {name: name for name in ("float16", "bfloat16", "float32")}
@@ -137,9 +138,10 @@ def _context_length(builder: PlanBuilder, facts: ModelFacts) -> Decision[int]:
 
 
 def _quantization(builder: PlanBuilder, gpu: Gpu | None) -> Decision[str | None]:
-    """How weights are rounded; refused on a GPU."""
+    """How weights are quantised; refused on a GPU where the method has no kernels for one."""
     asked = builder.args.quant.quantization
-    if asked is not None and gpu is not None:
+    method = METHODS.get(asked or "")
+    if method is not None and gpu is not None and not method.on_gpu:
         builder.refuse(
             "quantization", f"--quantization {asked} is computed on a CPU only so far; set --device cpu."
         )

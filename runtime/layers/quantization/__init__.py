@@ -1,16 +1,20 @@
-"""Quantisation methods by the name that `--quantization` has for them.
+"""Quantisation methods of linear layers.
 
-A method is its file, a line here, and its name among those that are built (`runtime/config/options/model.py`).
+A method is a file here, which names its class `METHOD`, and an entry in `runtime/config/quantization.py`.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
+
+from runtime.config.quantization import METHODS
 from runtime.layers.quantization.method import LinearLayout, QuantizationMethod, Unquantized
-from runtime.layers.quantization.w8a8_int8 import W8A8Int8
 
-METHODS: dict[str | None, type[QuantizationMethod]] = {
-    None: Unquantized,
-    "w8a8_int8": W8A8Int8,
-}
+__all__ = ["LinearLayout", "QuantizationMethod", "Unquantized", "quantization_method"]
 
-__all__ = ["METHODS", "LinearLayout", "QuantizationMethod", "Unquantized"]
+
+def quantization_method(name: str | None) -> QuantizationMethod:
+    """The method with this name; None is no quantisation. Raises KeyError for a name that does not exist."""
+    if name is None:
+        return Unquantized()
+    return import_module(f"runtime.layers.quantization.{METHODS[name].file}").METHOD()

@@ -16,3 +16,6 @@ class W8A8Int8(Unquantized):
 
     def prepare_weight(self, weight: Tensor, kernels: Kernels) -> Tensor:
         return kernels.prepare(weight, bits=8)
+
+
+METHOD = W8A8Int8
