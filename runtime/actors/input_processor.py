@@ -64,8 +64,6 @@ class InputProcessor:
         sampling, ids = request.sampling, request.ids or ()
         stop_ids = frozenset() if sampling.ignore_eos else self._eos_ids | sampling.stop_token_ids
         new = self._context_length if sampling.max_new_tokens is None else sampling.max_new_tokens
-        if request.wants_embedding:
-            new = 0
         seed = self._random.getrandbits(64) if sampling.seed is None else sampling.seed
         return request, [
             Sequence(
@@ -83,7 +81,9 @@ class InputProcessor:
         context, sampling = self._context_length, request.sampling
         if not ids:
             raise InvalidRequest("The prompt is empty.", param="text")
-        new = 0 if request.wants_embedding else sampling.max_new_tokens
+        if request.wants_embedding:
+            sampling = replace(sampling, max_new_tokens=0, min_new_tokens=0)
+        new = sampling.max_new_tokens
         needs_room = 0 if new == 0 else 1
         if len(ids) + needs_room > context:
             if not request.truncate:

@@ -1,4 +1,4 @@
-"""The tokenizer actor: text to ids, batched, off the loop when it is long; then to the scheduler."""
+"""The tokenizer actor: text to ids, off the loop when it is long; then to the scheduler."""
 
 from __future__ import annotations
 

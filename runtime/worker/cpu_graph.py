@@ -1,7 +1,7 @@
 """A step as one native call: the model's own forward, captured once, its kernels in C++ run one after the other.
 
 The counterpart on a CPU of what a CUDA graph is on a GPU. A step of a small model is hundreds of operations, each of
-which costs Python and torch microseconds and asks for Python's lock, for which the loop competes. Recorded they
+which costs Python and torch microseconds and asks for Python's lock, for which the loop competes. Captured they
 cost one call, without the lock, for any batch of up to `capacity` tokens: from the batch's arrays to its tokens.
 """
 
@@ -37,7 +37,7 @@ def chooses_greedily(sampling: Sampling) -> bool:
 class CpuGraph:
     """Computes steps of up to `capacity` tokens and `max_rows` rows. Belongs to the thread that computes.
 
-    Recorded is `model(batch)`, with a batch whose tensors every step writes first. Raises `NotCapturable` for a model
+    Captured is `model(batch)`, with a batch whose tensors every step writes first. Raises `NotCapturable` for a model
     of which torch computes a part.
     """
 
