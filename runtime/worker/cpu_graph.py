@@ -93,11 +93,6 @@ class CpuGraph:
         self._run(self._to_tokens, batch, last_tokens, rows)
         return self._ids[: len(rows)], self._sound[: len(rows)]
 
-    def logits(self, batch: Batch, last_tokens: Tensor) -> Tensor:
-        """Compute a step -> float32 logits [R, V] of its sampling rows. Reads `last_tokens`, int64 by sequence."""
-        rows = batch.sampling.rows if batch.sampling is not None else NO_ROWS
-        return self._head(self.hidden(batch, last_tokens, rows))
-
     def hidden(self, batch: Batch, last_tokens: Tensor, rows: Ints) -> Tensor:
         """Compute a step -> the hidden states [n, E] at the last positions of these rows, the final norm applied.
 

@@ -6,15 +6,18 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ops.attention import AttentionMetadata, token_positions
 from ops.select import Kernels, select
+from runtime.batch import Batch
 from runtime.config.plan import ModelPlan
 from runtime.kv_cache.pools import KVPool
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.models.config import read_facts
 from runtime.models.decoder import Decoder
 from runtime.models.loader import load_model
+from runtime.worker.cpu_graph import NO_ROWS, CpuGraph
 
 
 def load(path: str, overrides: dict | None = None, *, kernels: Kernels | None = None, **changes) -> Decoder:
@@ -105,3 +108,9 @@ def embedded(model: Decoder) -> torch.Tensor:
     """The weight of the token embedding, [V, E]."""
     embedding: Any = model.embedding
     return embedding.weight
+
+
+def graph_logits(graph: CpuGraph, model: Decoder, batch: Batch, last_tokens: Tensor) -> Tensor:
+    """float32 logits [R, V] of the sampling rows, as served: hidden states from the graph, then the head."""
+    rows = batch.sampling.rows if batch.sampling is not None else NO_ROWS
+    return model.logits(graph.hidden(batch, last_tokens, rows))

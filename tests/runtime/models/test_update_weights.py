@@ -120,12 +120,14 @@ def test_a_recorded_graph_computes_with_the_new_weights(quantization: str | None
     own = kernels("with_cpp")
     model = paged_forward.load(before, kernels=own, quantization=quantization)
     graph = CpuGraph(model, paged_forward.pool_for(model, 8, 16), own, 32, 1)
-    first = graph.logits(prompt(), torch.zeros(1, dtype=torch.int64)).clone()
+    first = paged_forward.graph_logits(graph, model, prompt(), torch.zeros(1, dtype=torch.int64)).clone()
     update_weights(model, tensors_of(after))
-    found = graph.logits(prompt(), torch.zeros(1, dtype=torch.int64))
+    found = paged_forward.graph_logits(graph, model, prompt(), torch.zeros(1, dtype=torch.int64))
     fresh = paged_forward.load(after, kernels=own, quantization=quantization)
     again = CpuGraph(fresh, paged_forward.pool_for(fresh, 8, 16), own, 32, 1)
-    assert torch.equal(found, again.logits(prompt(), torch.zeros(1, dtype=torch.int64)))
+    assert torch.equal(
+        found, paged_forward.graph_logits(again, fresh, prompt(), torch.zeros(1, dtype=torch.int64))
+    )
     assert not torch.equal(found, first)
 
 

@@ -109,7 +109,7 @@ def test_a_recorded_step_is_the_kernels_one_by_one_is_plain_torch(
             if apart is not None:
                 plain = eager(native, pools[2], batch, last_tokens)
                 assert len(plain) == 0 or (one_by_one - plain).abs().max() <= apart
-            assert torch.equal(graph.logits(batch, last_tokens), one_by_one)
+            assert torch.equal(paged_forward.graph_logits(graph, captured, batch, last_tokens), one_by_one)
             assert graph.chooses == (family != "gemma2")  # whose logits are bounded before they are compared
             if not graph.chooses:
                 continue
@@ -209,7 +209,10 @@ def test_whatever_the_models_embedding_does_is_captured() -> None:
     batch = batch_of([5, 1])
     with torch.inference_mode():
         wanted = eager(model, pools[2], batch, last_tokens)
-        found, other = (graph.logits(batch, last_tokens) for graph in graphs)
+        found, other = (
+            paged_forward.graph_logits(graph, each, batch, last_tokens)
+            for graph, each in zip(graphs, (model, plain))
+        )
     assert torch.equal(found, wanted)
     assert not torch.equal(other, wanted)
 
