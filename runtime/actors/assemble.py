@@ -77,7 +77,7 @@ async def assemble(plan: Plan, facts: ModelFacts) -> EngineCore:
     logger.info(
         "max_total_num_tokens=%d, chunked_prefill_size=%s, max_prefill_tokens=%d, max_running_requests=%d, "
         "context_len=%d",
-        sum(each.schedule.load.num_pages for each in replicas) * plan.cache.page_size,
+        sum(each.scheduler.load.num_pages for each in replicas) * plan.cache.page_size,
         plan.schedule.chunk_tokens,
         plan.schedule.max_prefill_tokens,
         plan.schedule.max_running,

@@ -1,4 +1,4 @@
-"""One copy of the model, ready to compute: its plan, its schedule and its runner."""
+"""One copy of the model, ready to compute: its plan, its scheduler and its runner."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Replica:
     """One copy of the model, handed to a scheduler actor, which closes the runner."""
 
     plan: Plan  # with the number of sequences that its KV pool allows
-    schedule: Scheduler
+    scheduler: Scheduler
     runner: Runner
 
 
@@ -139,7 +139,7 @@ class _ReplicaLoader:
         reason = f"{pages} pages of {cache.page_size} tokens in {cache.kv_dtype}: {reason}"
         after = await anyio.to_thread.run_sync(worker.memory)
         _log_memory(plan, memory[0], after, kv_bytes, reason, steps)
-        schedule = Scheduler(
+        scheduler = Scheduler(
             plan.schedule,
             PrefixCache(pages, plan.cache.page_size, enabled=plan.cache.prefix_cache),
             vocab_size=facts.vocab_size,
@@ -148,7 +148,7 @@ class _ReplicaLoader:
         executor = await anyio.to_thread.run_sync(worker.lead, plan)
         runner = ModelRunner(executor, kernels_description=worker.kernels_description)
         self._runner = GroupRunner(runner, group, worker.mesh) if group.workers else runner
-        return Replica(plan, schedule, self._runner)
+        return Replica(plan, scheduler, self._runner)
 
     async def close(self) -> None:
         """Give everything back, however far it came."""

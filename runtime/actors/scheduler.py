@@ -93,7 +93,7 @@ class SchedulerActor:
     @classmethod
     def of(cls, replica: Replica, requests: LiveRequests, detokenizer: DetokenizerActor) -> SchedulerActor:
         """The actor of a replica."""
-        return cls(replica.schedule, replica.runner, replica.plan.schedule, requests, detokenizer)
+        return cls(replica.scheduler, replica.runner, replica.plan.schedule, requests, detokenizer)
 
     # --- messages ---
 

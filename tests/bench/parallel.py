@@ -106,12 +106,12 @@ async def _decode(replica: Replica, vocab_size: int, rows: int, steps: int) -> C
     if group is not None:
         meter.attach(group.mesh)
     for number in range(rows):
-        replica.schedule.add(_row(number, steps, vocab_size))
+        replica.scheduler.add(_row(number, steps, vocab_size))
     times: list[float] = []
     sending: list[float] = []
     decoding: list[float] = []
     while len(times) < steps + WARM_UP_STEPS:
-        batch = replica.schedule.fill()
+        batch = replica.scheduler.fill()
         if batch is None:
             raise RuntimeError("The schedule ended before the measurement.")
         began = perf_counter()
@@ -119,7 +119,7 @@ async def _decode(replica: Replica, vocab_size: int, rows: int, steps: int) -> C
         replica.runner.finish_oldest()
         output = await asyncio.shield(step)
         times.append(perf_counter() - began)
-        replica.schedule.apply(batch, output)
+        replica.scheduler.apply(batch, output)
         meter.end_step()
         if group is not None:
             sending.append(group.seconds_sending)
