@@ -9,6 +9,7 @@ from uuid import uuid4
 
 from runtime.constraint import Constraint
 from runtime.errors import InvalidRequest
+from runtime.grammar.spec import Grammar
 from runtime.sampling_params import MAX_BIASES, SamplingParams
 
 MAX_TOP_LOGPROBS = 128
@@ -56,7 +57,8 @@ class Request:
     add_special_tokens: bool = True  # chat templates write their own
     truncate: bool = False  # cut a too long prompt instead of refusing it
     wants_embedding: bool = False
-    constraint: Constraint | None = None  # of our own making: no API takes one yet
+    grammar: Grammar | None = None  # what the output must match; the engine makes the constraint of it
+    constraint: Constraint | None = None  # of a grammar, or of our own making
     label: str = field(default_factory=lambda: uuid4().hex)
     id: int = field(default_factory=lambda: next(_request_ids))
 

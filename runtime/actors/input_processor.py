@@ -47,6 +47,8 @@ class InputProcessor:
                 raise InvalidRequest(f"Token ids in {param} must be in [0, {self._vocab_size}).", param=param)
         if not self._has_tokenizer and sampling.stop:
             raise InvalidRequest("Stop strings need a tokenizer; this engine has none.", param="stop")
+        if request.grammar is not None:
+            raise InvalidRequest("This engine compiles no grammars.", param="grammar")
         if request.wants_embedding:
             _check_embedding(request)
 

@@ -1,0 +1,1 @@
+"""What an output must match: JSON schemas, regular expressions and grammars."""
