@@ -10,10 +10,11 @@ from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp
 
 from runtime.errors import InvalidRequest
+from serve.chat.request import render
 from serve.decode import Length, decode
 from serve.endpoint import json_response, parse_object, read_body
 from serve.native.schema import MAX_PROMPTS
-from serve.openai.chat import render
+from serve.openai.messages import chat_of
 from serve.openai.schema import ChatBody
 
 if TYPE_CHECKING:
@@ -54,7 +55,9 @@ def _tokenize(core: EngineCore, raw: bytes) -> dict[str, Any]:
     tokenizer = _tokenizer(core)
     if value.get("messages") is not None and value.get("prompt") is None:
         chat = decode(TokenizeChatBody, value)
-        text = render(core, chat, add_generation_prompt=chat.add_generation_prompt)
+        asked = chat_of(chat)
+        asked.add_generation_prompt = chat.add_generation_prompt
+        text = render(core, asked)
         texts, is_list, special = [text], False, chat.add_special_tokens
     else:
         body = decode(TokenizeBody, value)

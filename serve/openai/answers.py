@@ -53,10 +53,16 @@ class UsageCount:
     def __init__(self, *, cache_report: bool) -> None:
         self._cache_report = cache_report
         self._latest: dict[tuple[int, int], Usage] = {}
+        self._reasoning: dict[tuple[int, int], int] = {}
 
     def note(self, request_index: int, index: int, usage: Usage) -> None:
         """The usage so far of one choice of the prompt at `request_index`."""
         self._latest[request_index, index] = usage
+
+    def note_reasoning(self, request_index: int, index: int, num_tokens: int) -> None:
+        """How many tokens of a choice's output are reasoning, so far."""
+        if num_tokens:
+            self._reasoning[request_index, index] = num_tokens
 
     def total(self) -> dict[str, Any]:
         """The `usage` object."""
@@ -65,18 +71,20 @@ class UsageCount:
         }
         prompt = sum(usage.prompt for usage in first.values())
         cached = sum(usage.cached for usage in first.values())
-        return self._usage(prompt, sum(usage.output for usage in self._latest.values()), cached)
+        output = sum(usage.output for usage in self._latest.values())
+        return self._usage(prompt, output, cached, sum(self._reasoning.values()))
 
-    def so_far(self, usage: Usage) -> dict[str, Any]:
+    def so_far(self, request_index: int, index: int, usage: Usage) -> dict[str, Any]:
         """The `usage` object of one choice."""
-        return self._usage(*usage)
+        return self._usage(*usage, self._reasoning.get((request_index, index), 0))
 
-    def _usage(self, prompt: int, output: int, cached: int) -> dict[str, Any]:
+    def _usage(self, prompt: int, output: int, cached: int, reasoning: int) -> dict[str, Any]:
         details = {"cached_tokens": cached} if self._cache_report and cached > 0 else None
         return {
             "prompt_tokens": prompt,
             "completion_tokens": output,
             "total_tokens": prompt + output,
             "prompt_tokens_details": details,
-            "reasoning_tokens": 0,
+            "completion_tokens_details": {"reasoning_tokens": reasoning} if reasoning else None,
+            "reasoning_tokens": reasoning,
         }

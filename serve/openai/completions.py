@@ -190,7 +190,7 @@ class CompletionAnswers:
                 before,
                 orjson.dumps(text),
                 self._rest(request_index, number, chunk, text),
-                self._event_end(chunk),
+                self._event_end(request_index, chunk),
             )
         return b"".join(parts)
 
@@ -209,9 +209,9 @@ class CompletionAnswers:
         }
         return b"," + orjson.dumps(fields)[1:]
 
-    def _event_end(self, chunk: Chunk) -> bytes:
+    def _event_end(self, request_index: int, chunk: Chunk) -> bytes:
         if self._options.continuous_usage_stats:
-            return event_end(self._usage.so_far(chunk.usage))
+            return event_end(self._usage.so_far(request_index, chunk.index, chunk.usage))
         return self._end
 
     # --- both ---

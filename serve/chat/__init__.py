@@ -1,0 +1,1 @@
+"""Chat, whatever protocol it is asked for in: from messages to a request, from output to events."""

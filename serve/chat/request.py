@@ -1,0 +1,111 @@
+"""From a chat, whatever protocol it came in, to the engine's request and the parser of its output."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from runtime.errors import InvalidRequest
+from runtime.grammar.spec import Grammar
+from runtime.request import Chunk, Finish, LogprobParams, Request
+from serve.chat.message import AssistantMessage, collect
+from serve.chat.parser import OutputParser
+from serve.sampling import sampling_params
+
+if TYPE_CHECKING:
+    from runtime.actors.engine_core import EngineCore
+
+
+@dataclass(slots=True, kw_only=True)
+class ChatRequest:
+    """A chat as every protocol says it, with the names of OpenAI's chat completions.
+
+    Errors name these fields, where sampling parameters have the names of /v1/chat/completions.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # as `serve.sampling.read_sampling` gives them
+    tools: Sequence[Mapping[str, Any]] | None = None  # {"type": "function", "function": {...}}
+    tool_choice: str | Mapping[str, Any] | None = None  # None: "auto" with tools
+    parallel_tool_calls: bool = True
+    grammar: Grammar | None = None  # what the answer's text must match (response_format)
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # further variables of the chat template
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    separate_reasoning: bool = True
+    stream_reasoning: bool = True
+    logprobs: LogprobParams | None = None
+    label: str = field(default_factory=lambda: uuid4().hex)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedChat:
+    """A chat that can be submitted, and what reads its output."""
+
+    request: Request
+
+    @property
+    def parses(self) -> bool:
+        """Whether the output may be more than the answer's text."""
+        return False
+
+    def new_parser(self) -> OutputParser:
+        """The parser of one choice."""
+        return OutputParser()
+
+    def message(self, chunk: Chunk, parser: OutputParser) -> AssistantMessage:
+        """The answer of a choice that came whole; `parser` is new."""
+        return collect(parser.feed_chunk(chunk))
+
+    def finish_kind(self, finish: Finish, parser: OutputParser) -> str:
+        """OpenAI's finish_reason: "stop", "length", "tool_calls" or "abort"."""
+        return "tool_calls" if finish.kind == "stop" and parser.num_calls else finish.kind
+
+
+def prepare(core: EngineCore, chat: ChatRequest) -> PreparedChat:
+    """Raises `InvalidRequest` naming the field of `chat` that is wrong. Renders, so long chats belong in a thread."""
+    _refuse_tools(chat)
+    if chat.grammar is not None:
+        raise InvalidRequest("response_format is not built yet; leave it out.", param="response_format")
+    serve = core.plan.serve
+    sampling = sampling_params("chat", chat.sampling, serve.preferred_sampling, facts=core.facts)
+    request = Request(
+        text=render(core, chat),
+        sampling=sampling,
+        logprobs=chat.logprobs,
+        add_special_tokens=False,
+        truncate=serve.allow_auto_truncate,
+        label=chat.label,
+    )
+    return PreparedChat(request=request)
+
+
+def render(core: EngineCore, chat: ChatRequest) -> str:
+    """The prompt's text; without `add_generation_prompt` it ends with the last message.
+
+    Raises `InvalidRequest` naming what is wrong.
+    """
+    if core.tokenizer is None:
+        raise InvalidRequest("This server has no tokenizer; use /generate with input_ids.", param="messages")
+    if core.tokenizer.template is None:
+        raise InvalidRequest("This model has no chat template; use /v1/completions.", param="messages")
+    if chat.continue_final_message and chat.messages[-1]["role"] != "assistant":
+        raise InvalidRequest(
+            "continue_final_message needs the last message to be the assistant's.",
+            param="continue_final_message",
+        )
+    return core.tokenizer.template.render(
+        chat.messages,
+        add_generation_prompt=chat.add_generation_prompt and not chat.continue_final_message,
+        continue_final_message=chat.continue_final_message,
+        **chat.template_kwargs,
+    )
+
+
+def _refuse_tools(chat: ChatRequest) -> None:
+    if chat.tools and chat.tool_choice != "none":
+        raise InvalidRequest('tools is not built yet; leave it out or say tool_choice "none".', param="tools")
+    if not chat.tools and chat.tool_choice not in (None, "none", "auto"):
+        raise InvalidRequest("tool_choice is not built yet; leave it out.", param="tool_choice")

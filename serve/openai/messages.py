@@ -1,0 +1,94 @@
+"""The part of a chat body that makes the prompt: messages checked, and variables of the template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from uuid import uuid4
+
+from runtime.errors import InvalidRequest
+from runtime.request import LogprobParams
+from serve.chat.request import ChatRequest
+from serve.openai.schema import ChatBody, Message
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+RESERVED_KWARGS = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
+
+
+def chat_of(body: ChatBody) -> ChatRequest:
+    """The chat that the body asks for. Raises `InvalidRequest` naming the key that is wrong."""
+    return ChatRequest(
+        messages=[_message(message, f"messages.{index}") for index, message in enumerate(body.messages)],
+        sampling=body.sampling,
+        tools=body.tools,
+        tool_choice=body.tool_choice,
+        parallel_tool_calls=body.parallel_tool_calls,
+        template_kwargs=_template_kwargs(body),
+        continue_final_message=body.continue_final_message,
+        separate_reasoning=body.separate_reasoning,
+        stream_reasoning=body.stream_reasoning,
+        logprobs=_logprobs(body),
+        label=body.rid or uuid4().hex,
+    )
+
+
+def _message(message: Message, path: str) -> dict[str, Any]:
+    role = message.role.lower()
+    if role not in ROLES:
+        raise InvalidRequest(f"{path}.role must be one of {', '.join(ROLES)}.", param=f"{path}.role")
+    content: Any = message.content
+    if content is None and not (role == "assistant" and (message.tool_calls or message.reasoning_content)):
+        raise InvalidRequest(f"{path}.content is required.", param=f"{path}.content")
+    if isinstance(content, list):
+        content = [{"type": "text", "text": text} for text in _texts(message, path)]
+    return {
+        "role": "system" if role == "developer" else role,  # templates know the older word
+        "content": content,
+        "name": message.name,
+        "tool_calls": [_tool_call(call) for call in message.tool_calls] if message.tool_calls else None,
+        "tool_call_id": message.tool_call_id,
+        "reasoning_content": message.reasoning_content,
+    }
+
+
+def _texts(message: Message, path: str) -> list[str]:
+    texts = []
+    for index, part in enumerate(message.content or ()):
+        where = f"{path}.content.{index}"
+        if isinstance(part, str) or part.type != "text":
+            kind = "" if isinstance(part, str) else f' "{part.type[:40]}"'
+            raise InvalidRequest(f"{where}.type{kind} is not built yet; only text is.", param=f"{where}.type")
+        if part.text is None:
+            raise InvalidRequest(f"{where}.text is required.", param=f"{where}.text")
+        texts.append(part.text)
+    return texts
+
+
+def _tool_call(call: Any) -> dict[str, Any]:
+    function = {"name": call.function.name, "arguments": call.function.arguments or {}}
+    return {"id": call.id, "type": call.type, "function": function}
+
+
+def _template_kwargs(body: ChatBody) -> Mapping[str, Any]:
+    kwargs = dict(body.chat_template_kwargs)
+    taken = RESERVED_KWARGS & kwargs.keys()
+    if taken:
+        param = f"chat_template_kwargs.{min(taken)}"
+        raise InvalidRequest(f"{param} is a field of the request itself.", param=param)
+    effort = body.reasoning_effort
+    if body.reasoning is not None:
+        enabled = body.reasoning.enable if body.reasoning.enabled is None else body.reasoning.enabled
+        if enabled is not None:
+            kwargs.setdefault("thinking", enabled)
+        effort = effort or body.reasoning.effort
+    if effort is not None:
+        kwargs.setdefault("reasoning_effort", effort)
+    return kwargs
+
+
+def _logprobs(body: ChatBody) -> LogprobParams | None:
+    if body.logprobs:
+        return LogprobParams(top=body.top_logprobs or 0, text=True)
+    if body.top_logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs to be true.", param="top_logprobs")
+    return None
