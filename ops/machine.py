@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import metadata, util
@@ -106,12 +107,26 @@ def _memory() -> tuple[int, int]:
     """(total, available) bytes of main memory, within the limit of the container if there is one."""
     lines = re.findall(r"^(MemTotal|MemAvailable):\s*(\d+) kB$", _read("/proc/meminfo"), re.MULTILINE)
     kilobytes = dict(lines)
+    room = _address_space()
     total = int(kilobytes.get("MemTotal", 0)) * 1024 or _physical_bytes()
     available = int(kilobytes.get("MemAvailable", 0)) * 1024 or total
     limit, used = _container_memory()
-    if limit is None or limit >= total:
-        return total, available
-    return limit, max(0, min(available, limit - used))
+    if limit is not None and limit < total:
+        total, available = limit, max(0, min(available, limit - used))
+    return total, min(available, room)
+
+
+def _address_space() -> int:
+    """Bytes that this process may still map (`ulimit -v`)."""
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return sys.maxsize
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return sys.maxsize
+    pages = _read("/proc/self/statm").split()
+    return max(0, limit - int(pages[0]) * os.sysconf("SC_PAGE_SIZE")) if pages else limit
 
 
 def _physical_bytes() -> int:

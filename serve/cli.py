@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from importlib import import_module, metadata
 
 from runtime.config import Args
-from runtime.errors import ConfigurationError
+from runtime.errors import ConfigurationError, EngineFailure
 from serve.usage import help_text
 
 REFUSED = 2  # exit status of a command line that cannot be followed
+FAILED = 1  # of an engine that could not start
 
 
 def run(words: Sequence[str]) -> int:
@@ -21,6 +22,18 @@ def run(words: Sequence[str]) -> int:
     except ConfigurationError as error:
         sys.stderr.write(refused(error))
         return REFUSED
+    except EngineFailure as error:
+        sys.stderr.write(failed(error))
+        return FAILED
+
+
+def failed(error: EngineFailure) -> str:
+    """Why the engine could not start, with what the system said, for people."""
+    cause = error.__cause__
+    if cause is None:
+        return f"penstock: {error.message}\n"
+    first = next(iter(str(cause).strip().splitlines()), "no message")
+    return f"penstock: {error.message} ({type(cause).__name__}: {first})\n"
 
 
 def refused(error: ConfigurationError) -> str:

@@ -12,6 +12,7 @@ import logging
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import tempfile
 from collections.abc import Collection, Sequence
@@ -67,7 +68,7 @@ def build(compiler: str, processor: Collection[str], flags: Sequence[str] = FLAG
     """The compiled library, from the cache where it is there. Blocks for some seconds where it is not.
 
     One process compiles at a time, others wait for it and take what it made. A build that fails is tried once more.
-    Where the cache cannot be written, the library is made in a temporary directory. Raises `BuildError`.
+    Where the cache cannot be written, the user's folder among the temporary files is the cache. Raises `BuildError`.
     """
     name = _name(SOURCES, compiler, processor, flags)
     try:
@@ -76,10 +77,33 @@ def build(compiler: str, processor: Collection[str], flags: Sequence[str] = FLAG
             return path
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = _locked(path.parent)
-    except (OSError, RuntimeError):
-        return _make(Path(tempfile.mkdtemp(prefix="penstock-")), compiler, processor, flags)
+    except (OSError, RuntimeError) as reason:
+        path = _spare_directory(reason) / name
+        lock = _locked(path.parent)
     with lock:
         return path if _is_whole(path) else _make(path.parent, compiler, processor, flags)
+
+
+def _spare_directory(reason: Exception) -> Path:
+    """A folder that later starts of this user find again, and that nobody else can write to.
+
+    What lies in it is loaded as code. Raises `BuildError` where another user holds the name.
+    """
+    folder = Path(tempfile.gettempdir()) / f"penstock-kernels-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        facts = folder.lstat()
+    except OSError as error:
+        raise BuildError(f"Neither the cache ({reason}) nor {folder} can be written: {error}.") from error
+    if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mode & 0o022:
+        raise BuildError(f"The cache cannot be written ({reason}), and {folder} is not this user's alone.")
+    logger.warning(
+        "The cache of compiled kernels cannot be written (%s); %s is used. Set XDG_CACHE_HOME to a folder that "
+        "can be written.",
+        reason,
+        folder,
+    )
+    return folder
 
 
 def _name(sources: Path, compiler: str, processor: Collection[str], flags: Sequence[str]) -> str:

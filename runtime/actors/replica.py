@@ -19,7 +19,7 @@ from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import Plan
 from runtime.distributed.link import encode
 from runtime.distributed.worker_group import WorkerGroup, thread_environment
-from runtime.errors import ConfigurationError, EngineFailure, first_error
+from runtime.errors import CheckpointError, ConfigurationError, EngineFailure, first_error
 from runtime.kv_cache.prefix_cache import PrefixCache
 from runtime.kv_cache.sizing import StepMemory, check_balance, max_running, memory_table, size_pool
 from runtime.scheduler.scheduler import Scheduler
@@ -28,6 +28,11 @@ if TYPE_CHECKING:
     from runtime.worker.worker import CacheSetup, ModelWorker
 
 logger = logging.getLogger("penstock.core")
+
+NO_MEMORY = (
+    "There is too little memory for the model and its KV cache; lower --mem-fraction-static or --max-total-tokens, or "
+    "end other programs."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,14 +193,16 @@ def _share_processors(plan: Plan) -> dict[str, str]:
 def _start_failure(error: BaseException) -> BaseException:
     """What to raise when a replica cannot start: what the system refused becomes an error of ours."""
     import torch
+    from safetensors import SafetensorError
 
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return EngineFailure(
-            "There is too little memory for the model and its KV cache; lower --mem-fraction-static or "
-            "--max-total-tokens, or end other programs."
-        )
+        return EngineFailure(NO_MEMORY)
+    if isinstance(error, RuntimeError) and "allocate memory" in str(error):  # torch's word for it on a CPU
+        return EngineFailure(NO_MEMORY)
+    if isinstance(error, SafetensorError):
+        return CheckpointError(f"The weights cannot be read: {error}.")
     if isinstance(error, OSError | RuntimeError):
-        return EngineFailure("The model could not be started; the log has the reason.")
+        return EngineFailure("The model could not be started.")
     return error
 
 

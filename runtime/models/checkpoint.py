@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +18,16 @@ TORCH_INDEX = "pytorch_model.bin.index.json"
 MAX_HEADER_BYTES = 100 * 2**20
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # how the file begins that git has without git-lfs
+_DTYPE_BITS = {
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E5M2FNUZ", "F8_E4M3FNUZ"), 8),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
+    **dict.fromkeys(("I32", "U32", "F32"), 32),
+    **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
+}
 _DTYPE_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -115,7 +126,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     with stream:
         length = int.from_bytes(stream.read(8), "little")
         if not 2 <= length <= MAX_HEADER_BYTES:
-            raise CheckpointError(f"{file} is no safetensors file.")
+            raise CheckpointError(f"{file} is no safetensors file.{lfs_hint(file)}")
         try:
             header = json.loads(stream.read(length))
             entries = {
@@ -128,12 +139,44 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
                 for name, entry in header.items()
                 if name != "__metadata__"
             }
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{file} has a damaged header.") from error
+    _check_entries(file, entries, 8 + length)
     expected = max((entry.end for entry in entries.values()), default=8 + length)
     if file.stat().st_size < expected:
         raise CheckpointError(f"{file} is cut off: {file.stat().st_size} bytes of {expected}.")
     return entries
+
+
+def lfs_hint(file: Path) -> str:
+    """A sentence to add to an error about a file that is only git-lfs' pointer to the real one; else nothing."""
+    try:
+        with file.open("rb") as stream:
+            is_pointer = stream.read(len(LFS_POINTER)) == LFS_POINTER
+    except OSError:
+        return ""
+    return " It is a pointer of git-lfs: run `git lfs pull` in its folder to get the real file." * is_pointer
+
+
+def _check_entries(file: Path, entries: Mapping[str, StoredTensor], begin: int) -> None:
+    """Raise CheckpointError unless the tensors have the sizes that they claim and lie one behind the other."""
+    for name, entry in entries.items():
+        sizes = [*entry.shape, entry.begin, entry.end]
+        if not all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in sizes):
+            raise CheckpointError(f"{file} has a damaged header: {name} has no usable shape or place.")
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if entry.dtype not in _DTYPE_BITS:
+            raise CheckpointError(f"{file}: {name} has the dtype {entry.dtype}, which is not known.")
+        num_bytes = -(-math.prod(entry.shape) * _DTYPE_BITS[entry.dtype] // 8)
+        if entry.end - entry.begin != num_bytes:
+            raise CheckpointError(
+                f"{file} has a damaged header: {name} ({entry.dtype}, {'x'.join(map(str, entry.shape)) or 'a scalar'}) "
+                f"needs {num_bytes} bytes and has {entry.end - entry.begin}."
+            )
+        if entry.begin != begin:
+            trouble = "overlaps the tensor before it" if entry.begin < begin else "leaves a gap before it"
+            raise CheckpointError(f"{file} has a damaged header: {name} {trouble}.")
+        begin = entry.end
 
 
 def weight_bytes(directory: Path) -> int:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from runtime.config.fields import Fields
 from runtime.config.model_facts import ModelFacts
-from runtime.errors import CheckpointError
+from runtime.errors import CheckpointError, InvalidRequest
 from runtime.layers.rope_parameters import RopeParameters, read_rope_parameters
-from runtime.models.checkpoint import stored_dtype, weight_bytes
+from runtime.models.checkpoint import lfs_hint, stored_dtype, weight_bytes
 from runtime.models.registry import ARCHITECTURES, entry
-from runtime.sampling_params import FROM_MODEL
+from runtime.sampling_params import FROM_MODEL, SamplingParams
+
+logger = logging.getLogger("penstock.core")
 
 DTYPES = ("float32", "float16", "bfloat16")
 ACTIVATIONS = {
@@ -56,12 +60,10 @@ def read_facts(path: str, overrides: Mapping[str, Any] | None = None) -> ModelFa
         vocab_size=config.vocab_size,
         context_length=config.rope().context_length,
         dtype=config.dtype or stored_dtype(directory) or "float32",
-        eos_ids=_token_ids(values, "eos_token_id") | _token_ids(generation, "eos_token_id"),
+        eos_ids=_eos_ids(values, generation, config.vocab_size),
         bos_id=min(bos_ids, default=None),
         weight_bytes=weight_bytes(directory),
-        preferred_sampling={
-            name: generation[name] for name in FROM_MODEL if generation.get(name) is not None
-        },
+        preferred_sampling=_preferred_sampling(generation),
         config=values,
     )
 
@@ -171,8 +173,8 @@ def _architecture(values: Mapping[str, Any]) -> str:
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}.{lfs_hint(file)}") from error
     if not isinstance(values, dict):
         raise CheckpointError(f"{file} must hold a JSON object.")
     return values
@@ -185,3 +187,34 @@ def _token_ids(values: Mapping[str, Any], name: str) -> frozenset[int]:
     if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
         raise CheckpointError(f"{name} must be a token id or a list of them, not {values.get(name)!r}.")
     return frozenset(ids)
+
+
+def _eos_ids(values: Mapping[str, Any], generation: Mapping[str, Any], vocab_size: int) -> frozenset[int]:
+    """The tokens that end a text. Raises CheckpointError where the model can write none of those that are named."""
+    named = _token_ids(values, "eos_token_id") | _token_ids(generation, "eos_token_id")
+    within = frozenset(token_id for token_id in named if token_id < vocab_size)
+    beyond = sorted(named - within)
+    if beyond and not within:
+        raise CheckpointError(
+            f"eos_token_id {', '.join(map(str, beyond))} is beyond the vocabulary of {vocab_size} tokens: no text "
+            "would end. Correct config.json, or set it with --json-model-override-args."
+        )
+    if beyond:
+        logger.warning("eos_token_id %s is beyond the vocabulary of %d tokens.", beyond, vocab_size)
+    return within
+
+
+def _preferred_sampling(generation: Mapping[str, Any]) -> dict[str, Any]:
+    """What generation_config.json says of sampling. Raises CheckpointError for what is no number."""
+    found = {name: generation[name] for name in FROM_MODEL if generation.get(name) is not None}
+    for name, value in list(found.items()):
+        whole = name == "top_k"
+        if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+            kind = "a whole number" if whole else "a number"
+            raise CheckpointError(f"generation_config.json: {name} must be {kind}, not {value!r}.")
+        try:
+            replace(SamplingParams(), **{name: value if value or not whole else -1})
+        except InvalidRequest as error:
+            logger.warning("generation_config.json is not followed: %s", error.message)
+            del found[name]
+    return found

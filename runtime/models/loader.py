@@ -10,6 +10,7 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
+from ops.machine import GIB, Machine
 from ops.select import Kernels
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import ModelPlan
@@ -65,6 +66,7 @@ def load_model(
         with torch.device("meta"):
             split(model, group)
     dtype = getattr(torch, plan.dtype)
+    _check_memory(model, dtype, device)
     for module in model.modules():
         _allocate(module, dtype, device)
     _fill_all(collect_shards(model), tensors, plan.num_load_threads)
@@ -72,6 +74,23 @@ def load_model(
         if isinstance(module, Prepared):
             module.prepare()
     return model.eval()
+
+
+def _check_memory(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise CheckpointError where the weights are larger than the memory that is free: nothing was taken yet."""
+    needed = sum(
+        parameter.numel() * getattr(parameter, "own_dtype", dtype).itemsize
+        for parameter in model.parameters()
+    )
+    if device.type == "cuda":
+        available, _ = torch.cuda.mem_get_info(device)
+    else:
+        available = Machine.probe().available_bytes
+    if available and needed > available:
+        raise CheckpointError(
+            f"The weights need {needed / GIB:.1f} GiB in {str(dtype).removeprefix('torch.')}, and "
+            f"{available / GIB:.1f} GiB of memory are free. Use a smaller model, or more devices (--tp-size)."
+        )
 
 
 def update_weights(model: Decoder, tensors: Mapping[str, Tensor]) -> None:

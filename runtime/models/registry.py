@@ -79,7 +79,23 @@ def entry(architecture: str) -> Entry:
     """The entry of an architecture. Raises CheckpointError, with a hint, where there is none."""
     if architecture in ARCHITECTURES:
         return ARCHITECTURES[architecture]
-    close = get_close_matches(architecture, ARCHITECTURES, n=1)
-    hint = f" Did you mean {close[0]}?" if close else ""
+    meant = _misspelt(architecture)
+    hint = f" Did you mean {meant}?" if meant else ""
     known = ", ".join(sorted(ARCHITECTURES))
     raise CheckpointError(f"The architecture {architecture} is not supported.{hint} Supported are: {known}.")
+
+
+def _misspelt(architecture: str) -> str | None:
+    """The name that was meant, where only letters are wrong: another number or addition is another architecture."""
+    stem = _family(architecture)
+    families = {_family(name): name for name in ARCHITECTURES if _digits(name) == _digits(architecture)}
+    close = get_close_matches(stem, families, n=1, cutoff=0.85)
+    return families[close[0]] if close else None
+
+
+def _family(architecture: str) -> str:
+    return architecture.lower().partition("for")[0]
+
+
+def _digits(name: str) -> str:
+    return "".join(filter(str.isdigit, name))

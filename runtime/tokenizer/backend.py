@@ -17,8 +17,27 @@ import tokenizers
 
 from runtime.config.plan import TextPlan
 from runtime.errors import ConfigurationError
+from runtime.models.checkpoint import lfs_hint
 
 logger = logging.getLogger("penstock.tokenizer")
+
+
+# What holds the tokens, in any of the formats; without one of these transformers may make a tokenizer of none.
+VOCABULARIES = (
+    "tokenizer.json",
+    "*.model*",
+    "*.tiktoken",
+    "vocab.*",
+    "tekken.json",
+    "*vocab*.json",
+    "*.spm",
+    "*.vocab",
+)
+WITHOUT_FILES = (
+    "ByT5Tokenizer",
+    "CanineTokenizer",
+    "PerceiverTokenizer",
+)  # whose tokens are bytes or characters
 
 
 class Backend(Protocol):
@@ -139,6 +158,12 @@ def read_tokenizer(plan: TextPlan) -> TokenizerFiles:
         raise ConfigurationError(f"--tokenizer-path {path} is not a directory.")
     config = _read_json(path / "tokenizer_config.json")
     own_code = _names_own_code(config)
+    needs_files = not own_code and config.get("tokenizer_class") not in WITHOUT_FILES
+    if needs_files and not any(any(path.glob(pattern)) for pattern in VOCABULARIES):
+        raise ConfigurationError(
+            f"{path} has no tokenizer (no tokenizer.json, tokenizer.model or vocabulary file). Add its files, name "
+            "another folder with --tokenizer-path, or serve token ids alone with --skip-tokenizer-init."
+        )
     has_json = (path / "tokenizer.json").is_file()
     if own_code and not plan.trust_remote_code:
         if not has_json:
@@ -156,7 +181,9 @@ def _read_directly(path: Path, config: dict[str, Any]) -> TokenizerFiles:
     try:
         library = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
     except Exception as error:  # the library raises nothing narrower
-        raise ConfigurationError(f"{path / 'tokenizer.json'} cannot be read: {error}.") from error
+        raise ConfigurationError(
+            f"{path / 'tokenizer.json'} cannot be read: {error}.{lfs_hint(path / 'tokenizer.json')}"
+        ) from error
     library.encode_special_tokens = bool(config.get("split_special_tokens", False))
     named = dict(config)
     if "added_tokens_decoder" not in config:

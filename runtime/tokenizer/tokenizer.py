@@ -42,6 +42,10 @@ class Tokenizer:
         Raises ConfigurationError when its files are missing or broken, or belong to a larger model.
         """
         files = read_tokenizer(plan)
+        if not files.backend.vocab_size:
+            raise ConfigurationError(
+                f"The tokenizer in {plan.tokenizer_path} has no tokens: its files are broken."
+            )
         if files.backend.base_size > facts.vocab_size:
             raise ConfigurationError(
                 f"The tokenizer in {plan.tokenizer_path} has {files.backend.base_size} tokens, the model "

@@ -53,7 +53,7 @@ class ModelArgs:
         None,
         "Longest sequence in tokens, prompt and output together. Default: what the model's configuration "
         "says; a larger value is refused.",
-        low=1,
+        low=2,
         plan=ModelPlan.context_length,
     )
     revision: str | None = option(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 import secrets
 
-from ops.machine import Gpu, Machine
+from ops.machine import GIB, Gpu, Machine
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import ModelPlan
 from runtime.config.quantization import METHODS
 from runtime.config.resolve.plan_builder import Decision, PlanBuilder, build
 
 DTYPES = {"half": "float16", "float": "float32"} | {name: name for name in ("float16", "bfloat16", "float32")}
+MAX_TABLE_SHARE = 0.1  # of the memory, for the angles of all positions
 REFUSED = Decision("cpu", "what was asked for cannot be used")
 _OTHER_DEVICES = {
     "xpu": "an Intel GPU",
@@ -34,7 +35,7 @@ def model_plan(builder: PlanBuilder, machine: Machine, facts: ModelFacts) -> Mod
         load_format=builder.follow("load_format"),
         dtype=_dtype(builder, chosen_gpu(device.value, machine), facts),
         device=device,
-        context_length=_context_length(builder, facts),
+        context_length=_context_length(builder, facts, _device_bytes(device.value, machine)),
         random_seed=_random_seed(builder),
         mmap=builder.follow("weight_loader_disable_mmap", not args.weight_loader_disable_mmap),
         num_load_threads=_num_load_threads(builder),
@@ -124,8 +125,22 @@ def _auto_dtype(gpu: Gpu | None, checkpoint: str) -> Decision[str]:
     return Decision(checkpoint, "the checkpoint's")
 
 
-def _context_length(builder: PlanBuilder, facts: ModelFacts) -> Decision[int]:
+def _device_bytes(device: str, machine: Machine) -> int:
+    """Of the memory that the model is to lie in."""
+    gpu = chosen_gpu(device, machine)
+    return machine.total_bytes if gpu is None else gpu.memory_bytes
+
+
+def _context_length(builder: PlanBuilder, facts: ModelFacts, memory_bytes: int) -> Decision[int]:
     asked = builder.args.model.context_length
+    context = facts.context_length if asked is None else min(asked, facts.context_length)
+    table_bytes = context * facts.head_dim * 4  # of rotary angles, in float32
+    if facts.path and memory_bytes and table_bytes > MAX_TABLE_SHARE * memory_bytes:
+        builder.refuse(
+            "context_length",
+            f"The model's context of {context} tokens needs a table of {table_bytes / GIB:.1f} GiB for positions "
+            f"alone, and there are {memory_bytes / GIB:.1f} GiB of memory; set a smaller --context-length.",
+        )
     if asked is None:
         return Decision(facts.context_length, "as the model's configuration says")
     if asked > facts.context_length:

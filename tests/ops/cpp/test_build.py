@@ -7,6 +7,7 @@ import os
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -158,6 +159,17 @@ def test_a_library_of_which_a_part_is_missing_is_compiled_again(
     assert runs(tmp_path) == 2 * (len(building.UNITS) + 1)
 
 
+@pytest.mark.parametrize("place", [0, 100, -DIGEST_BYTES])
+def test_a_library_with_zeros_in_it_is_compiled_again(fake: Fake, tmp_path: Path, place: int) -> None:
+    compiler = fake(f'echo "{"x" * 200}" > "$OUT"')
+    path = build(compiler, [])
+    whole = path.read_bytes()
+    at = place % len(whole)
+    path.write_bytes(whole[:at] + bytes(8) + whole[at + 8 :])
+    assert build(compiler, []).read_bytes() == whole
+    assert runs(tmp_path) == 2 * (len(building.UNITS) + 1)
+
+
 def test_a_library_that_cannot_be_loaded_is_compiled_again(fake: Fake, tmp_path: Path, real: Path) -> None:
     compiler = fake(f'cp "{real}" "$OUT"')
     wrong = b"no library"
@@ -202,18 +214,48 @@ def test_a_compiler_that_writes_nothing_is_told(fake: Fake) -> None:
         build(fake(""), [])
 
 
-def test_without_a_cache_the_library_is_made_elsewhere(fake: Fake, tmp_path: Path) -> None:
+@pytest.fixture
+def no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cache cannot be written -> the folder that is used instead."""
     (tmp_path / "cache").write_text("a file where a directory should be")
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    return tmp_path / "temporary" / f"penstock-kernels-{os.getuid()}"
+
+
+def test_without_a_cache_one_folder_is_kept_instead(
+    fake: Fake, tmp_path: Path, no_cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     compiler = fake('echo made > "$OUT"')
     first, second = build(compiler, []), build(compiler, [])
-    assert compiled(first) == compiled(second) == "made\n"
-    assert first != second
-    for path in (first, second):
-        path.unlink()
-        path.parent.rmdir()
+    assert first == second
+    assert compiled(first) == "made\n"
+    assert runs(tmp_path) == len(building.UNITS) + 1
+    assert "XDG_CACHE_HOME" in caplog.text
+    assert list((tmp_path / "temporary").iterdir()) == [no_cache]
+    assert {path.name for path in no_cache.iterdir()} == {first.name, "lock"}
+    assert stat.S_IMODE(no_cache.stat().st_mode) == 0o700
 
 
-def test_a_user_without_a_home_gets_a_library(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("held", ["writable by all", "a link", "a file"])
+def test_a_folder_that_others_may_write_is_not_loaded_from(
+    fake: Fake, tmp_path: Path, no_cache: Path, held: str
+) -> None:
+    if held == "writable by all":
+        no_cache.mkdir()
+        no_cache.chmod(0o777)
+    elif held == "a link":
+        (tmp_path / "elsewhere").mkdir()
+        no_cache.symlink_to(tmp_path / "elsewhere")
+    else:
+        no_cache.write_text("")
+    with pytest.raises(BuildError, match=r"not this user's alone|can be written"):
+        build(fake('echo made > "$OUT"'), [])
+
+
+def test_a_user_without_a_home_gets_a_library(
+    fake: Fake, no_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def nowhere() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
@@ -221,7 +263,7 @@ def test_a_user_without_a_home_gets_a_library(fake: Fake, monkeypatch: pytest.Mo
     monkeypatch.setattr(Path, "home", nowhere)
     path = build(fake('echo made > "$OUT"'), [])
     assert compiled(path) == "made\n"
-    path.unlink()
+    assert path.parent == no_cache
 
 
 def test_a_library_that_cannot_be_loaded_is_told(fake: Fake) -> None:

@@ -154,7 +154,7 @@ def test_tokenizer_of_a_larger_model_is_refused(tmp_path):
 def test_broken_or_missing_files_are_named(tmp_path):
     with pytest.raises(ConfigurationError, match="not a directory"):
         load(tmp_path / "nowhere")
-    with pytest.raises(ConfigurationError, match="cannot load the tokenizer"):
+    with pytest.raises(ConfigurationError, match="has no tokenizer"):
         load(tmp_path)
     (write(tmp_path) / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigurationError, match=r"tokenizer\.json cannot be read"):
