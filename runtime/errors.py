@@ -7,6 +7,7 @@
     │   ├── InvalidRequest        400
     │   │   └── ContextOverflow   400, the prompt does not fit
     │   ├── Unauthorized          401
+    │   ├── Forbidden             403
     │   ├── NotFound              404
     │   └── PayloadTooLarge       413
     ├── Overloaded                503, try again later (Retry-After)
@@ -67,6 +68,11 @@ class ContextOverflow(InvalidRequest):
 class Unauthorized(RequestError):
     status = 401
     kind = "AuthenticationError"
+
+
+class Forbidden(RequestError):
+    status = 403
+    kind = "PermissionDeniedError"
 
 
 class NotFound(RequestError):

@@ -48,6 +48,7 @@ class Request:
 
     With `wants_embedding` no token is generated: the last hidden state of the prompt's last token comes back, scaled
     to length 1. `id` is ours and unique in the process; `label` is what the client calls it (`rid`) and may repeat.
+    `owner` names the client, who may end its own requests by their labels.
     """
 
     text: str | None = None
@@ -60,6 +61,7 @@ class Request:
     grammar: Grammar | None = None  # what the output must match; the engine makes the constraint of it
     constraint: Constraint | None = None  # of a grammar, or of our own making
     label: str = field(default_factory=lambda: uuid4().hex)
+    owner: str = ""
     id: int = field(default_factory=lambda: next(_request_ids))
 
 

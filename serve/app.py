@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
 from starlette.routing import Route
 
-from serve.auth import ApiKey
+from runtime.errors import RequestError
+from serve.access import Access, RouteScope
 from serve.endpoint import Endpoint, Handler
-from serve.errors import NATIVE, OPENAI, ErrorFormat, http_exception_response
+from serve.errors import NATIVE, OPENAI, ErrorFormat, refusal_response
 from serve.native import admin, generate, tokens
 from serve.openai import chat, completions, models
 from serve.page import page_routes
@@ -21,54 +25,78 @@ if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
 
 GET, POST = ("GET",), ("POST",)
+PUBLIC, USER, ADMIN = RouteScope.PUBLIC, RouteScope.USER, RouteScope.ADMIN
 
 
 class RouteSpec(NamedTuple):
-    """One route. `error_format` is how its errors are reported."""
+    """One route. `scope` is who may call it, `error_format` how its errors are reported."""
 
     methods: tuple[str, ...]
     path: str
     handler: Handler
+    scope: RouteScope
     error_format: ErrorFormat = NATIVE
 
 
 ROUTES = (  # searched from the first to the last: what is called most often comes first
-    RouteSpec(POST, "/v1/chat/completions", chat.create, chat.ERROR_FORMAT),
-    RouteSpec(POST, "/v1/completions", completions.create, completions.ERROR_FORMAT),
-    RouteSpec(("POST", "PUT"), "/generate", generate.generate, generate.ERROR_FORMAT),
-    RouteSpec(GET, "/health", admin.health),
-    RouteSpec(GET, "/health_generate", admin.health_generate),
-    RouteSpec(GET, "/ready", admin.health),
-    RouteSpec(GET, "/get_model_info", admin.model_info),
-    RouteSpec(GET, "/model_info", admin.model_info),
-    RouteSpec(GET, "/get_server_info", admin.server_info),
-    RouteSpec(GET, "/server_info", admin.server_info),
-    RouteSpec(GET, "/get_load", admin.load),
-    RouteSpec(("GET", "POST"), "/flush_cache", admin.flush_cache),
-    RouteSpec(POST, "/abort_request", admin.abort_request),
-    RouteSpec(POST, "/tokenize", tokens.tokenize),
-    RouteSpec(POST, "/v1/tokenize", tokens.tokenize),
-    RouteSpec(POST, "/detokenize", tokens.detokenize),
-    RouteSpec(POST, "/v1/detokenize", tokens.detokenize),
-    RouteSpec(("GET", "POST"), "/v1/models", models.list_models, OPENAI),
-    RouteSpec(GET, "/v1/models/{model:path}", models.retrieve_model, OPENAI),
+    RouteSpec(POST, "/v1/chat/completions", chat.create, USER, chat.ERROR_FORMAT),
+    RouteSpec(POST, "/v1/completions", completions.create, USER, completions.ERROR_FORMAT),
+    RouteSpec(("POST", "PUT"), "/generate", generate.generate, USER, generate.ERROR_FORMAT),
+    RouteSpec(GET, "/health", admin.health, PUBLIC),
+    RouteSpec(GET, "/health_generate", admin.health_generate, USER),
+    RouteSpec(GET, "/ready", admin.health, PUBLIC),
+    RouteSpec(GET, "/get_model_info", admin.model_info, USER),
+    RouteSpec(GET, "/model_info", admin.model_info, USER),
+    RouteSpec(GET, "/get_server_info", admin.server_info, USER),
+    RouteSpec(GET, "/server_info", admin.server_info, USER),
+    RouteSpec(GET, "/get_load", admin.load, USER),
+    RouteSpec(("GET", "POST"), "/flush_cache", admin.flush_cache, ADMIN),
+    RouteSpec(POST, "/abort_request", admin.abort_request, USER),
+    RouteSpec(POST, "/tokenize", tokens.tokenize, USER),
+    RouteSpec(POST, "/v1/tokenize", tokens.tokenize, USER),
+    RouteSpec(POST, "/detokenize", tokens.detokenize, USER),
+    RouteSpec(POST, "/v1/detokenize", tokens.detokenize, USER),
+    RouteSpec(("GET", "POST"), "/v1/models", models.list_models, USER, OPENAI),
+    RouteSpec(GET, "/v1/models/{model:path}", models.retrieve_model, USER, OPENAI),
 )
 
 
 def build_app(core: EngineCore) -> Starlette:
-    """The application that serves `core`: `ROUTES`, and the chat page unless it is switched off."""
+    """The application that serves `core`: `ROUTES`, and the chat page unless it is switched off.
+
+    Raises `ConfigurationError` when the file of keys cannot be used.
+    """
     plan = core.plan.serve
-    middleware = [
-        # No credentials: with every origin allowed, a cookie or a client certificate must not be usable.
-        Middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"]),
-        *([Middleware(ApiKey, api_key=plan.api_key)] if plan.api_key else []),
-    ]
+    access = Access.of(plan)
+
+    async def refusal(request: HttpRequest, error: Exception) -> Response:
+        """What no route answers: unknown paths and methods, which clients without a key need not learn of."""
+        try:
+            access.admit(request.scope, USER)
+        except RequestError as refused:
+            return refusal_response(request.url.path, refused)
+        return OPENAI.response(error)
+
     routes = [
-        Route(spec.path, Endpoint(spec.handler, core, spec.error_format), methods=list(spec.methods))
+        Route(
+            spec.path,
+            Endpoint(spec.handler, core, spec.error_format, access, spec.scope),
+            methods=list(spec.methods),
+        )
         for spec in ROUTES
     ]
     return Starlette(
         routes=[*routes, *(page_routes() if plan.chat_page else [])],
-        middleware=middleware,
-        exception_handlers={HTTPException: http_exception_response},
+        middleware=_cors(plan.cors_allow_origins),
+        exception_handlers={HTTPException: refusal},
     )
+
+
+def _cors(origins: Sequence[str]) -> list[Middleware]:
+    """Lets the browser show answers to pages of these origins; without any, to the chat page alone.
+
+    No credentials: where every origin is allowed, a cookie or a client certificate must not be usable.
+    """
+    if not origins:
+        return []
+    return [Middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])]

@@ -15,10 +15,11 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from runtime.actors.output_stream import OutputStream
-from runtime.errors import InvalidRequest, PayloadTooLarge
+from runtime.errors import InvalidRequest, PayloadTooLarge, RequestError
 from runtime.request import Chunk
+from serve.access import CLIENT, Access, RouteScope
 from serve.background import background_tasks
-from serve.errors import ErrorFormat
+from serve.errors import ErrorFormat, refusal_response
 from serve.output_streams import close_all, read_all
 
 if TYPE_CHECKING:
@@ -43,8 +44,15 @@ class Endpoint:
     handler: Handler
     core: EngineCore
     error_format: ErrorFormat
+    access: Access
+    route_scope: RouteScope
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            CLIENT.set(self.access.admit(scope, self.route_scope))
+        except RequestError as refused:
+            await refusal_response(scope["path"], refused)(scope, receive, send)
+            return
         try:
             response = await self.handler(HttpRequest(scope, receive), self.core)
         except (ClientGoneError, ClientDisconnect):
@@ -60,8 +68,10 @@ class Endpoint:
 async def read_body(request: HttpRequest, decode: Callable[[bytes], T]) -> T:
     """`decode(body)`, in a thread when the body is large.
 
-    Raises what `decode` raises, and `PayloadTooLarge` as soon as too many bytes are announced or have arrived.
+    Raises what `decode` raises, `InvalidRequest` unless the body is declared as JSON, and `PayloadTooLarge` as soon
+    as too many bytes are announced or have arrived.
     """
+    require_json(request)
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > MAX_BODY_BYTES:
         raise PayloadTooLarge(f"The body has {announced} bytes; at most {MAX_BODY_BYTES} are accepted.")
@@ -91,7 +101,10 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 
 def require_json(request: HttpRequest) -> None:
-    """Raises `InvalidRequest` unless the body is declared as JSON."""
+    """Raises `InvalidRequest` unless the body is declared as JSON.
+
+    A page of another site may send other types here without being asked whether it is allowed to.
+    """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise InvalidRequest("Unsupported Media Type: Only 'application/json' is allowed.")

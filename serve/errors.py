@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, TypeVar
 import orjson
 from sse_starlette.event import ServerSentEvent
 from starlette.exceptions import HTTPException
-from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from runtime.errors import EngineFailure, InvalidRequest, NotFound, Overloaded, RequestError, Unauthorized
@@ -39,7 +38,7 @@ class Failure(NamedTuple):
 def describe(error: Exception) -> Failure:
     """What to tell the client. Messages of foreign exceptions are logged with their traceback and not sent."""
     if isinstance(error, RequestError):
-        headers = {"connection": "close"} if error.status == 413 else None
+        headers = {413: {"connection": "close"}, 401: {"www-authenticate": "Bearer"}}.get(error.status)
         return Failure(error.status, error.kind, error.message, error.param, headers)
     if isinstance(error, Overloaded):
         retry = {"retry-after": str(error.retry_after_s)}
@@ -69,6 +68,8 @@ def openai_body(failure: Failure) -> dict[str, Any]:
 
 
 def native_body(failure: Failure) -> dict[str, Any]:
+    if failure.status == Unauthorized.status:
+        return {"error": failure.message}  # as clients of the native API expect it
     return openai_body(failure) if failure.status >= 500 else {"error": _fields(failure)}
 
 
@@ -114,6 +115,6 @@ NATIVE = ErrorFormat(native_body)
 OPENAI = ErrorFormat(openai_body)
 
 
-async def http_exception_response(request: HttpRequest, error: Exception) -> Response:
-    """For what the router refuses: unknown paths and methods."""
-    return OPENAI.response(error)
+def refusal_response(path: str, error: RequestError) -> Response:
+    """For a client that may not call this path: under /v1 as OpenAI says it, elsewhere as the native API does."""
+    return (OPENAI if path.startswith("/v1/") else NATIVE).response(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -10,17 +11,22 @@ import anyio
 from runtime.actors.output_stream import OutputStream
 from runtime.errors import first_error
 from runtime.request import Chunk, Request
+from serve.access import CLIENT
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
 
 
 def submit_all(core: EngineCore, requests: Sequence[Request]) -> list[OutputStream]:
-    """One output stream per request. When one is refused, those before it are aborted and the refusal is raised."""
+    """One output stream per request of the client that this task answers.
+
+    When one is refused, those before it are aborted and the refusal is raised.
+    """
+    owner = CLIENT.get().name
     streams: list[OutputStream] = []
     try:
         for request in requests:
-            streams.append(core.submit(request))
+            streams.append(core.submit(replace(request, owner=owner) if owner else request))
     except BaseException:
         close_all(streams)
         raise

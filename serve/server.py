@@ -24,6 +24,7 @@ from runtime.distributed.worker_group import run_node
 from runtime.errors import ConfigurationError, EngineFailure
 from runtime.request import Request
 from runtime.sampling_params import SamplingParams
+from serve.access import is_loopback, read_key_file
 from serve.app import build_app
 from serve.background import background_tasks
 from serve.connection import Connection
@@ -58,6 +59,7 @@ def run(args: Args) -> int:
 
 
 async def _main(args: Args) -> int:
+    check_access(args)
     listening = bind(args.http.host, args.http.port)
     try:
         async with Engine.of(args) as engine:
@@ -130,6 +132,17 @@ def bind(host: str, port: int) -> socket.socket:
             f"Port {port} of {host} cannot be used ({error.strerror}); choose another one with --port."
         ) from error
     return bound
+
+
+def check_access(args: Args) -> None:
+    """Raises `ConfigurationError` for a file of keys that cannot be used, before a model is loaded."""
+    http = args.http
+    if http.api_key_file is not None:
+        read_key_file(http.api_key_file)
+    elif http.api_key is None and not is_loopback(http.host):
+        logger.warning(
+            "Everybody who reaches --host %s may use this server; set --api-key or --api-key-file.", http.host
+        )
 
 
 async def warm_up(core: EngineCore) -> None:

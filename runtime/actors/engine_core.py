@@ -141,9 +141,12 @@ class EngineCore:
         """End a request wherever it is; its output ends with `Finish("abort")`. Unknown ids are ignored."""
         self._requests.abort(request_id)
 
-    def abort_label(self, label: str) -> int:
-        """Abort every request whose label starts with `label`; returns how many."""
-        return self._requests.abort_label(label)
+    def abort_label(self, label: str, *, owner: str | None = None, exact: bool = False) -> int:
+        """Abort every request whose label starts with `label`; returns how many.
+
+        With `owner` only those of this owner; with `exact` only that label, or its numbered ones of a batch.
+        """
+        return self._requests.abort_label(label, owner=owner, exact=exact)
 
     def abort_all(self) -> int:
         return self._requests.abort_label("")

@@ -97,9 +97,17 @@ class LiveRequests:
             live.output.put(Chunk(index, "", [], ABORTED_EARLY, usage))
         self.remove(live)
 
-    def abort_label(self, label: str) -> int:
-        """Abort every request whose label starts with `label`; returns how many."""
-        ids = [live.request.id for live in self if live.request.label.startswith(label)]
+    def abort_label(self, label: str, *, owner: str | None = None, exact: bool = False) -> int:
+        """Abort every request whose label starts with `label`; returns how many.
+
+        With `owner` only those of this owner; with `exact` only that label, or its numbered ones of a batch.
+        """
+        matches = _is_label if exact else str.startswith
+        ids = [
+            live.request.id
+            for live in self
+            if (owner is None or live.request.owner == owner) and matches(live.request.label, label)
+        ]
         for request_id in ids:
             self.abort(request_id)
         return len(ids)
@@ -122,3 +130,9 @@ class LiveRequests:
     async def wait_idle(self) -> None:
         """Return when the last request has ended."""
         await self._idle.wait()
+
+
+def _is_label(label: str, given: str) -> bool:
+    """Whether the label is the given one, or one that a batch made of it by a number."""
+    name, _, number = label.rpartition("_")
+    return label == given or (name == given and number.isdecimal())

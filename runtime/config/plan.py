@@ -140,6 +140,9 @@ class ServePlan(Section):
     allow_auto_truncate: bool
     weight_version: str
     chat_page: bool = True
+    admin_api_key: str | None = field(default=None, repr=False)
+    api_key_file: str | None = None
+    cors_allow_origins: tuple[str, ...] = ()  # other than our own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,9 +12,10 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
 import serve
-from runtime.errors import EngineFailure, InvalidRequest, Overloaded, RequestError
+from runtime.errors import EngineFailure, Forbidden, InvalidRequest, Overloaded, RequestError
 from runtime.request import Request
 from runtime.sampling_params import SamplingParams
+from serve.access import CLIENT
 from serve.decode import decode
 from serve.endpoint import json_response, parse_object, read_all_or_disconnect, read_body
 from serve.output_streams import submit_all
@@ -104,14 +105,24 @@ async def flush_cache(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 
 async def abort_request(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Abort the requests whose rid starts with the given one, or all. 200 also when there were none."""
+    """Abort the requests whose rid starts with the given one, or all. 200 also when there were none.
+
+    An admin may end everybody's, the holder of a key those of the key. Who has no key and is no admin must give a
+    rid in full, so that nobody ends by a guess what others started.
+    """
     body = await read_body(http, lambda raw: decode(AbortBody, parse_object(raw)))
-    if body.abort_all:
-        core.abort_all()
-    elif body.rid:
-        core.abort_label(body.rid)
-    else:
+    if not body.abort_all and not body.rid:
         raise InvalidRequest("rid must not be empty unless abort_all is true.", param="rid")
+    client = CLIENT.get()
+    label = "" if body.abort_all else body.rid
+    if client.is_admin:
+        core.abort_label(label)
+    elif client.name:
+        core.abort_label(label, owner=client.name)
+    elif label:
+        core.abort_label(label, exact=True)
+    else:
+        raise Forbidden("abort_all wants an admin key.", param="abort_all")
     return Response(status_code=200)
 
 

@@ -18,7 +18,7 @@ from serve.chat.events import ChatEvent, Content, Reasoning, ToolCallArguments, 
 from serve.chat.message import AssistantMessage
 from serve.chat.parser import OutputParser
 from serve.chat.request import PreparedChat, prepare
-from serve.endpoint import json_response, read_all_or_disconnect, read_body, require_json
+from serve.endpoint import json_response, read_all_or_disconnect, read_body
 from serve.errors import ErrorFormat, openai_body
 from serve.openai.answers import AnswerHeader, UsageCount, event_end
 from serve.openai.logprobs import chat_logprobs
@@ -47,7 +47,6 @@ class _Call:
 
 async def create(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """Messages in, a message out, whole or streamed."""
-    require_json(http)
     call = await read_body(http, partial(_read, core))
     request = call.prepared.request
     header = AnswerHeader.of(core, request.label, call.model)

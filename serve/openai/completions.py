@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 
 from runtime.errors import InvalidRequest
 from runtime.request import Chunk, Finish, LogprobParams, Logprobs, Request
-from serve.endpoint import json_response, read_all_or_disconnect, read_body, require_json
+from serve.endpoint import json_response, read_all_or_disconnect, read_body
 from serve.errors import ErrorFormat, openai_body
 from serve.native.schema import check_choices, labels_of
 from serve.openai.answers import AnswerHeader, UsageCount, event_end
@@ -49,7 +49,6 @@ class _Call:
 
 async def create(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """Prompts in, their continuations out, whole or streamed."""
-    require_json(http)
     call = await read_body(http, partial(_read, core))
     body = call.body
     label = body.rid if isinstance(body.rid, str) else call.requests[0].label

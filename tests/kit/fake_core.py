@@ -173,8 +173,8 @@ class FakeCore:
         self._step_soon()
         return live.output
 
-    def abort_label(self, label: str) -> int:
-        return self._requests.abort_label(label)
+    def abort_label(self, label: str, *, owner: str | None = None, exact: bool = False) -> int:
+        return self._requests.abort_label(label, owner=owner, exact=exact)
 
     def abort_all(self) -> int:
         return self.abort_label("")

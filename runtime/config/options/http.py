@@ -27,10 +27,30 @@ class HttpArgs:
     )
     api_key: str | None = option(
         None,
-        "Secret that every request must carry as `Authorization: Bearer ...`. Health checks and metrics stay "
-        "open. Default: no key is asked for.",
+        "Secret that every request must carry as `Authorization: Bearer ...`. /health, /ready and the chat page's "
+        "files stay open. Default: no key is asked for.",
         secret=True,
         plan=ServePlan.api_key,
+    )
+    admin_api_key: str | None = option(
+        None,
+        "Secret for the routes that manage the server, as `Authorization: Bearer ...`; it opens the others too. "
+        "Default: these routes answer on loopback addresses alone, with --api-key where one was set.",
+        secret=True,
+        plan=ServePlan.admin_api_key,
+    )
+    api_key_file: str | None = option(
+        None,
+        "File with several keys, one a line: NAME KEY, or NAME KEY admin; lines with # are comments. Clients can "
+        "end requests of their own key only.",
+        plan=ServePlan.api_key_file,
+    )
+    cors_allow_origins: tuple[str, ...] = option(
+        (),
+        "Origins, such as https://app.example, whose web pages may call this server; * for all. Default: only the "
+        "server's own chat page.",
+        empty=True,
+        plan=ServePlan.cors_allow_origins,
     )
     served_model_name: str | None = option(
         None,

@@ -45,6 +45,10 @@ def serve_plan(builder: PlanBuilder, model_path: str, demo_path: str | None) -> 
     args = builder.args.http
     if args.api_key is not None and not args.api_key.strip():
         builder.refuse("api_key", "--api-key is empty; leave it out to ask for no key.")
+    if args.admin_api_key is not None and not args.admin_api_key.strip():
+        builder.refuse("admin_api_key", "--admin-api-key is empty; leave it out to have none.")
+    elif args.admin_api_key is not None and args.admin_api_key == args.api_key:
+        builder.refuse("admin_api_key", "--admin-api-key is the same as --api-key; users would be admins.")
     return build(
         ServePlan,
         host=builder.follow("host"),
@@ -59,6 +63,9 @@ def serve_plan(builder: PlanBuilder, model_path: str, demo_path: str | None) -> 
         allow_auto_truncate=builder.follow("allow_auto_truncate"),
         weight_version=builder.follow("weight_version"),
         chat_page=builder.follow("disable_chat_page", not args.disable_chat_page),
+        admin_api_key=builder.follow("admin_api_key"),
+        api_key_file=builder.follow("api_key_file"),
+        cors_allow_origins=builder.follow("cors_allow_origins"),
     )
 
 

@@ -1,0 +1,297 @@
+"""Scopes of routes, keys, and what web pages may do."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any, cast
+
+import openai
+import pytest
+from starlette.routing import Route
+
+import fake_core
+from runtime.errors import ConfigurationError
+from serve.access import Access, RouteScope, is_loopback, read_key_file
+from serve.app import ROUTES, build_app
+from serve.page import PATHS as PAGE_PATHS
+from served_core import Serve, Served
+
+KEY, ADMIN_KEY = "open-sesame-ü", "open-all"
+BEYOND = {"host": "0.0.0.0"}  # the plan's; the tests' sockets are on loopback whatever it says
+
+
+def bearer(key: str) -> Any:
+    return {"authorization": f"Bearer {key}".encode()}
+
+
+def sent(path: str) -> dict[str, Any]:
+    """A body that the route's checks of access come before."""
+    return {"json": {}} if path != "/flush_cache" else {}
+
+
+def test_every_route_has_a_scope_and_none_stands_outside_the_table() -> None:
+    core = fake_core.FakeCore(None)
+    served = {cast(Route, route).path for route in build_app(cast(Any, core)).routes}
+    assert served == {spec.path for spec in ROUTES} | set(PAGE_PATHS)
+    for spec in ROUTES:
+        assert isinstance(spec.scope, RouteScope), f"{spec.path} has no scope"
+    assert {spec.path for spec in ROUTES if spec.scope is RouteScope.PUBLIC} == {"/health", "/ready"}
+
+
+@pytest.fixture
+async def locked(serve: Serve) -> Served:
+    return await serve(api_key=KEY)
+
+
+@pytest.mark.parametrize("spec", ROUTES, ids=lambda spec: spec.path)
+async def test_without_a_key_only_public_routes_answer(locked: Served, spec: Any) -> None:
+    for method in spec.methods:
+        response = await locked.http.request(
+            method, spec.path.replace("{model:path}", "x"), **sent(spec.path)
+        )
+        assert (response.status_code == 401) == (spec.scope is not RouteScope.PUBLIC), method
+    assert locked.core.submitted == []
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, "", "Bearer", "Bearer wrong", f"Bearer {KEY}x", f"Basic {KEY}", KEY, f"Bearer {KEY[:-1]}"],
+)
+async def test_without_the_key_nothing_is_answered(locked: Served, value: str | None) -> None:
+    headers: Any = {} if value is None else {"authorization": value.encode()}
+    for path in ("/generate", "/nothing", "/abort_request", "/metrics"):
+        response = await locked.http.post(path, json={"text": "a", "abort_all": True}, headers=headers)
+        assert (response.status_code, response.json()) == (401, {"error": "Unauthorized"})
+    response = await locked.http.post("/v1/chat/completions", json={"text": "a"}, headers=headers)
+    assert (response.status_code, response.json()["error"]["message"]) == (401, "Unauthorized")
+    assert response.headers["www-authenticate"] == "Bearer"
+    assert locked.core.submitted == []
+
+
+@pytest.mark.parametrize("scheme", ["Bearer", "bearer"])
+async def test_with_the_key_it_is(locked: Served, scheme: str) -> None:
+    headers: Any = {"authorization": f"{scheme} {KEY}".encode()}
+    assert (await locked.http.post("/generate", json={"text": "a"}, headers=headers)).status_code == 200
+    assert (await locked.http.post("/nothing", headers=headers)).status_code == 404
+
+
+async def test_official_client_sees_an_authentication_error(locked: Served) -> None:
+    with pytest.raises(openai.AuthenticationError):
+        await locked.openai.models.list()
+
+
+# --- admin routes ---
+
+
+@pytest.mark.parametrize(
+    ("plan", "key", "status"),
+    [
+        ({}, None, 200),  # this machine's user
+        ({"api_key": KEY}, KEY, 200),
+        ({"api_key": KEY}, None, 401),
+        ({"api_key": KEY, "admin_api_key": ADMIN_KEY}, KEY, 403),
+        ({"api_key": KEY, "admin_api_key": ADMIN_KEY}, ADMIN_KEY, 200),
+        ({"admin_api_key": ADMIN_KEY}, None, 401),
+        (BEYOND, None, 403),
+        ({"api_key": KEY, **BEYOND}, KEY, 403),
+        ({"api_key": KEY, "admin_api_key": ADMIN_KEY, **BEYOND}, KEY, 403),
+        ({"api_key": KEY, "admin_api_key": ADMIN_KEY, **BEYOND}, ADMIN_KEY, 200),
+    ],
+)
+async def test_admin_routes_want_the_admin_key(
+    serve: Serve, plan: dict[str, Any], key: str | None, status: int
+) -> None:
+    served = await serve(**plan)
+    response = await served.http.post("/flush_cache", headers=bearer(key) if key else {})
+    assert response.status_code == status
+    assert served.core.num_flushes == (status == 200)
+
+
+async def test_admin_key_alone_leaves_user_routes_open_and_opens_them_too(serve: Serve) -> None:
+    served = await serve(admin_api_key=ADMIN_KEY)
+    assert (await served.http.get("/v1/models")).status_code == 200
+    assert (await served.http.get("/v1/models", headers=bearer(ADMIN_KEY))).status_code == 200
+
+
+# --- several keys ---
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> str:
+    path = tmp_path / "keys"
+    path.write_text("# people\nada ada-key\n\n bob  bob-key \nroot root-key admin\n")
+    return str(path)
+
+
+async def test_named_keys_open_and_end_their_own_requests_only(serve: Serve, key_file: str) -> None:
+    served = await serve(api_key_file=key_file, held=True)
+    assert (await served.http.get("/v1/models")).status_code == 401
+    asked = [
+        asyncio.create_task(
+            served.http.post("/generate", json={"text": "a", "rid": "job"}, headers=bearer(key))
+        )
+        for key in ("ada-key", "bob-key")
+    ]
+    while served.core.num_open < 2:
+        await asyncio.sleep(0)
+    owners = {request.id: request.owner for request in served.core.submitted}
+    for body in ({"rid": "jo"}, {"abort_all": True}):
+        assert (await served.http.post("/abort_request", json=body, headers=bearer("ada-key"))).is_success
+        assert [owners[request_id] for request_id in served.core.aborted] == ["ada"]
+    flushed = [await served.http.post("/flush_cache", headers=bearer(key)) for key in ("ada-key", "root-key")]
+    assert [response.status_code for response in flushed] == [403, 400]
+    assert (
+        await served.http.post("/abort_request", json={"rid": "j"}, headers=bearer("root-key"))
+    ).is_success
+    await asyncio.gather(*asked)
+    assert served.core.num_open == 0
+
+
+async def test_stranger_without_a_key_ends_only_what_it_can_name(serve: Serve) -> None:
+    served = await serve(held=True, **BEYOND)
+    asked = asyncio.create_task(served.post("/generate", text=["a", "b"], rid="mine"))
+    while served.core.num_open < 2:
+        await asyncio.sleep(0)
+    assert (await served.http.post("/abort_request", json={"abort_all": True})).status_code == 403
+    assert (await served.http.post("/abort_request", json={"rid": "m"})).status_code == 200
+    assert served.core.aborted == []
+    assert (await served.http.post("/abort_request", json={"rid": "mine"})).status_code == 200
+    await asked
+    assert len(served.core.aborted) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "holds no key"),
+        ("ada", "line 1"),
+        ("ada secret-word root", "line 1"),
+        ("ada secret-word\nada other", "line 2: the name"),
+        ("ada secret-word\nbob secret-word", "line 2: the key"),
+        ("api-key secret-word", "line 1: the name"),
+    ],
+)
+def test_key_file_is_refused_by_its_line(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "keys"
+    path.write_text(text)
+    with pytest.raises(ConfigurationError, match=words) as caught:
+        read_key_file(str(path))
+    assert "secret-word" not in str(caught.value)
+
+
+def test_missing_key_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="cannot be read: No such file"):
+        read_key_file(str(tmp_path / "none"))
+
+
+def test_keys_are_not_kept() -> None:
+    access = Access.of(fake_core.make_plan(api_key=KEY, admin_api_key=ADMIN_KEY).serve)
+    kept = repr(vars(access))
+    assert KEY not in kept
+    assert ADMIN_KEY not in kept
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [
+        ("127.0.0.1", True),
+        ("127.8.0.1", True),
+        ("::1", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("10.0.0.1", False),
+        ("no.such.invalid", False),
+    ],
+)
+def test_loopback_addresses_are_known(host: str, loopback: bool) -> None:
+    assert is_loopback(host) is loopback
+
+
+# --- web pages ---
+
+
+async def test_no_page_of_another_origin_may_call(served: Served) -> None:
+    host = served.url.removeprefix("http://")
+    for origin in ("https://app.example", "null", "http://localhost:1", f"http://evil.example:{host[-5:]}"):
+        response = await served.http.post("/generate", json={"text": "a"}, headers={"origin": origin})
+        assert response.status_code == 403
+        assert "--cors-allow-origins" in response.json()["error"]["message"]
+        assert "access-control-allow-origin" not in response.headers
+    assert served.core.submitted == []
+    response = await served.http.post("/generate", json={"text": "a"}, headers={"origin": f"http://{host}"})
+    assert response.status_code == 200  # the chat page
+
+
+async def test_name_that_was_made_to_point_here_is_nobody(serve: Serve) -> None:
+    body, headers = {"text": "a"}, {"origin": "http://evil.example:3", "host": "evil.example:3"}
+    served = await serve()
+    assert (await served.http.post("/generate", json=body, headers=headers)).status_code == 403
+    served = await serve(**BEYOND)  # it has names that we do not know
+    assert (await served.http.post("/generate", json=body, headers=headers)).status_code == 200
+
+
+@pytest.mark.parametrize("site", ["cross-site", "same-site"])
+async def test_page_cannot_get_as_an_image_or_a_link(served: Served, site: str) -> None:
+    image = {"sec-fetch-site": site, "sec-fetch-mode": "no-cors"}
+    link = {"sec-fetch-site": site, "sec-fetch-mode": "navigate"}
+    for path, headers, status in (
+        ("/flush_cache", image, 403),
+        ("/flush_cache", link, 403),
+        ("/health_generate", image, 403),
+        ("/get_model_info", link, 200),
+        ("/", link, 200),
+        ("/health", image, 200),
+    ):
+        assert (await served.http.get(path, headers=headers)).status_code == status, path
+    assert served.core.num_flushes == 0
+
+
+async def test_origins_are_allowed_one_by_one(serve: Serve) -> None:
+    served = await serve(cors_allow_origins=("https://app.example",))
+    ask = {
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization,content-type",
+    }
+    mine, other = {"origin": "https://app.example"}, {"origin": "https://other.example"}
+    allowed = await served.http.options("/generate", headers=ask | mine)
+    assert (allowed.status_code, allowed.headers["access-control-allow-origin"]) == (200, mine["origin"])
+    assert "authorization" in allowed.headers["access-control-allow-headers"]
+    assert "access-control-allow-credentials" not in allowed.headers
+    assert (
+        "access-control-allow-origin"
+        not in (await served.http.options("/generate", headers=ask | other)).headers
+    )
+    assert (await served.http.post("/generate", json={"text": "a"}, headers=mine)).is_success
+    assert (await served.http.post("/generate", json={"text": "a"}, headers=other)).status_code == 403
+
+
+async def test_refusal_can_be_read_where_every_origin_is_allowed(serve: Serve) -> None:
+    served = await serve(api_key=KEY, cors_allow_origins=("*",))
+    response = await served.http.get("/v1/models", headers={"origin": "https://app.example"})
+    assert (response.status_code, response.headers["access-control-allow-origin"]) == (401, "*")
+
+
+async def test_who_shows_a_key_is_no_page(locked: Served) -> None:
+    headers = bearer(KEY) | {"origin": "https://app.example"}
+    assert (await locked.http.get("/v1/models", headers=headers)).status_code == 200
+
+
+BODIES = [
+    spec.path for spec in ROUTES if "POST" in spec.methods and spec.path not in ("/flush_cache", "/v1/models")
+]
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("declared", ["text/plain", "application/x-www-form-urlencoded", "", None])
+async def test_bodies_must_be_declared_as_json(served: Served, path: str, declared: str | None) -> None:
+    headers = {} if declared is None else {"content-type": declared}
+    response = await served.http.post(
+        path, content=b'{"prompt": "a", "text": "a", "rid": "a"}', headers=headers
+    )
+    assert response.status_code == 400
+    assert (
+        response.json()["error"]["message"] == "Unsupported Media Type: Only 'application/json' is allowed."
+    )
+    assert served.core.submitted == []
