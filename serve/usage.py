@@ -132,7 +132,10 @@ def _by_group() -> Iterable[tuple[str, list[Option]]]:
 
 def _paragraph(option: Option) -> str:
     flags = ", ".join(_spellings(option))
-    first = f"  {flags} {_values(option, built_only=True)}".rstrip()
+    values = _values(option, built_only=True)
+    first = f"  {flags} {values}".rstrip()
+    if len(first) > WIDTH:
+        first = _filled(f"{flags} {values.replace(',', ', ')}", indent="  ", rest="    ")
     text = f"{option.spec.help}{_default_note(option)}{_outcome_note(option)}"
     return f"{first}\n{_filled(text, indent=' ' * 6)}"
 

@@ -25,4 +25,7 @@ class ModelFacts:
     bos_id: int | None = None
     weight_bytes: int = 0  # on disk
     preferred_sampling: Mapping[str, Any] = field(default_factory=dict)  # generation_config's values
+    quantization: str | None = (
+        None  # the form of its weights, by its name in FORMATS (config/quantization.py)
+    )
     config: Mapping[str, Any] = field(default_factory=dict)  # the whole config.json, overrides merged in

@@ -1,4 +1,7 @@
-"""The quantisation methods there are, one entry for each. Torch-free: a method's file is imported when it is used."""
+"""The quantisation methods there are, and the forms of quantised checkpoints: one entry for each.
+
+Torch-free: a file is imported when it is used.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,48 @@ class QuantizationEntry:
     matmul: str | None = None  # the file in ops/matmul that it needs; None: that of unquantised weights
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormatEntry:
+    """A form in which checkpoints hold quantised weights. Its reader is `derive` in its file."""
+
+    file: str  # in runtime/models/formats
+    asked: tuple[str, ...] = ()  # what `--quantization` calls it beside its own name
+
+
 METHODS: Mapping[str, QuantizationEntry] = {  # by the name that `--quantization` has for it
     "w8a8_int8": QuantizationEntry(file="w8a8_int8", matmul="int8"),
 }
+
+FORMATS: Mapping[
+    str, FormatEntry
+] = {  # by the name that a checkpoint's configuration has for it (quant_method)
+    "awq": FormatEntry(file="awq", asked=("awq_marlin", "moe_wna16")),
+    "bitsandbytes": FormatEntry(file="bitsandbytes"),
+    "compressed-tensors": FormatEntry(file="scaled", asked=("w8a8_int8", "w8a8_fp8")),
+    "fbgemm_fp8": FormatEntry(file="scaled", asked=("fp8",)),
+    "fp8": FormatEntry(file="scaled"),
+    "gptq": FormatEntry(file="gptq", asked=("gptq_marlin", "marlin", "moe_wna16")),
+    "modelopt": FormatEntry(file="scaled", asked=("fp8", "modelopt_fp4", "petit_nvfp4")),
+    "mxfp4": FormatEntry(file="mxfp4"),
+}
+
+# What `--quantization` may name that nothing here reads, and why.
+UNREADABLE: Mapping[str, str] = {
+    "qoq": "its weights come interleaved for one GPU kernel and its library is no longer kept; use w8a8_int8, or a "
+    "checkpoint in compressed-tensors, GPTQ or AWQ form",
+    "w4afp8": "its weights come interleaved for one kernel of Hopper GPUs; use a checkpoint in compressed-tensors, "
+    "GPTQ or AWQ form",
+}
+
+
+def spellings() -> tuple[str, ...]:
+    """All that `--quantization` may name and that something here computes or reads."""
+    names = [*METHODS]
+    for name, form in FORMATS.items():
+        names += [name, *form.asked]
+    return tuple(dict.fromkeys(names))
+
+
+def agrees(asked: str, stored: str) -> bool:
+    """Whether what `--quantization` asks for is what a checkpoint of this form holds."""
+    return asked == stored or asked in FORMATS[stored].asked

@@ -14,6 +14,7 @@ from runtime.config.model_facts import ModelFacts
 from runtime.errors import CheckpointError, InvalidRequest
 from runtime.layers.rope_parameters import RopeParameters, read_rope_parameters
 from runtime.models.checkpoint import lfs_hint, stored_dtype, weight_bytes
+from runtime.models.quantization import stored_quantization, with_quantization
 from runtime.models.registry import ARCHITECTURES, entry
 from runtime.sampling_params import FROM_MODEL, SamplingParams
 
@@ -42,7 +43,7 @@ def read_facts(path: str, overrides: Mapping[str, Any] | None = None) -> ModelFa
         raise CheckpointError(f"There is no directory {path}.")
     if not (directory / "config.json").is_file():
         raise CheckpointError(f"{path} holds no model: it has no config.json.")
-    values = merge(_read_json(directory / "config.json"), overrides or {})
+    values = with_quantization(merge(_read_json(directory / "config.json"), overrides or {}), directory)
     generation = {}
     if (directory / "generation_config.json").is_file():
         generation = _read_json(directory / "generation_config.json")
@@ -64,6 +65,7 @@ def read_facts(path: str, overrides: Mapping[str, Any] | None = None) -> ModelFa
         bos_id=min(bos_ids, default=None),
         weight_bytes=weight_bytes(directory),
         preferred_sampling=_preferred_sampling(generation),
+        quantization=stored_quantization(values),
         config=values,
     )
 
@@ -96,11 +98,6 @@ class Config(Fields):
         if self.optional_integer("head_dim") is None and self.hidden_size % self.num_heads:
             raise CheckpointError(
                 f"config.json: hidden_size {self.hidden_size} is no multiple of {self.num_heads} heads."
-            )
-        if self.values.get("quantization_config"):
-            method = self.child("quantization_config").values.get("quant_method", "unnamed")
-            raise CheckpointError(
-                f"The checkpoint is quantized ({method}), which is not supported; use the unquantized model."
             )
 
     @property

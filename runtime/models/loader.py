@@ -22,6 +22,8 @@ from runtime.layers.weight import Prepared, Shard, Weighted
 from runtime.models.checkpoint import find_weights
 from runtime.models.config import Config
 from runtime.models.decoder import Decoder
+from runtime.models.formats.stored import QuantizedTensors
+from runtime.models.quantization import quantization_fields
 from runtime.models.registry import entry
 from runtime.models.tensors import TensorFiles
 
@@ -56,7 +58,9 @@ def load_model(
         model = entry(config.architecture).decoder()(config, build)
     tensors = None
     if plan.load_format != "dummy":
-        tensors = TensorFiles(find_weights(Path(facts.path), plan.load_format), mmap=plan.mmap)
+        tensors = open_tensors(facts, plan)
+        if isinstance(tensors, QuantizedTensors):
+            tensors.without_zero_biases(collect_shards(model))
         ignored = _ignored(tensors.shapes, tied=config.flag("tie_word_embeddings"))
         shapes = {name: shape for name, shape in tensors.shapes.items() if name not in ignored}
         check_total(collect_shards(model), shapes)
@@ -91,6 +95,14 @@ def _check_memory(model: nn.Module, dtype: torch.dtype, device: torch.device) ->
             f"The weights need {needed / GIB:.1f} GiB in {str(dtype).removeprefix('torch.')}, and "
             f"{available / GIB:.1f} GiB of memory are free. Use a smaller model, or more devices (--tp-size)."
         )
+
+
+def open_tensors(facts: ModelFacts, plan: ModelPlan) -> TensorFiles | QuantizedTensors:
+    """The checkpoint's tensors as the model knows them, dequantised as they are read where they are quantised."""
+    files = TensorFiles(find_weights(Path(facts.path), plan.load_format), mmap=plan.mmap)
+    if facts.quantization is None:
+        return files
+    return QuantizedTensors(files, quantization_fields(facts.config))
 
 
 def update_weights(model: Decoder, tensors: Mapping[str, Tensor]) -> None:
@@ -220,7 +232,9 @@ def _ignored(names: Mapping[str, object], *, tied: bool) -> set[str]:
     return {name for name in names if IGNORED.fullmatch(name) or (tied and IGNORED_IF_TIED.fullmatch(name))}
 
 
-def _fill_all(shards: Mapping[str, Sequence[Shard]], tensors: TensorFiles | None, num_threads: int) -> None:
+def _fill_all(
+    shards: Mapping[str, Sequence[Shard]], tensors: TensorFiles | QuantizedTensors | None, num_threads: int
+) -> None:
     if tensors is None:
         for each in shards.values():
             for shard in each:

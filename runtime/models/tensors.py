@@ -8,6 +8,7 @@ from pathlib import Path
 from pickle import UnpicklingError
 from zipfile import is_zipfile
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
@@ -22,6 +23,7 @@ _DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -49,11 +51,22 @@ class TensorFiles:
             for file in weights.files
         ]
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self._file_of: dict[str, _File] = {}
         for file in self._files:
             for name, shape in file.shapes().items():
                 if name in self.shapes:
                     raise CheckpointError(f"The tensor {name} stands in two weight files.")
                 self.shapes[name] = shape
+                self._file_of[name] = file
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The dtype of each tensor by its name. Raises CheckpointError for one that cannot be read."""
+        return {name: file.dtype(name) for name, file in self._file_of.items()}
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, whole."""
+        return self._file_of[name].read(name, mmap=self._mmap)
 
     def read_all(
         self, take: Callable[[str, Sequence[Tensor]], None], cuts: Cuts, num_threads: int = 1
@@ -79,9 +92,24 @@ class _SafetensorsFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._header = read_header(path)
+        self._mapped: np.memmap | None = None
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: entry.shape for name, entry in self._header.items()}
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._dtype(name, self._header[name])
+
+    def read(self, name: str, *, mmap: bool) -> Tensor:
+        entry = self._header[name]
+        if mmap:
+            if self._mapped is None:
+                self._mapped = np.memmap(self._path, np.uint8, mode="c")  # private: nothing is ever written
+            content = self._mapped[entry.begin : entry.end]
+            return torch.from_numpy(content).view(self._dtype(name, entry)).view(entry.shape)
+        with self._path.open("rb") as stream:
+            stream.seek(entry.begin)
+            return self._decode(name, entry, bytearray(stream.read(entry.end - entry.begin)))
 
     def tensors(self, cuts: Cuts, *, mmap: bool) -> Iterator[tuple[str, list[Tensor]]]:
         wanted = {name: entry for name, entry in self._header.items() if name in cuts}
@@ -98,10 +126,13 @@ class _SafetensorsFile:
                 tensor = self._decode(name, entry, content)
                 yield name, [tensor[cut] for cut in cuts[name]]
 
-    def _decode(self, name: str, entry: StoredTensor, content: bytearray) -> Tensor:
+    def _dtype(self, name: str, entry: StoredTensor) -> torch.dtype:
         if entry.dtype not in _DTYPES:
             raise CheckpointError(f"{self._path}: {name} has the dtype {entry.dtype}, which cannot be read.")
-        return torch.frombuffer(content, dtype=_DTYPES[entry.dtype]).view(entry.shape)
+        return _DTYPES[entry.dtype]
+
+    def _decode(self, name: str, entry: StoredTensor, content: bytearray) -> Tensor:
+        return torch.frombuffer(content, dtype=self._dtype(name, entry)).view(entry.shape)
 
 
 class _TorchFile:
@@ -109,7 +140,18 @@ class _TorchFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._shapes = {name: tuple(tensor.shape) for name, tensor in self._load(mmap=True).items()}
+        loaded = self._load(mmap=True)
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in loaded.items()}
+        self._dtypes = {name: tensor.dtype for name, tensor in loaded.items()}
+        self._loaded: Mapping[str, Tensor] | None = None
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._dtypes[name]
+
+    def read(self, name: str, *, mmap: bool) -> Tensor:
+        if self._loaded is None:
+            self._loaded = self._load(mmap)
+        return self._loaded[name]
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from runtime.config.option_spec import Json, always, option, planned
 from runtime.config.plan import ModelPlan, TextPlan
-from runtime.config.quantization import METHODS
+from runtime.config.quantization import METHODS, UNREADABLE, spellings
 
 _LOAD_FORMATS = (
     "auto", "safetensors", "pt", "dummy", "npcache", "sharded_state", "gguf", "bitsandbytes", "layered",
@@ -140,11 +140,12 @@ class QuantArgs:
 
     quantization: str | None = option(
         None,
-        "How the weights are quantised. w8a8_int8 rounds the weights of a checkpoint in bfloat16, float16 or "
-        "float32 to 8 bits when it is loaded, and computes with activations of 8 bits; on a CPU so far. "
-        "Default: as they are in the checkpoint.",
+        "How the weights are quantised. A quantised checkpoint needs nothing: its form is read from its configuration, "
+        "and naming it checks that it is so. w8a8_int8 rounds the weights of any checkpoint to 8 bits when it is "
+        "loaded, and computes with activations of 8 bits; on a CPU so far. qoq and w4afp8 are refused. Default: as "
+        "they are in the checkpoint.",
         choices=tuple(dict.fromkeys((*_QUANTIZATIONS, *METHODS))),
-        built=tuple(METHODS),
+        built=(*spellings(), *UNREADABLE),
     )
     quantization_param_path: str | None = planned(
         None, "JSON file with the scales of an FP8 KV cache.", none_text=True

@@ -8,7 +8,7 @@ import secrets
 from ops.machine import GIB, Gpu, Machine
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import ModelPlan
-from runtime.config.quantization import METHODS
+from runtime.config.quantization import METHODS, UNREADABLE, agrees
 from runtime.config.resolve.plan_builder import Decision, PlanBuilder, build
 
 DTYPES = {"half": "float16", "float": "float32"} | {name: name for name in ("float16", "bfloat16", "float32")}
@@ -39,7 +39,7 @@ def model_plan(builder: PlanBuilder, machine: Machine, facts: ModelFacts) -> Mod
         random_seed=_random_seed(builder),
         mmap=builder.follow("weight_loader_disable_mmap", not args.weight_loader_disable_mmap),
         num_load_threads=_num_load_threads(builder),
-        quantization=_quantization(builder, chosen_gpu(device.value, machine)),
+        quantization=_quantization(builder, chosen_gpu(device.value, machine), facts),
     )
 
 
@@ -111,10 +111,14 @@ def _dtype(builder: PlanBuilder, gpu: Gpu | None, facts: ModelFacts) -> Decision
             "dtype", f"Checkpoints in {facts.dtype} are not supported yet; set --dtype to convert it."
         )
         return Decision("float32", "what was asked for cannot be used")
-    return _auto_dtype(gpu, facts.dtype)
+    return _auto_dtype(gpu, facts.dtype, facts.quantization)
 
 
-def _auto_dtype(gpu: Gpu | None, checkpoint: str) -> Decision[str]:
+def _auto_dtype(gpu: Gpu | None, checkpoint: str, quantization: str | None) -> Decision[str]:
+    if gpu is None and quantization is not None and checkpoint == "float16":
+        return Decision(
+            "bfloat16", "its weights are rounded anyway, and a CPU is many times faster in bfloat16"
+        )
     if gpu is None:
         exact = "; a CPU computes it as exactly" if checkpoint == "float32" else ""
         return Decision(checkpoint, f"the checkpoint's{exact}")
@@ -152,15 +156,32 @@ def _context_length(builder: PlanBuilder, facts: ModelFacts, memory_bytes: int) 
     return Decision(min(asked, facts.context_length), "as asked")
 
 
-def _quantization(builder: PlanBuilder, gpu: Gpu | None) -> Decision[str | None]:
-    """How weights are quantised; refused on a GPU where the method has no kernels for one."""
-    asked = builder.args.quant.quantization
+def _quantization(builder: PlanBuilder, gpu: Gpu | None, facts: ModelFacts) -> Decision[str | None]:
+    """How weights are rounded when they are loaded; refused where the checkpoint holds something else."""
+    asked, stored = builder.args.quant.quantization, facts.quantization
+    if asked is not None and asked in UNREADABLE:
+        builder.refuse("quantization", f"--quantization {asked} is not possible: {UNREADABLE[asked]}.")
+        return Decision(None, "what was asked for cannot be used")
     method = METHODS.get(asked or "")
     if method is not None and gpu is not None and not method.on_gpu:
         builder.refuse(
             "quantization", f"--quantization {asked} is computed on a CPU only so far; set --device cpu."
         )
-    return builder.follow("quantization")
+    if asked is not None and method is None and facts.architecture:
+        if stored is None:
+            builder.refuse(
+                "quantization",
+                f"--quantization {asked}: the checkpoint is not quantized; use {' or '.join(METHODS)}, which round "
+                "its weights when they are loaded, or a checkpoint in that form.",
+            )
+        elif not agrees(asked, stored):
+            builder.refuse(
+                "quantization",
+                f"--quantization {asked}: the checkpoint's form is {stored}; leave the option out.",
+            )
+    if stored is not None and method is None:
+        return Decision(None, f"the checkpoint's {stored} weights are dequantised when they are loaded")
+    return Decision(asked if method is not None else None, builder.follow("quantization").reason)
 
 
 def _random_seed(builder: PlanBuilder) -> Decision[int]:

@@ -186,7 +186,7 @@ WRONG = [
     {"tie_word_embeddings": "yes"},
     {"eos_token_id": "2"},
     {"architectures": None},
-    {"quantization_config": {"quant_method": "awq"}},
+    {"quantization_config": {"quant_method": "hqq"}},
     {"rope_theta": -1},
     {"rope_scaling": "linear"},
     {"rope_scaling": {"type": "spiral"}},

@@ -1,0 +1,128 @@
+"""What a form's reader sees of a checkpoint and what it says of it, and the tensors of a quantised checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from runtime.config.fields import Fields
+from runtime.config.quantization import FORMATS
+from runtime.errors import CheckpointError
+
+Read = Callable[[str], Tensor]  # a stored tensor by its name
+
+
+class Stored(Protocol):
+    """A checkpoint's tensors as its files hold them."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+    @property
+    def dtypes(self) -> Mapping[str, torch.dtype]: ...
+    def read(self, name: str) -> Tensor: ...
+
+
+class Cuttable(Stored, Protocol):
+    """Stored tensors that are also given in parts, as `runtime.models.tensors.TensorFiles` does."""
+
+    def read_all(
+        self,
+        take: Callable[[str, Sequence[Tensor]], None],
+        cuts: Mapping[str, Sequence[tuple[slice, ...]]],
+        num_threads: int = 1,
+    ) -> None: ...
+
+
+class Made(NamedTuple):
+    """One of the model's tensors: its shape, and what makes it, in float32, of stored ones."""
+
+    shape: tuple[int, ...]
+    make: Callable[[Read], Tensor]
+
+
+@dataclass(slots=True)
+class Derived:
+    """What becomes of a checkpoint's tensors: those not named here are the model's own."""
+
+    made: dict[str, Made] = field(default_factory=dict)
+    used: set[str] = field(
+        default_factory=set
+    )  # stored tensors that others are made of, or that nobody needs
+    renamed: dict[str, str] = field(default_factory=dict)  # stored name -> the model's
+
+    def add(
+        self, name: str, shape: Sequence[int], used: Iterable[str], make: Callable[[Read], Tensor]
+    ) -> None:
+        self.made[name] = Made(tuple(shape), make)
+        self.used.update(used)
+
+
+class QuantizedTensors:
+    """A quantised checkpoint's tensors, each as the model knows it: dequantised when it is read.
+
+    Stands in the place of `runtime.models.tensors.TensorFiles`. Raises CheckpointError for parts that are missing.
+    """
+
+    def __init__(self, stored: Cuttable, fields: Fields) -> None:
+        self._stored = stored
+        form = import_module(f"runtime.models.formats.{FORMATS[fields.values['quant_method']].file}")
+        self._derived: Derived = form.derive(stored, fields)
+        derived = self._derived
+        plain = {name: name for name in stored.shapes if name not in derived.used | derived.renamed.keys()}
+        self._plain = plain | {
+            ours: name for name, ours in derived.renamed.items()
+        }  # the model's name -> stored
+        self.shapes: dict[str, tuple[int, ...]] = {
+            **{name: stored.shapes[origin] for name, origin in self._plain.items()},
+            **{name: made.shape for name, made in derived.made.items()},
+        }
+
+    def without_zero_biases(self, wanted: Iterable[str]) -> None:
+        """Forget biases that the model does not want and that are zero: some tools write them for every layer."""
+        known = set(wanted)
+        for name in [name for name in self._plain if name.endswith(".bias") and name not in known]:
+            if not self._stored.read(self._plain[name]).any():
+                del self._plain[name], self.shapes[name]
+
+    def read_all(
+        self,
+        take: Callable[[str, Sequence[Tensor]], None],
+        cuts: Mapping[str, Sequence[tuple[slice, ...]]],
+        num_threads: int = 1,
+    ) -> None:
+        """As `TensorFiles.read_all`."""
+        ours = {origin: name for name, origin in self._plain.items()}
+        plain = {self._plain[name]: parts for name, parts in cuts.items() if name in self._plain}
+        self._stored.read_all(lambda name, parts: take(ours[name], parts), plain, num_threads)
+
+        def make(name: str) -> None:
+            tensor = self._derived.made[name].make(self._stored.read)
+            if tuple(tensor.shape) != self.shapes[name]:
+                raise CheckpointError(f"{name} becomes {list(tensor.shape)}, not {list(self.shapes[name])}.")
+            take(name, [tensor[cut] for cut in cuts[name]])
+
+        names = [name for name in self._derived.made if name in cuts]
+        if num_threads <= 1:
+            for name in names:
+                make(name)
+            return
+        with ThreadPoolExecutor(num_threads, thread_name_prefix="load") as pool:
+            list(pool.map(make, names))
+
+
+def require(stored: Stored, *names: str) -> None:
+    """Raise CheckpointError for the first of these tensors that is not there."""
+    for name in names:
+        if name not in stored.shapes:
+            raise CheckpointError(f"The quantized checkpoint lacks {name}.")
+
+
+def first_of(stored: Stored, *names: str) -> str | None:
+    """The first of these names that a stored tensor has."""
+    return next((name for name in names if name in stored.shapes), None)

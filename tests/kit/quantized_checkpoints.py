@@ -1,0 +1,251 @@
+"""Quantised checkpoints, each matrix rounded by the library whose form it is, and what the library makes of it again.
+
+GPTQ's and AWQ's tools need a GPU; theirs are packed here number by number, as their layouts are published.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import tiny_checkpoints
+
+Tensors = dict[str, Tensor]
+MATRIX = re.compile(r".*\.(\w+_proj)\.weight")
+SHAPE = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+MOE_SHAPE = {**SHAPE, "moe_intermediate_size": 64}
+
+
+def write(directory: Path, form: str, family: str = "llama", **options: Any) -> tuple[str, str]:
+    """A quantised checkpoint and the ordinary one of what its library reads in it -> their paths."""
+    source = Path(tiny_checkpoints.cached(family, **(MOE_SHAPE if "moe" in family else SHAPE)))
+    quantize, settings = FORMS[form](**options)
+    stored, plain = {}, {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        if MATRIX.fullmatch(name) is None:
+            stored[name] = plain[name] = tensor
+        else:
+            parts, plain[name] = quantize(tensor)
+            layer = name.removesuffix(".weight")
+            stored |= {f"{layer}.{part}": each.contiguous() for part, each in parts.items()}
+    for name, tensors, extra in (
+        ("quantized", stored, {"quantization_config": settings}),
+        ("plain", plain, {}),
+    ):
+        made = directory / name
+        made.mkdir(parents=True)
+        for file in source.glob("*.json"):
+            shutil.copy(file, made)
+        config = json.loads((source / "config.json").read_text())
+        (made / "config.json").write_text(json.dumps(config | extra))
+        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, made / "model.safetensors")
+    return str(directory / "quantized"), str(directory / "plain")
+
+
+Quantize = Callable[[Tensor], tuple[Tensors, Tensor]]
+
+
+def compressed_tensors(preset: str, *, symmetric: bool = True, g_idx: bool = False) -> tuple[Quantize, dict]:
+    """By one of the library's preset schemes, W4A16 and the like, with groups of 32."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.compressors.format import infer_module_format
+    from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus, preset_name_to_scheme
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    scheme = preset_name_to_scheme(preset, ["Linear"])
+    args: Any = scheme.weights
+    args.symmetric = symmetric
+    if args.group_size == 128:
+        args.group_size = 32
+    form = infer_module_format(torch.nn.Linear, scheme)
+    scheme.format = form
+    compressor: Any = BaseCompressor.get_value_from_registry(getattr(form, "value", form))
+
+    def quantize(weight: Tensor) -> tuple[Tensors, Tensor]:
+        low, high = _ranges(weight, args)
+        extra = {}
+        if str(args.strategy).endswith("tensor_group"):
+            from compressed_tensors.quantization.utils import generate_gparam
+
+            extra = {"weight_global_scale": generate_gparam(weight.min(), weight.max())}
+        scale, zero = calculate_qparams(
+            low, high, args, **({"global_scale": extra["weight_global_scale"]} if extra else {})
+        )
+        state = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero, **extra}
+        stored = dict(compressor.compress(state, scheme))
+        plain = compressor.decompress(dict(stored), scheme)["weight"].float()
+        if not g_idx or "weight_packed" not in stored:
+            return stored, plain
+        # As if the columns had been sorted by activation: column i now has the scale of group order[i].
+        order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(7)) // args.group_size
+        numbers = compressor.decompress({**stored, "weight_scale": torch.ones_like(scale)}, scheme)[
+            "weight"
+        ].float()
+        return {**stored, "weight_g_idx": order.int()}, numbers * scale.float()[:, order]
+
+    config = QuantizationConfig(
+        config_groups={"group_0": scheme},
+        format=getattr(form, "value", form),
+        quantization_status=QuantizationStatus.COMPRESSED,
+    )
+    return quantize, config.to_dict()
+
+
+def _ranges(weight: Tensor, args: Any) -> tuple[Tensor, Tensor]:
+    strategy = str(getattr(args.strategy, "value", args.strategy))
+    if strategy == "tensor":
+        return weight.min().reshape(1), weight.max().reshape(1)
+    if strategy == "block":
+        rows, columns = args.block_structure
+        blocks = weight.unflatten(0, (-1, min(rows, len(weight)))).unflatten(
+            2, (-1, min(columns, weight.shape[1]))
+        )
+        return blocks.amin((1, 3)), blocks.amax((1, 3))
+    groups = weight.unflatten(1, (-1, args.group_size if "group" in strategy else weight.shape[1]))
+    return groups.amin(-1), groups.amax(-1)
+
+
+def bitsandbytes(kind: str, *, nested: bool = False) -> tuple[Quantize, dict]:
+    """nf4, fp4 or int8, by the library."""
+    import bitsandbytes.functional as bnb
+
+    def four(weight: Tensor) -> tuple[Tensors, Tensor]:
+        packed, state = bnb.quantize_4bit(weight, blocksize=64, compress_statistics=nested, quant_type=kind)
+        stored = {
+            "weight": packed,
+            **{f"weight.{name}": each for name, each in state.as_dict(packed=True).items()},
+        }
+        return stored, bnb.dequantize_4bit(packed, state).float()
+
+    def eight(weight: Tensor) -> tuple[Tensors, Tensor]:
+        rounded, scale, _ = bnb.int8_vectorwise_quant(weight.half())
+        stored = {"weight": rounded, "SCB": scale, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+        return stored, bnb.int8_vectorwise_dequant(rounded, scale).float()
+
+    return (eight if kind == "int8" else four), {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": kind != "int8",
+        "load_in_8bit": kind == "int8",
+        "bnb_4bit_quant_type": kind,
+    }
+
+
+def gptq(
+    *, bits: int = 4, group_size: int = 32, order: bool = False, version: int = 1
+) -> tuple[Quantize, dict]:
+    """As AutoGPTQ packs, number by number."""
+
+    def quantize(weight: Tensor) -> tuple[Tensors, Tensor]:
+        out_size, in_size = weight.shape
+        size = in_size if group_size == -1 else group_size
+        group = torch.arange(in_size) // size
+        if order:
+            group = group[torch.randperm(in_size, generator=torch.Generator().manual_seed(3))]
+        num_groups, top = in_size // size, 2**bits - 1
+        scales, zeros = (
+            torch.empty(num_groups, out_size),
+            torch.empty(num_groups, out_size, dtype=torch.int64),
+        )
+        for each in range(num_groups):
+            part = weight[:, group == each]
+            low, high = part.amin(1).clamp_max(0), part.amax(1).clamp_min(0)
+            scales[each] = ((high - low) / top).half().float()
+            zeros[each] = (-low / scales[each]).round().clamp(int(version == 1), top)
+        numbers = (weight.T / scales[group] + zeros[group]).round().clamp(0, top).long()  # [I, O]
+        plain = ((numbers - zeros[group]) * scales[group]).T
+        stored = {
+            "qweight": words(numbers.T, bits).T,
+            "qzeros": words(zeros - int(version == 1), bits),
+            "scales": scales.half(),
+            "g_idx": group.int(),
+        }
+        return stored, plain
+
+    return quantize, {
+        "quant_method": "gptq",
+        "bits": bits,
+        "group_size": group_size,
+        "desc_act": order,
+        "checkpoint_format": "gptq" if version == 1 else "gptq_v2",
+    }
+
+
+def words(numbers: Tensor, bits: int) -> Tensor:
+    """Rows of numbers as dense int32 words, lowest bits first, with Python's whole numbers."""
+    packed = []
+    for row in numbers.tolist():
+        whole = sum(number << (index * bits) for index, number in enumerate(row))
+        packed.append([whole >> (32 * word) & 0xFFFFFFFF for word in range(-(-len(row) * bits // 32))])
+    return torch.tensor(packed, dtype=torch.int64).to(torch.int32)
+
+
+def awq(*, group_size: int = 32) -> tuple[Quantize, dict]:
+    """As AutoAWQ packs for its gemm kernel."""
+
+    def interleaved(numbers: Tensor) -> Tensor:
+        places = [0, 2, 4, 6, 1, 3, 5, 7]
+        return words(torch.cat([part[:, places] for part in numbers.split(8, dim=1)], dim=1), 4)
+
+    def quantize(weight: Tensor) -> tuple[Tensors, Tensor]:
+        groups = weight.T.unflatten(0, (-1, group_size))  # [G, g, O]
+        low, high = groups.amin(1).clamp_max(0), groups.amax(1).clamp_min(0)
+        scales = ((high - low) / 15).half().float()
+        zeros = (-low / scales).round().clamp(0, 15).long()
+        numbers = (groups / scales[:, None] + zeros[:, None]).round().clamp(0, 15).long()
+        plain = ((numbers - zeros[:, None]) * scales[:, None]).flatten(0, 1).T
+        stored = {
+            "qweight": interleaved(numbers.flatten(0, 1)),
+            "qzeros": interleaved(zeros),
+            "scales": scales.half(),
+        }
+        return stored, plain
+
+    return quantize, {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": group_size,
+        "zero_point": True,
+        "version": "gemm",
+    }
+
+
+def fp8(*, scope: str = "block", static: bool = False) -> tuple[Quantize, dict]:
+    """As DeepSeek (blocks of 128 by 128, the scales called inverse) or AutoFP8 (whole tensors) has it."""
+    top = torch.finfo(torch.float8_e4m3fn).max
+
+    def quantize(weight: Tensor) -> tuple[Tensors, Tensor]:
+        rows, columns = {"block": (48, 32), "channel": (1, weight.shape[1]), "tensor": weight.shape}[scope]
+        scale = torch.empty(-(-len(weight) // rows), -(-weight.shape[1] // columns))
+        rounded, plain = torch.empty(weight.shape, dtype=torch.float8_e4m3fn), torch.empty(weight.shape)
+        for i, j in _pairs(scale):
+            place = slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns)
+            scale[i, j] = weight[place].abs().max() / top
+            rounded[place] = (weight[place] / scale[i, j]).to(torch.float8_e4m3fn)
+            plain[place] = rounded[place].float() * scale[i, j]
+        name = "weight_scale_inv" if scope == "block" else "weight_scale"
+        stored = {"weight": rounded, name: scale.reshape(()) if scope == "tensor" else scale}
+        return stored | ({"input_scale": torch.tensor(0.5)} if static else {}), plain
+
+    settings = {"quant_method": "fp8", "activation_scheme": "static" if static else "dynamic"}
+    return quantize, settings | ({"weight_block_size": [48, 32]} if scope == "block" else {})
+
+
+def _pairs(grid: Tensor) -> Iterator[tuple[int, int]]:
+    return ((i, j) for i in range(grid.shape[0]) for j in range(grid.shape[1]))
+
+
+FORMS: dict[str, Callable[..., tuple[Quantize, dict]]] = {
+    "compressed-tensors": compressed_tensors,
+    "bitsandbytes": bitsandbytes,
+    "gptq": gptq,
+    "awq": awq,
+    "fp8": fp8,
+}

@@ -1,0 +1,60 @@
+"""`--quantization` beside what a checkpoint holds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ops.machine import Machine
+from runtime.config import Args
+from runtime.config.model_facts import ModelFacts
+from runtime.config.options.model import QuantArgs
+from runtime.config.plan import ModelPlan
+from runtime.config.quantization import FORMATS, METHODS, UNREADABLE
+from runtime.config.resolve import resolve
+from runtime.errors import ConfigurationError
+from small_facts import FACTS
+
+CPU = Machine.named("cpu")
+
+
+def model(facts: ModelFacts = FACTS, **keywords: Any) -> ModelPlan:
+    return resolve(Args.of(model_path="/models/small", **keywords), CPU, facts).model
+
+
+@pytest.mark.parametrize("stored", FORMATS)
+def test_a_form_may_be_named_and_need_not(stored: str) -> None:
+    facts = replace(FACTS, quantization=stored)
+    names = {stored, *FORMATS[stored].asked} & set(
+        QuantArgs.__dataclass_fields__["quantization"].metadata["spec"].choices
+    )
+    for name in [None, *sorted(names - METHODS.keys())]:
+        made = model(facts, quantization=name)
+        assert made.quantization is None
+        assert stored in made.reasons["quantization"]
+
+
+def test_another_form_than_the_checkpoints_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="the checkpoint's form is gptq"):
+        model(replace(FACTS, quantization="gptq"), quantization="awq")
+    with pytest.raises(ConfigurationError, match="the checkpoint is not quantized; use w8a8_int8"):
+        model(quantization="awq")
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_what_nothing_reads_is_refused_with_its_reason(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"--quantization {name} is not possible: its weights"):
+        model(quantization=name)
+
+
+def test_any_checkpoint_may_be_rounded_to_8_bits() -> None:
+    assert model(replace(FACTS, quantization="gptq"), quantization="w8a8_int8").quantization == "w8a8_int8"
+
+
+def test_a_cpu_computes_rounded_half_precision_in_bfloat16() -> None:
+    half = replace(FACTS, dtype="float16")
+    assert model(half).dtype == "float16"
+    assert model(replace(half, quantization="gptq")).dtype == "bfloat16"
+    assert model(replace(half, quantization="gptq"), dtype="half").dtype == "float16"

@@ -1,0 +1,243 @@
+"""Quantised checkpoints, written by the libraries whose forms they have, give what those libraries read in them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+import paged_forward
+import quantized_checkpoints
+from ops.select import select
+from runtime.config.fields import Fields
+from runtime.config.plan import ModelPlan
+from runtime.distributed.mesh import Mesh, RankInfo
+from runtime.errors import CheckpointError
+from runtime.models.checkpoint import WeightFiles
+from runtime.models.config import read_facts
+from runtime.models.formats.stored import QuantizedTensors
+from runtime.models.loader import collect_shards, load_model
+from runtime.models.tensors import TensorFiles
+from serve import Engine
+
+FORMS = [
+    ("compressed-tensors", {"preset": "W4A16"}),
+    ("compressed-tensors", {"preset": "W4A16", "symmetric": False}),
+    ("compressed-tensors", {"preset": "W4A16", "g_idx": True}),
+    ("compressed-tensors", {"preset": "W8A16"}),
+    ("compressed-tensors", {"preset": "W8A8"}),
+    ("compressed-tensors", {"preset": "FP8"}),
+    ("compressed-tensors", {"preset": "FP8_DYNAMIC"}),
+    ("compressed-tensors", {"preset": "NVFP4A16"}),
+    ("compressed-tensors", {"preset": "MXFP4A16"}),
+    ("bitsandbytes", {"kind": "nf4"}),
+    ("bitsandbytes", {"kind": "nf4", "nested": True}),
+    ("bitsandbytes", {"kind": "fp4"}),
+    ("bitsandbytes", {"kind": "int8"}),
+    ("gptq", {}),
+    ("gptq", {"order": True}),
+    ("gptq", {"bits": 8, "version": 2}),
+    ("gptq", {"bits": 3}),
+    ("gptq", {"bits": 2, "group_size": -1, "version": 2}),
+    ("awq", {}),
+    ("fp8", {"scope": "block"}),
+    ("fp8", {"scope": "channel"}),
+    ("fp8", {"scope": "tensor", "static": True}),
+]
+IDS = torch.randint(3, 128, (3, 40), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+OFTEN = [FORMS[index] for index in (0, 5, 9, 13, 18, 19)]  # also as experts, cut and served
+
+
+def opened(path: str, *, mmap: bool = True) -> QuantizedTensors:
+    facts = read_facts(path)
+    files = TensorFiles(WeightFiles("safetensors", (Path(path) / "model.safetensors",)), mmap=mmap)
+    return QuantizedTensors(files, Fields(facts.config, "").child("quantization_config"))
+
+
+def read_whole(tensors: QuantizedTensors) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    tensors.read_all(lambda name, parts: found.update({name: parts[0]}), dict.fromkeys(tensors.shapes, ((),)))
+    return found
+
+
+def check_same_logits(quantized: str, plain: str, share: float = 0.02) -> None:
+    ours, reference = paged_forward.load(quantized), paged_forward.load(plain)
+    mine, theirs = (paged_forward.all_logits(model, IDS, 16) for model in (ours, reference))
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=share * float(other.std()))
+
+
+def check_same_tensors(found: dict[str, torch.Tensor], plain: str) -> None:
+    wanted = load_file(Path(plain) / "model.safetensors")
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():  # libraries that multiply in half precision round where we do not
+        torch.testing.assert_close(found[name].float(), tensor.float(), rtol=5e-3, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize(("form", "options"), FORMS, ids=str)
+def test_a_quantised_checkpoint_holds_what_its_library_reads(
+    form: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    quantized, plain = quantized_checkpoints.write(tmp_path, form, **options)
+    check_same_tensors(read_whole(opened(quantized)), plain)
+    # The library's fp4 is rounded to bfloat16.
+    check_same_logits(quantized, plain, share=0.2 if "NVFP4" in options.get("preset", "") else 0.02)
+
+
+@pytest.mark.parametrize(("form", "options"), OFTEN, ids=str)
+def test_experts_are_read_as_every_layer_is(form: str, options: dict[str, Any], tmp_path: Path) -> None:
+    quantized, plain = quantized_checkpoints.write(tmp_path, form, "qwen3_moe", **options)
+    check_same_tensors(read_whole(opened(quantized, mmap=False)), plain)
+    check_same_logits(quantized, plain)
+
+
+@pytest.mark.parametrize(("form", "options"), OFTEN, ids=str)
+def test_ranks_and_stages_get_their_share(form: str, options: dict[str, Any], tmp_path: Path) -> None:
+    quantized, _ = quantized_checkpoints.write(tmp_path, form, "qwen3", **options)
+    wanted = read_whole(opened(quantized))
+    for rank in (
+        RankInfo(rank=1, tp_size=2),
+        RankInfo(rank=0, tp_size=2),
+        RankInfo(rank=3, tp_size=2, pp_size=2),
+    ):
+        facts, mesh = read_facts(quantized), Mesh(rank, torch.device("cpu"))
+        plan = ModelPlan(
+            path=quantized,
+            load_format="auto",
+            dtype="float32",
+            device="cpu",
+            context_length=64,
+            random_seed=0,
+        )
+        model = load_model(facts, plan, select(), mesh, rank.stage_layers(facts.num_layers))
+        for name, shards in collect_shards(model).items():
+            for shard in shards:
+                if name in wanted:
+                    assert torch.equal(shard.target, wanted[name][shard.cut]), name
+
+
+@pytest.mark.parametrize(("form", "options"), OFTEN, ids=str)
+async def test_a_quantised_checkpoint_is_served_as_the_ordinary_one(
+    form: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    answers = []
+    for path in quantized_checkpoints.write(tmp_path, form, **options):
+        async with Engine(path, skip_tokenizer_init=True) as engine:
+            made = await engine.generate(
+                input_ids=IDS, sampling_params={"temperature": 0, "max_new_tokens": 12}
+            )
+            answers.append([each["output_ids"] for each in made])
+    assert answers[0] == answers[1]
+
+
+def changed(
+    directory: Path, source: str, config: dict[str, Any], tensors: dict[str, Any] | None = None
+) -> str:
+    """A copy of a checkpoint with other fields of its quantization_config, None for none, and other tensors."""
+    directory.mkdir()
+    values = json.loads((Path(source) / "config.json").read_text())
+    values["quantization_config"] = {**values["quantization_config"], **config}
+    (directory / "config.json").write_text(json.dumps(values))
+    stored = load_file(Path(source) / "model.safetensors") | (tensors or {})
+    save_file(
+        {name: each for name, each in stored.items() if each is not None}, directory / "model.safetensors"
+    )
+    return str(directory)
+
+
+def test_a_form_is_found_in_the_files_of_older_tools(tmp_path: Path) -> None:
+    for form, name, settings in (
+        ("gptq", "quantize_config.json", {"bits": 4, "group_size": 32, "desc_act": False}),
+        ("awq", "quant_config.json", {"w_bit": 4, "q_group_size": 32, "zero_point": True, "version": "GEMM"}),
+        ("fp8", "hf_quant_config.json", {"producer": {}, "quantization": {"quant_algo": "FP8"}}),
+    ):
+        options = {"scope": "tensor"} if form == "fp8" else {}
+        quantized, plain = quantized_checkpoints.write(tmp_path / form, form, **options)
+        config = json.loads((Path(quantized) / "config.json").read_text())
+        del config["quantization_config"]
+        (Path(quantized) / "config.json").write_text(json.dumps(config))
+        (Path(quantized) / name).write_text(json.dumps(settings))
+        assert read_facts(quantized).quantization == {"fp8": "modelopt"}.get(form, form)
+        check_same_tensors(read_whole(opened(quantized)), plain)
+
+
+def test_biases_that_are_zero_and_not_the_models_are_left_out(tmp_path: Path) -> None:
+    quantized, plain = quantized_checkpoints.write(tmp_path, "gptq")
+    name = "model.layers.1.mlp.up_proj.bias"
+    check_same_logits(changed(tmp_path / "zero", quantized, {}, {name: torch.zeros(128)}), plain)
+    with pytest.raises(CheckpointError, match=name):
+        paged_forward.load(changed(tmp_path / "one", quantized, {}, {name: torch.ones(128)}))
+
+
+def test_a_caches_scales_are_found_under_every_name(tmp_path: Path) -> None:
+    layer = "model.layers.0.self_attn"
+    quantized, _ = quantized_checkpoints.write(tmp_path, "fp8")
+    for keys, values in (
+        ("k_proj.output_scale", "v_proj.output_scale"),
+        ("k_proj.k_scale", "v_proj.v_scale"),
+    ):
+        given = {f"{layer}.{keys}": torch.tensor(0.25), f"{layer}.{values}": torch.tensor([0.5])}
+        path = changed(tmp_path / keys, quantized, {}, given)
+        model: Any = paged_forward.load(path)
+        assert model.layers[0].attention.kv_scales.values == {"k_scale": 0.25, "v_scale": 0.5}
+
+
+def test_fp4_of_modelopt_is_numbers_times_two_scales(tmp_path: Path) -> None:
+    packed = torch.randint(0, 256, (4, 16), dtype=torch.uint8)
+    scale, whole = torch.rand(4, 2).to(torch.float8_e4m3fn), torch.tensor(0.37)
+    wanted = torch.empty(4, 32)
+    for row in range(4):
+        for column in range(32):
+            code = int(packed[row, column // 2]) >> (4 * (column % 2)) & 15
+            exponent, half = code >> 1 & 3, code & 1
+            size = half / 2 if exponent == 0 else 2.0 ** (exponent - 1) * (1 + half / 2)
+            wanted[row, column] = (-size if code & 8 else size) * float(scale[row, column // 16]) * 0.37
+    stored = {"a.weight": packed, "a.weight_scale": scale, "a.weight_scale_2": whole}
+    save_file(stored | {"a.input_scale": torch.ones(())}, tmp_path / "model.safetensors")
+    files = TensorFiles(WeightFiles("safetensors", (tmp_path / "model.safetensors",)))
+    tensors = QuantizedTensors(files, Fields({"quant_method": "modelopt"}, ""))
+    torch.testing.assert_close(read_whole(tensors), {"a.weight": wanted})
+
+
+def test_mxfp4_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
+    blocks = torch.randint(0, 256, (3, 8, 2, 16), dtype=torch.uint8)
+    scales = torch.randint(110, 130, (3, 8, 2), dtype=torch.uint8)
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    save_file({f"{name}_blocks": blocks, f"{name}_scales": scales}, tmp_path / "model.safetensors")
+    files = TensorFiles(WeightFiles("safetensors", (tmp_path / "model.safetensors",)))
+    tensors = QuantizedTensors(files, Fields({"quant_method": "mxfp4"}, ""))
+    wanted = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    assert torch.equal(read_whole(tensors)[name], wanted)
+
+
+REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    ("gptq", {"bits": 5}, {}, "bits must be one of 2, 3, 4, 8"),
+    ("gptq", {"group_size": 0}, {}, "group_size"),
+    ("gptq", {"quant_method": "hqq"}, {}, r"quantized \(hqq\)"),
+    ("gptq", {"checkpoint_format": "marlin"}, {}, r"quantized \(marlin\)"),
+    ("gptq", {}, {"model.layers.0.mlp.up_proj.scales": None}, "lacks model.layers.0.mlp.up_proj.scales"),
+    ("gptq", {}, {"model.layers.0.mlp.up_proj.g_idx": torch.full((64,), 9).int()}, "groups beyond"),
+    ("awq", {"version": "gemv"}, {}, "version gemv"),
+    ("awq", {"bits": 8}, {}, "bits must be 4"),
+    ("fp8", {}, {"model.layers.0.mlp.up_proj.weight_scale_inv": None}, "lacks .*up_proj.weight_scale"),
+    ("fp8", {}, {"model.layers.0.mlp.up_proj.weight_scale_inv": torch.ones(5, 2)}, "do not cover"),
+    ("compressed-tensors", {"format": "marlin-24"}, {}, "marlin-24"),
+    ("compressed-tensors", {"transform_config": {"config_groups": {"a": {}}}}, {}, "rotated"),
+]
+
+
+@pytest.mark.parametrize(("form", "config", "tensors", "reason"), REFUSED, ids=str)
+def test_what_cannot_be_read_is_refused_by_name(
+    form: str, config: dict[str, Any], tensors: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    options = {"preset": "W4A16"} if form == "compressed-tensors" else {}
+    quantized, _ = quantized_checkpoints.write(tmp_path / "whole", form, **options)
+    with pytest.raises(CheckpointError, match=reason):
+        paged_forward.load(changed(tmp_path / "changed", quantized, config, tensors))
