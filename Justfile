@@ -41,6 +41,16 @@ test-slow *options:
 test-gpu *options:
     {{bin}}/python -m pytest -m gpu -rs {{options}} tests/gpu
 
+# Gather what a GPU machine without a package index lacks, into gpu-bundle.
+[positional-arguments]
+gpu-bundle *options:
+    PYTHONPATH=tests {{bin}}/python -m bench gpu-bundle "$@"
+
+# Prove everything that concerns a GPU, most telling first: `just gpu-contact --budget 540`; here `--device cpu`.
+[positional-arguments]
+gpu-contact *options:
+    PYTHONPATH=.:tests:tests/kit:notebooks {{bin}}/python -m bench gpu-contact "$@"
+
 # Everything but the slow tests. Continuous integration runs this and `test-slow`.
 check: lint test
 

@@ -15,6 +15,8 @@ COMMANDS = {
     "kernels": ("bench.kernels", "where the time of a step goes on a CPU, kernel by kernel"),
     "accuracy": ("bench.accuracy", "bfloat16 and 8 bits against transformers in float32"),
     "gpu": ("bench.gpu.command", "a GPU with random weights of real shapes, beside its limits"),
+    "gpu-bundle": ("bench.contact.bundle", "gather what a GPU machine without a package index lacks"),
+    "gpu-contact": ("bench.contact.command", "prove everything that concerns a GPU within a budget of time"),
     "cpu": ("bench.cpu.command", "ours and its peers on this machine's CPU, in turns"),
     "cpu-peers": ("bench.cpu.engines", "install the peers that `cpu` compares with"),
     "checkpoint": ("bench.checkpoints", "write a random checkpoint of a known shape"),

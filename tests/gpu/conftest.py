@@ -1,11 +1,13 @@
 """Tests that need a CUDA device, skipped with the reason where there is none.
 
-Their bodies stand in `tests/kit/on_device`, where a test of the ordinary suite runs them on the CPU. Here
-nothing imports torch before a device is known to be there.
+With PENSTOCK_TEST_DEVICE=cpu they run on the CPU, to rehearse (`just gpu-contact --device cpu`). Their bodies stand
+in `tests/kit/on_device`, where a test of the ordinary suite runs them on the CPU. Here nothing imports torch before
+a device is known to be there.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -15,12 +17,15 @@ import pytest
 from ops.machine import Machine
 
 HERE = Path(__file__).parent
+DEVICE = os.environ.get("PENSTOCK_TEST_DEVICE", "cuda")
 TIMEOUT_S = 600  # kernels are compiled at their first launch
 
 
 @cache
 def lacking() -> str:
     """What this machine lacks to run these tests; empty if nothing."""
+    if DEVICE == "cpu":
+        return ""
     machine = Machine.probe()
     if not machine.gpus:
         return "this machine has no NVIDIA GPU"
@@ -39,14 +44,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Cases are listed where they can run; elsewhere one stands for all."""
+    """Cases and families are listed where they can run; elsewhere one stands for all."""
+    if "family" in metafunc.fixturenames and not _parametrized(metafunc, "family"):
+        if lacking():
+            metafunc.parametrize("family", ["every family"])
+        else:
+            from greedy import FAMILIES
+
+            metafunc.parametrize("family", FAMILIES)
     if "check" in metafunc.fixturenames:
         if lacking():
             metafunc.parametrize("check", ["every case"])
         else:
             from on_device.operations import checks
 
-            metafunc.parametrize("check", list(checks(large=True)), ids=str)
+            metafunc.parametrize("check", list(checks(large=DEVICE != "cpu")), ids=str)
+
+
+def _parametrized(metafunc: pytest.Metafunc, name: str) -> bool:
+    return any(mark.args[0] == name for mark in metafunc.definition.iter_markers("parametrize"))
 
 
 @pytest.fixture
@@ -56,6 +72,7 @@ def device() -> Iterator[str]:
 
     import torch
 
-    yield "cuda"
+    yield DEVICE
     gc.collect()
-    torch.cuda.empty_cache()
+    if DEVICE != "cpu":
+        torch.cuda.empty_cache()

@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from tempfile import TemporaryDirectory
@@ -64,12 +64,10 @@ async def first_token(words: Sequence[str], kernels: str, timeout_s: float) -> f
 
     `kernels` is where Triton keeps what it compiled. Raises `EngineFailure` with the server's last words.
     """
-    port = _free_port()
-    command = [sys.executable, "-m", "serve", *words, "--host", "127.0.0.1", "--port", str(port)]
     began_s = perf_counter()
     async with (
-        _running(command, {"TRITON_CACHE_DIR": kernels}) as server,
-        Client(f"http://127.0.0.1:{port}") as client,
+        running_server(words, {"TRITON_CACHE_DIR": kernels}) as (server, url),
+        Client(url) as client,
     ):
         with anyio.move_on_after(timeout_s):
             while not await _gives_a_token(client):
@@ -93,14 +91,16 @@ async def _gives_a_token(client: Client) -> bool:
 
 
 @asynccontextmanager
-async def _running(command: Sequence[str], variables: dict[str, str]):
-    """The process, ended at the end; an error gets the last words of its log."""
+async def running_server(words: Sequence[str], variables: Mapping[str, str] | None = None):
+    """A server's process and its address, ended at the end; an error gets the last words of its log."""
+    port = _free_port()
+    command = [sys.executable, "-m", "serve", *words, "--host", "127.0.0.1", "--port", str(port)]
     with TemporaryDirectory() as folder, open(f"{folder}/log", "w+b") as log:
         server = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **variables}
+            command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **(variables or {})}
         )
         try:
-            yield server
+            yield server, f"http://127.0.0.1:{port}"
         except EngineFailure as failure:
             raise EngineFailure(f"{failure.message} {_last_words(log)}") from failure
         finally:
