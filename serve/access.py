@@ -113,9 +113,12 @@ class Access:
 
     def _client_of(self, headers: Mapping[bytes, bytes]) -> Client | None:
         scheme, _, rest = headers.get(b"authorization", b"").partition(b" ")
-        if scheme.lower() != b"bearer":
+        shown = (
+            rest.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key")
+        )  # Anthropic's clients
+        if shown is None:
             return None
-        given = _digest(rest.strip())
+        given = _digest(shown)
         found: Client | None = None
         for key in self._keys:  # all of them, whichever matches
             if hmac.compare_digest(given, key.digest):

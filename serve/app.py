@@ -15,9 +15,12 @@ from starlette.routing import Route
 
 from runtime.errors import RequestError
 from serve.access import Access, RouteScope
+from serve.anthropic import messages
 from serve.endpoint import Endpoint, Handler
 from serve.errors import NATIVE, OPENAI, ErrorFormat, refusal_response
 from serve.native import admin, generate, tokens
+from serve.ollama import handlers as ollama
+from serve.ollama import models as ollama_models
 from serve.openai import chat, completions, models
 from serve.page import page_routes
 
@@ -42,6 +45,14 @@ ROUTES = (  # searched from the first to the last: what is called most often com
     RouteSpec(POST, "/v1/chat/completions", chat.create, USER, chat.ERROR_FORMAT),
     RouteSpec(POST, "/v1/completions", completions.create, USER, completions.ERROR_FORMAT),
     RouteSpec(("POST", "PUT"), "/generate", generate.generate, USER, generate.ERROR_FORMAT),
+    RouteSpec(POST, "/v1/messages", messages.create, USER, messages.ERROR_FORMAT),
+    RouteSpec(POST, "/v1/messages/count_tokens", messages.count_tokens, USER, messages.ERROR_FORMAT),
+    RouteSpec(POST, "/api/chat", ollama.chat, USER, ollama.ERROR_FORMAT),
+    RouteSpec(POST, "/api/generate", ollama.generate, USER, ollama.ERROR_FORMAT),
+    RouteSpec(GET, "/api/tags", ollama_models.tags, USER, ollama.ERROR_FORMAT),
+    RouteSpec(POST, "/api/show", ollama_models.show, USER, ollama.ERROR_FORMAT),
+    RouteSpec(GET, "/api/ps", ollama_models.running, USER, ollama.ERROR_FORMAT),
+    RouteSpec(GET, "/api/version", ollama_models.version, USER, ollama.ERROR_FORMAT),
     RouteSpec(GET, "/health", admin.health, PUBLIC),
     RouteSpec(GET, "/health_generate", admin.health_generate, USER),
     RouteSpec(GET, "/ready", admin.health, PUBLIC),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,7 +19,7 @@ from runtime.errors import InvalidRequest, PayloadTooLarge, RequestError
 from runtime.request import Chunk
 from serve.access import CLIENT, Access, RouteScope
 from serve.background import background_tasks
-from serve.errors import ErrorFormat, refusal_response
+from serve.errors import NATIVE, ErrorFormat, refusal_response
 from serve.output_streams import close_all, read_all
 
 if TYPE_CHECKING:
@@ -51,7 +51,9 @@ class Endpoint:
         try:
             CLIENT.set(self.access.admit(scope, self.route_scope))
         except RequestError as refused:
-            await refusal_response(scope["path"], refused)(scope, receive, send)
+            own = self.error_format is not NATIVE
+            refusal = self.error_format.response(refused) if own else refusal_response(scope["path"], refused)
+            await refusal(scope, receive, send)
             return
         try:
             response = await self.handler(HttpRequest(scope, receive), self.core)
@@ -116,12 +118,17 @@ def require_json(request: HttpRequest) -> None:
 async def read_all_or_disconnect(streams: Sequence[OutputStream], receive: Receive) -> list[list[Chunk]]:
     """As `read_all`. Raises `ClientGoneError`, with every request aborted, when the client disconnects first."""
     try:
-        async with background_tasks(read_all(streams), until_disconnect(receive)) as (reading, gone):
-            await asyncio.wait((reading, gone), return_when=asyncio.FIRST_COMPLETED)
+        return await or_disconnect(read_all(streams), receive)
     finally:
         close_all(streams)  # a task that was cancelled before its first step has not done it
-    if not reading.cancelled():
-        return reading.result()
+
+
+async def or_disconnect(work: Coroutine[Any, Any, T], receive: Receive) -> T:
+    """What `work` returns. Raises `ClientGoneError`, with the work cancelled, when the client disconnects first."""
+    async with background_tasks(work, until_disconnect(receive)) as (working, gone):
+        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+    if not working.cancelled():
+        return working.result()
     gone.result()  # raises what `receive` raised
     raise ClientGoneError
 

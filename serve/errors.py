@@ -85,10 +85,14 @@ def _fields(failure: Failure) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class ErrorFormat:
-    """How one route reports errors. `names` maps the engine's parameter names to the route's."""
+    """How one route reports errors. `names` maps the engine's parameter names to the route's.
+
+    `stream_event` writes what ends a stream that has begun; without it that is `{"error": {...}}`.
+    """
 
     body: Callable[[Failure], dict[str, Any]]
     names: Mapping[str, str] = field(default_factory=dict)
+    stream_event: Callable[[Failure], bytes] | None = None
 
     def failure(self, error: Exception) -> Failure:
         name = self.names.get(error.param or "") if isinstance(error, RequestError) else None
@@ -106,8 +110,11 @@ class ErrorFormat:
         )
 
     def event(self, error: Exception) -> bytes:
-        """One server-sent event, `{"error": {...}}`, for a stream that has begun."""
-        event = {"error": self.body(self.failure(error))["error"]}
+        """What a stream that has begun ends with, as bytes."""
+        failure = self.failure(error)
+        if self.stream_event is not None:
+            return self.stream_event(failure)
+        event = {"error": self.body(failure)["error"]}
         return ServerSentEvent(orjson.dumps(event).decode(), sep="\n").encode()
 
 

@@ -1,4 +1,5 @@
-"""Server-sent events: the response that relays output streams to a client as an encoder writes them.
+"""Streamed answers: the response that relays output streams to a client as an encoder writes them, usually as
+server-sent events.
 
 The first chunk, and chunks that arrive while something is being sent, take the usual way: they wake this response's
 task, which awaits ASGI's `send`. While the client keeps up, a chunk is written to the connection at once, during
@@ -13,6 +14,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -32,11 +34,25 @@ from serve.output_streams import close_all, run_each
 PING_S = 15.0
 PING = ServerSentEvent(comment="ping", sep="\n").encode()
 DONE = b"data: [DONE]\n\n"
-HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
+
+
+@dataclass(frozen=True, slots=True)
+class Framing:
+    """What an API's streams hold beside their events."""
+
+    content_type: bytes = b"text/event-stream; charset=utf-8"
+    done: bytes = DONE  # after the last event
+    ping: bytes = PING  # in long silences; empty: nothing
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        return [
+            (b"content-type", self.content_type),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),
+        ]
+
+
+SSE = Framing()
 
 
 class Encoder(Protocol):
@@ -47,7 +63,7 @@ class Encoder(Protocol):
         ...
 
     def closing(self) -> bytes:
-        """The events after the last chunk, before [DONE]."""
+        """The events after the last chunk, before the framing's `done`."""
         ...
 
 
@@ -63,11 +79,13 @@ class EventStream:
         encoder: Encoder,
         error_format: ErrorFormat,
         *,
+        framing: Framing = SSE,
         ping_s: float = PING_S,
     ) -> None:
         self._streams = streams
         self._encoder = encoder
         self._error_format = error_format
+        self._framing = framing
         self._ping_s = ping_s
         self._encoding = asyncio.Lock()  # held while the encoder is in use, perhaps in a thread
         self._starting = asyncio.Lock()
@@ -100,14 +118,14 @@ class EventStream:
             is_long = silence_s >= self._ping_s
             wait_s = self._ping_s if is_long else self._ping_s - silence_s
             # Not before the stream began, nor while the client does not read.
-            if is_long and self._started and not self._num_writing:
-                await self._write(send, PING)
+            if is_long and self._started and not self._num_writing and self._framing.ping:
+                await self._write(send, self._framing.ping)
 
     async def _relay_all(self, send: Send) -> Exception | None:
         """Relay to the end, with an error event where an error ends it. Returns the error."""
         failure = await self._relay(send)
         if failure is not None and self._started and not isinstance(failure, OSError):
-            await self._write(send, self._error_format.event(failure) + DONE, more=False)
+            await self._write(send, self._error_format.event(failure) + self._framing.done, more=False)
         return failure
 
     async def _relay(self, send: Send) -> Exception | None:
@@ -126,7 +144,7 @@ class EventStream:
 
         try:
             await run_each(read, len(self._streams))
-            await self._write(send, self._encoder.closing() + DONE, more=False)
+            await self._write(send, self._encoder.closing() + self._framing.done, more=False)
         except ExceptionGroup as errors:
             return first_error(errors)
         except Exception as error:  # any error ends this stream and nothing else
@@ -159,5 +177,5 @@ class EventStream:
     async def _start(self, send: Send) -> None:
         async with self._starting:
             if not self._started:
-                await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+                await send({"type": "http.response.start", "status": 200, "headers": self._framing.headers()})
                 self._started = True

@@ -54,6 +54,11 @@ class ChatTemplate:
             except (jinja2.TemplateError, RecursionError) as error:
                 raise ConfigurationError(f"The chat template {name!r} is no valid jinja: {error}.") from error
 
+    @property
+    def source(self) -> str:
+        """The jinja text that chats without tools are rendered with."""
+        return self._sources[self._name(False)]
+
     def mentions(self, text: str) -> bool:
         """Whether the text stands in a template."""
         return any(text in source for source in self._sources.values())

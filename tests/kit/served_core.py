@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -43,6 +45,24 @@ class Served:
         *frames, done, rest = response.text.split("\n\n")
         assert (done, rest) == ("data: [DONE]", "")
         return [orjson.loads(frame.removeprefix("data: ")) for frame in frames]
+
+    async def lines_after(self, end: Callable[[], object], path: str, **body: Any) -> list[str]:
+        """The lines of a stream of a held core that `end` ends after its first token."""
+        asked = self.http.stream("POST", path, json={**body, "stream": True})
+        async with AsyncExitStack() as stack:
+            opening = asyncio.create_task(stack.enter_async_context(asked))
+            while not self.core.num_open:
+                await asyncio.sleep(0)
+            self.core.step()
+            lines = (await opening).aiter_lines()
+            first = await anext(lines)
+            end()
+            return [first, *[line async for line in lines]]
+
+    def fail(self) -> None:
+        """End every request with an error."""
+        self.core.failure = fake_core.broken_step()
+        self.core.step()
 
 
 Serve = Callable[..., Awaitable[Served]]

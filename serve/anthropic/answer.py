@@ -1,0 +1,170 @@
+"""An answer of /v1/messages, whole or as events: message_start, each block's start, deltas and stop, message_delta,
+message_stop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+
+from runtime.errors import RequestError
+from runtime.request import Chunk, Finish, Usage
+from serve.anthropic.errors import error_event, event
+from serve.chat.parts import Closed, Grown, Opened, Part, PartAssembler, PartEvent, parts_of
+from serve.chat.request import PreparedChat
+from serve.errors import describe
+from serve.sse import Framing
+
+SIGNATURE = "penstock"  # clients refuse to send thinking back that has none
+FRAMING = Framing(done=b"", ping=event("ping", {"type": "ping"}))
+_DELTAS = {
+    "text": ("text_delta", "text"),
+    "reasoning": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
+}
+
+
+class Aborted(RequestError):
+    """Somebody else ended the request: this API has no word for that in an answer."""
+
+
+def message_answer(prepared: PreparedChat, chunk: Chunk, model: str) -> dict[str, Any]:
+    """The `message` object. Raises `Aborted`."""
+    parser = prepared.new_parser()
+    parts = parts_of(parser.feed_chunk(chunk))
+    finish = _finish(chunk.finish)
+    blocks = [_block(part) for part in parts]
+    return {
+        **_opening(prepared, model),
+        "content": [block for block in blocks if block is not None],
+        "stop_reason": _stop_reason(finish, prepared.finish_kind(finish, parser)),
+        "stop_sequence": _stop_sequence(finish),
+        "usage": _usage(chunk.usage, parser.num_reasoning_tokens),
+    }
+
+
+def _opening(prepared: PreparedChat, model: str) -> dict[str, Any]:
+    return {
+        "id": prepared.request.label,
+        "type": "message",
+        "role": "assistant",
+        "model": model,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+    }
+
+
+def _block(part: Part) -> dict[str, Any] | None:
+    """A whole part; None for a call whose arguments were cut off."""
+    if part.kind == "text":
+        return {"type": "text", "text": part.text, "citations": None}
+    if part.kind == "reasoning":
+        return {"type": "thinking", "thinking": part.text, "signature": SIGNATURE}
+    try:
+        arguments = orjson.loads(part.text or "{}")
+    except orjson.JSONDecodeError:
+        return None
+    if not isinstance(arguments, dict):
+        return None
+    return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": arguments}
+
+
+def _finish(finish: Finish | None) -> Finish:
+    if finish is None or finish.kind == "abort":
+        raise Aborted("The request was aborted.")
+    return finish
+
+
+def _stop_reason(finish: Finish, kind: str) -> str:
+    if kind == "tool_calls":
+        return "tool_use"
+    if kind == "length":
+        return "max_tokens"
+    return "end_turn" if _stop_sequence(finish) is None else "stop_sequence"
+
+
+def _stop_sequence(finish: Finish) -> str | None:
+    return finish.matched if finish.kind == "stop" and isinstance(finish.matched, str) else None
+
+
+def _usage(usage: Usage, num_reasoning: int) -> dict[str, Any]:
+    """Token counts: `input_tokens` are those that were computed, the cached ones stand beside it."""
+    return {
+        "input_tokens": usage.prompt - usage.cached,
+        "cache_read_input_tokens": usage.cached,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": usage.output,
+        "output_tokens_details": {"thinking_tokens": num_reasoning},
+    }
+
+
+class MessageEvents:
+    """Events of one streamed answer (see serve.sse.Encoder)."""
+
+    def __init__(self, prepared: PreparedChat, model: str) -> None:
+        self._prepared = prepared
+        self._model = model
+        self._parser = prepared.new_parser()
+        self._parts = PartAssembler()
+        self._usage: Usage | None = None
+        self._last_finish: Finish | None = None
+
+    def events(self, request_index: int, chunks: Sequence[Chunk]) -> bytes:
+        written: list[bytes] = []
+        for chunk in chunks:
+            if self._usage is None:
+                written.append(self._start(chunk.usage))
+            self._usage = chunk.usage
+            self._last_finish = chunk.finish or self._last_finish
+            written += map(_part_event, self._parts.feed(self._parser.feed_chunk(chunk)))
+        return b"".join(written)
+
+    def closing(self) -> bytes:
+        written = [_part_event(found) for found in self._parts.end()]
+        try:
+            finish = _finish(self._last_finish)
+        except Aborted as aborted:
+            return b"".join([*written, error_event(describe(aborted))])
+        kind = self._prepared.finish_kind(finish, self._parser)
+        delta = {"stop_reason": _stop_reason(finish, kind), "stop_sequence": _stop_sequence(finish)}
+        usage = _usage(self._usage or Usage(0, 0, 0), self._parser.num_reasoning_tokens)
+        written.append(event("message_delta", {"type": "message_delta", "delta": delta, "usage": usage}))
+        written.append(event("message_stop", {"type": "message_stop"}))
+        return b"".join(written)
+
+    def _start(self, usage: Usage) -> bytes:
+        message = {**_opening(self._prepared, self._model), "usage": _usage(usage._replace(output=0), 0)}
+        return event("message_start", {"type": "message_start", "message": message})
+
+
+def _part_event(found: PartEvent) -> bytes:
+    index = found.part.index
+    match found:
+        case Opened(part):
+            data = {"type": "content_block_start", "index": index, "content_block": _empty_block(part)}
+            return event("content_block_start", data)
+        case Grown(part, text):
+            return _delta(index, *_DELTAS[part.kind], text)
+        case Closed(part):
+            stop = event("content_block_stop", {"type": "content_block_stop", "index": index})
+            if part.kind == "reasoning":
+                return _delta(index, "signature_delta", "signature", SIGNATURE) + stop
+            return stop
+
+
+def _empty_block(part: Part) -> dict[str, Any]:
+    match part.kind:
+        case "text":
+            return {"type": "text", "text": ""}
+        case "reasoning":
+            return {"type": "thinking", "thinking": "", "signature": ""}
+        case "call":
+            return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": {}}
+
+
+def _delta(index: int, kind: str, key: str, text: str) -> bytes:
+    data = {"type": "content_block_delta", "index": index, "delta": {"type": kind, key: text}}
+    return event("content_block_delta", data)

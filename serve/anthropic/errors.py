@@ -1,0 +1,52 @@
+"""Errors as Anthropic's clients read them: `{"type": "error", "error": {"type", "message"}}`, also in a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from serve.errors import ErrorFormat, Failure
+from serve.openai.schema import NAMES
+
+_TYPES: Mapping[int, str] = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def messages_error_body(failure: Failure) -> dict[str, Any]:
+    """`failure` as a body of this API."""
+    kind = _TYPES.get(failure.status, "invalid_request_error" if failure.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": failure.message}, "request_id": None}
+
+
+def error_event(failure: Failure) -> bytes:
+    """What ends a stream that has begun."""
+    return event("error", messages_error_body(failure))
+
+
+def event(name: str, data: Mapping[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"event: " + name.encode() + b"\ndata: " + orjson.dumps(data) + b"\n\n"
+
+
+ERROR_FORMAT = ErrorFormat(
+    messages_error_body,
+    {
+        **NAMES,
+        "text": "messages",
+        "max_new_tokens": "max_tokens",
+        "stop": "stop_sequences",
+        "response_format": "output_config.format",
+        "response_format.json_schema": "output_config.format.schema",
+        "max_thinking_tokens": "thinking.budget_tokens",
+    },
+    error_event,
+)

@@ -1,0 +1,1 @@
+"""The routes under /api as Ollama's clients call them."""

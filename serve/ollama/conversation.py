@@ -1,0 +1,74 @@
+"""From bodies of Ollama's routes to a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from uuid import uuid4
+
+from runtime.errors import InvalidRequest
+from runtime.request import LogprobParams
+from serve.chat.request import ChatRequest
+from serve.chat.thinking import thinking_switch
+from serve.ollama.schema import ChatBody, GenerateBody, Message, OllamaBody
+
+
+def chat_of(body: ChatBody) -> ChatRequest:
+    """Raises `InvalidRequest` naming what cannot be done."""
+    messages = [_message(message) for message in body.messages]
+    return _chat(body, messages, tools=body.tools or None)
+
+
+def chat_of_prompt(body: GenerateBody) -> ChatRequest:
+    """A prompt of /api/generate as a chat of one turn."""
+    system = [{"role": "system", "content": body.system}] if body.system else []
+    return _chat(body, [*system, {"role": "user", "content": body.prompt}])
+
+
+def logprobs_of(body: OllamaBody) -> LogprobParams | None:
+    if body.logprobs:
+        return LogprobParams(top=body.top_logprobs, text=True)
+    if body.top_logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs to be true.", param="top_logprobs")
+    return None
+
+
+def _chat(
+    body: OllamaBody, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None = None
+) -> ChatRequest:
+    kwargs: dict[str, Any] = {}
+    if body.think is not None:
+        kwargs = thinking_switch(body.think is not False)
+        if isinstance(body.think, str):
+            kwargs["reasoning_effort"] = body.think
+    if body.response_format() is not None:
+        raise InvalidRequest("format is not built yet; leave it out.", param="format")
+    return ChatRequest(
+        messages=messages,
+        sampling=body.options.sampling(),
+        tools=tools,
+        template_kwargs=kwargs,
+        continue_final_message=messages[-1]["role"] == "assistant",
+        logprobs=logprobs_of(body),
+        label=uuid4().hex,
+    )
+
+
+def _message(message: Message) -> dict[str, Any]:
+    made: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.thinking:
+        made["reasoning_content"] = message.thinking
+    if message.tool_calls:
+        made["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": call.function.arguments},
+            }
+            for call in message.tool_calls
+        ]
+    if message.tool_name:
+        made["name"] = message.tool_name
+    if message.tool_call_id:
+        made["tool_call_id"] = message.tool_call_id
+    return made
