@@ -24,7 +24,7 @@ PREFILL = "prefill_attention"  # in choices: attention of rows of several tokens
 
 # operation -> (the Kernels fields its backend file provides, the backend files there are)
 OPERATIONS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "activation": (("gate",), ("native", "with_cpp", "with_triton")),
+    "activation": (("gate", "activate"), ("native", "with_cpp", "with_triton")),
     "attention": (
         ("attend",),
         ("with_cpp", "with_onednn", *(backend.file for backend in ATTENTION.values())),
@@ -33,7 +33,10 @@ OPERATIONS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "kv": (("store", "copy_pages"), ("native", "with_cpp", "with_triton")),
     "matmul": (("prepare", "linear", "logits"), ("native", "int8", "with_cpp", "with_onednn")),
     "moe": (("route", "mix"), ("native", "with_triton")),
-    "norm": (("rms_norm", "add_rms_norm"), ("native", "with_cpp", "with_triton")),
+    "norm": (
+        ("rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "add"),
+        ("native", "with_cpp", "with_triton"),
+    ),
     "rope": (("rotate",), ("native", "with_cpp", "with_triton")),
     "sampling": (
         ("choose", "penalize", "apply_bitmask", "score"),
@@ -51,8 +54,12 @@ class Kernels:
     copy_pages: Callable[..., None]
     rms_norm: Callable[..., Tensor]
     add_rms_norm: Callable[..., tuple[Tensor, Tensor]]
+    layer_norm: Callable[..., Tensor]
+    add_layer_norm: Callable[..., tuple[Tensor, Tensor]]
+    add: Callable[..., Tensor]
     rotate: Callable[..., tuple[Tensor, Tensor]]
     gate: Callable[..., Tensor]
+    activate: Callable[..., Tensor]
     embed: Callable[..., Tensor]
     reads: Callable[[Tensor], bool]
     as_logits: Callable[..., Tensor]

@@ -1,7 +1,11 @@
-"""Gated activations.
+"""Activations, alone or as gates.
 
 A backend file holds `gate(x [..., 2F], activation) -> [..., F]`: activation(first half) * second half, where
-the activation is one of `ACTIVATIONS`.
+the activation is one of `ACTIVATIONS`; and `activate(x [..., F], activation) -> [..., F]`, the same of x alone.
+
+"relu2" is the square of relu. "clamped_swiglu" is that of gpt-oss: gates are held below 7 and pass through
+g * sigmoid(1.702 g), what they gate is held between -7 and 7, and 1 is added to it; it is a gate only.
 """
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu")
+SWIGLU_LIMIT, SWIGLU_SLOPE = 7.0, 1.702

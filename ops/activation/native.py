@@ -1,4 +1,4 @@
-"""Gated activations in plain torch."""
+"""Activations in plain torch."""
 
 from __future__ import annotations
 
@@ -7,15 +7,32 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor
 
+from ops.activation import SWIGLU_LIMIT, SWIGLU_SLOPE
+
+
+def _relu2(x: Tensor) -> Tensor:
+    return F.relu(x).square_()
+
+
 _FUNCTIONS = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
+    "relu2": _relu2,
 }
 
 
 def gate(x: Tensor, activation: str) -> Tensor:
     """activation(first half) * second half (see `ops.activation`)."""
     gates, values = x.chunk(2, dim=-1)
+    if activation == "clamped_swiglu":
+        gates = gates.clamp(max=SWIGLU_LIMIT)
+        values = values.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT).add_(1)
+        return gates.mul((gates * SWIGLU_SLOPE).sigmoid_()).mul_(values)
     return _FUNCTIONS[activation](gates).mul_(values)
+
+
+def activate(x: Tensor, activation: str) -> Tensor:
+    """activation(x) (see `ops.activation`)."""
+    return _FUNCTIONS[activation](x)

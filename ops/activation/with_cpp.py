@@ -1,4 +1,4 @@
-"""Gates in C++."""
+"""Activations in C++."""
 
 from __future__ import annotations
 
@@ -10,20 +10,27 @@ from torch import Tensor
 from ops.cpp.kernel_launcher import KernelLauncher
 from ops.cpp.library import Gate, address
 
-KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}  # as in `small.h`
+KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "clamped_swiglu": 5}  # as in `small.h`
 
 
 def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
-    """`gate` (see `ops.activation`)."""
+    """`gate` and `activate` (see `ops.activation`)."""
 
     def gate(x: Tensor, activation: str) -> Tensor:
         """Activate the first half and multiply it with the second."""
+        return launch(x, activation, x.shape[-1] // 2, alone=False)
+
+    def activate(x: Tensor, activation: str) -> Tensor:
+        """Activate all of x."""
+        return launch(x, activation, x.shape[-1], alone=True)
+
+    def launch(x: Tensor, activation: str, size: int, *, alone: bool) -> Tensor:
         x = x.contiguous()
-        shape = (*x.shape[:-1], x.shape[-1] // 2)
-        out = launcher.empty(shape, x.dtype)
-        flat = x.view(-1, x.shape[-1])
-        operands = Gate(address(x), address(out), launcher.tokens(flat), shape[-1], KINDS[activation])
-        launcher.launch("gate", x.dtype, operands)
+        out = launcher.empty((*x.shape[:-1], size), x.dtype)
+        tokens = launcher.tokens(x.view(-1, x.shape[-1]))
+        launcher.launch(
+            "gate", x.dtype, Gate(address(x), address(out), tokens, size, KINDS[activation], alone)
+        )
         return out
 
-    return {"gate": gate}
+    return {"gate": gate, "activate": activate}

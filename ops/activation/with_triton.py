@@ -9,6 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ops.activation.native import activate
+
+__all__ = ["activate", "gate"]  # the former is one kernel of torch's
+
 BLOCK = 1024
 
 
@@ -42,7 +46,14 @@ def _gate_kernel(
     elif ACTIVATION == "gelu_tanh":
         # (1 + tanh(y)) / 2 is sigmoid(2 y), and y is sqrt(2 / pi) * (x + 0.044715 x^3).
         active = gates * tl.sigmoid(1.5957691216057308 * (gates + 0.044715 * gates * gates * gates))
+    elif ACTIVATION == "clamped_swiglu":
+        gates = tl.minimum(gates, 7.0)
+        active = gates * tl.sigmoid(1.702 * gates)
+        values = tl.clamp(values, -7.0, 7.0) + 1.0
     else:
-        tl.static_assert(ACTIVATION == "relu")
         active = tl.maximum(gates, 0.0)
+        if ACTIVATION == "relu2":
+            active = active * active
+        else:
+            tl.static_assert(ACTIVATION == "relu")
     tl.store(out + row * width + columns, (active * values).to(out.dtype.element_ty), mask=inside)

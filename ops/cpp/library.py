@@ -54,13 +54,27 @@ class Norm(Structure):
         ("x", c_void_p),
         ("residual", c_void_p),
         ("weight", c_void_p),
+        ("bias", c_void_p),
         ("out", c_void_p),
         ("tokens", c_int64),
         ("lines", c_int64),
         ("stride", c_int64),
         ("size", c_int64),
+        ("weight_stride", c_int64),
+        ("centred", c_int64),
         ("eps", c_float),
         ("offset", c_float),
+    )
+
+
+class Add(Structure):
+    _fields_ = (
+        ("x", c_void_p),
+        ("y", c_void_p),
+        ("gate", c_void_p),
+        ("tokens", c_int64),
+        ("size", c_int64),
+        ("scale", c_float),
     )
 
 
@@ -103,6 +117,7 @@ class Gate(Structure):
         ("tokens", c_int64),
         ("size", c_int64),
         ("kind", c_int64),
+        ("alone", c_int64),
     )
 
 
@@ -186,7 +201,7 @@ class Choose(Structure):
 # In the order of STRUCTURE_SIZES in `library.cpp`.
 STRUCTURES = (
     Step, GraphNode, Embed, Norm, Rotate, Store, Gate, Attend, Pack, Product, Pack8, Product8, Begin, Last, Choose,
-    RotateStore,
+    RotateStore, Add,
 )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -22,8 +23,8 @@ def add_rms_norm(
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """Centre and normalise the last dimension (see `ops.norm`)."""
-    offset = bias.float() if bias is not None else None
-    return F.layer_norm(x.float(), x.shape[-1:], weight.float(), offset, eps).to(x.dtype)
+    normed = F.layer_norm(x.float(), x.shape[-1:], eps=eps).mul_(weight)
+    return (normed if bias is None else normed.add_(bias)).to(x.dtype)
 
 
 def add_layer_norm(
@@ -32,3 +33,10 @@ def add_layer_norm(
     """Add, then centre and normalise; returns both (see `ops.norm`)."""
     residual = residual + x
     return layer_norm(residual, weight, bias, eps), residual
+
+
+def add(x: Tensor, y: Tensor, *, scale: float = 1.0, gate: Tensor | None = None) -> Tensor:
+    """The sum of y and what is let through of x (see `ops.norm`)."""
+    if gate is not None:
+        x = x * gate.sigmoid()
+    return torch.add(y, x, alpha=scale)

@@ -3,50 +3,92 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from ops.cpp.kernel_launcher import KernelLauncher
-from ops.cpp.library import Norm, address
+from ops.cpp.library import Add, Norm, address
+
+
+class Kind(NamedTuple):
+    """Which normalisation, and by what it multiplies and adds."""
+
+    weight: Tensor  # [E], or [H, D]
+    eps: float
+    unit_offset: bool = False
+    centred: bool = False
+    bias: Tensor | None = None
 
 
 def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
-    """`rms_norm` and `add_rms_norm` (see `ops.norm`)."""
-
-    def norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, unit_offset: bool) -> Tensor:
-        size = x.shape[-1]
-        lines = x.shape[1] if x.dim() == 3 else 1
-        out = launcher.empty(x.shape, x.dtype)
-        operands = Norm(
-            x=address(x),
-            residual=address(residual),
-            weight=address(weight),
-            out=address(out),
-            tokens=launcher.tokens(x),
-            lines=lines,
-            stride=x.stride(0),
-            size=size,
-            eps=eps,
-            offset=float(unit_offset),
-        )
-        launcher.launch("norm", x.dtype, operands)
-        return out
+    """All of `ops.norm`."""
 
     def rms_norm(x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False) -> Tensor:
         """Normalise the last dimension of [T, E], or of [T, H, D] with heads one after the other."""
-        shape = x.shape
-        if x.dim() not in (2, 3):
-            x = x.reshape(-1, shape[-1])
-        if x.stride(-1) != 1 or (x.dim() == 3 and x.stride(1) != shape[-1]):
-            x = x.contiguous()
-        return norm(x, None, weight, eps, unit_offset).view(shape)
+        return norm(x, Kind(weight, eps, unit_offset))
 
     def add_rms_norm(
         x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Add x to the residual, in place where that is contiguous, then normalise; returns both."""
-        residual = residual.contiguous()
-        return norm(x if x.stride(1) == 1 else x.contiguous(), residual, weight, eps, unit_offset), residual
+        return add_norm(x, residual, Kind(weight, eps, unit_offset))
 
-    return {"rms_norm": rms_norm, "add_rms_norm": add_rms_norm}
+    def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """Centre and normalise the last dimension of what `rms_norm` takes."""
+        return norm(x, Kind(weight, eps, centred=True, bias=bias))
+
+    def add_layer_norm(
+        x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """As `add_rms_norm`, centred."""
+        return add_norm(x, residual, Kind(weight, eps, centred=True, bias=bias))
+
+    def norm(x: Tensor, kind: Kind) -> Tensor:
+        shape = x.shape
+        if x.dim() not in (2, 3):
+            x = x.reshape(-1, shape[-1])
+        if x.stride(-1) != 1 or (x.dim() == 3 and x.stride(1) != shape[-1]):
+            x = x.contiguous()
+        return launch(x, None, kind).view(shape)
+
+    def add_norm(x: Tensor, residual: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
+        residual = residual.contiguous()
+        return launch(x if x.stride(1) == 1 else x.contiguous(), residual, kind), residual
+
+    def launch(x: Tensor, residual: Tensor | None, kind: Kind) -> Tensor:
+        size = x.shape[-1]
+        out = launcher.empty(x.shape, x.dtype)
+        operands = Norm(
+            x=address(x),
+            residual=address(residual),
+            weight=address(kind.weight),
+            bias=address(kind.bias),
+            out=address(out),
+            tokens=launcher.tokens(x),
+            lines=x.shape[1] if x.dim() == 3 else 1,
+            stride=x.stride(0),
+            size=size,
+            weight_stride=size if kind.weight.dim() == 2 else 0,
+            centred=kind.centred,
+            eps=kind.eps,
+            offset=float(kind.unit_offset),
+        )
+        launcher.launch("norm", x.dtype, operands)
+        return out
+
+    def add(x: Tensor, y: Tensor, *, scale: float = 1.0, gate: Tensor | None = None) -> Tensor:
+        """Add x to y, in place where that is contiguous."""
+        x, y = x.contiguous(), y.contiguous()
+        gate = None if gate is None else gate.contiguous()
+        operands = Add(address(x), address(y), address(gate), launcher.tokens(x), x.shape[1], scale)
+        launcher.launch("add", x.dtype, operands)
+        return y
+
+    return {
+        "rms_norm": rms_norm,
+        "add_rms_norm": add_rms_norm,
+        "layer_norm": layer_norm,
+        "add_layer_norm": add_layer_norm,
+        "add": add,
+    }

@@ -12,18 +12,20 @@ from runtime.errors import CheckpointError
 from runtime.layers.build import Build
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.linear import Linear
-from runtime.layers.norm import RMSNorm
+from runtime.layers.norm import Norm
 from runtime.layers.rope import Rope
 from runtime.layers.sharding import TensorParallelGroup, shard_range, whole_range
-from runtime.layers.weight import Shard, SubLayer, frozen, in_one_tensor, parameter, whole
+from runtime.layers.weight import Shard, SubLayer, frozen, in_groups, in_one_tensor, parameter, whole
 
 
 class Attention(nn.Module):
-    """Grouped-query attention: project, normalise q and k per head if asked, rotate, store, attend, project.
+    """Grouped-query attention: project, normalise q and k if asked, rotate, store, attend, project.
 
     `index` is the layer's number in the model, by which it asks for its cache. `window` limits a token to the last so
     many positions, `scale` is 1 / sqrt(head_dim) unless given. With `sinks` each head has a learned score that takes
-    part in its softmax. `fused` is the checkpoint's one tensor of q, k and v, where it has one.
+    part in its softmax. `fused` is the checkpoint's one tensor of q, k and v, where it has one; `by_group` if in it
+    the query heads of a kv head stand before its key and its value. Without `rope` nothing is rotated. `qk_norm` are
+    the norms of q and k, of each head or over all of them, which come before the rotation unless `norm_last`.
     """
 
     def __init__(
@@ -36,15 +38,18 @@ class Attention(nn.Module):
         head_dim: int,
         build: Build,
         *,
-        rope: Rope,
+        rope: Rope | None,
         bias: bool = False,
         out_bias: bool = False,
-        qk_norm_eps: float | None = None,
+        qk_norm: tuple[Norm, Norm] | None = None,
+        norm_last: bool = False,
         window: int | None = None,
         scale: float | None = None,
         soft_cap: float | None = None,
         sinks: bool = False,
         fused: str | None = None,
+        by_group: bool = False,
+        out_name: str = "o_proj",
     ) -> None:
         super().__init__()
         self.name = name
@@ -59,20 +64,19 @@ class Attention(nn.Module):
         for part in ("k_proj", "v_proj"):
             qkv.append(SubLayer(f"{name}.{part}", num_kv_heads * head_dim, "kv_heads", head_dim))
         if fused is not None:
-            qkv = in_one_tensor(f"{name}.{fused}", qkv)
+            together = in_groups if by_group else in_one_tensor
+            qkv = together(f"{name}.{fused}", qkv)
         self.qkv = Linear(size, qkv, build, bias=bias)
         self.out = Linear(
             num_heads * head_dim,
-            [SubLayer(f"{name}.o_proj", size)],
+            [SubLayer(f"{name}.{out_name}", size)],
             build,
             bias=out_bias,
             in_axis="heads",
             in_unit=head_dim,
         )
-        self.q_norm = self.k_norm = None
-        if qk_norm_eps is not None:
-            self.q_norm = RMSNorm(f"{name}.q_norm", head_dim, qk_norm_eps, build)
-            self.k_norm = RMSNorm(f"{name}.k_norm", head_dim, qk_norm_eps, build)
+        self.q_norm, self.k_norm = qk_norm or (None, None)
+        self.norm_last = norm_last
         self._heads = whole_range(num_heads)
         self.has_sinks = sinks
         self.allocate()
@@ -82,7 +86,12 @@ class Attention(nn.Module):
         self.sinks = parameter(self.num_heads) if self.has_sinks else None  # [H]
 
     def split(self, group: TensorParallelGroup) -> None:
-        """Keep this rank's heads; the linear layers are cut by themselves."""
+        """Keep this rank's heads; the linear layers are cut by themselves.
+
+        Raises CheckpointError where a norm is taken over the heads of all ranks.
+        """
+        if self.q_norm is not None and self.q_norm.weight.shape[-1] != self.head_dim:
+            raise CheckpointError("This model normalises all heads together: it cannot be cut (--tp-size 1).")
         self._heads = shard_range("heads", self.num_heads, 1, group.rank, group.size)
         self.num_heads = self._heads.size
         self.allocate()
@@ -100,9 +109,12 @@ class Attention(nn.Module):
         """x [T, E] -> [T, E]; the tokens' keys and values are in the cache then."""
         heads = self.qkv(x, batch).unflatten(-1, (-1, self.head_dim))  # [T, H + 2K, D]
         q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = self.rope(q, k, batch)
+        if not self.norm_last:
+            q, k = self._normed(q, k)
+        if self.rope is not None:
+            q, k = self.rope(q, k, batch)
+        if self.norm_last:
+            q, k = self._normed(q, k)
         cache, kernels, scales = batch.cache[self.index], self.kernels, self.kv_scales.values
         cache.store(kernels, k, v, batch, scales)
         out = cache.attend(
@@ -116,6 +128,15 @@ class Attention(nn.Module):
             sinks=self.sinks,
         )  # [T, H, D]
         return self.out(out.flatten(1), batch)
+
+    def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q [T, H, D], k [T, K, D] -> the same, normalised if there are norms."""
+        if self.q_norm is None or self.k_norm is None:
+            return q, k
+        if self.q_norm.weight.shape[-1] == self.head_dim:
+            return self.q_norm(q), self.k_norm(k)
+        q, k = self.q_norm(q.flatten(1)), self.k_norm(k.flatten(1))  # over all heads
+        return q.unflatten(1, (-1, self.head_dim)), k.unflatten(1, (-1, self.head_dim))
 
 
 class KVScales(nn.Module):

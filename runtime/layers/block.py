@@ -1,11 +1,16 @@
-"""One layer of a decoder."""
+"""One layer of a decoder, in the arrangements that there are.
+
+A block takes (x, residual, batch) and gives the pair that the next one takes: what it computed last, and the sum to
+which that is still to be added, or the whole sum and None.
+"""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
+from ops.select import Kernels
 from runtime.layers.forward_batch import ForwardBatch
-from runtime.layers.norm import RMSNorm
+from runtime.layers.norm import Norm
 
 
 class PreNormBlock(nn.Module):
@@ -17,13 +22,13 @@ class PreNormBlock(nn.Module):
 
     def __init__(
         self,
-        attention_norm: RMSNorm,
+        attention_norm: Norm,
         attention: nn.Module,
-        mlp_norm: RMSNorm,
+        mlp_norm: Norm,
         mlp: nn.Module,
         *,
-        post_attention_norm: RMSNorm | None = None,
-        post_mlp_norm: RMSNorm | None = None,
+        post_attention_norm: Norm | None = None,
+        post_mlp_norm: Norm | None = None,
     ) -> None:
         super().__init__()
         self.attention_norm = attention_norm
@@ -44,3 +49,84 @@ class PreNormBlock(nn.Module):
         if self.post_mlp_norm is not None:
             x = self.post_mlp_norm(x)
         return x, residual
+
+
+class PostNormBlock(nn.Module):
+    """x + norm(attention(x)), then x + norm(mlp(x)): nothing is normalised before it is computed with (OLMo 2)."""
+
+    def __init__(
+        self,
+        attention: nn.Module,
+        attention_norm: Norm,
+        mlp: nn.Module,
+        mlp_norm: Norm,
+        kernels: Kernels,
+    ) -> None:
+        super().__init__()
+        self.attention = attention
+        self.attention_norm = attention_norm
+        self.mlp = mlp
+        self.mlp_norm = mlp_norm
+        self.kernels = kernels
+
+    def forward(self, x: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        """x [T, E], residual [T, E] or None -> the same pair."""
+        total = x if residual is None else self.kernels.add(x, residual)
+        total = self.kernels.add(self.attention_norm(self.attention(total, batch)), total)
+        return self.mlp_norm(self.mlp(total, batch)), total
+
+
+class ParallelBlock(nn.Module):
+    """x + attention(norm(x)) + mlp(norm(x)), with one norm for both or one for each (GPT-J, PaLM)."""
+
+    def __init__(
+        self,
+        attention_norm: Norm,
+        attention: nn.Module,
+        mlp: nn.Module,
+        kernels: Kernels,
+        *,
+        mlp_norm: Norm | None = None,
+    ) -> None:
+        super().__init__()
+        self.attention_norm = attention_norm
+        self.attention = attention
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
+        self.kernels = kernels
+
+    def forward(self, x: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        """x [T, E], residual [T, E] or None -> the same pair."""
+        x, total = self.attention_norm.add(x, residual)
+        attended = self.attention(x, batch)
+        if self.mlp_norm is not None:
+            x = self.mlp_norm(total)
+        return self.kernels.add(attended, self.mlp(x, batch)), total
+
+
+class ScaledBlock(nn.Module):
+    """x + m * attention(norm(x)), then x + m * mlp(norm(x)) (Granite, arXiv 2203.03466)."""
+
+    def __init__(
+        self,
+        attention_norm: Norm,
+        attention: nn.Module,
+        mlp_norm: Norm,
+        mlp: nn.Module,
+        kernels: Kernels,
+        *,
+        multiplier: float,
+    ) -> None:
+        super().__init__()
+        self.attention_norm = attention_norm
+        self.attention = attention
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
+        self.kernels = kernels
+        self.multiplier = multiplier
+
+    def forward(self, x: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, None]:
+        """x [T, E], residual [T, E] or None -> (the whole sum, None)."""
+        x = x if residual is None else self.kernels.add(x, residual)
+        x = self.kernels.add(self.attention(self.attention_norm(x), batch), x, scale=self.multiplier)
+        return self.kernels.add(self.mlp(self.mlp_norm(x), batch), x, scale=self.multiplier), None

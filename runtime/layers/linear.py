@@ -67,8 +67,9 @@ class Linear(nn.Module):
             return
         row = 0
         for sub_layer, rows in zip(self.layout.sub_layers, self.layout.rows, strict=True):
-            ranges = (sub_layer.in_tensor(rows),)
-            yield Shard(f"{sub_layer.name}.bias", self.bias, row, rows.size, (sub_layer.axis,), ranges)
+            for first, part in sub_layer.pieces(rows):
+                name, axes = f"{sub_layer.name}.bias", (sub_layer.axis,)
+                yield Shard(name, self.bias, row + first, part.size, axes, (part,))
             row += rows.size
 
     def prepare(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from runtime.layers.build import Build
+from runtime.layers.sharding import TensorParallelGroup, shard_range, whole_range
 from runtime.layers.weight import Shard, parameter, whole
 
 
@@ -32,3 +33,63 @@ class RMSNorm(nn.Module):
         if residual is None:
             return self(x), x
         return self.kernels.add_rms_norm(x, residual, self.weight, self.eps, unit_offset=self.unit_offset)
+
+
+class LayerNorm(nn.Module):
+    """Centres and normalises the last dimension; without a `weight` in the checkpoint it does nothing more.
+
+    With `heads` each of them has a weight of its own, [H, D] for H heads of `size` D.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        size: int,
+        eps: float,
+        build: Build,
+        *,
+        weight: bool = True,
+        bias: bool = True,
+        heads: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.name = name
+        self.eps = eps
+        self.kernels = build.kernels
+        self.size = size
+        self._heads = None if heads is None else whole_range(heads)
+        self._axis = "heads"
+        self.weight = parameter(size) if heads is None else parameter(heads, size)
+        self.bias = parameter(size) if bias else None
+        self._default = None if weight else 1.0
+
+    def of_kv_heads(self) -> LayerNorm:
+        """The same, its heads those of keys."""
+        self._axis = "kv_heads"
+        return self
+
+    def split(self, group: TensorParallelGroup) -> None:
+        """Keep the weights of this rank's heads."""
+        if self._heads is not None:
+            self._heads = shard_range(self._axis, self._heads.full, 1, group.rank, group.size)
+            self.weight = parameter(self._heads.size, self.size)
+
+    def shards(self) -> Iterator[Shard]:
+        if self._heads is not None:
+            yield whole(f"{self.name}.weight", self.weight, (self._axis, None), self._heads)
+        else:
+            yield whole(f"{self.name}.weight", self.weight, (None,))._replace(default=self._default)
+        if self.bias is not None:
+            yield whole(f"{self.name}.bias", self.bias, (None,))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.kernels.layer_norm(x, self.weight, self.bias, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(norm(x + residual), x + residual); x itself where there is no residual yet."""
+        if residual is None:
+            return self(x), x
+        return self.kernels.add_layer_norm(x, residual, self.weight, self.bias, self.eps)
+
+
+Norm = RMSNorm | LayerNorm

@@ -28,18 +28,27 @@ class Shard(NamedTuple):
     axes: Axes
     ranges: tuple[ShardRange, ...] = ()
     default: float | None = None
+    transposed: bool = False  # in the checkpoint, where the parameter's rows are columns then
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the tensor in the checkpoint."""
+        shape = (self.num_rows, *self.parameter.shape[1:])
         if self.ranges:
-            return tuple(each.full for each in self.ranges)
-        return (self.num_rows, *self.parameter.shape[1:])
+            shape = tuple(each.full for each in self.ranges)
+        return shape[::-1] if self.transposed else shape
 
     @property
     def cut(self) -> tuple[slice, ...]:
         """What is taken of the tensor; () for all of it."""
-        return () if all(each.whole for each in self.ranges) else tuple(each.slice for each in self.ranges)
+        if all(each.whole for each in self.ranges):
+            return ()
+        cut = tuple(each.slice for each in self.ranges)
+        return cut[::-1] if self.transposed else cut
+
+    def take(self, part: Tensor) -> None:
+        """Fill the rows with what was cut out of the checkpoint's tensor."""
+        self.target.copy_(part.t() if self.transposed and part.dim() == 2 else part)
 
     @property
     def target(self) -> Tensor:
@@ -73,7 +82,8 @@ class SubLayer(NamedTuple):
     """One of the model's linear layers: its name, output size, and the logical axis of its output.
 
     Where the output is cut over ranks, `unit` rows stay together: those of a head. In a checkpoint that holds several
-    of them in one tensor, it has the rows from `first_row` on, of `tensor_rows`.
+    of them in one tensor, it has the rows from `first_row` on, of `tensor_rows`: all in a row, or in pieces of `piece`
+    rows that begin `stride` rows apart. A `transposed` tensor holds outputs as columns.
     """
 
     name: str
@@ -82,6 +92,20 @@ class SubLayer(NamedTuple):
     unit: int = 1
     first_row: int = 0
     tensor_rows: int | None = None
+    piece: int | None = None
+    stride: int = 0
+    transposed: bool = False
+
+    def pieces(self, rows: ShardRange) -> Iterator[tuple[int, ShardRange]]:
+        """Where some of its rows are in the checkpoint's tensor: (the first of these rows, rows there) of each part."""
+        piece = self.piece or self.size
+        done = 0
+        while done < rows.size:
+            number, within = divmod(rows.start + done, piece)
+            size = min(piece - within, rows.size - done)
+            start = self.first_row + number * self.stride + within
+            yield done, ShardRange(start, size, self.in_tensor(rows).full)
+            done += size
 
     def in_tensor(self, rows: ShardRange) -> ShardRange:
         """Where some of its rows are in the checkpoint's tensor."""
@@ -96,6 +120,17 @@ def in_one_tensor(name: str, sub_layers: Sequence[SubLayer]) -> list[SubLayer]:
     for each in sub_layers:
         found.append(each._replace(name=name, first_row=row, tensor_rows=total))
         row += each.size
+    return found
+
+
+def in_groups(name: str, sub_layers: Sequence[SubLayer]) -> list[SubLayer]:
+    """q, k and v in the checkpoint's tensor `name`, which holds for each kv head its queries, its key and its value."""
+    total, num_groups = sum(each.size for each in sub_layers), sub_layers[1].size // sub_layers[1].unit
+    found, row = [], 0
+    for each in sub_layers:
+        piece, stride = each.size // num_groups, total // num_groups
+        found.append(each._replace(name=name, first_row=row, tensor_rows=total, piece=piece, stride=stride))
+        row += piece
     return found
 
 

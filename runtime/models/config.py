@@ -85,7 +85,7 @@ class Config(Fields):
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.architecture = _architecture(values)
-        super().__init__({**entry(self.architecture).defaults, **values}, "config.json: ")
+        super().__init__(entry(self.architecture).values(values), "config.json: ")
 
     def check(self) -> None:
         """Raise CheckpointError for wrong values that nobody else reads before the weights are touched."""

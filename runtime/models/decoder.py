@@ -11,7 +11,7 @@ from runtime.layers.build import Build
 from runtime.layers.embedding import Embedding
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.lm_head import LMHead
-from runtime.layers.norm import RMSNorm
+from runtime.layers.norm import Norm, RMSNorm
 from runtime.layers.sharding import Stage
 from runtime.models.config import Config
 
@@ -23,13 +23,11 @@ class Decoder(nn.Module):
     which that is still to be added.
     """
 
-    def __init__(
-        self, embedding: Embedding, layers: Sequence[nn.Module], norm: RMSNorm, head: LMHead
-    ) -> None:
+    def __init__(self, embedding: Embedding, layers: Sequence[nn.Module], norm: Norm, head: LMHead) -> None:
         super().__init__()
         self.embedding: Embedding | None = embedding
         self.layers = nn.ModuleList(layers)
-        self.norm: RMSNorm | None = norm
+        self.norm: Norm | None = norm
         self.head: LMHead | None = head
         self.hidden_size = embedding.size
 
@@ -80,13 +78,15 @@ def assemble(
     build: Build,
     layer: Callable[[int], nn.Module],
     *,
+    norm: Norm | None = None,
     unit_offset: bool = False,
     embedding_scale: float | None = None,
+    logits_scale: float | None = None,
     soft_cap: float | None = None,
 ) -> Decoder:
     """A decoder with Llama's names for its ends, `layer` giving each layer by its number.
 
-    `unit_offset` is the final norm's, `soft_cap` that of the logits.
+    `unit_offset` is that of the final norm, in whose place another `norm` may be given; `soft_cap` that of the logits.
     """
     embedding = Embedding(
         "model.embed_tokens", config.vocab_size, config.hidden_size, build, scale=embedding_scale
@@ -94,6 +94,13 @@ def assemble(
     return Decoder(
         embedding,
         [layer(index) for index in range(config.num_layers)],
-        RMSNorm("model.norm", config.hidden_size, config.norm_eps, build, unit_offset=unit_offset),
-        LMHead("lm_head", embedding, build, tied=config.flag("tie_word_embeddings"), soft_cap=soft_cap),
+        norm or RMSNorm("model.norm", config.hidden_size, config.norm_eps, build, unit_offset=unit_offset),
+        LMHead(
+            "lm_head",
+            embedding,
+            build,
+            tied=config.flag("tie_word_embeddings"),
+            scale=logits_scale,
+            soft_cap=soft_cap,
+        ),
     )

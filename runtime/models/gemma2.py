@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from runtime.layers.block import PreNormBlock
 from runtime.layers.build import Build
 from runtime.layers.norm import RMSNorm
@@ -13,16 +16,19 @@ from runtime.models.llama import attention, mlp
 
 def decoder(config: Config, build: Build) -> Decoder:
     """Every other layer looks at the last `sliding_window` positions, from the first one on."""
-    check_causal(config)
-    bias, activation = (
-        config.flag("attention_bias"),
-        config.choice("hidden_activation", [*ACTIVATIONS], default="gelu_pytorch_tanh"),
-    )
     kinds = config.layer_types() or ["sliding_attention", "full_attention"] * config.num_layers
-    window, soft_cap = (
-        config.optional_integer("sliding_window"),
-        config.optional_number("attn_logit_softcapping"),
-    )
+    return sandwiched(config, build, kinds, lambda index: {})
+
+
+def sandwiched(
+    config: Config, build: Build, kinds: list[str], options: Callable[[int], dict[str, Any]]
+) -> Decoder:
+    """Layers with norms on both sides of attention and MLP, each of its kind, with further options of `Attention`."""
+    check_causal(config)
+    bias = config.flag("attention_bias")
+    activation = config.choice("hidden_activation", [*ACTIVATIONS], default="gelu_pytorch_tanh")
+    window = config.optional_integer("sliding_window")
+    soft_cap = config.optional_number("attn_logit_softcapping")
     scale = config.number("query_pre_attn_scalar") ** -0.5
 
     def layer(index: int) -> PreNormBlock:
@@ -39,6 +45,7 @@ def decoder(config: Config, build: Build) -> Decoder:
             window=window if kinds[index] == "sliding_attention" else None,
             scale=scale,
             soft_cap=soft_cap,
+            **options(index),
         )
         return PreNormBlock(
             norm("input_layernorm"),

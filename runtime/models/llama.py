@@ -27,7 +27,7 @@ def decoder(config: Config, build: Build) -> Decoder:
 
 
 def attention(config: Config, index: int, build: Build, **options: Any) -> Attention:
-    """The attention of layer `index`; `options` are those of `Attention`."""
+    """The attention of layer `index`; `options` are those of `Attention`, all layers rotating alike without one."""
     return Attention(
         f"model.layers.{index}.self_attn",
         index,
@@ -36,8 +36,7 @@ def attention(config: Config, index: int, build: Build, **options: Any) -> Atten
         config.num_kv_heads,
         config.head_dim,
         build,
-        rope=build.rope(config.rope()),
-        **options,
+        **{"rope": build.rope(config.rope()), **options},
     )
 
 

@@ -136,7 +136,7 @@ def _renew(module: Weighted, tensors: Mapping[str, Tensor], dtype: torch.dtype) 
     for name, shards in _own_shards(module).items():
         for shard in shards:
             if name in tensors:
-                shard.target.copy_(tensors[name][shard.cut])
+                shard.take(tensors[name][shard.cut])
     if not (isinstance(module, Prepared) and isinstance(module, nn.Module)):
         return
     module.prepare()
@@ -243,7 +243,7 @@ def _fill_all(
 
     def fill(name: str, parts: Sequence[Tensor]) -> None:
         for shard, part in zip(shards[name], parts, strict=True):
-            shard.target.copy_(part)
+            shard.take(part)
 
     stored = {name: [shard.cut for shard in each] for name, each in shards.items() if name in tensors.shapes}
     tensors.read_all(fill, stored, num_threads)
@@ -267,7 +267,7 @@ def fill_dummy(shard: Shard) -> None:
         target.uniform_(-DUMMY_RANGE, DUMMY_RANGE, generator=generator)
         return
     values = torch.empty(shard.shape, dtype=target.dtype, device=target.device)
-    target.copy_(values.uniform_(-DUMMY_RANGE, DUMMY_RANGE, generator=generator)[shard.cut])
+    shard.take(values.uniform_(-DUMMY_RANGE, DUMMY_RANGE, generator=generator)[shard.cut])
 
 
 def _list(problem: str, names: Sequence[str]) -> str:

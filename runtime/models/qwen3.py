@@ -5,6 +5,7 @@ from __future__ import annotations
 from runtime.layers.attention import Attention
 from runtime.layers.block import PreNormBlock
 from runtime.layers.build import Build
+from runtime.layers.norm import RMSNorm
 from runtime.models.config import Config
 from runtime.models.decoder import Decoder, assemble
 from runtime.models.llama import attention, block, mlp
@@ -23,5 +24,17 @@ def decoder(config: Config, build: Build) -> Decoder:
 
 def normed_attention(config: Config, index: int, build: Build, window: int | None) -> Attention:
     """One switch for the biases of all four projections."""
-    bias, eps = config.flag("attention_bias"), config.norm_eps
-    return attention(config, index, build, bias=bias, out_bias=bias, qk_norm_eps=eps, window=window)
+    bias = config.flag("attention_bias")
+    qk_norm = head_norms(config, index, build)
+    return attention(config, index, build, bias=bias, out_bias=bias, qk_norm=qk_norm, window=window)
+
+
+def head_norms(
+    config: Config, index: int, build: Build, *, unit_offset: bool = False
+) -> tuple[RMSNorm, RMSNorm]:
+    """The norms of q and k, of each head."""
+    name, size, eps = f"model.layers.{index}.self_attn", config.head_dim, config.norm_eps
+    q_norm, k_norm = (
+        RMSNorm(f"{name}.{part}_norm", size, eps, build, unit_offset=unit_offset) for part in ("q", "k")
+    )
+    return q_norm, k_norm

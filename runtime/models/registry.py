@@ -24,6 +24,18 @@ class Entry:
 
     family: str  # the file in this folder; in config.json "model_type" is the same
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)  # the family's name of a value -> the usual one
+    spelling: str | None = None  # a function in `spellings.py` that brings older files into the usual form
+
+    def values(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """What config.json says, in the usual names and with the defaults."""
+        read = dict(values)
+        if self.spelling is not None:
+            read = getattr(import_module("runtime.models.spellings"), self.spelling)(read)
+        for own, usual in self.renamed.items():
+            if read.get(own) is not None:
+                read[usual] = read[own]
+        return {**self.defaults, **read}
 
     def decoder(self) -> BuildDecoder:
         """The family's function that builds the whole model, its parameters not yet filled."""
@@ -55,15 +67,79 @@ _GEMMA_2 = {
     "sliding_window": 4096,
 }
 
+_GEMMA_3 = {
+    **_GEMMA,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+
+_GLM = {
+    "attention_bias": True,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "num_key_value_heads": 2,
+    "partial_rotary_factor": 0.5,
+}
+
+_GRANITE = {
+    "attention_multiplier": 1.0,
+    "embedding_multiplier": 1.0,
+    "logits_scaling": 1.0,
+    "max_position_embeddings": 2048,
+    "residual_multiplier": 1.0,
+}
+
+_ERNIE = {
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+}
+
 ARCHITECTURES: Mapping[str, Entry] = {
+    "Ernie4_5ForCausalLM": Entry("ernie4_5", _ERNIE),
+    "Exaone4ForCausalLM": Entry(
+        "exaone4",
+        {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "sliding_window": 4096},
+        spelling="exaone4",
+    ),
     "GemmaForCausalLM": Entry(
         "gemma", {**_GEMMA, "hidden_act": "gelu_pytorch_tanh", "num_key_value_heads": 16}
     ),
     "Gemma2ForCausalLM": Entry("gemma2", {**_GEMMA, **_GEMMA_2}),
+    "Gemma3ForCausalLM": Entry("gemma3", _GEMMA_3, spelling="gemma3"),
+    "Glm4ForCausalLM": Entry("glm4", {**_GLM, "rms_norm_eps": 1.5625e-07}),
+    "GlmForCausalLM": Entry("glm", {**_GLM, "rms_norm_eps": 1.5625e-07}),
+    "GraniteForCausalLM": Entry("granite", _GRANITE),
+    "HunYuanDenseV1ForCausalLM": Entry(
+        "hunyuan_v1_dense", {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
+    ),
+    "InternLM3ForCausalLM": Entry(
+        "llama",
+        {"head_dim": 128, "max_position_embeddings": 32768, "num_key_value_heads": 2, "rms_norm_eps": 1e-5},
+        renamed={"qkv_bias": "attention_bias", "bias": "mlp_bias"},
+    ),
     "LlamaForCausalLM": Entry("llama", {"max_position_embeddings": 2048}),
+    "MinistralForCausalLM": Entry(
+        "mistral",
+        {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+    ),
     "MistralForCausalLM": Entry(
         "mistral",
         {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+    ),
+    "Olmo2ForCausalLM": Entry("olmo2", {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}),
+    "Olmo3ForCausalLM": Entry(
+        "olmo3",
+        {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "sliding_window": 4096},
+        spelling="olmo3",
     ),
     "Phi3ForCausalLM": Entry(
         "phi3",
@@ -72,6 +148,24 @@ ARCHITECTURES: Mapping[str, Entry] = {
     "Qwen2ForCausalLM": Entry("qwen2", _QWEN),
     "Qwen3ForCausalLM": Entry("qwen3", {**_QWEN, "head_dim": 128}),
     "Qwen3MoeForCausalLM": Entry("qwen3_moe", {**_QWEN, **_QWEN_EXPERTS, "num_key_value_heads": 4}),
+    "SeedOssForCausalLM": Entry(
+        "seed_oss",
+        {
+            "attention_bias": True,
+            "head_dim": 128,
+            "max_position_embeddings": 524288,
+            "num_key_value_heads": 8,
+        },
+    ),
+    "SmolLM3ForCausalLM": Entry(
+        "smollm3",
+        {
+            "max_position_embeddings": 32768,
+            "num_key_value_heads": 4,
+            "rope_theta": 2000000.0,
+            "tie_word_embeddings": True,
+        },
+    ),
 }
 
 

@@ -14,14 +14,25 @@ from runtime.batch import Batch
 from runtime.config.plan import ModelPlan
 from runtime.kv_cache.pools import KVPool
 from runtime.layers.forward_batch import ForwardBatch
+from runtime.layers.sharding import TensorParallelGroup
 from runtime.models.config import read_facts
 from runtime.models.decoder import Decoder
 from runtime.models.loader import load_model
 from runtime.worker.cpu_graph import NO_ROWS, CpuGraph
 
 
-def load(path: str, overrides: dict | None = None, *, kernels: Kernels | None = None, **changes) -> Decoder:
-    """The model of a checkpoint on the CPU in float32, native unless told; `changes` are fields of the plan."""
+def load(
+    path: str,
+    overrides: dict | None = None,
+    *,
+    kernels: Kernels | None = None,
+    group: TensorParallelGroup | None = None,
+    **changes,
+) -> Decoder:
+    """The model of a checkpoint on the CPU in float32, native unless told; `changes` are fields of the plan.
+
+    Of a `group` it is one rank's share.
+    """
     facts = read_facts(path, overrides)
     values = {
         "path": path,
@@ -31,7 +42,7 @@ def load(path: str, overrides: dict | None = None, *, kernels: Kernels | None = 
         "context_length": facts.context_length,
         "random_seed": 0,
     }
-    return load_model(facts, ModelPlan(**{**values, **changes}), kernels or select())
+    return load_model(facts, ModelPlan(**{**values, **changes}), kernels or select(), group)
 
 
 def all_logits(

@@ -13,9 +13,25 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    Ernie4_5Config,
+    Exaone4Config,
+    Gemma3TextConfig,
+    Glm4Config,
+    GlmConfig,
+    GraniteConfig,
+    HunYuanDenseV1Config,
+    MinistralConfig,
+    Olmo2Config,
+    Olmo3Config,
+    PreTrainedModel,
+    SeedOssConfig,
+    SmolLM3Config,
+)
 from transformers.models.gemma import GemmaConfig
 from transformers.models.gemma2 import Gemma2Config
+from transformers.models.internlm3 import InternLM3Config
 from transformers.models.llama import LlamaConfig
 from transformers.models.mistral import MistralConfig
 from transformers.models.phi3 import Phi3Config
@@ -24,14 +40,27 @@ from transformers.models.qwen3 import Qwen3Config
 from transformers.models.qwen3_moe import Qwen3MoeConfig
 
 CONFIGS = {
+    "ernie4_5": Ernie4_5Config,
+    "exaone4": Exaone4Config,
     "gemma": GemmaConfig,
     "gemma2": Gemma2Config,
+    "gemma3": Gemma3TextConfig,
+    "glm": GlmConfig,
+    "glm4": Glm4Config,
+    "granite": GraniteConfig,
+    "hunyuan_v1_dense": HunYuanDenseV1Config,
+    "internlm3": InternLM3Config,
     "llama": LlamaConfig,
+    "ministral": MinistralConfig,
     "mistral": MistralConfig,
+    "olmo2": Olmo2Config,
+    "olmo3": Olmo3Config,
     "phi3": Phi3Config,
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
     "qwen3_moe": Qwen3MoeConfig,
+    "seed_oss": SeedOssConfig,
+    "smollm3": SmolLM3Config,
 }
 SHAPE = {
     "hidden_size": 32,
@@ -47,13 +76,46 @@ SHAPE = {
     "pad_token_id": 0,
     "sliding_window": None,
 }
+PUBLISHED_AS = {"internlm3": "InternLM3ForCausalLM"}  # which transformers saves as Llama
+FULL, SLIDING = "full_attention", "sliding_attention"
 OWN = {  # of a family
+    "exaone4": {"sliding_window": 9, "layer_types": [SLIDING, FULL, SLIDING]},
     "gemma2": {
         "sliding_window": 9,
         "attn_logit_softcapping": 2.0,
         "final_logit_softcapping": 3.0,
         "query_pre_attn_scalar": 5,
     },
+    "gemma3": {
+        "sliding_window": 9,
+        "query_pre_attn_scalar": 5,
+        "layer_types": [SLIDING, FULL, SLIDING],
+        "rope_parameters": {
+            FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+    "granite": {
+        "attention_multiplier": 0.2,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.4,
+    },
+    "ministral": {"sliding_window": 9, "layer_types": [SLIDING, FULL, SLIDING]},
+    "olmo3": {
+        "sliding_window": 9,
+        "layer_types": [SLIDING, FULL, SLIDING],
+        "rope_parameters": {
+            FULL: {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "rope_theta": 1e4,
+            },
+            SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+    "smollm3": {"use_sliding_window": True, "sliding_window": 9, "no_rope_layers": [1, 0, 1]},
     "qwen3_moe": {
         "num_experts": 6,
         "num_experts_per_tok": 2,
@@ -79,6 +141,11 @@ def write(
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     redraw(model, seed)
     model.to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size=max_shard_size)
+    if family in PUBLISHED_AS:
+        file = Path(directory) / "config.json"
+        saved = json.loads(file.read_text(encoding="utf-8"))
+        saved["architectures"] = [PUBLISHED_AS[family]]
+        file.write_text(json.dumps(saved), encoding="utf-8")
     return str(directory)
 
 

@@ -21,7 +21,7 @@ const int64_t STRUCTURE_SIZES[] = {
     sizeof(RotateOperands), sizeof(StoreOperands), sizeof(GateOperands),   sizeof(AttendOperands),
     sizeof(PackOperands),  sizeof(ProductOperands), sizeof(Pack8Operands), sizeof(Product8Operands),
     sizeof(BeginOperands), sizeof(LastOperands),   sizeof(ChooseOperands),
-    sizeof(RotateStoreOperands),
+    sizeof(RotateStoreOperands), sizeof(AddOperands),
 };
 
 int64_t panel_width() { return PANEL; }

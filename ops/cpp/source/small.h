@@ -17,30 +17,50 @@ constexpr int64_t GATE_AHEAD = 1024;  // elements
 struct NormOperands {
     const void* x;         // lines of `size`, `lines` to a token, tokens `stride` elements apart
     void* residual;        // the sum x + residual is left here; contiguous; null: there is none
-    const void* weight;    // [size]
+    const void* weight;    // [size], or one for each line of a token
+    const void* bias;      // likewise, or null
     void* out;             // contiguous
     int64_t tokens;        // 0: those of the step
     int64_t lines;
     int64_t stride;
     int64_t size;
+    int64_t weight_stride; // from one line's weight to the next one's; 0: all have the same
+    int64_t centred;       // the mean is taken off first
     float eps;
     float offset;          // added to the weight
 };
 
+// The sum of the squares of x - mean.
 template <class T>
-void norm_line(const T* x, T* residual, const T* weight, T* out, int64_t size, float eps, float offset) {
+inline float squares_about(const T* x, int64_t size, float mean) {
     Floats squares{};
+    in_vectors(size, [&](int64_t k, int64_t count) {
+        Floats value = load(x + k, count) - mean;
+        for (int64_t lane = count; lane < LANES; lane++) value[lane] = 0;
+        squares += value * value;
+    });
+    return sum(squares);
+}
+
+template <class T>
+void norm_line(const T* x, T* residual, const T* weight, const T* bias, T* out, const NormOperands& o) {
+    const int64_t size = o.size;
+    Floats squares{}, totals{};
     in_vectors(size, [&](int64_t k, int64_t count) {
         fetch(x + k + size, 1), fetch_to_write(out + k, 1);  // the next line and, before it is written, this one's
         if (residual) fetch_to_write(residual + k + size, 1);
         Floats value = load(x + k, count);
         if (residual) value = store_rounded(residual + k, value + load(residual + k, count), count);
         squares += value * value;
+        totals += value;
     });
-    const float factor = 1.0f / std::sqrt(sum(squares) / float(size) + eps);
     const T* from = residual ? residual : x;
+    const float mean = o.centred ? sum(totals) / float(size) : 0.0f;
+    const float total = o.centred ? squares_about(from, size, mean) : sum(squares);
+    const float factor = 1.0f / std::sqrt(total / float(size) + o.eps);
     in_vectors(size, [&](int64_t k, int64_t count) {
-        store(out + k, load(from + k, count) * factor * (load(weight + k, count) + offset), count);
+        const Floats normed = (load(from + k, count) - mean) * factor * (load(weight + k, count) + o.offset);
+        store(out + k, bias ? normed + load(bias + k, count) : normed, count);
     });
 }
 
@@ -53,9 +73,37 @@ void norm(const void* operands, const Step& step, Team& team) {
             const int64_t place = (token * o.lines + line) * o.size;
             const T* x = static_cast<const T*>(o.x) + token * o.stride + line * o.size;
             T* residual = o.residual ? static_cast<T*>(o.residual) + place : nullptr;
-            norm_line<T>(x, residual, static_cast<const T*>(o.weight), static_cast<T*>(o.out) + place, o.size, o.eps,
-                         o.offset);
+            const T* weight = static_cast<const T*>(o.weight) + line * o.weight_stride;
+            const T* bias = o.bias ? static_cast<const T*>(o.bias) + line * o.weight_stride : nullptr;
+            norm_line<T>(x, residual, weight, bias, static_cast<T*>(o.out) + place, o);
         }
+    });
+}
+
+struct AddOperands {
+    const void* x;      // [tokens, size], contiguous
+    void* y;            // likewise; the sum is left here
+    const void* gate;   // one number for each token, through whose sigmoid x passes; or null
+    int64_t tokens;     // 0: those of the step
+    int64_t size;
+    float scale;        // of x
+};
+
+template <class T>
+void add(const void* operands, const Step& step, Team& team) {
+    constexpr int64_t PART = 1024;
+    const auto& o = *static_cast<const AddOperands*>(operands);
+    const int64_t tokens = o.tokens ? o.tokens : step.num_tokens;
+    const int64_t parts = (o.size + PART - 1) / PART;  // a token alone is shared too
+    team.share(tokens * parts, [&](int64_t task) {
+        const int64_t token = task / parts, first = task % parts * PART;
+        float scale = o.scale;
+        if (o.gate) scale /= 1.0f + std::exp(-widen(static_cast<const T*>(o.gate)[token]));
+        const T* x = static_cast<const T*>(o.x) + token * o.size + first;
+        T* y = static_cast<T*>(o.y) + token * o.size + first;
+        in_vectors(std::min(PART, o.size - first), [&](int64_t k, int64_t count) {
+            store(y + k, load(x + k, count) * scale + load(y + k, count), count);
+        });
     });
 }
 
@@ -195,7 +243,10 @@ void embed(const void* operands, const Step& step, Team& team) {
     });
 }
 
-enum Activation : int64_t { SILU, GELU, GELU_TANH, RELU };
+enum Activation : int64_t { SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, CLAMPED_SWIGLU };
+
+constexpr float SWIGLU_LIMIT = 7.0f;   // of CLAMPED_SWIGLU
+constexpr float SWIGLU_SLOPE = 1.702f;
 
 // x / (1 + e^-z)
 inline Floats through_sigmoid(Floats x, Floats z) { return x * reciprocal(1.0f + exponential(-z)); }
@@ -215,22 +266,40 @@ inline Floats activate(Floats x) {
         }
         case RELU:
             return larger(Floats{}, x);  // a NaN stays one
+        case RELU_SQUARED: {
+            const Floats held = larger(Floats{}, x);
+            return held * held;
+        }
+        case CLAMPED_SWIGLU: {
+            const Floats held = smaller(fill(SWIGLU_LIMIT), x);
+            return through_sigmoid(held, SWIGLU_SLOPE * held);
+        }
     }
 }
 
+// What a gate lets through of the number that it stands beside.
+template <Activation KIND>
+inline Floats through_gate(Floats gate, Floats gated) {
+    if (KIND == CLAMPED_SWIGLU) gated = 1.0f + smaller(fill(SWIGLU_LIMIT), larger(fill(-SWIGLU_LIMIT), gated));
+    return activate<KIND>(gate) * gated;
+}
+
 struct GateOperands {
-    const void* x;   // [tokens, 2 * size]: gates, then what they gate; contiguous
+    const void* x;   // [tokens, 2 * size]: gates, then what they gate; contiguous; [tokens, size] where all is activated
     void* out;       // [tokens, size]
     int64_t tokens;  // 0: those of the step
     int64_t size;
     Activation kind;
+    int64_t alone;   // all of x is activated, and nothing is gated
 };
 
 template <class T, Activation KIND>
 void gate_line(const T* x, const T* gated, T* out, int64_t size) {
     in_vectors(size, [&](int64_t k, int64_t count) {
-        fetch(x + k + GATE_AHEAD, 1), fetch(gated + k + GATE_AHEAD, 1);
-        store(out + k, activate<KIND>(load(x + k, count)) * load(gated + k, count), count);
+        fetch(x + k + GATE_AHEAD, 1);
+        if (gated) fetch(gated + k + GATE_AHEAD, 1);
+        const Floats value = load(x + k, count);
+        store(out + k, gated ? through_gate<KIND>(value, load(gated + k, count)) : activate<KIND>(value), count);
     });
 }
 
@@ -241,6 +310,8 @@ constexpr auto gate_line_of(Activation kind) {
         case GELU: return gate_line<T, GELU>;
         case GELU_TANH: return gate_line<T, GELU_TANH>;
         case RELU: return gate_line<T, RELU>;
+        case RELU_SQUARED: return gate_line<T, RELU_SQUARED>;
+        case CLAMPED_SWIGLU: return gate_line<T, CLAMPED_SWIGLU>;
     }
     __builtin_unreachable();
 }
@@ -253,8 +324,8 @@ void gate(const void* operands, const Step& step, Team& team) {
     const auto line = gate_line_of<T>(o.kind);
     team.share(tokens * parts, [&](int64_t task) {
         const int64_t token = task / parts, first = task % parts * 512, size = std::min<int64_t>(512, o.size - first);
-        const T* x = static_cast<const T*>(o.x) + token * 2 * o.size + first;
-        line(x, x + o.size, static_cast<T*>(o.out) + token * o.size + first, size);
+        const T* x = static_cast<const T*>(o.x) + token * (o.alone ? 1 : 2) * o.size + first;
+        line(x, o.alone ? nullptr : x + o.size, static_cast<T*>(o.out) + token * o.size + first, size);
     });
 }
 

@@ -68,8 +68,10 @@ class Unquantized:
     def shards(self, layer: nn.Module, layout: LinearLayout) -> Iterator[Shard]:
         row, columns = 0, layout.columns
         for sub_layer, rows in zip(layout.sub_layers, layout.rows, strict=True):
-            axes, ranges = (sub_layer.axis, layout.in_axis), (sub_layer.in_tensor(rows), columns)
-            yield Shard(f"{sub_layer.name}.weight", _weight(layer), row, rows.size, axes, ranges)
+            name, axes = f"{sub_layer.name}.weight", (sub_layer.axis, layout.in_axis)
+            for first, part in sub_layer.pieces(rows):
+                shard = Shard(name, _weight(layer), row + first, part.size, axes, (part, columns))
+                yield shard._replace(transposed=sub_layer.transposed)
             row += rows.size
 
     def prepare(self, layer: nn.Module, kernels: Kernels) -> None:

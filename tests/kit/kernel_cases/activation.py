@@ -20,6 +20,8 @@ CASES = {
     "gelu": Case("gelu"),
     "gelu_tanh": Case("gelu_tanh"),
     "relu": Case("relu"),
+    "relu2": Case("relu2"),
+    "clamped_swiglu": Case("clamped_swiglu", (5, 40)),
     "wider than a program": Case("silu", (2, 2 * 1100)),
     "three dimensions": Case("gelu", (2, 3, 6)),
     "half precision": Case("silu", (4, 64), torch.float16),
@@ -43,5 +45,9 @@ def expected(case: Case) -> list[Tensor]:
         "gelu": 0.5 * g * (1 + torch.erf(g / 2**0.5)),
         "gelu_tanh": 0.5 * g * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (g + 0.044715 * g**3))),
         "relu": g.clamp(min=0),
+        "relu2": g.clamp(min=0) ** 2,
+        "clamped_swiglu": g.clamp(max=7) / (1 + torch.exp(-1.702 * g.clamp(max=7))),
     }[case.activation]
+    if case.activation == "clamped_swiglu":
+        value = value.clamp(-7, 7) + 1
     return [active * value]

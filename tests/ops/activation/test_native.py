@@ -14,10 +14,11 @@ EXPECTED = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
+    "relu2": lambda x: F.relu(x) ** 2,
 }
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", [each for each in ACTIVATIONS if each in EXPECTED])
 def test_first_half_gates_the_second(activation) -> None:
     x = torch.randn(3, 10)
     before = x.clone()

@@ -50,7 +50,8 @@ def test_silu_is_right_to_a_millionth_of_itself() -> None:
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_infinity_opens_a_gate(activation: str) -> None:
     x = torch.tensor([[torch.inf, 2.0, 3.0, -1.0]])
-    assert backend("activation").gate(x, activation)[0, 0] == torch.inf
+    found = backend("activation").gate(x, activation)[0, 0]
+    assert found == (torch.inf if activation != "clamped_swiglu" else native.gate(x, activation)[0, 0])
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -81,3 +82,12 @@ def test_row_alone_is_the_row_among_others_on_any_threads(rows, size, dtype, act
     one, two = (backend("activation", number).gate(x, activation) for number in THREADS)
     assert torch.equal(one, two)
     assert torch.equal(backend("activation").gate(x[row : row + 1], activation)[0], one[row])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", [each for each in ACTIVATIONS if each != "clamped_swiglu"])
+def test_all_of_x_is_activated(activation: str, dtype: torch.dtype) -> None:
+    x = 2 * drawn(7, 33, dtype=dtype)
+    found = backend("activation", 2).activate(x, activation)
+    gated = native.gate(torch.cat([x, torch.ones_like(x)], dim=-1), activation)
+    agree([found, native.activate(x, activation)], [gated, gated])

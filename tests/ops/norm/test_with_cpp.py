@@ -15,7 +15,7 @@ from ops.norm import native
 TYPED = {
     f"{name}, {dtype}": case._replace(dtype=dtype)
     for name, case in CASES.items()
-    if case.dtype != torch.float16 and not case.centred  # no layer asks for those so far
+    if case.dtype != torch.float16
     for dtype in DTYPES
 }
 ODD = {
@@ -61,6 +61,26 @@ def test_sums_of_any_strides_are_right(changed: str) -> None:
     tensors[changed] = tensors[changed].t().contiguous().t()
     wanted = native.add_rms_norm(tensors["x"].clone(), tensors["residual"].clone(), drawn(24), EPS)
     agree(backend("norm").add_rms_norm(tensors["x"], tensors["residual"], drawn(24), EPS), wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_each_head_has_a_weight_of_its_own(dtype: torch.dtype) -> None:
+    x, weight = drawn(6, 5 * 24, dtype=dtype).unflatten(1, (5, 24))[:, :3], drawn(3, 24, dtype=dtype)
+    found = backend("norm").layer_norm(x, weight, None, EPS)
+    lines = [native.layer_norm(x[:, head], weight[head], None, EPS) for head in range(3)]
+    agree([found, native.layer_norm(x, weight, None, EPS)], [torch.stack(lines, 1)] * 2)
+
+
+@pytest.mark.parametrize("size", [1, 24, 1040])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_are_scaled_and_gated(dtype: torch.dtype, gated: bool, size: int) -> None:
+    x, y = (drawn(5, size, dtype=dtype, seed=seed) for seed in range(2))
+    gate = drawn(5, 1, dtype=dtype, seed=2) if gated else None
+    through = 1.0 if gate is None else gate.double().sigmoid()
+    for backend_of in (native, backend("norm", 2)):
+        found = backend_of.add(x.clone(), y.clone(), scale=0.3, gate=gate)
+        agree([found], [y.double() + x.double() * through * 0.3])
 
 
 @given(rows=st.integers(1, 40), size=st.integers(1, 70), dtype=st.sampled_from(DTYPES), data=st.data())

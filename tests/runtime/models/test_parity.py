@@ -13,6 +13,7 @@ import torch
 import cpp_kernels
 import greedy
 import paged_forward
+import ranks_in_threads
 import tiny_checkpoints
 from ops.matmul import with_onednn
 from ops.matmul.with_cpp import PackedWeight
@@ -46,6 +47,30 @@ no_window = put("attention", window=None)
 no_qk_norm = put("attention", q_norm=None, k_norm=None)
 plain_norm = each("attention_norm", lambda norm: norm.weight.fill_(1))
 no_eps = put("mlp_norm", eps=0.0)
+halves = put("attention.rope", interleaved=False)
+
+
+def drop(name: str) -> Mutate:
+    """Take an attribute of every layer away."""
+    return lambda model: [setattr(layer, name, None) for layer in model.layers]
+
+
+def no_post_norms(model: Decoder) -> None:
+    for layer in model.layers:
+        layer.attention_norm = layer.mlp_norm = torch.nn.Identity()
+
+
+def rotated(model: Decoder) -> None:
+    """Layers that do not rotate do as the others."""
+    for layer in model.layers:
+        attention: Any = layer.get_submodule("attention")
+        attention.rope = attention.rope or model.layers[0].get_submodule("attention.rope")
+
+
+def same_rope(model: Decoder, source: int, target: int) -> None:
+    """One layer rotates as another does."""
+    attention: Any = model.layers[target].get_submodule("attention")
+    attention.rope = model.layers[source].get_submodule("attention.rope")
 
 
 def no_embedding_scale(model: Decoder) -> None:
@@ -129,6 +154,78 @@ VARIANTS = {
         {"attn_logit_softcapping": None, "final_logit_softcapping": None},
         overrides={"cap on scores": {"attn_logit_softcapping": 2.0}},
     ),
+    "ernie4_5": Variant("ernie4_5", mutations={"neighbours": halves}),
+    "ernie4_5-biases": Variant(
+        "ernie4_5", {"use_bias": True}, {"qkv bias": no_qkv_bias, "out bias": no_out_bias}
+    ),
+    "exaone4": Variant(
+        "exaone4",
+        mutations={
+            "window": no_window,
+            "qk norm": no_qk_norm,
+            "norms behind": no_post_norms,
+            "no rotation": rotated,
+        },
+    ),
+    "exaone4-no-window": Variant("exaone4", {"sliding_window": None, "layer_types": [FULL] * 3}),
+    "gemma3": Variant(
+        "gemma3",
+        mutations={
+            "qk norm": no_qk_norm,
+            "1 + weight of qk norm": put("attention.q_norm", unit_offset=False),
+            "window": no_window,
+            "scale of its own": put("attention", scale=8**-0.5),
+            "angles of their own": lambda model: same_rope(model, 0, 1),
+        },
+    ),
+    "glm": Variant(
+        "glm",
+        {"attention_bias": True},
+        {"neighbours": halves, "qkv bias": no_qkv_bias},
+        {"partial rotation": rope("default", partial_rotary_factor=1.0)},
+    ),
+    "glm4": Variant(
+        "glm4",
+        mutations={
+            "neighbours": halves,
+            "norm behind attention": drop("post_attention_norm"),
+            "norm behind the MLP": drop("post_mlp_norm"),
+        },
+    ),
+    "granite": Variant(
+        "granite",
+        mutations={
+            "embedding scale": no_embedding_scale,
+            "scale of scores": put("attention", scale=8**-0.5),
+            "multiplier": lambda model: [setattr(layer, "multiplier", 1.0) for layer in model.layers],
+            "scale of logits": lambda model: setattr(model.head, "scale", None),
+        },
+    ),
+    "hunyuan_v1_dense": Variant(
+        "hunyuan_v1_dense",
+        mutations={"qk norm": no_qk_norm, "norm after rotation": put("attention", norm_last=False)},
+    ),
+    "internlm3": Variant(
+        "internlm3",
+        {"attention_bias": True, "mlp_bias": True},
+        {"qkv bias": no_qkv_bias, "down bias": each("mlp.down", lambda linear: linear.bias.zero_())},
+    ),
+    "ministral": Variant(
+        "ministral", mutations={"window": no_window, "alternation": put("attention", window=9)}
+    ),
+    "olmo2": Variant("olmo2", mutations={"qk norm": no_qk_norm, "norms behind": no_post_norms}),
+    "olmo3": Variant(
+        "olmo3",
+        mutations={
+            "window": no_window,
+            "qk norm": no_qk_norm,
+            "scaled angles": lambda model: same_rope(model, 1, 0),
+        },
+    ),
+    "seed_oss": Variant(
+        "seed_oss", {"attention_out_bias": True}, {"qkv bias": no_qkv_bias, "out bias": no_out_bias}
+    ),
+    "smollm3": Variant("smollm3", mutations={"window": no_window, "no rotation": rotated}),
     "phi3": Variant("phi3", mutations={**FUSED, "norm": plain_norm, "eps": no_eps}),
     "phi3-tied": Variant("phi3", {"tie_word_embeddings": True}, {"tie": turned_head}),
     "phi3-window": Variant("phi3", {"sliding_window": 7}, {"window": no_window}),
@@ -345,6 +442,26 @@ def test_every_logit_equals_transformers_with_attention_in_cpp(family: str, page
         assert (logits - tiny_checkpoints.reference(path, ids)).abs().max() < THRESHOLD
 
 
+WHOLE = {"olmo2", "olmo3"}  # families that cannot be cut over ranks
+
+
+@pytest.mark.parametrize("family", tiny_checkpoints.CONFIGS)
+def test_two_ranks_together_give_every_logit(family: str) -> None:
+    name = next(name for name, variant in VARIANTS.items() if variant.family == family)
+    path, ranks = path_of(name), ranks_in_threads.Ranks(2)
+    ids, logits = expected(name)
+
+    def compute(rank: ranks_in_threads.Rank) -> list[torch.Tensor]:
+        return paged_forward.all_logits(paged_forward.load(path, group=rank), ids, 16)
+
+    if family in WHOLE:
+        with pytest.raises(CheckpointError, match="--tp-size 1"):
+            ranks.run(compute)
+        return
+    for ours, theirs in zip(ranks.run(compute)[0], logits, strict=True):
+        assert (ours - theirs).abs().max() < THRESHOLD
+
+
 MUTATIONS = [(name, feature) for name, variant in VARIANTS.items() for feature in variant.mutations]
 
 
@@ -407,4 +524,5 @@ async def test_tokens_served_over_the_cpu_graph_equal_transformers(
 
 def test_every_registered_architecture_has_a_variant() -> None:
     assert {read_facts(path_of(name)).architecture for name in VARIANTS} == set(ARCHITECTURES)
-    assert {entry.family for entry in ARCHITECTURES.values()} == set(greedy.FAMILIES)
+    served = {read_facts(greedy.model_path(family)).architecture for family in greedy.FAMILIES}
+    assert served == set(ARCHITECTURES)

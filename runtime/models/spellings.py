@@ -1,0 +1,76 @@
+"""Older and nested forms of config.json, brought into the usual one. Torch-free.
+
+Each function takes what a file says and returns it as `Config` reads it; `Entry.spelling` names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from runtime.errors import CheckpointError
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+def gemma3(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Windows and angles for each kind of layer, and the text part of a model that also sees."""
+    read = text_part(values)
+    read = windows_by_pattern(read, 6)
+    if read.get("rope_parameters") is None:
+        scaling = read.pop("rope_scaling", None) or {}
+        read["rope_parameters"] = {
+            FULL: {"rope_type": "default", **scaling, "rope_theta": read.pop("rope_theta", None) or 1e6},
+            SLIDING: {"rope_type": "default", "rope_theta": read.get("rope_local_base_freq") or 1e4},
+        }
+    return read
+
+
+def cohere2(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Windows for all but every fourth layer."""
+    return windows_by_pattern(dict(values), 4)
+
+
+def olmo3(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Windows for all but every fourth layer; scaled angles are those of the other layers only."""
+    read = windows_by_pattern(dict(values), 4)
+    rope = read.get("rope_parameters")
+    if rope is None or (FULL not in rope and SLIDING not in rope):
+        scaling = {**(rope or {}), **(read.pop("rope_scaling", None) or {})}
+        theta = scaling.pop("rope_theta", None) or read.pop("rope_theta", None) or 500000.0
+        read["rope_parameters"] = {
+            FULL: {"rope_type": "default", **scaling, "rope_theta": theta},
+            SLIDING: {"rope_type": "default", "rope_theta": theta},
+        }
+    return read
+
+
+def exaone4(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Windows for all but every `sliding_window_pattern`-th layer, which may also be spelled "LLLG"."""
+    read = dict(values)
+    pattern = read.get("sliding_window_pattern", 4)
+    if isinstance(pattern, str):
+        if pattern.strip("L") != "G":
+            raise CheckpointError(f"config.json: sliding_window_pattern must be like LLLG, not {pattern!r}.")
+        read["sliding_window_pattern"] = len(pattern)
+    return read if read.get("sliding_window") is None else windows_by_pattern(read, 4)
+
+
+def text_part(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of `text_config` where there is one, with those beside it that it does not have itself."""
+    inner = values.get("text_config")
+    if not isinstance(inner, Mapping):
+        return dict(values)
+    outer = {name: value for name, value in values.items() if name not in ("text_config", "vision_config")}
+    return {**outer, **inner, "architectures": values.get("architectures")}
+
+
+def windows_by_pattern(read: dict[str, Any], default: int) -> dict[str, Any]:
+    """With `layer_types`: every so-manieth layer looks at all positions, the others have a window."""
+    if read.get("layer_types") is None and isinstance(read.get("num_hidden_layers"), int):
+        pattern = read.get("sliding_window_pattern") or default
+        if not isinstance(pattern, int):
+            raise CheckpointError(f"config.json: sliding_window_pattern must be a number, not {pattern!r}.")
+        number = range(1, read["num_hidden_layers"] + 1)
+        read["layer_types"] = [SLIDING if index % pattern else FULL for index in number]
+    return read
