@@ -59,6 +59,7 @@ class Request:
     truncate: bool = False  # cut a too long prompt instead of refusing it
     wants_embedding: bool = False
     grammar: Grammar | None = None  # what the output must match; the engine makes the constraint of it
+    follows: bool = False  # another prompt of its call was let in: the queue takes this one too, full or not
     constraint: Constraint | None = None  # of a grammar, or of our own making
     label: str = field(default_factory=lambda: uuid4().hex)
     owner: str = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import replace
@@ -53,6 +54,10 @@ class Engine:
     def __init__(self, model_path: str | None = None, **options: Any) -> None:
         if model_path is not None:
             options["model_path"] = model_path
+        if options.get("max_queued_requests") is None:
+            options["max_queued_requests"] = (
+                sys.maxsize
+            )  # the caller's own process: a list of any length may wait
         self._init(Args.of(**options))
 
     @classmethod

@@ -20,13 +20,16 @@ if TYPE_CHECKING:
 def submit_all(core: EngineCore, requests: Sequence[Request]) -> list[OutputStream]:
     """One output stream per request of the client that this task answers.
 
-    When one is refused, those before it are aborted and the refusal is raised.
+    When one is refused, those before it are aborted and the refusal is raised. The requests are one call's: where
+    there is room for the first, all are taken.
     """
     owner = CLIENT.get().name
     streams: list[OutputStream] = []
     try:
-        for request in requests:
-            streams.append(core.submit(replace(request, owner=owner) if owner else request))
+        for index, request in enumerate(requests):
+            if owner or index:
+                request = replace(request, owner=owner, follows=index > 0)
+            streams.append(core.submit(request))
     except BaseException:
         close_all(streams)
         raise

@@ -25,6 +25,7 @@ class InputProcessor:
         self._vocab_size = facts.vocab_size
         self._eos_ids = facts.eos_ids | (tokenizer.eos_ids if tokenizer else frozenset())
         self._has_tokenizer = tokenizer is not None
+        self._text_limit = tokenizer.text_limit if tokenizer else None
         self._random = random.Random(plan.model.random_seed)
 
     def check(self, request: Request) -> None:
@@ -38,6 +39,8 @@ class InputProcessor:
             if not request.truncate and len(request.ids) > self._context_length:
                 raise self._too_long(request, len(request.ids))
             self.check_ids(request.ids)
+        elif request.text is not None and not request.truncate and self._text_limit is not None:
+            self._text_limit.check(request.text, self._context_length)
         sampling = request.sampling
         named = {"stop_token_ids": sampling.stop_token_ids, "logit_bias": sampling.logit_bias}
         if request.logprobs is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -31,11 +32,12 @@ class SchedulerHandle(Protocol):
 class LiveRequest:
     """What the actors know of one request. Each field has one writer, named behind it."""
 
-    __slots__ = ("aborting", "decoders", "output", "request", "scheduler", "sequences")
+    __slots__ = ("aborting", "arrived_s", "decoders", "output", "request", "scheduler", "sequences")
 
     def __init__(self, request: Request, output: OutputStream) -> None:
         self.request = request  # the tokenizer, once its ids are known
         self.output = output  # the engine core, once
+        self.arrived_s = time.monotonic()  # the engine core, once
         self.sequences: list[Sequence] = []  # the tokenizer: one for each choice
         self.scheduler: SchedulerHandle | None = (
             None  # the engine core or the router; None before, and while no replica is alive
@@ -44,6 +46,11 @@ class LiveRequest:
         self.aborting: Finish | None = (
             None  # `abort`: it is to end so, which its scheduler may not have done yet
         )
+
+    @property
+    def waits(self) -> bool:
+        """Whether none of its choices has run yet."""
+        return all(sequence.num_cached < 0 and sequence.finish is None for sequence in self.sequences)
 
     @property
     def begun(self) -> bool:

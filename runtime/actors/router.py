@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("penstock.core")
 
 MAX_RESTARTS = 3  # in a row; a replica that fails so often is given up
+RESTART_RETRY_S = 10  # when to ask again while no replica is alive
 RESTART_DELAY_S = 1.0  # before the second attempt, doubled with every further one
 
 # Longest-prefix placement gives way when its choice has this many more requests than the least busy replica,
@@ -75,6 +76,16 @@ class Router:
         if alive := self.alive:
             return sum(scheduler.room for scheduler in alive)
         return self._max_queued - sum(len(live.sequences) for live in self._requests)
+
+    @property
+    def wait_s(self) -> float:
+        """How long a request that comes now is expected to wait; as of a scheduler."""
+        return min((scheduler.wait_s for scheduler in self.alive), default=0.0)
+
+    @property
+    def retry_after_s(self) -> int:
+        """The hint for those who are refused."""
+        return min((scheduler.retry_after_s for scheduler in self.alive), default=RESTART_RETRY_S)
 
     def admit(self, live: LiveRequest) -> None:
         """Give a request to a replica; to the first that is alive again, if none is."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from runtime.actors.live_requests import LiveRequest, LiveRequests
 from runtime.actors.mailbox import Mailbox
 from runtime.batch import Batch, Runner, StepOutput
 from runtime.config.plan import SchedulePlan
-from runtime.errors import EngineFailure, OutOfMemory, PenstockError, StepFailed, WorkerFailed
+from runtime.errors import EngineFailure, OutOfMemory, Overloaded, PenstockError, StepFailed, WorkerFailed
 from runtime.request import Delta
 from runtime.scheduler.scheduler import Scheduler
 
@@ -31,6 +32,8 @@ logger = logging.getLogger("penstock.scheduler")
 ARRIVAL_TURNS = 3
 MAX_ARRIVAL_TURNS = 50  # however many keep coming
 WATCHDOG_PERIOD_S = 1.0
+QUEUE_PERIOD_S = 1.0
+MAX_RETRY_AFTER_S = 60
 CLOSE_TIMEOUT_S = 30.0
 
 STEP_FAILED = "The forward pass failed; the request is lost."
@@ -84,6 +87,7 @@ class SchedulerActor:
         # Steps in flight while the next one is filled: for overlap one, in a pipeline one for each stage.
         self._depth = plan.micro_batches - 1 if plan.micro_batches > 1 else int(plan.overlap)
         self._watchdog_timeout_s = plan.watchdog_timeout_s
+        self._max_queue_time_s = plan.max_queue_time_s
         self._requests = requests
         self._detokenizer = detokenizer
         self._inbox: Mailbox[Admit | Abort | EndChoice | Wake] = Mailbox()
@@ -117,6 +121,16 @@ class SchedulerActor:
         return self.scheduler.room - self._num_arriving
 
     @property
+    def wait_s(self) -> float:
+        """How long a request that comes now is expected to wait until it runs."""
+        return self.progress.queue.wait_s(self.scheduler.num_waiting + self._num_arriving)
+
+    @property
+    def retry_after_s(self) -> int:
+        """The hint for those who are refused."""
+        return min(max(1, math.ceil(self.wait_s)), MAX_RETRY_AFTER_S)
+
+    @property
     def alive(self) -> list[SchedulerActor]:
         """As of a router: this one."""
         return [self]
@@ -130,6 +144,7 @@ class SchedulerActor:
                 parts.start_soon(self._run_steps)
                 parts.start_soon(self.runner.watch)
                 parts.start_soon(self._watch_steps)
+                parts.start_soon(self._watch_queue)
         except ExceptionGroup as group:
             failures = [error for error in group.exceptions if isinstance(error, EngineFailure)]
             if len(failures) < len(group.exceptions):  # a mistake of ours: the engine must not go on
@@ -182,6 +197,22 @@ class SchedulerActor:
             if self._in_flight and time.monotonic() - self.progress.last_step_s > timeout_s:
                 logger.critical("no step came back for %.0f s (--watchdog-timeout)", timeout_s)
                 raise EngineFailure("The engine hangs: a step did not come back.")
+
+    async def _watch_queue(self) -> None:
+        """End the requests that wait for longer than they may, with what to do about it."""
+        limit_s = self._max_queue_time_s
+        while limit_s is not None:
+            await anyio.sleep(min(QUEUE_PERIOD_S, limit_s / 4))
+            late = time.monotonic() - limit_s
+            for live in self._requests:
+                if (
+                    live.scheduler is self
+                    and live.arrived_s < late
+                    and live.waits
+                    and not live.request.follows
+                ):
+                    reason = f"The request waited for {limit_s:g} s without running (--max-queue-time)."
+                    self._requests.fail(live.request.id, Overloaded(reason, retry_after_s=self.retry_after_s))
 
     # --- steps ---
 
@@ -266,6 +297,7 @@ class Progress:
         self.num_generated = 0  # tokens of all outputs
         self.gen_throughput = 0.0  # tokens per second over the last log interval
         self.last_step_s = time.monotonic()
+        self.queue = QueueRate()
         self._scheduler = scheduler
         self._interval = log_interval_steps
         self._interval_began_s = time.monotonic()
@@ -275,6 +307,7 @@ class Progress:
     def note_launch(self, batch: Batch) -> None:
         """After every launch."""
         stats = batch.stats
+        self.queue.note(time.monotonic(), stats.num_new, self._scheduler.num_waiting)
         if stats.num_prompt_tokens and logger.isEnabledFor(logging.INFO):
             load = self._scheduler.load
             logger.info(
@@ -313,3 +346,32 @@ class Progress:
             self.gen_throughput,
             load.num_waiting,
         )
+
+
+class QueueRate:
+    """How fast the queue moves: sequences that begin to run in a second while others wait."""
+
+    WINDOW_S = 5.0
+
+    def __init__(self) -> None:
+        self._rate: float | None = None
+        self._began_s: float | None = None  # of the window; None while nobody waits
+        self._num_started = 0
+
+    def note(self, now_s: float, num_started: int, num_waiting: int) -> None:
+        """After every launch."""
+        if self._began_s is None:
+            if num_waiting:
+                self._began_s, self._num_started = now_s, 0
+            return
+        self._num_started += num_started
+        passed_s = now_s - self._began_s
+        if passed_s >= self.WINDOW_S or (not num_waiting and self._num_started and passed_s > 0):
+            self._rate = self._num_started / passed_s
+            self._began_s, self._num_started = (now_s if num_waiting else None), 0
+
+    def wait_s(self, num_waiting: int) -> float:
+        """Until the last of so many runs; 0 where nothing is known yet."""
+        if not num_waiting or self._rate is None:
+            return 0.0
+        return num_waiting / max(self._rate, 1e-3)

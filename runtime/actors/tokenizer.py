@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 
 import anyio
 import anyio.to_thread
@@ -14,13 +15,14 @@ from runtime.actors.router import Router
 from runtime.actors.scheduler import SchedulerActor
 from runtime.errors import EngineFailure, InvalidRequest, Overloaded, PenstockError
 from runtime.request import Request
+from runtime.tokenizer.text_limit import LARGE_TEXT_BYTES, give_back_memory
 from runtime.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger("penstock.tokenizer")
 
 INLINE_CHARS = 2048  # about 0.5 ms of encoding; a thread's round trip costs as much
 ENCODER_THREADS = 2
-MAX_WAITING_CHARS = 256 * 1024 * 1024  # about a minute of encoding
+MAX_WAITING_BYTES = 64 * 1024 * 1024  # about twenty seconds of encoding
 
 
 class TokenizerActor:
@@ -39,19 +41,20 @@ class TokenizerActor:
         self._scheduler = scheduler
         self._inbox: Mailbox[LiveRequest] = Mailbox()
         self._num_waiting = 0  # choices of requests that are not handed on yet
-        self._num_waiting_chars = 0
+        self._waiting_bytes = 0
 
     def check_room(self, request: Request) -> None:
         """Raise `Overloaded` where those that wait to be tokenized will already fill the scheduler's queue."""
-        if self._num_waiting >= self._scheduler.room:
-            raise Overloaded("The request queue is full.")
-        if self._num_waiting_chars and self._num_waiting_chars + _num_chars(request) > MAX_WAITING_CHARS:
-            raise Overloaded("Too much text is waiting to be tokenized.")
+        retry_after_s = self._scheduler.retry_after_s
+        if self._num_waiting >= self._scheduler.room and not request.follows:
+            raise Overloaded("The request queue is full.", retry_after_s=retry_after_s)
+        if self._waiting_bytes and self._waiting_bytes + num_bytes_held(request) > MAX_WAITING_BYTES:
+            raise Overloaded("Too much text is waiting to be tokenized.", retry_after_s=retry_after_s)
 
     def submit(self, live: LiveRequest) -> None:
         """Take a request of which the text or the ids are known."""
         self._num_waiting += live.request.sampling.n
-        self._num_waiting_chars += _num_chars(live.request)
+        self._waiting_bytes += num_bytes_held(live.request)
         self._inbox.put(live)
 
     async def run(self) -> None:
@@ -63,7 +66,7 @@ class TokenizerActor:
                 for live in await self._inbox.take_all():
                     if live.request.ids is not None:
                         self._hand_on(live, live.request.ids)
-                    elif _num_chars(live.request) <= INLINE_CHARS:
+                    elif len(live.request.text or "") <= INLINE_CHARS:
                         short.append(live)
                     else:
                         tasks.start_soon(self._encode_on_thread, live, limiter)
@@ -84,6 +87,8 @@ class TokenizerActor:
                 [request.text or ""], add_special_tokens=request.add_special_tokens
             )
             self._processor.check_ids(ids)
+            if num_bytes_held(request) > LARGE_TEXT_BYTES:
+                give_back_memory()
         except PenstockError as error:
             return error
         except Exception:  # a foreign library on a client's text: this request's border
@@ -95,7 +100,7 @@ class TokenizerActor:
         """Have a request scheduled, or fail it."""
         request = live.request
         self._num_waiting -= request.sampling.n
-        self._num_waiting_chars -= _num_chars(request)
+        self._waiting_bytes -= num_bytes_held(request)
         if live.output.finished:  # aborted meanwhile
             return
         try:
@@ -108,5 +113,6 @@ class TokenizerActor:
             self._scheduler.admit(live)
 
 
-def _num_chars(request: Request) -> int:
-    return len(request.text or "")
+def num_bytes_held(request: Request) -> int:
+    """Memory that a request's text takes: of one character other than Latin letters, two or four bytes for each."""
+    return sys.getsizeof(request.text) if request.text else 0

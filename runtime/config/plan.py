@@ -54,9 +54,11 @@ class SchedulePlan(Section):
     new_token_ratio: float  # share of the remaining output that admission reserves, at first
     min_new_token_ratio: float
     new_token_ratio_decay: float  # per step
+    open_ended_tokens: int = 256  # output expected, at first, of a request that states no limit
     stream_interval: int
     log_interval_steps: int
     watchdog_timeout_s: float
+    max_queue_time_s: float | None = None  # that a request may wait; None: as long as it takes
     micro_batches: int = 1  # in flight at the same time, without a sequence in common: one for each stage
     max_micro_batch: int | None = None  # rows of one of them; None: no limit of its own
 

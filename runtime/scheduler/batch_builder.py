@@ -24,6 +24,7 @@ from runtime.scheduler.request_tables import RequestTables, Running
 from runtime.sequence import Sequence
 
 RESERVED_OUTPUT_TOKENS = 4096  # a longer remaining output is counted as this much
+OPEN_ENDED_WEIGHT = 1 / 16  # of the newest output in the mean of those that have no limit of their own
 RETRACTION_STEPS = 20  # after a retraction: steps that every sequence should have ahead of it
 MAX_DEFERRED = 16  # waiting sequences looked up in one step only to find that they had better wait
 
@@ -165,8 +166,8 @@ class BatchBuilder:
         running = self._running
         if running.full or not self._waiting or not running.tables.num_free or budget.exhausted:
             return
-        size, ratio = self._cache.page_size, self.new_token_ratio.value
-        reserved = sum(pages_ahead(sequence, ratio, size) for sequence in running)
+        size, estimate = self._cache.page_size, self.new_token_ratio
+        reserved = sum(estimate.pages_ahead(sequence, size) for sequence in running)
         admitted: list[Sequence] = []
         num_deferred = 0
         for sequence in self._waiting.ordered():
@@ -180,7 +181,9 @@ class BatchBuilder:
                 self._cache.release(sequence, keep=False)
                 num_deferred += 1
                 continue
-            fits = not running or pages_ahead(sequence, 1.0, size) <= self._cache.num_available - reserved
+            fits = (
+                not running or estimate.pages_at_first(sequence, size) <= self._cache.num_available - reserved
+            )
             count = self._affordable(sequence, budget) if fits else 0
             if not count:
                 running.full = not fits
@@ -188,7 +191,7 @@ class BatchBuilder:
                 break
             self._start(step, sequence, count, budget)
             admitted.append(sequence)
-            reserved += pages_ahead(sequence, ratio, size)
+            reserved += estimate.pages_ahead(sequence, size)
         for sequence in admitted:
             self._waiting.remove(sequence)
 
@@ -377,19 +380,39 @@ class PromptBudget:
 
 
 class NewTokenRatio:
-    """The share of the remaining output for which admission keeps pages free.
+    """The output for which admission keeps pages free.
 
-    It starts careful and sinks with every decode step, since most outputs end early; a retraction shows that
-    it was too low and lifts it.
+    Of a stated limit it is a share, which starts careful and sinks with every decode step, since most outputs end
+    early; a retraction shows that it was too low and lifts it. Where a request states no limit, the context is none
+    that its sender chose: `open_tokens` are expected, at first as planned, then as outputs of that kind turn out.
     """
 
-    __slots__ = ("_decay", "_initial", "_minimum", "value")
+    __slots__ = ("_decay", "_initial", "_minimum", "open_tokens", "value")
 
     def __init__(self, plan: SchedulePlan) -> None:
         self._initial = plan.new_token_ratio
         self._minimum = plan.min_new_token_ratio
         self._decay = plan.new_token_ratio_decay
         self.value = self._initial
+        self.open_tokens = float(plan.open_ended_tokens)
+
+    def pages_ahead(self, sequence: Sequence, page_size: int) -> int:
+        """Pages that a running sequence is expected to take yet."""
+        if _is_open_ended(sequence):
+            expected = max(self.open_tokens - sequence.num_output, RETRACTION_STEPS)
+            return pages_ahead(sequence, 1.0, page_size, int(expected))
+        return pages_ahead(sequence, self.value, page_size)
+
+    def pages_at_first(self, sequence: Sequence, page_size: int) -> int:
+        """Pages that must be free for a sequence to enter: for all that it asks for, if it says how much that is."""
+        if _is_open_ended(sequence):
+            return self.pages_ahead(sequence, page_size)
+        return pages_ahead(sequence, 1.0, page_size)
+
+    def note_end(self, sequence: Sequence) -> None:
+        """An output has ended by itself or at its limit."""
+        if _is_open_ended(sequence):
+            self.open_tokens += OPEN_ENDED_WEIGHT * (sequence.num_output - self.open_tokens)
 
     def decay(self) -> None:
         """One more step without a retraction."""
@@ -402,6 +425,10 @@ class NewTokenRatio:
     def lift(self, running: Iterable[Sequence]) -> None:
         """After a retraction: what the sequences that stay have produced and soon will, of all they may."""
         produced = allowed = 0
+        running = list(running)
+        if open_ended := [sequence.num_output for sequence in running if _is_open_ended(sequence)]:
+            so_far = sum(open_ended) / len(open_ended) + RETRACTION_STEPS
+            self.open_tokens = max(self.open_tokens, so_far)
         for sequence in running:
             produced += sequence.num_output + RETRACTION_STEPS
             allowed += sequence.max_tokens - sequence.num_prompt
@@ -409,9 +436,16 @@ class NewTokenRatio:
             self.value = max(min(produced / allowed, 1.0), self._minimum)
 
 
-def pages_ahead(sequence: Sequence, ratio: float, page_size: int) -> int:
+def _is_open_ended(sequence: Sequence) -> bool:
+    """Whether only the context limits its output."""
+    return sequence.sampling.max_new_tokens is None
+
+
+def pages_ahead(
+    sequence: Sequence, ratio: float, page_size: int, most_output: int = RESERVED_OUTPUT_TOKENS
+) -> int:
     """Pages that a sequence still lacks for its known tokens and `ratio` of its remaining output."""
     known = len(sequence.ids) + sequence.num_pending
-    output = min(sequence.max_tokens - known, RESERVED_OUTPUT_TOKENS)
+    output = min(sequence.max_tokens - known, most_output, RESERVED_OUTPUT_TOKENS)
     tokens = known + int(output * ratio)
     return max(-(-tokens // page_size) - len(sequence.pages), 0)

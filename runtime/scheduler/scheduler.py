@@ -66,7 +66,7 @@ class Scheduler:
 
         Raises `Overloaded` when the queue is full, and `ContextOverflow` when the prompt cannot fit even alone.
         """
-        if self.room <= 0:
+        if self.room <= 0 and not sequences[0].request.follows:
             raise Overloaded("The request queue is full.")
         for sequence in sequences:
             self._check_length(sequence)
@@ -227,6 +227,8 @@ class Scheduler:
 
     def _retire(self, sequence: Sequence, finish: Finish, trusted: bool = True) -> None:
         sequence.finish = finish
+        if finish.kind != "abort":
+            self._builder.new_token_ratio.note_end(sequence)
         if sequence.constraint is not None:
             sequence.constraint.release()
         if sequence.sequence_index >= 0:

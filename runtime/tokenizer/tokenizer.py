@@ -10,6 +10,7 @@ from runtime.errors import ConfigurationError, InvalidRequest
 from runtime.tokenizer.backend import Backend, read_tokenizer
 from runtime.tokenizer.chat_template import ChatTemplate, load_template
 from runtime.tokenizer.incremental import IncrementalDecoder
+from runtime.tokenizer.text_limit import text_limit_of
 from runtime.tokenizer.token_bytes import TokenBytes, token_bytes_of
 
 # Ends of a turn that chat models write though their eos token is another one.
@@ -29,6 +30,7 @@ class Tokenizer:
     ) -> None:
         self.backend = backend
         self.bytes_of: TokenBytes | None = token_bytes_of(backend)
+        self.text_limit = text_limit_of(backend)
         self.template = template
         self.vocab_size = backend.vocab_size
         self.special_ids = backend.special_ids

@@ -10,6 +10,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp
 
 from runtime.errors import InvalidRequest
+from runtime.tokenizer.text_limit import LARGE_TEXT_BYTES, give_back_memory
 from serve.chat.request import render
 from serve.decode import Length, decode
 from serve.endpoint import json_response, parse_object, read_body
@@ -20,6 +21,9 @@ from serve.openai.schema import ChatBody
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
     from runtime.tokenizer.tokenizer import Tokenizer
+
+
+MAX_CONTEXTS = 8  # of tokens in one text: who only counts may send more than the model can read
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,7 +67,12 @@ def _tokenize(core: EngineCore, raw: bytes) -> dict[str, Any]:
         body = decode(TokenizeBody, value)
         is_list, special = isinstance(body.prompt, list), body.add_special_tokens
         texts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
+    for text in texts:
+        if tokenizer.text_limit is not None:
+            tokenizer.text_limit.check(text, MAX_CONTEXTS * core.plan.model.context_length)
     found = tokenizer.encode_batch(texts, add_special_tokens=special)
+    if len(raw) > LARGE_TEXT_BYTES:
+        give_back_memory()
     counts = [len(ids) for ids in found]
     return {
         "tokens": found if is_list else found[0],

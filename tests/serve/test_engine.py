@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import psutil
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 import tiny_models
+from runtime.errors import ContextOverflow
 from serve import ConfigurationError, Engine, EngineClosed, InvalidRequest, SyncEngine
 
 SHORT = {"temperature": 0, "max_new_tokens": 8}
@@ -217,3 +219,31 @@ async def test_prompt_logprobs_do_not_depend_on_the_cache(path: str):
         for one, other in zip(cold[name], warm[name], strict=True):
             assert one[1] == other[1]
             assert one[0] == (None if other[0] is None else pytest.approx(other[0], abs=1e-4))
+
+
+async def test_a_text_far_too_long_costs_no_tokenizing(path: str, monkeypatch: pytest.MonkeyPatch):
+    async with Engine(path, max_total_tokens=512) as engine:
+        encoded: list[str] = []
+        tokenizer = engine.core.tokenizer
+        assert tokenizer is not None
+        encode = tokenizer.encode_batch
+
+        def noted(texts: Sequence[str], **flags: bool) -> list[list[int]]:
+            encoded.extend(texts)
+            return encode(texts, **flags)
+
+        monkeypatch.setattr(tokenizer, "encode_batch", noted)
+        with pytest.raises(ContextOverflow, match="at least"):
+            await engine.generate("lorem ipsum " * 100_000)
+        assert encoded == []
+        assert (await engine.generate("lorem ipsum", {"max_new_tokens": 1}))["output_ids"]
+        assert encoded == ["lorem ipsum"]
+
+
+async def test_a_list_of_prompts_of_any_length_may_wait(path: str):
+    async with Engine(path, max_running_requests=2, max_total_tokens=512) as engine:
+        answers = await engine.generate(["a", "b"] * 30, {"max_new_tokens": 2})
+        assert len(answers) == 60
+        assert (
+            len(await asyncio.gather(*[engine.generate("a", {"max_new_tokens": 2}) for _ in range(40)])) == 40
+        )

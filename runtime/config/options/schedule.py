@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 
 from runtime.config.option_spec import always, inert, option, planned
@@ -21,11 +20,20 @@ class ScheduleArgs:
         sglang="half as many as the KV cache has tokens, at most 2048 to 4096 by the length of the context",
         plan=SchedulePlan.max_running,
     )
-    max_queued_requests: int = option(
-        sys.maxsize,
-        "Longest waiting queue. A request that finds it full is answered with status 503. Default: no limit.",
+    max_queued_requests: int | None = option(
+        None,
+        "Longest waiting queue. A request that finds it full is answered with status 503 and Retry-After; prompts of "
+        "one call are let in together. Default: twice --max-running-requests; no limit for an Engine in Python.",
         low=1,
+        sglang="no limit",
         plan=SchedulePlan.max_queued,
+    )
+    max_queue_time: float | None = option(
+        None,
+        "Seconds that a request may wait before it runs; then it is answered with status 503 and Retry-After. "
+        "Default: no limit.",
+        above=0,
+        plan=SchedulePlan.max_queue_time_s,
     )
     chunked_prefill_size: int | None = option(
         None,

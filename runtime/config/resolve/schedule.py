@@ -6,6 +6,8 @@ from ops.machine import GIB, Gpu
 from runtime.config.plan import SchedulePlan
 from runtime.config.resolve.plan_builder import Decision, PlanBuilder, build
 
+OPEN_ENDED_TOKENS = 256  # a usual answer of a chat
+QUEUE_FACTOR = 2  # sequences that may wait for each that may run
 DECAY_STEPS = 600  # over which the share reserved for output falls to its minimum
 
 
@@ -14,10 +16,12 @@ def schedule_plan(builder: PlanBuilder, gpu: Gpu | None, page_size: int) -> Sche
     # Shares of the remaining output that admission reserves.
     ratio = min(0.7 * conservativeness, 1.0)
     ratio_min = 0.14 * ratio
+    running = _max_running(builder, gpu)
     return build(
         SchedulePlan,
-        max_running=_max_running(builder, gpu),
-        max_queued=builder.follow("max_queued_requests"),
+        max_running=running,
+        max_queued=_max_queued(builder, running.value),
+        max_queue_time_s=builder.follow("max_queue_time"),
         chunk_tokens=_chunk_tokens(builder, gpu, page_size),
         max_prefill_tokens=builder.follow("max_prefill_tokens"),
         policy=_policy(builder),
@@ -27,6 +31,10 @@ def schedule_plan(builder: PlanBuilder, gpu: Gpu | None, page_size: int) -> Sche
         min_new_token_ratio=Decision(ratio_min, "0.14 x the first value"),
         new_token_ratio_decay=Decision(
             (ratio - ratio_min) / DECAY_STEPS, f"from the first value to the smallest in {DECAY_STEPS} steps"
+        ),
+        open_ended_tokens=Decision(
+            int(OPEN_ENDED_TOKENS * conservativeness),
+            f"{OPEN_ENDED_TOKENS} x the conservativeness of {conservativeness:g}, until such outputs have ended",
         ),
         stream_interval=builder.follow("stream_interval"),
         log_interval_steps=builder.follow("decode_log_interval"),
@@ -51,6 +59,13 @@ def _max_running(builder: PlanBuilder, gpu: Gpu | None) -> Decision[int]:
     if gpu is None:
         return Decision(256, "enough for a CPU; the KV cache may allow fewer")
     return Decision(2048, "enough for a GPU; the KV cache may allow fewer")
+
+
+def _max_queued(builder: PlanBuilder, running: int) -> Decision[int]:
+    asked = builder.args.schedule.max_queued_requests
+    if asked is not None:
+        return Decision(asked, "as asked")
+    return Decision(QUEUE_FACTOR * running, f"{QUEUE_FACTOR} x the sequences that may run")
 
 
 def _chunk_tokens(builder: PlanBuilder, gpu: Gpu | None, page_size: int) -> Decision[int | None]:

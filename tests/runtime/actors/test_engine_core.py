@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from dataclasses import replace
 
 import pytest
@@ -10,9 +11,11 @@ import scripted_core
 from runtime.actors import scheduler, tokenizer
 from runtime.actors.engine_core import EngineCore
 from runtime.actors.output_stream import OutputStream
+from runtime.actors.scheduler import QueueRate
 from runtime.errors import EngineClosed, EngineFailure, InvalidRequest, OutOfMemory, Overloaded, StepFailed
 from runtime.request import Finish, Request
 from runtime.sampling_params import SamplingParams
+from serve.output_streams import read_all, submit_all
 
 
 def request(*ids: int, new: int = 8, seed: int = 1, n: int = 1) -> Request:
@@ -140,7 +143,7 @@ async def test_requests_of_one_moment_fill_the_queue_to_its_limit_and_no_further
 
 
 async def test_too_much_text_at_once_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tokenizer, "MAX_WAITING_CHARS", 10)
+    monkeypatch.setattr(tokenizer, "MAX_WAITING_BYTES", sys.getsizeof("a" * 6) + sys.getsizeof("a" * 4))
     async with scripted_core.running() as (core, _):
         outputs = [core.submit(Request(text="a" * length)) for length in (6, 4)]
         with pytest.raises(Overloaded, match="text"):
@@ -149,7 +152,52 @@ async def test_too_much_text_at_once_is_refused(monkeypatch: pytest.MonkeyPatch)
             with pytest.raises(InvalidRequest, match="no tokenizer"):
                 await output.whole()
         with pytest.raises(InvalidRequest, match="no tokenizer"):  # alone it may be of any length
-            await core.submit(Request(text="a" * 11)).whole()
+            await core.submit(Request(text="a" * 1100)).whole()
+
+
+async def test_the_prompts_of_one_call_are_let_in_together():
+    async with scripted_core.running(max_queued=2) as (core, runner):
+        runner.open.clear()
+        call = submit_all(core, [request(seed=seed) for seed in range(3 * scripted_core.NUM_SEQUENCES)])
+        await until(lambda: core.status().num_running == scripted_core.NUM_SEQUENCES)
+        with pytest.raises(Overloaded, match="queue is full"):
+            core.submit(request())
+        with pytest.raises(Overloaded, match="queue is full"):
+            submit_all(core, [request(), request()])
+        runner.open.set()
+        assert [len(chunks[0].ids) for chunks in await read_all(call)] == [
+            8
+        ] * 3 * scripted_core.NUM_SEQUENCES
+        core.check()
+
+
+async def test_who_waits_too_long_is_told_to_come_again():
+    async with scripted_core.running(max_queue_time_s=0.02) as (core, runner):
+        running = [core.submit(request(seed=seed)) for seed in range(scripted_core.NUM_SEQUENCES)]
+        runner.open.clear()
+        await until(lambda: core.status().num_running == scripted_core.NUM_SEQUENCES)
+        waiting, *following = submit_all(core, [request(seed=20), request(seed=21)])
+        with pytest.raises(Overloaded, match="--max-queue-time") as caught:
+            await waiting.whole()
+        assert caught.value.retry_after_s >= 1
+        runner.open.set()
+        for output in running + following:  # who runs, and the prompts of a call that was let in, are let be
+            [chunk] = await output.whole()
+            assert len(chunk.ids) == 8
+        core.check()
+
+
+def test_the_wait_is_what_is_queued_over_how_fast_the_queue_moves():
+    queue = QueueRate()
+    assert queue.wait_s(10) == 0  # nothing is known
+    queue.note(0.0, 3, 0)  # nobody waits: who comes begins at once, however few
+    queue.note(1.0, 8, 20)
+    queue.note(2.0, 5, 15)
+    queue.note(7.0, 5, 10)
+    assert queue.wait_s(10) == pytest.approx(10 / (10 / 6))
+    queue.note(8.0, 10, 0)
+    assert queue.wait_s(10) == pytest.approx(1.0)
+    assert queue.wait_s(0) == 0
 
 
 async def test_generated_tokens_are_those_of_the_outputs():

@@ -1,0 +1,96 @@
+"""How many tokens a text has at least, known without encoding it: a text far too long is refused at once."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from functools import cache
+from typing import Any
+
+from runtime.errors import ContextOverflow
+from runtime.tokenizer.backend import Backend, FastBackend
+
+# Encoding takes a hundred times as much, which is given back to the system at once for texts of this size.
+LARGE_TEXT_BYTES = 256 * 1024
+# By how much a text may shrink, in bytes of UTF-8, before it is cut into tokens. Others drop text without limit.
+_NORMALIZERS = {"Prepend": 1, "Replace": 1, "ByteLevel": 1, "NFC": 3, "NFD": 1, "NFKC": 4, "NFKD": 4}
+_PRE_TOKENIZERS = ("ByteLevel", "Metaspace", "Split", "Digits", "Punctuation")
+
+
+class TextLimit:
+    """A lower bound of the tokens of any text: its bytes over those of the longest token."""
+
+    def __init__(self, bytes_per_token: int, ignores_spaces: bool) -> None:
+        self.bytes_per_token = bytes_per_token  # of the text as it was sent
+        self._ignores_spaces = ignores_spaces  # an added token may take spaces beside it with it
+
+    def least_tokens(self, text: str, enough: int) -> int:
+        """At least so many tokens has this text; counted no further than is needed to say that it has `enough`."""
+        if len(text) * 4 < enough * self.bytes_per_token:
+            return 0
+        if self._ignores_spaces:
+            text = "".join(text.split())
+        if text.isascii() or len(text) >= enough * self.bytes_per_token:
+            return len(text) // self.bytes_per_token
+        return len(text.encode("utf-8", "surrogatepass")) // self.bytes_per_token
+
+    def check(self, text: str, context_length: int) -> None:
+        """Raises `ContextOverflow` for a text that cannot fit into the context, however it is cut into tokens."""
+        least = self.least_tokens(text, context_length + 1)
+        if least > context_length:
+            raise ContextOverflow(
+                f"The input ({len(text)} characters, at least {least} tokens) is longer than the model's context "
+                f"length ({context_length} tokens).",
+                param="text",
+            )
+
+
+def text_limit_of(backend: Backend) -> TextLimit | None:
+    """The limit for this tokenizer; None where it drops text, or has one token for unknown text of any length."""
+    if not isinstance(backend, FastBackend):
+        return None
+    library, shrinks = backend.library, 1
+    for step in _steps(library.normalizer, "normalizers"):
+        if step["type"] not in _NORMALIZERS or (step["type"] == "Replace" and not step.get("content")):
+            return None
+        shrinks *= _NORMALIZERS[step["type"]]
+    steps = [*_steps(library.pre_tokenizer, "pretokenizers")]
+    if any(step["type"] not in _PRE_TOKENIZERS or step.get("behavior") == "Removed" for step in steps):
+        return None
+    in_bytes = any(step["type"] == "ByteLevel" for step in steps)
+    if not in_bytes and getattr(library.model, "byte_fallback", False) is not True:
+        return None
+    # Of a byte-level token each character stands for a byte.
+    longest = max(
+        (len(token) if in_bytes else len(token.encode()) for token in library.get_vocab()), default=0
+    )
+    added = library.get_added_tokens_decoder().values()
+    longest = max([longest, *(len(token.content.encode()) for token in added)])
+    strips = any(token.lstrip or token.rstrip for token in added)
+    return TextLimit(longest * shrinks, strips) if longest else None
+
+
+def _steps(component: Any, inner: str) -> list[dict[str, Any]]:
+    """A component of the library's pipeline as flat descriptions."""
+    return [] if component is None else _flat(json.loads(component.__getstate__()), inner)
+
+
+def _flat(state: dict[str, Any], inner: str) -> list[dict[str, Any]]:
+    if state.get("type") == "Sequence":
+        return [step for part in state[inner] for step in _flat(part, inner)]
+    return [state]
+
+
+def give_back_memory() -> None:
+    """Return what the allocator keeps for later to the system; the library that encodes frees hundreds of MB."""
+    trim = _trim()
+    if trim is not None:
+        trim(0)
+
+
+@cache
+def _trim() -> Any:
+    try:
+        return ctypes.CDLL("libc.so.6").malloc_trim
+    except (OSError, AttributeError):  # another C library
+        return None
