@@ -13,8 +13,10 @@ from typing import cast
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 MAX_HEAD_BYTES = 64 * 1024
-ARRIVAL_S = 120.0  # in which a whole request must arrive, from its first byte or from the connection's start
-STALL_S = 120.0  # for which a client may leave an answer unread without taking any of it
+HEAD_S = 10.0  # in which a request's head must arrive, from its first byte or from the connection's start
+BODY_S = 30.0  # for which the body may stay away; each megabyte that arrived gives as long again
+BODY_BYTES = 1_000_000
+STALL_S = 30.0  # for which a client may leave an answer unread without taking any of it
 BODY_WRITER = "penstock.body_writer"  # in the scope of every request
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
@@ -48,16 +50,18 @@ class BodyWriter:
 class Connection(HttpToolsProtocol):
     """Closes itself when the head is too large, or when the client stops sending or reading midway."""
 
-    arrival_s = ARRIVAL_S
+    head_s = HEAD_S
+    body_s = BODY_S
     stall_s = STALL_S
 
     _num_unparsed = 0  # bytes since the parser last completed something
+    _num_body_bytes = 0  # since the body's time was last extended
     _arrival: asyncio.TimerHandle | None = None
     _stall: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._watch_arrival()
+        self._watch_arrival(self.head_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_arrival()
@@ -76,16 +80,21 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         if self._arrival is None:
-            self._watch_arrival()
+            self._watch_arrival(self.head_s)
 
     def on_headers_complete(self) -> None:
-        self._num_unparsed = 0
+        self._num_unparsed = self._num_body_bytes = 0
         super().on_headers_complete()
+        self._watch_arrival(self.body_s)
         if self.cycle is not None:
             self.scope[BODY_WRITER] = BodyWriter(self.cycle)  # type: ignore[typeddict-unknown-key]
 
     def on_body(self, body: bytes) -> None:
         self._num_unparsed = 0
+        self._num_body_bytes += len(body)
+        if self._num_body_bytes >= BODY_BYTES:
+            self._num_body_bytes = 0
+            self._watch_arrival(self.body_s)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -93,17 +102,18 @@ class Connection(HttpToolsProtocol):
         self._stop_arrival()
         super().on_message_complete()
 
-    def _watch_arrival(self) -> None:
-        self._arrival = self.loop.call_later(self.arrival_s, self._arrival_timed_out)
+    def _watch_arrival(self, delay_s: float) -> None:
+        self._stop_arrival()
+        self._arrival = self.loop.call_later(delay_s, self._arrival_timed_out, delay_s)
 
     def _stop_arrival(self) -> None:
         if self._arrival is not None:
             self._arrival.cancel()
             self._arrival = None
 
-    def _arrival_timed_out(self) -> None:
+    def _arrival_timed_out(self, delay_s: float) -> None:
         if self._is_answering():  # reading is paused until the current request is answered
-            self._watch_arrival()
+            self._watch_arrival(delay_s)
         else:
             self.transport.abort()
 
@@ -113,6 +123,20 @@ class Connection(HttpToolsProtocol):
         if self.pipeline:
             return True
         return cycle is not None and not cycle.more_body and not cycle.response_complete
+
+    # --- the end ---
+
+    def shutdown(self) -> None:
+        """Close at once unless a request that arrived in full is being answered."""
+        if self._is_answering():
+            super().shutdown()
+        else:
+            self.transport.close()
+
+    @property
+    def num_unsent_bytes(self) -> int:
+        """Of the answer, waiting for the client to read."""
+        return cast(asyncio.WriteTransport, self.transport).get_write_buffer_size()
 
     # --- writing the response ---
 
@@ -125,8 +149,7 @@ class Connection(HttpToolsProtocol):
         super().resume_writing()
 
     def _watch_stall(self) -> None:
-        size = cast(asyncio.WriteTransport, self.transport).get_write_buffer_size()
-        self._stall = self.loop.call_later(self.stall_s, self._stall_timed_out, size)
+        self._stall = self.loop.call_later(self.stall_s, self._stall_timed_out, self.num_unsent_bytes)
 
     def _stop_stall(self) -> None:
         if self._stall is not None:
@@ -134,7 +157,7 @@ class Connection(HttpToolsProtocol):
             self._stall = None
 
     def _stall_timed_out(self, size_before: int) -> None:
-        if cast(asyncio.WriteTransport, self.transport).get_write_buffer_size() < size_before:
+        if self.num_unsent_bytes < size_before:
             self._watch_stall()  # slow, but reading
         else:
             self.transport.abort()

@@ -16,9 +16,19 @@ from sse_starlette.event import ServerSentEvent
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from runtime.errors import EngineFailure, InvalidRequest, NotFound, Overloaded, RequestError, Unauthorized
+from runtime.errors import (
+    EngineClosed,
+    EngineFailure,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    RequestError,
+    Unauthorized,
+)
 
 logger = logging.getLogger("penstock.http")
+
+RETRY_CLOSED_S = 5  # a guess at when another server may be there
 
 _KINDS = {400: InvalidRequest.kind, 401: Unauthorized.kind, 404: NotFound.kind, 405: "MethodNotAllowedError"}
 
@@ -46,6 +56,9 @@ def describe(error: Exception) -> Failure:
     if isinstance(error, HTTPException):
         kind = _KINDS.get(error.status_code, "InternalServerError")
         return Failure(error.status_code, kind, f"{error.detail}.", headers=error.headers)
+    if isinstance(error, EngineClosed):  # on purpose, and for everybody: nothing to log for each
+        going = {"retry-after": str(RETRY_CLOSED_S), "connection": "close"}
+        return Failure(error.status, error.kind, error.message, headers=going)
     if isinstance(error, EngineFailure):
         logger.error("a request failed: %s", error.message, exc_info=error.__cause__)
         return Failure(error.status, error.kind, error.message)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import logging.config
 import os
 import socket
 import sys
+import time
+from collections.abc import Iterator
 from contextlib import suppress
-from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 
@@ -30,10 +32,13 @@ from serve.background import background_tasks
 from serve.connection import Connection
 from serve.demo import demo_path
 from serve.engine import Engine
+from serve.shutdown import Signals
 
 logger = logging.getLogger("penstock.server")
 
-KEEP_ALIVE_S = 5
+KEEP_ALIVE_S = 75
+LAST_STALL_S = 5.0  # at the end: an answer of which its client takes nothing for so long is given up
+FORCED_STALL_S = 0.3  # the same after a second signal
 WARM_UP_TOKENS = 8
 MAX_OPEN_FILES = 65536
 GC_ALLOCATIONS = 20_000
@@ -42,9 +47,10 @@ GC_ALLOCATIONS = 20_000
 def run(args: Args) -> int:
     """Serve until a signal; returns the exit status.
 
-    The first SIGTERM or SIGINT refuses new connections and lets running requests finish: status 0. A second one
-    ends them with an error: 128 + its number. An engine that fails ends the server: 1. Interrupted while it
-    starts: 130. Raises `ConfigurationError` for what cannot be done here.
+    The first SIGTERM or SIGINT refuses new requests and lets running ones finish for `--shutdown-timeout` seconds:
+    status 0. A second one ends them with an error within a second: 128 + its number. An engine that fails ends the
+    server: 1. Interrupted while it starts: 128 + the signal's number. Raises `ConfigurationError` for what cannot be
+    done here.
     """
     _configure_logging(args)
     args = with_torchrun(args, os.environ)
@@ -52,61 +58,76 @@ def run(args: Args) -> int:
     if args.parallel.node_rank > 0:
         return run_node(*prepare(args, Machine.probe(), demo_path=demo_path()))
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        try:
-            return runner.run(_main(args))
-        except KeyboardInterrupt:
-            return 130
+        return runner.run(_main(args))
 
 
 async def _main(args: Args) -> int:
+    signals = Signals()
     check_access(args)
-    listening = bind(args.http.host, args.http.port)
-    try:
-        async with Engine.of(args) as engine:
-            if not engine.core.plan.serve.skip_warmup:
-                await warm_up(engine.core)
-            calm_collector()
-            return await _serve(engine, listening)
-    finally:
-        listening.close()
+    with signals.caught(), bind(args.http.host, args.http.port) as listening:
+        try:
+            return await _start_and_serve(args, signals, listening)
+        except asyncio.CancelledError:
+            if not signals.asked.is_set():
+                raise
+            return 128 + signals.number
 
 
-async def _serve(engine: Engine, listening: socket.socket) -> int:
+async def _start_and_serve(args: Args, signals: Signals, listening: socket.socket) -> int:
+    async with Engine.of(args) as engine:
+        if not engine.core.plan.serve.skip_warmup:
+            await warm_up(engine.core)
+        calm_collector()
+        signals.started()
+        return await _serve(engine, signals, listening)
+
+
+async def _serve(engine: Engine, signals: Signals, listening: socket.socket) -> int:
     """Serve until a signal or the end of the engine; returns the exit status."""
-    server = _Server(uvicorn_config(engine.core))
-    work = (server.serve(sockets=[listening]), server.forced.wait(), engine.wait())
-    async with background_tasks(*work) as (serving, forced, engine_ended):
-        await asyncio.wait((serving, forced, engine_ended), return_when=asyncio.FIRST_COMPLETED)
-        if engine_ended.done():
+    server = _Server(uvicorn_config(engine.core), signals)
+    work = (server.serve(sockets=[listening]), signals.asked.wait(), engine.wait())
+    async with background_tasks(*work) as (serving, asked, engine_ended):
+        await asyncio.wait((serving, asked, engine_ended), return_when=asyncio.FIRST_COMPLETED)
+        if asked.done():
+            server.close_idle()
+            await _drain(engine.core, signals, engine_ended)
+        if failed := engine_ended.done():
             error = None if engine_ended.cancelled() else engine_ended.exception()
             logger.critical("The engine failed; the server ends.", exc_info=error)
+        # Whatever still runs ends here with an error, which its client is sent before the connections close.
+        async with background_tasks(engine.aclose()) as (closing,):
             server.should_exit = True
-            await asyncio.wait((serving, forced), return_when=asyncio.FIRST_COMPLETED)
-            return 1
-        if serving.done():
-            serving.result()
-            return 0
-        return 128 + server.last_signal
+            await serving
+            await asyncio.wait((closing,))
+    if failed:
+        return 1
+    return 128 + signals.number if signals.forced.is_set() else 0
+
+
+async def _drain(core: EngineCore, signals: Signals, engine_ended: asyncio.Task[None]) -> None:
+    """Refuse new requests; return when the running ones have ended, when their time is over, or when forced."""
+    timeout_s = core.plan.serve.shutdown_timeout_s
+    logger.info(
+        "Shutting down: new requests are refused; running ones may finish within %g s. A second signal ends them.",
+        timeout_s,
+    )
+    async with background_tasks(core.drain(), signals.forced.wait()) as (drained, forced):
+        work = (drained, forced, engine_ended)
+        ended, _ = await asyncio.wait(work, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    if not ended:
+        logger.warning("Requests that did not finish within %g s are ended.", timeout_s)
 
 
 class _Server(uvicorn.Server):
-    """Logs its address when it is ready. The first signal starts the shutdown, a second one sets `forced`.
+    """Logs its address when it is ready; leaves signals to `Signals`, and closes connections in bounded time."""
 
-    uvicorn raises the signals again after the shutdown, which would kill the process before its engine is closed
-    and give a status other than 0; here it does not learn of them.
-    """
-
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, signals: Signals) -> None:
         super().__init__(config)
-        self.forced = asyncio.Event()
-        self.last_signal = 0
-        self._loop = asyncio.get_running_loop()
+        self._signals = signals
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.last_signal = sig
-        if self.should_exit:
-            self._loop.call_soon_threadsafe(self.forced.set)
-        self.should_exit = True
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -114,6 +135,46 @@ class _Server(uvicorn.Server):
             host, port = sockets[0].getsockname()[:2]
             logger.info("Listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
             logger.info("The server is fired up and ready to roll!")
+
+    def close_idle(self) -> None:
+        """Close the connections that have no complete request; others close behind their answer."""
+        for connection in list(self._connections):
+            connection.shutdown()
+
+    @property
+    def _connections(self) -> set[Connection]:
+        return cast(set[Connection], self.server_state.connections)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close what is idle at once. Answers that are on their way get the time in which their clients read on."""
+        for server in self.servers:
+            server.close()
+        for listening in sockets or ():
+            listening.close()
+        self.close_idle()
+        connections, linger = self._connections, Linger()
+        while connections:
+            stall_s = FORCED_STALL_S if self._signals.forced.is_set() else LAST_STALL_S
+            for connection in list(connections):
+                if linger.stalled_for(connection) > stall_s:
+                    connection.transport.abort()
+            await asyncio.sleep(0.05)
+
+
+class Linger:
+    """How long each client has taken nothing of its answer, since the first look."""
+
+    def __init__(self) -> None:
+        self._seen: dict[Connection, tuple[int, float]] = {}
+
+    def stalled_for(self, connection: Connection) -> float:
+        """Seconds without progress."""
+        unsent, now_s = connection.num_unsent_bytes, time.monotonic()
+        before, since_s = self._seen.get(connection, (unsent + 1, now_s))
+        if unsent < before:
+            self._seen[connection] = (unsent, now_s)
+            return 0.0
+        return now_s - since_s
 
 
 def bind(host: str, port: int) -> socket.socket:

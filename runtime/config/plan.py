@@ -145,6 +145,7 @@ class ServePlan(Section):
     admin_api_key: str | None = field(default=None, repr=False)
     api_key_file: str | None = None
     cors_allow_origins: tuple[str, ...] = ()  # other than our own
+    shutdown_timeout_s: float = 30.0  # for running requests, from the first signal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

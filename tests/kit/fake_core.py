@@ -20,7 +20,7 @@ from runtime.actors.live_requests import LiveRequest, LiveRequests
 from runtime.actors.output_stream import OutputStream
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import CachePlan, KernelPlan, ModelPlan, Plan, SchedulePlan, ServePlan, TextPlan
-from runtime.errors import ContextOverflow, EngineFailure, InvalidRequest, PenstockError
+from runtime.errors import ContextOverflow, EngineClosed, EngineFailure, InvalidRequest, PenstockError
 from runtime.request import Delta, Finish, LogprobParams, Logprobs, Request, Usage
 from runtime.tokenizer.tokenizer import Tokenizer
 
@@ -158,6 +158,8 @@ class FakeCore:
     def submit(self, request: Request) -> OutputStream:
         if self.refusal is not None:
             raise self.refusal
+        if self.state == "draining":
+            raise EngineClosed("The engine is draining.")
         self.submitted.append(request)
         prompt = list(request.ids) if request.ids is not None else self._encode(request.text or "")
         if any(not 0 <= token_id < self.facts.vocab_size for token_id in prompt):
@@ -178,6 +180,14 @@ class FakeCore:
 
     def abort_all(self) -> int:
         return self.abort_label("")
+
+    async def drain(self) -> None:
+        self.state = "draining"
+        await self._requests.wait_idle()
+
+    def close(self) -> None:
+        """Every request ends as when the engine is shut down."""
+        self._requests.fail_all(EngineClosed("The engine is shut down."))
 
     def flush_cache(self) -> bool:
         if self._requests:

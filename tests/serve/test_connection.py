@@ -18,7 +18,7 @@ HEAD = b"POST / HTTP/1.1\r\nhost: x\r\n"
 
 
 class Hasty(Connection):
-    arrival_s = stall_s = 0.05
+    head_s = body_s = stall_s = 0.05
 
 
 class App:

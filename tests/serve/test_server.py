@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import re
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from queue import Queue
 from threading import Thread
@@ -23,8 +25,10 @@ import pytest
 import fake_core
 import greedy
 import serve.server
+import serve.shutdown
 import tiny_models
 from runtime.errors import EngineFailure
+from serve.shutdown import Signals
 
 ROOT = Path(__file__).parents[2]
 
@@ -115,7 +119,7 @@ def test_second_signal_ends_running_streams_with_an_error():
             lines = (line for line in response.iter_lines() if line)
             next(lines)
             server.process.send_signal(signal.SIGTERM)
-            server.wait_for("Waiting for connections to close")
+            server.wait_for("Shutting down")
             server.process.send_signal(signal.SIGTERM)
             *_, error, done = lines
         assert orjson.loads(error.removeprefix("data: "))["error"]["code"] == 503
@@ -124,17 +128,173 @@ def test_second_signal_ends_running_streams_with_an_error():
         assert "Traceback" not in server.rest()
 
 
-async def test_failure_of_the_engine_ends_the_server_and_is_logged_once(caplog: pytest.LogCaptureFixture):
-    class Failing:
-        core = fake_core.FakeCore(None)
+@pytest.mark.slow
+def test_signal_during_the_start_leaves_nothing_behind(tmp_path: Path):
+    command = [sys.executable, "-m", "serve", "--port", "0", "--model-path", tiny_models.cached()]
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        server = Server(process)
+        server.wait_for("model")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) in (0, 128 + signal.SIGTERM)  # it may have been up already
+        assert "Traceback" not in server.rest()
+    assert list(tmp_path.iterdir()) == []
 
+
+class FakeEngine:
+    """The part of an engine that the server's life touches."""
+
+    def __init__(self, **options: Any) -> None:
+        self.core = fake_core.FakeCore(None, **options)
+        self.closed = asyncio.Event()
+
+    async def wait(self) -> None:
+        await self.closed.wait()
+
+    async def aclose(self) -> None:
+        self.core.close()
+        self.closed.set()
+
+
+@dataclass
+class Running:
+    """A server in this process: its engine, its signals, its address and, in the end, its status."""
+
+    engine: FakeEngine
+    signals: Signals
+    address: tuple[str, int]
+    status: asyncio.Task[int]
+
+    async def connect(self, sent: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection(*self.address)
+        writer.write(sent)
+        return reader, writer
+
+    async def ask(self, path: str, **body: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        raw = orjson.dumps(body)
+        head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        return await self.connect(f"{head}content-length: {len(raw)}\r\n\r\n".encode() + raw)
+
+    async def has(self, num_requests: int) -> None:
+        while self.engine.core.num_open != num_requests:
+            await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def life(**options: Any) -> AsyncIterator[Running]:
+    engine, signals = FakeEngine(held=True, **options), Signals()
+    signals.started()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = listening.getsockname()
+        status = asyncio.create_task(serve.server._serve(cast(Any, engine), signals, listening))
+        try:
+            while not (await reached(address)):
+                await asyncio.sleep(0)
+            yield Running(engine, signals, address, status)
+        finally:
+            status.cancel()
+            await asyncio.wait([status])
+
+
+async def reached(address: tuple[str, int]) -> bool:
+    reader, writer = await asyncio.open_connection(*address)
+    writer.write(b"GET /health HTTP/1.0\r\n\r\n")
+    answer = await reader.read()
+    writer.close()
+    return b" 200 " in answer
+
+
+HALF_BODY = b"POST /generate HTTP/1.1\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\nab"
+HALVES = (b"", b"POST /gen", HALF_BODY)
+
+
+async def test_first_signal_closes_what_is_idle_and_refuses_what_is_new():
+    async with life() as running:
+        running_reader, _kept = await running.ask("/generate", input_ids=[5])
+        await running.has(1)
+        halves = [await running.connect(sent) for sent in HALVES]
+        running.signals.arrived(signal.SIGTERM)
+        while running.engine.core.state == "ready":
+            await asyncio.sleep(0)
+        reader, _ = await running.ask("/generate", input_ids=[5])
+        refused = await reader.read()
+        assert b" 503 " in refused
+        assert b"retry-after: 5" in refused
+        assert not running.status.done()
+        while running.engine.core.num_open:
+            running.engine.core.step()
+        answer = await running_reader.read()  # its connection closes behind it
+        assert b" 200 " in answer
+        assert [await reader.read() for reader, _ in halves] == [b"", b"", b""]
+        assert await running.status == 0
+
+
+async def test_what_does_not_finish_in_time_ends_with_an_error_and_status_0():
+    async with life(shutdown_timeout_s=0.05) as running:
+        reader, _ = await running.ask("/generate", input_ids=[5], stream=True)
+        await running.has(1)
+        running.engine.core.step()
+        await reader.readuntil(b"data: ")
+        running.signals.arrived(signal.SIGTERM)
+        rest = await reader.read()
+        assert b'data: {"error":' in rest
+        assert b'"code":503' in rest
+        assert b"data: [DONE]" in rest
+        assert await running.status == 0
+
+
+async def test_second_signal_ends_streams_with_an_error(monkeypatch: pytest.MonkeyPatch):
+    armed: list[tuple[float, int]] = []
+    monkeypatch.setattr(serve.shutdown, "exit_after", lambda *given: armed.append(given))
+    async with life() as running:
+        reader, _ = await running.ask("/generate", input_ids=[5], stream=True)
+        await running.has(1)
+        running.engine.core.step()
+        await reader.readuntil(b"data: ")
+        running.signals.arrived(signal.SIGTERM)
+        while running.engine.core.state == "ready":
+            await asyncio.sleep(0)
+        running.signals.arrived(signal.SIGINT)
+        rest = await reader.read()
+        assert b'"code":503' in rest
+        assert rest.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+        assert await running.status == 128 + signal.SIGINT
+    assert armed == [(serve.shutdown.FORCED_S, 128 + signal.SIGINT)]
+
+
+async def test_stalled_reader_holds_the_end_for_a_moment_only(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(serve.server, "LAST_STALL_S", 0.05)
+    async with life(text="x") as running:
+        core = running.engine.core
+        core._ids_of = lambda request, index: [7] * 30_000
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(client, running.address)
+            raw = orjson.dumps(
+                {"input_ids": [5], "stream": True, "sampling_params": {"max_new_tokens": 30_000}}
+            )
+            head = f"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: {len(raw)}\r\n"
+            head += "content-type: application/json\r\n\r\n"
+            await asyncio.get_running_loop().sock_sendall(client, head.encode() + raw)
+            await running.has(1)
+            for number in range(30_000):
+                core.step()
+                if number % 100 == 0:
+                    await asyncio.sleep(0)
+            running.signals.arrived(signal.SIGTERM)
+            assert await running.status == 0
+
+
+async def test_failure_of_the_engine_ends_the_server_and_is_logged_once(caplog: pytest.LogCaptureFixture):
+    class Failing(FakeEngine):
         async def wait(self) -> None:
             raise EngineFailure("An actor of the engine died.")
 
     reports: list[str] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: reports.append(context["message"]))
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        assert await serve.server._serve(cast(Any, Failing()), listening) == 1
+        assert await serve.server._serve(cast(Any, Failing()), Signals(), listening) == 1
     gc.collect()  # a task reports when it is deleted
     assert reports == []
     assert caplog.text.count("EngineFailure: An actor of the engine died.") == 1

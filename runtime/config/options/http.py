@@ -52,6 +52,12 @@ class HttpArgs:
         empty=True,
         plan=ServePlan.cors_allow_origins,
     )
+    shutdown_timeout: float = option(
+        30.0,
+        "Seconds that running requests have to finish after a first SIGTERM or SIGINT; then they end with an error.",
+        low=0,
+        plan=ServePlan.shutdown_timeout_s,
+    )
     served_model_name: str | None = option(
         None,
         "Name of the model in answers and in /v1/models. Default: the value of --model-path.",

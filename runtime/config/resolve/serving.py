@@ -66,6 +66,7 @@ def serve_plan(builder: PlanBuilder, model_path: str, demo_path: str | None) -> 
         admin_api_key=builder.follow("admin_api_key"),
         api_key_file=builder.follow("api_key_file"),
         cors_allow_origins=builder.follow("cors_allow_origins"),
+        shutdown_timeout_s=builder.follow("shutdown_timeout"),
     )
 
 
