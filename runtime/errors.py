@@ -13,6 +13,7 @@
     ├── Overloaded                503, try again later (Retry-After)
     └── EngineFailure             500, our mistake
         ├── StepFailed            a forward failed; its requests are lost, the engine goes on
+        │   ├── NotFinite         the model computed no numbers for a request; it alone is lost
         │   └── OutOfMemory       for want of memory: one request is lost, the others are computed again
         ├── WorkerFailed          a process that computes with this one is gone; so is the whole replica
         └── EngineClosed          503, the engine is gone or going
@@ -110,6 +111,10 @@ class EngineFailure(PenstockError):
 
 class StepFailed(EngineFailure):
     """The forward pass that held this request failed."""
+
+
+class NotFinite(StepFailed):
+    """The model computed values for this request that are not finite numbers."""
 
 
 class OutOfMemory(StepFailed):

@@ -19,8 +19,17 @@ from runtime.actors.live_requests import LiveRequest, LiveRequests
 from runtime.actors.mailbox import Mailbox
 from runtime.batch import Batch, Runner, StepOutput
 from runtime.config.plan import SchedulePlan
-from runtime.errors import EngineFailure, OutOfMemory, Overloaded, PenstockError, StepFailed, WorkerFailed
+from runtime.errors import (
+    EngineFailure,
+    NotFinite,
+    OutOfMemory,
+    Overloaded,
+    PenstockError,
+    StepFailed,
+    WorkerFailed,
+)
 from runtime.request import Delta
+from runtime.scheduler.apply import NOT_FINITE
 from runtime.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -233,9 +242,23 @@ class SchedulerActor:
             return
         self._in_flight.popleft()
         deltas = self.scheduler.apply(batch, output)
+        if output.failed:
+            deltas = self._fail_broken(deltas)
         if deltas:
             self._detokenizer.inbox.put(deltas)
         self.progress.note_applied(batch, deltas)
+
+    def _fail_broken(self, deltas: list[Delta]) -> list[Delta]:
+        """End the requests whose logits were no numbers with an error; the deltas of the others."""
+        broken = {
+            delta.request_id
+            for delta in deltas
+            if delta.finish is not None and delta.finish.message == NOT_FINITE
+        }
+        for request_id in broken:
+            logger.error("request %d met values that are not finite numbers", request_id)
+            self._requests.fail(request_id, NotFinite(NOT_FINITE))
+        return [delta for delta in deltas if delta.request_id not in broken]
 
     async def _output(self, future: asyncio.Future[StepOutput]) -> StepOutput:
         """The result of the oldest step in flight. Gives the loop a turn; cancelled, the step goes on."""

@@ -79,6 +79,7 @@ class KernelPlan(Section):
     prefill_attention_backend: str = "torch_native"  # of rows of several tokens
     decode_attention_backend: str = "torch_native"  # of rows of one token
     sampling_backend: str = "pytorch"
+    nan_detection: bool = False  # say where values stop being finite numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

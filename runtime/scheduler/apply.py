@@ -9,7 +9,9 @@ from runtime.errors import EngineFailure
 from runtime.request import Delta, Finish, Logprobs, Usage
 from runtime.sequence import Sequence
 
-NOT_FINITE = "The model computed values that are not finite numbers."
+NOT_FINITE = (
+    "The model computed values that are not finite numbers (NaN or infinity); its weights may be damaged."
+)
 NOTHING_ALLOWED = "The constraint of this request failed, or it left no token to choose."
 
 Retire = Callable[[Sequence, Finish, bool], None]  # the last value: whether its KV is to be trusted

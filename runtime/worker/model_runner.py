@@ -26,6 +26,7 @@ from runtime.worker.cpu_graph import NO_ROWS, CpuGraph, chooses_greedily
 from runtime.worker.device import Device, DeviceThread, Read
 from runtime.worker.graph_capture import BackgroundCapture
 from runtime.worker.logprobs import CHUNK, ScoredPrompts, prompt_indices
+from runtime.worker.non_finite import NonFiniteSearch
 from runtime.worker.sampler import Sampled, Sampler
 from runtime.worker.step_inputs import Forward, Staging, StepInputs, prepare
 from runtime.worker.step_timer import StepTimer
@@ -139,6 +140,7 @@ class StepExecutor:
         mesh: Mesh | None = None,
         cpu_graph: CpuGraph | None = None,
         capture_next: Callable[[], bool] | None = None,
+        nan_detection: bool = False,
     ) -> None:
         """`forward` computes the hidden states of a model that does not lie in stages, a `cpu_graph` whole steps in
         one call. `capture_next` captures one graph and tells whether more are left.
@@ -155,16 +157,25 @@ class StepExecutor:
         self._cpu_graph = cpu_graph
         self._staging = Staging(device)
         self._begun: deque[_Begun] = deque()
+        self._search = NonFiniteSearch(model) if nan_detection and self.mesh is None else None
 
     # --- rank 0 ---
 
     def run(self, batch: Batch) -> Read[StepOutput]:
         """Enqueue a whole step."""
         with self._enqueueing():
-            graph = self._cpu_graph
+            search, graph = self._search, self._cpu_graph
+            before = self.last_tokens.clone() if search is not None else None
             if graph is not None and graph.takes(batch):
-                return self._run_cpu_graph(graph, batch)
-            return self._end(self._begin(batch))
+                read = self._run_cpu_graph(graph, batch)
+            else:
+                read = self._end(self._begin(batch))
+            if search is None or before is None:
+                return read
+            output = read()
+            if output.failed:
+                search.log_origin(prepare(batch, self._pool, self._staging, before).forward)
+            return lambda: output
 
     def end(self) -> Read[StepOutput]:
         """Enqueue the end of the oldest step that only began."""

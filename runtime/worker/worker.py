@@ -182,6 +182,7 @@ class ModelWorker:
             mesh=self.mesh,
             cpu_graph=self._make_cpu_graph(model, pool, cache, plan),
             capture_next=capture_next,
+            nan_detection=plan.kernels.nan_detection,
         )
 
     def follow(self) -> StepExecutor:

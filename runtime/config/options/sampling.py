@@ -30,8 +30,11 @@ class SamplingArgs:
         "Default: none.",
         plan=ServePlan.preferred_sampling,
     )
-    enable_nan_detection: bool = planned(
-        False, "Look for logits that are not numbers in every step, and end the requests that have them."
+    enable_nan_detection: bool = option(
+        False,
+        "Log in which part of the model values stop being finite numbers: such a step is computed again, layer by "
+        "layer, and every step is waited for. Requests that meet such values are ended with an error in any case.",
+        plan=KernelPlan.nan_detection,
     )
     enable_custom_logit_processor: bool = planned(
         False,

@@ -72,6 +72,7 @@ def kernel_plan(
         prefill_attention_backend=prefill,
         decode_attention_backend=decode,
         sampling_backend=sampling,
+        nan_detection=builder.follow("enable_nan_detection"),
     )
 
 
