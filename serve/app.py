@@ -22,6 +22,8 @@ from serve.native import admin, generate, tokens
 from serve.ollama import handlers as ollama
 from serve.ollama import models as ollama_models
 from serve.openai import chat, completions, models
+from serve.openai.responses import handlers as responses
+from serve.openai.responses.store import ResponseStore
 from serve.page import page_routes
 
 if TYPE_CHECKING:
@@ -45,6 +47,17 @@ ROUTES = (  # searched from the first to the last: what is called most often com
     RouteSpec(POST, "/v1/chat/completions", chat.create, USER, chat.ERROR_FORMAT),
     RouteSpec(POST, "/v1/completions", completions.create, USER, completions.ERROR_FORMAT),
     RouteSpec(("POST", "PUT"), "/generate", generate.generate, USER, generate.ERROR_FORMAT),
+    RouteSpec(POST, "/v1/responses", responses.create, USER, responses.ERROR_FORMAT),
+    RouteSpec(GET, "/v1/responses/{response_id}", responses.retrieve, USER, responses.ERROR_FORMAT),
+    RouteSpec(("DELETE",), "/v1/responses/{response_id}", responses.delete, USER, responses.ERROR_FORMAT),
+    RouteSpec(POST, "/v1/responses/{response_id}/cancel", responses.cancel, USER, responses.ERROR_FORMAT),
+    RouteSpec(
+        GET,
+        "/v1/responses/{response_id}/input_items",
+        responses.list_input_items,
+        USER,
+        responses.ERROR_FORMAT,
+    ),
     RouteSpec(POST, "/v1/messages", messages.create, USER, messages.ERROR_FORMAT),
     RouteSpec(POST, "/v1/messages/count_tokens", messages.count_tokens, USER, messages.ERROR_FORMAT),
     RouteSpec(POST, "/api/chat", ollama.chat, USER, ollama.ERROR_FORMAT),
@@ -96,11 +109,13 @@ def build_app(core: EngineCore) -> Starlette:
         )
         for spec in ROUTES
     ]
-    return Starlette(
+    app = Starlette(
         routes=[*routes, *(page_routes() if plan.chat_page else [])],
         middleware=_cors(plan.cors_allow_origins),
         exception_handlers={HTTPException: refusal},
     )
+    app.state.responses = ResponseStore()
+    return app
 
 
 def _cors(origins: Sequence[str]) -> list[Middleware]:

@@ -15,6 +15,7 @@ from starlette.applications import Starlette
 
 import fake_core
 from serve.app import build_app
+from serve.openai.responses.store import ResponseStore
 
 
 def app_of(core: fake_core.FakeCore) -> Starlette:
@@ -30,6 +31,7 @@ class Served:
     http: httpx.AsyncClient
     openai: openai.AsyncOpenAI
     url: str
+    responses: ResponseStore
 
     async def post(self, path: str, **body: Any) -> Any:
         """The parsed answer to a request that must succeed."""

@@ -29,10 +29,11 @@ async def serve(tokenizer: Tokenizer) -> AsyncIterator[Serve]:
 
         async def start(core: fake_core.FakeCore | None = None, **options: Any) -> Served:
             core = core or fake_core.FakeCore(tokenizer, **options)
-            url = await stack.enter_async_context(http_server.serving(app_of(core), http=Connection))
+            app = app_of(core)
+            url = await stack.enter_async_context(http_server.serving(app, http=Connection))
             client = await stack.enter_async_context(httpx.AsyncClient(base_url=url))
             official = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-            return Served(core, client, await stack.enter_async_context(official), url)
+            return Served(core, client, await stack.enter_async_context(official), url, app.state.responses)
 
         yield start
 

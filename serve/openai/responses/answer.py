@@ -1,0 +1,265 @@
+"""The `response` object as it comes about, and the events that tell of it, numbered and in the API's order."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import orjson
+
+from runtime.request import Chunk, Finish, Usage
+from serve.chat.parts import Closed, Grown, Opened, Part, PartAssembler, PartEvent
+from serve.chat.request import PreparedChat
+from serve.errors import Failure
+from serve.openai.logprobs import chat_logprobs
+from serve.sse import Framing
+
+if TYPE_CHECKING:
+    from runtime.tokenizer.tokenizer import Tokenizer
+
+FRAMING = Framing(done=b"")
+_PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
+ABORTED = {"code": "server_error", "message": "The request was aborted."}
+
+
+class Response:
+    """One response while its output arrives. `head` holds what does not change."""
+
+    def __init__(self, head: Mapping[str, Any], prepared: PreparedChat, tokenizer: Tokenizer | None) -> None:
+        self._head = head
+        self._prepared = prepared
+        self._tokenizer = tokenizer
+        self._parser = prepared.new_parser()
+        self._assembler = PartAssembler()
+        self._ids: list[str] = []
+        self._logprobs: dict[int, list[dict[str, Any]]] = {}  # by part
+        self._finish: Finish | None = None
+        self._usage: Usage | None = None
+
+    def feed(self, chunk: Chunk) -> list[tuple[PartEvent, list[dict[str, Any]]]]:
+        """What a chunk opens, extends and closes, with log-probabilities of new text."""
+        self._usage = chunk.usage
+        self._finish = chunk.finish or self._finish
+        found = self._assembler.feed(self._parser.feed_chunk(chunk))
+        self._name_parts()
+        logprobs = self._logprobs_of(chunk, found)
+        told = []
+        for event in found:
+            own = logprobs if isinstance(event, Grown) and event.part.kind == "text" else []
+            if own:
+                self._logprobs.setdefault(event.part.index, []).extend(own)
+                logprobs = []
+            told.append((event, own))
+        return told
+
+    def end(self) -> list[PartEvent]:
+        return self._assembler.end()
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        return self._assembler.parts
+
+    def _name_parts(self) -> None:
+        for part in self._assembler.parts[len(self._ids) :]:
+            self._ids.append(f"{_PREFIXES[part.kind]}_{uuid4().hex}")
+
+    def _logprobs_of(self, chunk: Chunk, found: Sequence[PartEvent]) -> list[dict[str, Any]]:
+        """Those of the answer's text; of reasoning and calls there are none in this API."""
+        if chunk.logprobs is None or self._tokenizer is None:
+            return []
+        if any(event.part.kind != "text" for event in found):
+            return []
+        return chat_logprobs(chunk.logprobs, self._tokenizer)["content"]
+
+    # --- as JSON ---
+
+    def begun(self) -> dict[str, Any]:
+        """The response before its first item."""
+        return self._object("in_progress", [], None)
+
+    def ended(self, *, cancelled: bool = False) -> dict[str, Any]:
+        """The response after its last item."""
+        finish = self._finish or Finish("abort")
+        if finish.kind == "abort":
+            status = "cancelled" if cancelled else "failed"
+        else:
+            status = "incomplete" if finish.kind == "length" else "completed"
+        items = [self.item(part) for part in self.parts]
+        if items and status != "completed":
+            items[-1]["status"] = "incomplete"
+        changes: dict[str, Any] = {}
+        if status == "incomplete":
+            changes["incomplete_details"] = {"reason": "max_output_tokens"}
+        elif status == "completed":
+            changes["completed_at"] = int(time.time())
+        elif status == "failed":
+            changes["error"] = ABORTED
+        return {**self._object(status, items, self._usage), **changes}
+
+    def failed(self, failure: Failure) -> dict[str, Any]:
+        """The response that an error ended."""
+        code = "server_error" if failure.status >= 500 else "invalid_prompt"
+        items = [{**self.item(part), "status": "incomplete"} for part in self.parts]
+        error = {"code": code, "message": failure.message}
+        return {**self._object("failed", items, self._usage), "error": error}
+
+    def message(self) -> dict[str, Any]:
+        """The answer as a message of the conversation; calls that were cut off are left out."""
+        message: dict[str, Any] = {"role": "assistant", "content": self._joined("text")}
+        if reasoning := self._joined("reasoning"):
+            message["reasoning_content"] = reasoning
+        calls = [
+            {
+                "id": part.call_id,
+                "type": "function",
+                "function": {"name": part.name, "arguments": part.text or "{}"},
+            }
+            for part in self.parts
+            if part.kind == "call" and _is_object(part.text or "{}")
+        ]
+        return {**message, "tool_calls": calls} if calls else message
+
+    def _joined(self, kind: str) -> str:
+        return "".join(part.text for part in self.parts if part.kind == kind)
+
+    def _object(self, status: str, output: list[dict[str, Any]], usage: Usage | None) -> dict[str, Any]:
+        counted = None if usage is None else _usage(usage, self._parser.num_reasoning_tokens)
+        return {**self._head, "status": status, "output": output, "usage": counted}
+
+    def item(self, part: Part, status: str = "completed", *, empty: bool = False) -> dict[str, Any]:
+        """The output item that a part is."""
+        common = {"id": self._ids[part.index], "status": status}
+        content = [] if empty else [self.content(part)]
+        match part.kind:
+            case "text":
+                return {**common, "type": "message", "role": "assistant", "content": content}
+            case "reasoning":
+                return {
+                    **common,
+                    "type": "reasoning",
+                    "summary": [],
+                    "content": content,
+                    "encrypted_content": None,
+                }
+            case "call":
+                text = "" if empty else part.text
+                named = {"call_id": part.call_id, "name": part.name, "arguments": text}
+                return {**common, "type": "function_call", **named}
+
+    def content(self, part: Part, *, empty: bool = False) -> dict[str, Any]:
+        """The one part of content that text and reasoning have."""
+        text = "" if empty else part.text
+        if part.kind == "reasoning":
+            return {"type": "reasoning_text", "text": text}
+        logprobs = [] if empty else self._logprobs.get(part.index, [])
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+    def place(self, part: Part) -> dict[str, Any]:
+        """Which item an event is about."""
+        return {"item_id": self._ids[part.index], "output_index": part.index}
+
+
+class ResponseEvents:
+    """Events of one streamed response (see serve.sse.Encoder). `keep` gets the response when it has ended."""
+
+    def __init__(self, response: Response, keep: Callable[[dict[str, Any]], None]) -> None:
+        self._response = response
+        self._keep = keep
+        self._number = 0
+        self._begun = False
+
+    def events(self, request_index: int, chunks: Sequence[Chunk]) -> bytes:
+        written: list[bytes] = []
+        if not self._begun:
+            self._begun = True
+            written.append(self._event("response.created", response=self._response.begun()))
+            written.append(self._event("response.in_progress", response=self._response.begun()))
+        for chunk in chunks:
+            for event, logprobs in self._response.feed(chunk):
+                written.append(self._part_event(event, logprobs))
+        return b"".join(written)
+
+    def closing(self) -> bytes:
+        ended = self._response.ended()
+        status = "completed" if ended["status"] == "completed" else "incomplete"
+        written = [self._closed(event.part, status) for event in self._response.end()]
+        self._keep(ended)
+        return b"".join([*written, self._event(f"response.{ended['status']}", response=ended)])
+
+    def failing(self, failure: Failure) -> bytes:
+        """What ends a stream that has begun."""
+        return self._event("response.failed", response=self._response.failed(failure))
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        data = {"type": kind, "sequence_number": self._number, **fields}
+        self._number += 1
+        return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps(data) + b"\n\n"
+
+    def _part_event(self, event: PartEvent, logprobs: list[dict[str, Any]]) -> bytes:
+        match event:
+            case Opened(part):
+                return self._opened(part)
+            case Grown(part, text):
+                return self._grown(part, text, logprobs)
+            case Closed(part):
+                return self._closed(part)
+
+    def _opened(self, part: Part) -> bytes:
+        response = self._response
+        item = response.item(part, "in_progress", empty=True)
+        added = self._event("response.output_item.added", output_index=part.index, item=item)
+        if part.kind == "call":
+            return added
+        content = response.content(part, empty=True)
+        place = {**response.place(part), "content_index": 0}
+        return added + self._event("response.content_part.added", **place, part=content)
+
+    def _grown(self, part: Part, text: str, logprobs: list[dict[str, Any]]) -> bytes:
+        place = self._response.place(part)
+        match part.kind:
+            case "text":
+                place["content_index"] = 0
+                return self._event("response.output_text.delta", **place, delta=text, logprobs=logprobs)
+            case "reasoning":
+                return self._event("response.reasoning_text.delta", **place, content_index=0, delta=text)
+            case "call":
+                return self._event("response.function_call_arguments.delta", **place, delta=text)
+
+    def _closed(self, part: Part, status: str = "completed") -> bytes:
+        response, place = self._response, self._response.place(part)
+        item = response.item(part, status)
+        done = [self._done(part, place, item)]
+        if part.kind != "call":
+            content = response.content(part)
+            done.append(self._event("response.content_part.done", **place, content_index=0, part=content))
+        done.append(self._event("response.output_item.done", output_index=part.index, item=item))
+        return b"".join(done)
+
+    def _done(self, part: Part, place: Mapping[str, Any], item: Mapping[str, Any]) -> bytes:
+        if part.kind == "call":
+            kind = "response.function_call_arguments.done"
+            return self._event(kind, **place, name=part.name, arguments=part.text)
+        if part.kind == "reasoning":
+            return self._event("response.reasoning_text.done", **place, content_index=0, text=part.text)
+        logprobs = item["content"][0]["logprobs"]
+        fields = {**place, "content_index": 0, "text": part.text, "logprobs": logprobs}
+        return self._event("response.output_text.done", **fields)
+
+
+def _usage(usage: Usage, num_reasoning: int) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt,
+        "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
+        "output_tokens": usage.output,
+        "output_tokens_details": {"reasoning_tokens": num_reasoning},
+        "total_tokens": usage.prompt + usage.output,
+    }
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(orjson.loads(text), dict)
+    except orjson.JSONDecodeError:
+        return False

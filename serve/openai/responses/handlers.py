@@ -1,0 +1,196 @@
+"""`/v1/responses`: create, retrieve, delete, cancel, and list what was put in."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import anyio.to_thread
+from starlette.requests import Request as HttpRequest
+from starlette.types import ASGIApp
+
+from runtime.actors.output_stream import OutputStream
+from runtime.errors import InvalidRequest, Overloaded
+from serve.access import CLIENT
+from serve.endpoint import json_response, read_all_or_disconnect, read_body
+from serve.errors import ErrorFormat, openai_body
+from serve.openai.responses.answer import FRAMING, Response, ResponseEvents
+from serve.openai.responses.call import ResponseCall, call_of
+from serve.openai.responses.schema import ResponsesBody, read_responses_body
+from serve.openai.responses.store import ResponseStore, StoredResponse
+from serve.openai.schema import NAMES
+from serve.output_streams import submit_all
+from serve.sse import EventStream
+
+if TYPE_CHECKING:
+    from runtime.actors.engine_core import EngineCore
+
+MAX_BACKGROUND = 256  # responses that are computed while nobody waits
+MAX_LISTED = 100
+
+ERROR_FORMAT = ErrorFormat(
+    openai_body,
+    {
+        **NAMES,
+        "text": "input",
+        "messages": "input",
+        "max_tokens": "max_output_tokens",
+        "max_new_tokens": "max_output_tokens",
+        "response_format": "text.format",
+        "response_format.json_schema": "text.format.schema",
+    },
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Keeper:
+    """Puts a response away, where the client wants it kept."""
+
+    store: ResponseStore
+    call: ResponseCall
+    owner: str
+
+    def stored(self, response: dict[str, Any], messages: Sequence[Mapping[str, Any]]) -> StoredResponse:
+        call = self.call
+        return StoredResponse(response, self.owner, call.input_items, messages, call.num_bytes)
+
+    def keep(self, response: Response, ended: dict[str, Any]) -> None:
+        if self.call.body.store:
+            self.store.put(self.stored(ended, [*self.call.conversation, response.message()]))
+
+
+async def create(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    """Items in, items out: whole, streamed, or computed in the background."""
+    store, owner = _store(http), CLIENT.get().name
+    body = await read_body(http, read_responses_body)
+    call = await _call_of(core, store, owner, body)
+    response = Response(call.head, call.prepared, core.tokenizer)
+    keeper = _Keeper(store, call, owner)
+    if body.background:
+        return json_response(_begin(core, keeper, response))
+    streams = submit_all(core, [call.prepared.request])
+    if body.stream:
+        events = ResponseEvents(response, partial(keeper.keep, response))
+        failing = replace(ERROR_FORMAT, stream_event=events.failing)
+        return EventStream(streams, events, failing, framing=FRAMING)
+    [[chunk]] = await read_all_or_disconnect(streams, http.receive)
+    response.feed(chunk)
+    ended = response.ended()
+    keeper.keep(response, ended)
+    return json_response(ended)
+
+
+async def _call_of(core: EngineCore, store: ResponseStore, owner: str, body: ResponsesBody) -> ResponseCall:
+    """In a thread where an earlier conversation comes with it, or has to be cut."""
+    previous = None
+    if body.previous_response_id is not None:
+        previous = store.find(body.previous_response_id, owner)
+        if previous is None or previous.task is not None:
+            what = "is not completed yet" if previous else "not found"
+            raise InvalidRequest(
+                f"Previous response with id '{body.previous_response_id[:200]}' {what}.",
+                param="previous_response_id",
+            )
+    make = partial(call_of, core, body, previous, partial(store.find_item, owner=owner))
+    if previous is None and body.truncation == "disabled" and len(body.input) < MAX_LISTED:
+        return make()
+    return await anyio.to_thread.run_sync(make)
+
+
+# --- in the background ---
+
+
+def _begin(core: EngineCore, keeper: _Keeper, response: Response) -> dict[str, Any]:
+    """Start it; the answer says that it is in progress. Raises `Overloaded` when too many are."""
+    store = keeper.store
+    if store.num_running >= MAX_BACKGROUND:
+        raise Overloaded("Too many responses are computed in the background.", retry_after_s=5)
+    [stream] = submit_all(core, [keeper.call.prepared.request])
+    begun = response.begun()
+    stored = keeper.stored(begun, keeper.call.conversation)
+    stored.task = asyncio.create_task(_compute(stream, response, keeper, stored), name="penstock-response")
+    store.put(stored)
+    return begun
+
+
+async def _compute(stream: OutputStream, response: Response, keeper: _Keeper, stored: StoredResponse) -> None:
+    """Read the output to its end, or until it is cancelled, and put the response away."""
+    try:
+        async with aclosing(stream.chunks()) as arrivals:
+            async for chunks in arrivals:
+                for chunk in chunks:
+                    response.feed(chunk)
+        ended = response.ended()
+    except asyncio.CancelledError:
+        stream.close()  # if it was cancelled before it began
+        ended = response.ended(cancelled=True)
+    except Exception as error:  # any error ends this response and nothing else
+        ended = response.failed(ERROR_FORMAT.failure(error))
+    stored.task = None
+    stored.response = ended
+    stored.messages = [*keeper.call.conversation, response.message()]
+    keeper.store.update(stored)
+
+
+# --- coming back ---
+
+
+async def retrieve(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    """A stored response."""
+    if http.query_params.get("stream", "false").lower() not in ("", "0", "false"):
+        raise InvalidRequest("stream is not supported here; poll the response.", param="stream")
+    return json_response(_find(http).response)
+
+
+async def delete(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    """Forget a response; one in the background is ended."""
+    stored = _find(http)
+    _store(http).delete(stored.id, stored.owner)
+    return json_response({"id": stored.id, "object": "response", "deleted": True})
+
+
+async def cancel(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    """End a response in the background; one that has ended stays as it is."""
+    stored = _find(http)
+    if not stored.response["background"]:
+        raise InvalidRequest("Only responses in the background can be cancelled.", param="response_id")
+    if stored.task is not None:
+        stored.task.cancel()
+        await asyncio.wait([stored.task])
+    return json_response(stored.response)
+
+
+async def list_input_items(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    """What was put into a stored response, newest first unless `order=asc`."""
+    items = list(_find(http).input_items)
+    query = http.query_params
+    if query.get("order", "desc") != "asc":
+        items.reverse()
+    ids = [item["id"] for item in items]
+    if (after := query.get("after")) in ids:
+        items = items[ids.index(after) + 1 :]
+    limit = query.get("limit", "20")
+    if not limit.isdecimal() or not 1 <= int(limit) <= MAX_LISTED:
+        raise InvalidRequest(f"limit must be in [1, {MAX_LISTED}].", param="limit")
+    page = items[: int(limit)]
+    return json_response(
+        {
+            "object": "list",
+            "data": page,
+            "first_id": page[0]["id"] if page else None,
+            "last_id": page[-1]["id"] if page else None,
+            "has_more": len(items) > len(page),
+        }
+    )
+
+
+def _find(http: HttpRequest) -> StoredResponse:
+    return _store(http).get(http.path_params["response_id"], CLIENT.get().name)
+
+
+def _store(http: HttpRequest) -> ResponseStore:
+    return http.app.state.responses

@@ -1,0 +1,159 @@
+"""The body of /v1/responses. Unknown fields are refused.
+
+Accepted without effect: `user`, `safety_identifier`, `prompt_cache_key` and `prompt_cache_retention` (nothing is
+reported, every prefix is cached), `service_tier` (there is one), `max_tool_calls` (of tools that run here: there are
+none), `reasoning.summary` (reasoning is given whole), `text.verbosity`, and of `include` what there is nothing of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal
+
+from runtime.errors import InvalidRequest
+from serve.decode import Length, NotBuilt, Range, decode
+from serve.endpoint import parse_object
+from serve.openai.schema import MAX_MESSAGES
+from serve.sampling import read_sampling, sampling_names
+
+MAX_TOP_LOGPROBS = 20
+MAX_METADATA = 16
+LOGPROBS = "message.output_text.logprobs"
+
+_NOT_HERE = {"n", "max_tokens", "max_completion_tokens"}
+_SAMPLING = frozenset(sampling_names("chat").values()) - _NOT_HERE
+
+
+@dataclass(slots=True, kw_only=True)
+class TextFormat:
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    description: str | None = None
+
+    def response_format(self) -> Mapping[str, Any] | None:
+        """As chat completions say it."""
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return {"type": "json_object"}
+        if self.schema is None:
+            raise InvalidRequest("text.format.schema is required.", param="text.format.schema")
+        named = {"name": self.name or "response", "schema": self.schema, "strict": self.strict}
+        return {"type": "json_schema", "json_schema": named}
+
+
+@dataclass(slots=True, kw_only=True)
+class TextOptions:
+    format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class ReasoningOptions:
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class StreamOptions:
+    include_obfuscation: NotBuilt = None
+
+
+@dataclass(slots=True, kw_only=True)
+class FunctionTool:
+    type: Literal["function"] = "function"
+    name: Annotated[str, Length(1, 256)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class ResponsesBody:
+    closed: ClassVar[bool] = True
+
+    input: str | Annotated[list[dict[str, Any]], Length(0, MAX_MESSAGES)] = field(default_factory=list)
+    model: str | None = None
+    instructions: str | None = None
+    stream: bool = False
+    store: bool = True
+    background: bool = False
+    previous_response_id: str | None = None
+    max_output_tokens: Annotated[int, Range(1)] | None = None
+    top_logprobs: Annotated[int, Range(0, MAX_TOP_LOGPROBS)] = 0
+    include: list[str] = field(default_factory=list)
+    text: TextOptions | None = None
+    tools: Annotated[list[dict[str, Any]], Length(0, 1024)] = field(default_factory=list)
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
+    reasoning: ReasoningOptions | None = None
+    truncation: Literal["auto", "disabled"] = "disabled"
+    metadata: dict[str, str] | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    max_tool_calls: int | None = None
+    conversation: NotBuilt = None
+    prompt: NotBuilt = None
+    context_management: NotBuilt = None
+    moderation: NotBuilt = None
+    background_options: NotBuilt = None
+    num_bytes: int = field(init=False, default=0)  # of the body as it came
+    sampling: dict[str, Any] = field(init=False, default_factory=dict)  # as `read_sampling` gives them
+
+    def check(self) -> None:
+        """Raises `InvalidRequest` for combinations that make no sense."""
+        if self.background and not self.store:
+            raise InvalidRequest("background needs store to be true.", param="background")
+        if self.background and self.stream:
+            raise InvalidRequest(
+                "stream is not supported with background; poll the response.", param="stream"
+            )
+        if self.metadata is not None and len(self.metadata) > MAX_METADATA:
+            raise InvalidRequest(f"metadata may have at most {MAX_METADATA} keys.", param="metadata")
+        for index, name in enumerate(self.include):
+            if name not in _INCLUDES:
+                param = f"include.{index}"
+                raise InvalidRequest(f'{param} "{name[:80]}" is not known.', param=param)
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return LOGPROBS in self.include or self.top_logprobs > 0
+
+
+_INCLUDES = frozenset(
+    {
+        LOGPROBS,
+        "reasoning.encrypted_content",  # its content is there in the clear
+        "file_search_call.results",
+        "web_search_call.results",
+        "web_search_call.action.sources",
+        "message.input_image.image_url",
+        "computer_call_output.output.image_url",
+        "code_interpreter_call.outputs",
+    }
+)
+
+
+def read_responses_body(raw: bytes) -> ResponsesBody:
+    """Raises `InvalidRequest` naming the field that is wrong."""
+    json = parse_object(raw)
+    if "max_tokens" in json:
+        raise InvalidRequest(
+            "max_output_tokens is what max_tokens is called here.", param="max_output_tokens"
+        )
+    sampling = {name: json[name] for name in _SAMPLING & json.keys()}
+    body = decode(ResponsesBody, {name: value for name, value in json.items() if name not in sampling})
+    body.num_bytes = len(raw)
+    body.sampling = read_sampling("chat", sampling)
+    if body.max_output_tokens is not None:
+        body.sampling["max_new_tokens"] = body.max_output_tokens
+    body.check()
+    return body

@@ -1,0 +1,109 @@
+"""Responses that clients may come back to, in memory and bounded: the oldest make room."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from runtime.errors import NotFound
+
+MAX_RESPONSES = 4096
+MAX_BYTES = 256 * 1024 * 1024
+
+
+@dataclass(slots=True)
+class StoredResponse:
+    """A response, and what a later one that continues it needs."""
+
+    response: dict[str, Any]
+    owner: str  # name of the key that it belongs to
+    input_items: Sequence[Mapping[str, Any]]  # of this request alone
+    messages: Sequence[Mapping[str, Any]]  # the whole conversation with the answer, without instructions
+    num_bytes_before: int = 0  # of what was there before the answer
+    task: asyncio.Task[None] | None = None  # that writes it, of a response in the background
+    num_bytes: int = field(init=False, default=0)
+
+    @property
+    def id(self) -> str:
+        return self.response["id"]
+
+    def measure(self) -> int:
+        """About the bytes that it takes. Conversations that share messages count them each: they may outlive others."""
+        return self.num_bytes_before + 2 * len(orjson.dumps(self.response["output"]))
+
+
+class ResponseStore:
+    """What `store: true` keeps. A client sees what was stored with its own key."""
+
+    def __init__(self, *, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
+        self._max_responses = max_responses
+        self._max_bytes = max_bytes
+        self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes
+
+    def put(self, stored: StoredResponse) -> None:
+        """Keep it, or what it has become; the oldest that nobody writes are forgotten where there is no room."""
+        self._forget(stored.id)
+        stored.num_bytes = stored.measure()
+        self._stored[stored.id] = stored
+        self._num_bytes += stored.num_bytes
+        for name in [name for name, other in self._stored.items() if other.task is None]:
+            if len(self._stored) <= self._max_responses and self._num_bytes <= self._max_bytes:
+                return
+            self._forget(name)
+
+    def update(self, stored: StoredResponse) -> None:
+        """Keep what it has become, unless it was deleted meanwhile."""
+        if stored.id in self._stored:
+            self.put(stored)
+
+    @property
+    def num_running(self) -> int:
+        """Responses that are still being written."""
+        return sum(stored.task is not None for stored in self._stored.values())
+
+    def find(self, response_id: str, owner: str) -> StoredResponse | None:
+        """None where there is none that belongs to this client."""
+        stored = self._stored.get(response_id)
+        return stored if stored is not None and stored.owner == owner else None
+
+    def get(self, response_id: str, owner: str) -> StoredResponse:
+        """As `find`. Raises `NotFound`."""
+        stored = self.find(response_id, owner)
+        if stored is None:
+            raise NotFound(f"Response with id '{response_id[:200]}' not found.", param="response_id")
+        return stored
+
+    def find_item(self, item_id: str, owner: str) -> Mapping[str, Any] | None:
+        """An input or output item of a stored response, by its id."""
+        for stored in reversed(self._stored.values()):
+            if stored.owner != owner:
+                continue
+            for item in (*stored.response["output"], *stored.input_items):
+                if item.get("id") == item_id:
+                    return item
+        return None
+
+    def delete(self, response_id: str, owner: str) -> None:
+        """Raises `NotFound`."""
+        stored = self.get(response_id, owner)
+        self._forget(response_id)
+        if stored.task is not None:
+            stored.task.cancel()
+
+    def _forget(self, response_id: str) -> None:
+        stored = self._stored.pop(response_id, None)
+        if stored is not None:
+            self._num_bytes -= stored.num_bytes
