@@ -78,10 +78,11 @@ bench-cpu-peers *names:
 notebooks:
     {{bin}}/python -m pytest -m notebook tests/notebooks
 
-# Write docs/arguments.md and docs/sampling.md anew from the declarations.
+# Write docs/arguments.md, docs/sampling.md and docs/monitoring/metrics.md anew from the declarations.
 docs:
     {{bin}}/python -m serve explain --table markdown > docs/arguments.md
     {{bin}}/python -m serve explain --table sampling > docs/sampling.md
+    {{bin}}/python -m serve explain --table metrics > docs/monitoring/metrics.md
 
 # Train the demo model anew (one to two hours on two cores, minutes on a GPU): `just demo-model --help`.
 [positional-arguments]

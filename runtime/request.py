@@ -66,6 +66,15 @@ class Request:
     id: int = field(default_factory=lambda: next(_request_ids))
 
 
+class Caller(NamedTuple):
+    """What is known of the sender beside the request itself."""
+
+    labels: tuple[str, ...] = ()  # values of `ObservePlan.request_labels`, from a header
+
+
+NOBODY = Caller()
+
+
 class Finish(NamedTuple):
     """Why a sequence ended."""
 

@@ -18,7 +18,7 @@ from serve.access import Access, RouteScope
 from serve.anthropic import messages
 from serve.endpoint import Endpoint, Handler
 from serve.errors import NATIVE, OPENAI, ErrorFormat, refusal_response
-from serve.native import admin, generate, tokens
+from serve.native import admin, generate, metrics, tokens
 from serve.ollama import handlers as ollama
 from serve.ollama import models as ollama_models
 from serve.openai import chat, completions, models
@@ -74,6 +74,7 @@ ROUTES = (  # searched from the first to the last: what is called most often com
     RouteSpec(GET, "/get_server_info", admin.server_info, USER),
     RouteSpec(GET, "/server_info", admin.server_info, USER),
     RouteSpec(GET, "/get_load", admin.load, USER),
+    RouteSpec(GET, "/metrics", metrics.metrics, PUBLIC),
     RouteSpec(("GET", "POST"), "/flush_cache", admin.flush_cache, ADMIN),
     RouteSpec(POST, "/abort_request", admin.abort_request, USER),
     RouteSpec(POST, "/tokenize", tokens.tokenize, USER),
@@ -104,7 +105,7 @@ def build_app(core: EngineCore) -> Starlette:
     routes = [
         Route(
             spec.path,
-            Endpoint(spec.handler, core, spec.error_format, access, spec.scope),
+            Endpoint(spec.handler, core, spec.error_format, access, spec.scope, spec.path),
             methods=list(spec.methods),
         )
         for spec in ROUTES

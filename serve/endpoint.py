@@ -19,6 +19,7 @@ from runtime.errors import InvalidRequest, PayloadTooLarge, RequestError
 from runtime.request import Chunk
 from serve.access import CLIENT, Access, RouteScope
 from serve.background import background_tasks
+from serve.caller import CALLER, caller_of
 from serve.errors import NATIVE, ErrorFormat, refusal_response
 from serve.output_streams import close_all, read_all
 
@@ -46,22 +47,28 @@ class Endpoint:
     error_format: ErrorFormat
     access: Access
     route_scope: RouteScope
+    path: str  # of the route
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            CLIENT.set(self.access.admit(scope, self.route_scope))
-        except RequestError as refused:
-            own = self.error_format is not NATIVE
-            refusal = self.error_format.response(refused) if own else refusal_response(scope["path"], refused)
-            await refusal(scope, receive, send)
-            return
-        try:
-            response = await self.handler(HttpRequest(scope, receive), self.core)
-        except (ClientGoneError, ClientDisconnect):
-            response = Response(status_code=CLIENT_GONE)
-        except Exception as error:  # any error fails this request and nothing else
-            response = self.error_format.response(error)
+        response = await self._response(HttpRequest(scope, receive))
+        if self.core.metrics is not None:
+            self.core.metrics.http[self.path, getattr(response, "status_code", 200)] += 1
         await response(scope, receive, send)
+
+    async def _response(self, request: HttpRequest) -> ASGIApp:
+        try:
+            CLIENT.set(self.access.admit(request.scope, self.route_scope))
+        except RequestError as refused:
+            if self.error_format is not NATIVE:
+                return self.error_format.response(refused)
+            return refusal_response(request.url.path, refused)
+        CALLER.set(caller_of(request.headers, self.core.plan.observe))
+        try:
+            return await self.handler(request, self.core)
+        except (ClientGoneError, ClientDisconnect):
+            return Response(status_code=CLIENT_GONE)
+        except Exception as error:  # any error fails this request and nothing else
+            return self.error_format.response(error)
 
 
 # --- the body ---

@@ -17,6 +17,7 @@ from anyio.from_thread import BlockingPortal
 from ops.machine import Machine
 from runtime.actors.assemble import assemble, prepare
 from runtime.actors.engine_core import EngineCore, Status
+from runtime.actors.scrape import exposition
 from runtime.config import Args
 from runtime.errors import ConfigurationError, EngineClosed, InvalidRequest
 from runtime.sampling_params import SamplingParams
@@ -197,6 +198,10 @@ class Engine:
         """Counts of requests, pages and tokens now, and in `kernels` what computes the model."""
         return self.core.status()
 
+    def metrics(self) -> str:
+        """The metrics as Prometheus reads them. Raises `NotFound` without `enable_metrics=True`."""
+        return exposition(self.core).decode()
+
 
 class SyncEngine:
     """The engine for code without `await`; works in scripts and, beside a running loop, in notebooks.
@@ -282,6 +287,10 @@ class SyncEngine:
     def status(self) -> Status:
         """See `Engine.status`."""
         return self._call(self._engine.status)
+
+    def metrics(self) -> str:
+        """See `Engine.metrics`."""
+        return self._call(self._engine.metrics)
 
     @property
     def _running(self) -> BlockingPortal:

@@ -17,9 +17,15 @@ from runtime.config.plan import KernelPlan, Plan
 from runtime.config.resolve import ANY_MODEL, decide
 from runtime.errors import ConfigurationError
 from serve.demo import demo_path
+from serve.metrics_table import metrics_markdown
 from serve.usage import differences, markdown, sampling_markdown
 
-TABLES = {"markdown": markdown, "sampling": sampling_markdown, "differences": differences}
+TABLES = {
+    "markdown": markdown,
+    "sampling": sampling_markdown,
+    "differences": differences,
+    "metrics": metrics_markdown,
+}
 COLUMNS = ("option", "asked", "done", "reason")
 _REASON_WIDTH = 60
 _CELL_WIDTH = 40

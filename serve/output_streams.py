@@ -12,6 +12,7 @@ from runtime.actors.output_stream import OutputStream
 from runtime.errors import first_error
 from runtime.request import Chunk, Request
 from serve.access import CLIENT
+from serve.caller import CALLER
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
@@ -23,13 +24,13 @@ def submit_all(core: EngineCore, requests: Sequence[Request]) -> list[OutputStre
     When one is refused, those before it are aborted and the refusal is raised. The requests are one call's: where
     there is room for the first, all are taken.
     """
-    owner = CLIENT.get().name
+    owner, caller = CLIENT.get().name, CALLER.get()
     streams: list[OutputStream] = []
     try:
         for index, request in enumerate(requests):
             if owner or index:
                 request = replace(request, owner=owner, follows=index > 0)
-            streams.append(core.submit(request))
+            streams.append(core.submit(request, caller))
     except BaseException:
         close_all(streams)
         raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import replace
 from functools import partial
 
@@ -54,6 +55,7 @@ async def assemble(plan: Plan, facts: ModelFacts) -> EngineCore:
     Raises `ConfigurationError` for what only the files themselves show, `EngineFailure` for what the system refused.
     Failed or cancelled, it leaves nothing behind.
     """
+    began_s = time.monotonic()
     tokenizer: Tokenizer | None = None
 
     async def load_tokenizer() -> None:
@@ -83,4 +85,7 @@ async def assemble(plan: Plan, facts: ModelFacts) -> EngineCore:
         plan.schedule.max_running,
         plan.model.context_length,
     )
-    return EngineCore(plan, facts, tokenizer, replicas, restart)
+    core = EngineCore(plan, facts, tokenizer, replicas, restart)
+    if core.metrics is not None:
+        core.metrics.startup_s = time.monotonic() - began_s
+    return core

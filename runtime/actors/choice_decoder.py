@@ -24,11 +24,13 @@ class ChoiceDecoder:
         "_since_sent",
         "_trim_stop_token",
         "ended",
+        "sent_s",
     )
 
     def __init__(self, request: Request, tokenizer: Tokenizer | None, stream_interval: int) -> None:
         sampling = request.sampling
         self.ended = False
+        self.sent_s = 0.0  # the detokenizer: when its last chunk went out
         self._interval = sampling.stream_interval or stream_interval
         self._since_sent = self._interval - 1  # so that the first token is sent at once
         self._trim_stop_token = not sampling.no_stop_trim

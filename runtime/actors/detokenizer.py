@@ -47,7 +47,8 @@ class DetokenizerActor:
 
     def process(self, deltas: list[Delta]) -> None:
         """Turn deltas into chunks; deltas of requests that are gone are dropped."""
-        get = self._requests.get
+        get, observers = self._requests.get, self._requests.observers
+        now_s = monotonic()
         for delta in deltas:
             live = get(delta.request_id)
             if live is None:
@@ -64,9 +65,15 @@ class DetokenizerActor:
                 continue
             if chunk is None:
                 continue
+            if chunk.ids:
+                for observer in observers:
+                    observer.sent(live, chunk, now_s, decoder.sent_s)
+                decoder.sent_s = now_s
+                live.times.first_token = live.times.first_token or now_s
             live.output.put(chunk)
             if chunk.finish is not None:
                 decoder.ended = True
+                live.ends.append(chunk)
                 self._end_choice(live, delta)
 
     def _start(self, live: LiveRequest) -> list[ChoiceDecoder]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -14,14 +15,17 @@ from runtime.actors.detokenizer import DetokenizerActor
 from runtime.actors.input_processor import InputProcessor
 from runtime.actors.live_requests import LiveRequests
 from runtime.actors.output_stream import OutputStream
+from runtime.actors.request_metrics import RequestMetrics
 from runtime.actors.router import Router
 from runtime.actors.scheduler import SchedulerActor
 from runtime.actors.tokenizer import TokenizerActor
 from runtime.batch import Runner
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import Plan
-from runtime.errors import EngineClosed, EngineFailure
-from runtime.request import Request
+from runtime.errors import EngineClosed, EngineFailure, PenstockError
+from runtime.metrics.loop_lag import watch_loop
+from runtime.metrics.series import EngineMetrics
+from runtime.request import NOBODY, Caller, Request
 from runtime.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -73,7 +77,9 @@ class EngineCore:
         self.facts = facts
         self.tokenizer = tokenizer
         self._state: State = "starting"
-        self._requests = requests = LiveRequests()
+        self.metrics = EngineMetrics(plan.observe, plan.parallel.dp_size) if plan.observe.metrics else None
+        observers = [] if self.metrics is None else [RequestMetrics(self.metrics)]
+        self._requests = requests = LiveRequests(observers)
         self._processor = InputProcessor(plan, facts, tokenizer)
         self._detokenizer = DetokenizerActor(
             tokenizer, requests, stream_interval=plan.schedule.stream_interval
@@ -81,10 +87,12 @@ class EngineCore:
         self._scheduler: SchedulerActor | Router
         if start_replica is None:
             [replica] = replicas
-            self._scheduler = SchedulerActor.of(replica, requests, self._detokenizer)
+            self._scheduler = SchedulerActor.of(replica, requests, self._detokenizer, metrics=self.metrics)
         else:
             balance = plan.parallel.balance
-            self._scheduler = Router(replicas, start_replica, balance, requests, self._detokenizer)
+            self._scheduler = Router(
+                replicas, start_replica, balance, requests, self._detokenizer, self.metrics
+            )
         self._tokenizer = TokenizerActor(tokenizer, self._processor, requests, self._scheduler)
 
     # --- life ---
@@ -99,6 +107,8 @@ class EngineCore:
                 actors.start_soon(self._detokenizer.run)
                 actors.start_soon(self._scheduler.run)
                 actors.start_soon(self._tokenizer.run)
+                if self.metrics is not None:
+                    actors.start_soon(watch_loop, self.metrics.loop_lag_s)
                 self._state = "ready"
                 started()
         except BaseExceptionGroup as group:
@@ -124,16 +134,24 @@ class EngineCore:
 
     # --- requests ---
 
-    def submit(self, request: Request) -> OutputStream:
+    def submit(self, request: Request, caller: Caller = NOBODY) -> OutputStream:
         """Take a request in.
 
         Raises `InvalidRequest`, `Overloaded` or `EngineClosed` at once; what is found later reaches the output.
         """
+        try:
+            return self._submit(request, caller)
+        except PenstockError as error:
+            if self.metrics is not None:
+                self.metrics.refused(error)
+            raise
+
+    def _submit(self, request: Request, caller: Caller) -> OutputStream:
         if self._state != "ready":
             raise EngineClosed(f"The engine is {self._state}.")
         self._processor.check(request)
         self._tokenizer.check_room(request)
-        live = self._requests.add(request)
+        live = self._requests.add(request, caller)
         self._tokenizer.submit(live)
         return live.output
 
@@ -166,6 +184,20 @@ class EngineCore:
     def runners(self) -> list[Runner]:
         """Of the replicas that are alive, for measurements."""
         return [actor.runner for actor in self._scheduler.alive]
+
+    @property
+    def schedulers(self) -> list[SchedulerActor]:
+        """Of the replicas that are alive."""
+        return self._scheduler.alive
+
+    def oldest_waiting_s(self, scheduler: SchedulerActor) -> float:
+        """How long the oldest request waits that this scheduler has had in no step; 0.0 if there is none."""
+        queued = [
+            live.times.queued
+            for live in self._requests
+            if live.scheduler is scheduler and not live.times.scheduled
+        ]
+        return time.monotonic() - min(queued) if queued else 0.0
 
     def check(self) -> None:
         """Raise `ValueError` unless every page and sequence of every replica is accounted for, exactly."""

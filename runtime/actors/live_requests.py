@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from time import monotonic
 from typing import Protocol
 
 from runtime.actors.choice_decoder import ChoiceDecoder
 from runtime.actors.output_stream import OutputStream
 from runtime.errors import PenstockError
-from runtime.request import Chunk, Finish, Request, Usage
+from runtime.request import NOBODY, Caller, Chunk, Finish, Request, Usage
 from runtime.sequence import Sequence
 
 ABORTED = Finish("abort", message="Aborted by the user.")
@@ -29,15 +30,41 @@ class SchedulerHandle(Protocol):
         ...
 
 
+class RequestTimes:
+    """When a request came where, by `time.monotonic`; 0.0 for what has not been. Each has one writer."""
+
+    __slots__ = ("arrived", "first_token", "queued", "scheduled", "tokenized", "tokenizing")
+
+    def __init__(self) -> None:
+        self.arrived = monotonic()
+        self.tokenizing = 0.0  # the tokenizer
+        self.tokenized = 0.0
+        self.queued = 0.0  # the scheduler actor: it may be in a step from now on
+        self.scheduled = 0.0  # the scheduler actor: its first step was launched
+        self.first_token = 0.0  # the detokenizer: of any choice
+
+
 class LiveRequest:
     """What the actors know of one request. Each field has one writer, named behind it."""
 
-    __slots__ = ("aborting", "arrived_s", "decoders", "output", "request", "scheduler", "sequences")
+    __slots__ = (
+        "aborting",
+        "caller",
+        "decoders",
+        "ends",
+        "output",
+        "request",
+        "scheduler",
+        "sequences",
+        "times",
+    )
 
-    def __init__(self, request: Request, output: OutputStream) -> None:
+    def __init__(self, request: Request, output: OutputStream, caller: Caller = NOBODY) -> None:
         self.request = request  # the tokenizer, once its ids are known
         self.output = output  # the engine core, once
-        self.arrived_s = time.monotonic()  # the engine core, once
+        self.caller = caller  # the engine core, once
+        self.times = RequestTimes()
+        self.ends: list[Chunk] = []  # whoever puts it into the output: the last chunk of each choice
         self.sequences: list[Sequence] = []  # the tokenizer: one for each choice
         self.scheduler: SchedulerHandle | None = (
             None  # the engine core or the router; None before, and while no replica is alive
@@ -61,10 +88,26 @@ class LiveRequest:
         )
 
 
+class RequestObserver(Protocol):
+    """Who counts or logs requests. Its methods return at once and raise nothing."""
+
+    def sent(self, live: LiveRequest, chunk: Chunk, now_s: float, before_s: float) -> None:
+        """A chunk with tokens goes out, and the one before it of the same choice at `before_s`; 0.0: there was none.
+
+        Before the first one of any choice, `live.times.first_token` is 0.0.
+        """
+        ...
+
+    def ended(self, live: LiveRequest, error: PenstockError | None) -> None:
+        """The output has ended: with `live.ends`, or with an error for its reader."""
+        ...
+
+
 class LiveRequests:
     """The one table of them, owned by the engine core. A request that has ended is not in it."""
 
-    def __init__(self) -> None:
+    def __init__(self, observers: Seq[RequestObserver] = ()) -> None:
+        self.observers = observers
         self._live: dict[int, LiveRequest] = {}  # by request id
         self._idle = asyncio.Event()
         self._idle.set()
@@ -77,16 +120,19 @@ class LiveRequests:
         """Over those of now; requests may come and go meanwhile."""
         return iter(list(self._live.values()))
 
-    def add(self, request: Request) -> LiveRequest:
+    def add(self, request: Request, caller: Caller = NOBODY) -> LiveRequest:
         """Enter a new request."""
         output = OutputStream(request.id, request.sampling.n, self.abort)
-        live = self._live[request.id] = LiveRequest(request, output)
+        live = self._live[request.id] = LiveRequest(request, output, caller)
         self._idle.clear()
         return live
 
-    def remove(self, live: LiveRequest) -> None:
+    def remove(self, live: LiveRequest, error: PenstockError | None = None) -> None:
         """Its output has ended. Does nothing the second time."""
-        self._live.pop(live.request.id, None)
+        if self._live.pop(live.request.id, None) is None:
+            return
+        for observer in self.observers:
+            observer.ended(live, error)
         if not self._live:
             self._idle.set()
 
@@ -101,7 +147,8 @@ class LiveRequests:
             return
         usage = Usage(len(live.request.ids or ()), 0, 0)
         for index in range(live.request.sampling.n):
-            live.output.put(Chunk(index, "", [], ABORTED_EARLY, usage))
+            live.ends.append(Chunk(index, "", [], ABORTED_EARLY, usage))
+            live.output.put(live.ends[-1])
         self.remove(live)
 
     def abort_label(self, label: str, *, owner: str | None = None, exact: bool = False) -> int:
@@ -124,7 +171,7 @@ class LiveRequests:
         live = self._live.get(request_id)
         if live is None:
             return
-        self.remove(live)
+        self.remove(live, error)
         live.output.fail(error)
         live.aborting = live.aborting or ABORTED
         if live.scheduler is not None:

@@ -17,6 +17,7 @@ from runtime.scheduler.apply import final_delta
 
 if TYPE_CHECKING:
     from runtime.actors.replica import Replica
+    from runtime.metrics.series import EngineMetrics
 
 logger = logging.getLogger("penstock.core")
 
@@ -56,15 +57,19 @@ class Router:
         balance_method: str,
         requests: LiveRequests,
         detokenizer: DetokenizerActor,
+        metrics: EngineMetrics | None = None,
     ) -> None:
         self._start_replica = start_replica
         self._policy = balance_policy(balance_method)
         self._requests = requests
         self._detokenizer = detokenizer
+        self._metrics = metrics
         self._max_queued = replicas[0].plan.schedule.max_queued
         self._num_given_up = 0
         # By the replica's index; None while it is started again, and once it is given up.
-        self._schedulers: list[SchedulerActor | None] = [self._actor(replica) for replica in replicas]
+        self._schedulers: list[SchedulerActor | None] = [
+            self._actor(index, replica) for index, replica in enumerate(replicas)
+        ]
 
     @property
     def alive(self) -> list[SchedulerActor]:
@@ -131,7 +136,7 @@ class Router:
             except Exception:  # the replica's border: a device without memory must not end the healthy ones
                 logger.exception("Replica %d could not be started again.", index)
                 continue
-            self._schedulers[index] = self._actor(replica)
+            self._schedulers[index] = self._actor(index, replica)
             logger.warning("Replica %d is alive again.", index)
             for live in self._requests:
                 if live.sequences and live.scheduler is None:
@@ -167,8 +172,10 @@ class Router:
             for actor in alive
         ]
 
-    def _actor(self, replica: Replica) -> SchedulerActor:
-        return SchedulerActor.of(replica, self._requests, self._detokenizer)
+    def _actor(self, index: int, replica: Replica) -> SchedulerActor:
+        return SchedulerActor.of(
+            replica, self._requests, self._detokenizer, index=index, metrics=self._metrics
+        )
 
 
 def balance_policy(method: str) -> BalancePolicy:

@@ -34,6 +34,7 @@ from runtime.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from runtime.actors.replica import Replica
+    from runtime.metrics.series import EngineMetrics, ReplicaSeries
 
 logger = logging.getLogger("penstock.scheduler")
 
@@ -89,7 +90,11 @@ class SchedulerActor:
         plan: SchedulePlan,
         requests: LiveRequests,
         detokenizer: DetokenizerActor,
+        *,
+        index: int = 0,
+        series: ReplicaSeries | None = None,
     ) -> None:
+        self.index = index  # of the replica
         self.scheduler = scheduler
         self.runner = runner
         self.progress = Progress(scheduler, plan.log_interval_steps)
@@ -100,19 +105,31 @@ class SchedulerActor:
         self._requests = requests
         self._detokenizer = detokenizer
         self._inbox: Mailbox[Admit | Abort | EndChoice | Wake] = Mailbox()
+        self._series = series
         self._num_arriving = 0  # choices in the inbox
         self._in_flight: deque[tuple[Batch, asyncio.Future[StepOutput]]] = deque()
 
     @classmethod
-    def of(cls, replica: Replica, requests: LiveRequests, detokenizer: DetokenizerActor) -> SchedulerActor:
-        """The actor of a replica."""
-        return cls(replica.scheduler, replica.runner, replica.plan.schedule, requests, detokenizer)
+    def of(
+        cls,
+        replica: Replica,
+        requests: LiveRequests,
+        detokenizer: DetokenizerActor,
+        *,
+        index: int = 0,
+        metrics: EngineMetrics | None = None,
+    ) -> SchedulerActor:
+        """The actor of the replica with this index."""
+        series = None if metrics is None else metrics.replicas[index]
+        plan = replica.plan.schedule
+        return cls(replica.scheduler, replica.runner, plan, requests, detokenizer, index=index, series=series)
 
     # --- messages ---
 
     def admit(self, live: LiveRequest) -> None:
         """Compute a request from now on."""
         live.scheduler = self
+        live.times.queued = time.monotonic()
         self._num_arriving += len(live.sequences)
         self._inbox.put(Admit(live))
 
@@ -216,7 +233,7 @@ class SchedulerActor:
             for live in self._requests:
                 if (
                     live.scheduler is self
-                    and live.arrived_s < late
+                    and live.times.arrived < late
                     and live.waits
                     and not live.request.follows
                 ):
@@ -230,6 +247,21 @@ class SchedulerActor:
             self.progress.last_step_s = time.monotonic()
         self._in_flight.append((batch, self.runner.launch(batch)))
         self.progress.note_launch(batch)
+        if batch.stats.num_new:
+            self._note_entered(batch)
+        if self._series is not None:
+            self._series.launched(batch)
+
+    def _note_entered(self, batch: Batch) -> None:
+        """Some of these sequences are in a step for the first time."""
+        now_s = time.monotonic()
+        for sequence in batch.sequences:
+            live = self._requests.get(sequence.request.id)
+            if live is None or live.times.scheduled:
+                continue
+            live.times.scheduled = now_s
+            if self._series is not None:
+                self._series.entered(now_s - live.times.queued, sequence.num_cached)
 
     async def _finish_oldest(self) -> None:
         batch, future = self._in_flight[0]
@@ -246,7 +278,9 @@ class SchedulerActor:
             deltas = self._fail_broken(deltas)
         if deltas:
             self._detokenizer.inbox.put(deltas)
-        self.progress.note_applied(batch, deltas)
+        duration_s, num_tokens = self.progress.note_applied(batch, deltas)
+        if self._series is not None:
+            self._series.applied(batch, duration_s, num_tokens)
 
     def _fail_broken(self, deltas: list[Delta]) -> list[Delta]:
         """End the requests whose logits were no numbers with an error; the deltas of the others."""
@@ -344,16 +378,20 @@ class Progress:
                 load.num_waiting,
             )
 
-    def note_applied(self, batch: Batch, deltas: list[Delta]) -> None:
-        """After every applied step, with what it added to the outputs."""
+    def note_applied(self, batch: Batch, deltas: list[Delta]) -> tuple[float, int]:
+        """After every applied step, with what it added to the outputs -> the step's seconds and its new tokens.
+
+        A step takes from its launch, or the end of the step before it if that is later, until its result is applied.
+        """
+        num_tokens = sum([len(delta.ids) for delta in deltas])
         self.num_steps += 1
-        self.num_generated += sum([len(delta.ids) for delta in deltas])
-        self.last_step_s = time.monotonic()
-        if batch.stats.num_prompt_tokens:
-            return
-        self._num_decode_steps += 1
-        if self._num_decode_steps % self._interval == 0:
-            self._log_decode()
+        self.num_generated += num_tokens
+        before_s, self.last_step_s = self.last_step_s, time.monotonic()
+        if not batch.stats.num_prompt_tokens:
+            self._num_decode_steps += 1
+            if self._num_decode_steps % self._interval == 0:
+                self._log_decode()
+        return self.last_step_s - before_s, num_tokens
 
     def _log_decode(self) -> None:
         seconds = self.last_step_s - self._interval_began_s

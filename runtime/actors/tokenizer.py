@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from time import monotonic
 
 import anyio
 import anyio.to_thread
@@ -72,14 +73,21 @@ class TokenizerActor:
                         tasks.start_soon(self._encode_on_thread, live, limiter)
                 for start in range(0, len(short), 8):  # some milliseconds of work at most between awaits
                     for live in short[start : start + 8]:
-                        self._hand_on(live, self._encode(live.request))
+                        self._hand_on(live, self._encode(live))
                     await anyio.lowlevel.checkpoint()
 
     async def _encode_on_thread(self, live: LiveRequest, limiter: anyio.CapacityLimiter) -> None:
-        self._hand_on(live, await anyio.to_thread.run_sync(self._encode, live.request, limiter=limiter))
+        self._hand_on(live, await anyio.to_thread.run_sync(self._encode, live, limiter=limiter))
 
-    def _encode(self, request: Request) -> tuple[int, ...] | PenstockError:
+    def _encode(self, live: LiveRequest) -> tuple[int, ...] | PenstockError:
         """The ids of the text, all of them in the vocabulary; or what is wrong with it."""
+        live.times.tokenizing = monotonic()
+        try:
+            return self._encode_text(live.request)
+        finally:
+            live.times.tokenized = monotonic()
+
+    def _encode_text(self, request: Request) -> tuple[int, ...] | PenstockError:
         if self._tokenizer is None:
             return InvalidRequest("This engine has no tokenizer: send input_ids.", param="text")
         try:

@@ -9,6 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from runtime.config import buckets
+from runtime.config.buckets import Bounds
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
@@ -150,6 +153,22 @@ class ServePlan(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ObservePlan(Section):
+    """What is counted and logged of requests and steps."""
+
+    metrics: bool = False
+    ttft_bounds: Bounds = buckets.TIME_TO_FIRST_TOKEN
+    itl_bounds: Bounds = buckets.INTER_TOKEN_LATENCY
+    e2e_bounds: Bounds = buckets.E2E_LATENCY
+    prompt_bounds: Bounds = ()  # of the histogram of prompt lengths; (): there is none
+    output_bounds: Bounds = ()
+    labels_header: str = (
+        "x-customer-labels"  # a JSON object whose entries become labels of the request's metrics
+    )
+    request_labels: tuple[str, ...] = ()  # those that it may set
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     model: ModelPlan
     cache: CachePlan
@@ -159,6 +178,7 @@ class Plan:
     serve: ServePlan
     parallel: ParallelPlan = field(default_factory=ParallelPlan)
     graphs: GraphPlan = field(default_factory=GraphPlan)
+    observe: ObservePlan = field(default_factory=ObservePlan)
 
     def decision(self, field: Any) -> tuple[Any, str]:
         """(value, reason) of a field that is named as `CachePlan.page_size`; no reason where none was noted."""

@@ -21,7 +21,7 @@ from runtime.actors.output_stream import OutputStream
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import CachePlan, KernelPlan, ModelPlan, Plan, SchedulePlan, ServePlan, TextPlan
 from runtime.errors import ContextOverflow, EngineClosed, EngineFailure, InvalidRequest, PenstockError
-from runtime.request import Delta, Finish, LogprobParams, Logprobs, Request, Usage
+from runtime.request import NOBODY, Caller, Delta, Finish, LogprobParams, Logprobs, Request, Usage
 from runtime.tokenizer.tokenizer import Tokenizer
 
 MODEL = "tiny-model"
@@ -148,6 +148,7 @@ class FakeCore:
         self.failure: PenstockError | None = None  # ends every request at its next step
         self.num_cached = 0
         self._ids_of = ids_of or (lambda request, index: self._encode(text))
+        self.metrics = None
         self._requests = LiveRequests()
         self._runs: dict[tuple[int, int], _Run] = {}
         self._stepping = False
@@ -155,7 +156,7 @@ class FakeCore:
 
     # --- what handlers call ---
 
-    def submit(self, request: Request) -> OutputStream:
+    def submit(self, request: Request, caller: Caller = NOBODY) -> OutputStream:
         if self.refusal is not None:
             raise self.refusal
         if self.state == "draining":
@@ -318,7 +319,7 @@ def logprobs_of(ids: list[int], wanted: LogprobParams, *, first: int) -> Logprob
 class BrokenCore(FakeCore):
     """Fails in a way that nobody planned."""
 
-    def submit(self, request: Request) -> OutputStream:
+    def submit(self, request: Request, caller: Caller = NOBODY) -> OutputStream:
         raise RuntimeError("a secret of the house")
 
 

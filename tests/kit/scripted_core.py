@@ -13,6 +13,7 @@ import fake_runner
 from runtime.actors.engine_core import EngineCore
 from runtime.actors.replica import Replica
 from runtime.batch import Batch, StepOutput
+from runtime.config.plan import ObservePlan
 from runtime.errors import EngineFailure
 from runtime.kv_cache.prefix_cache import PrefixCache
 from runtime.scheduler.scheduler import Scheduler
@@ -94,6 +95,7 @@ async def running_several(
     balance: str = "round_robin",
     restarts: int = 100,
     failure: Exception | None = None,
+    observe: ObservePlan = ObservePlan(),  # noqa: B008
     **schedule: Any,
 ) -> AsyncIterator[tuple[EngineCore, list[ScriptedRunner]]]:
     """As `running`, over several replicas, each of which can be started again; all runners ever made.
@@ -106,7 +108,8 @@ async def running_several(
         given,
         schedule=fake_runner.make_plan(**{"max_running": NUM_SEQUENCES, **schedule}),
         cache=replace(given.cache, page_size=PAGE_SIZE),
-        parallel=replace(given.parallel, balance=balance),
+        parallel=replace(given.parallel, balance=balance, dp_size=num_replicas),
+        observe=observe,
     )
     runners: list[ScriptedRunner] = []
 

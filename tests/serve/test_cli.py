@@ -17,6 +17,7 @@ from runtime.config import Args, options
 from runtime.sampling_params import parameters
 from serve import WrongPackageError, check_packages, cli, explain
 from serve.__main__ import main
+from serve.metrics_table import metrics_markdown
 from serve.usage import differences, markdown, sampling_markdown
 
 ROOT = Path(__file__).parent.parent.parent
@@ -170,6 +171,13 @@ def test_table_of_sampling_parameters_in_the_documentation_is_current() -> None:
     )
     for parameter in parameters():
         assert f"| `{parameter.name}` |" in written
+
+
+def test_table_of_metrics_in_the_documentation_is_current() -> None:
+    written = (ROOT / "docs" / "monitoring" / "metrics.md").read_text(encoding="utf-8")
+    assert written == metrics_markdown(), (
+        "write it with: python -m serve explain --table metrics > docs/monitoring/metrics.md"
+    )
 
 
 def test_differences_in_the_documentation_are_current() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 import fake_core
 from runtime.errors import EngineFailure
-from runtime.request import Chunk, Finish, Request, Usage
+from runtime.request import NOBODY, Caller, Chunk, Finish, Request, Usage
 from serve import Engine, InvalidRequest, SyncEngine
 
 
@@ -39,7 +39,7 @@ class EncodingCore:
         self.submitted: list[Request] = []
         self.failure: EngineFailure | None = None
 
-    def submit(self, request: Request) -> Answered:
+    def submit(self, request: Request, caller: Caller = NOBODY) -> Answered:
         self.submitted.append(request)
         if self.failure is not None:
             return Answered(self.failure)

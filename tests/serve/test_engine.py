@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import tiny_models
-from runtime.errors import ContextOverflow
+from runtime.errors import ContextOverflow, PenstockError
 from serve import ConfigurationError, Engine, EngineClosed, InvalidRequest, SyncEngine
 
 SHORT = {"temperature": 0, "max_new_tokens": 8}
@@ -247,3 +247,19 @@ async def test_a_list_of_prompts_of_any_length_may_wait(path: str):
         assert (
             len(await asyncio.gather(*[engine.generate("a", {"max_new_tokens": 2}) for _ in range(40)])) == 40
         )
+
+
+async def test_metrics_from_python_are_those_of_this_engine(path: str):
+    async with Engine(path, enable_metrics=True) as engine, Engine(path) as other:
+        await engine.generate("Once upon a time", {**SHORT, "ignore_eos": True})
+        text = engine.metrics()
+        with pytest.raises(PenstockError, match="enable_metrics"):
+            other.metrics()
+    assert "\nsglang:generation_tokens_total{" in text
+    [line] = [line for line in text.splitlines() if line.startswith("sglang:generation_tokens_total{")]
+    assert line.endswith(" 8.0")
+
+
+def test_metrics_from_a_script(path: str):
+    with SyncEngine(path, enable_metrics=True) as engine:
+        assert "\nsglang:num_running_reqs{" in engine.metrics()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from runtime.config.option_spec import Json, inert, option, planned
-from runtime.config.plan import SchedulePlan, ServePlan
+from runtime.config.option_spec import Json, always, inert, option, planned
+from runtime.config.plan import ObservePlan, SchedulePlan, ServePlan
 
 _LEVELS = ("debug", "info", "warning", "error", "critical")
 
@@ -37,27 +37,35 @@ class ObserveArgs:
         choices=(0, 1, 2, 3),
     )
     show_time_cost: bool = planned(False, "Print the time spent in marked parts of the code.")
-    enable_metrics: bool = planned(False, "Serve Prometheus metrics at /metrics.")
-    enable_metrics_for_all_schedulers: bool = planned(
-        False, "Let every tensor-parallel rank report metrics of its own."
+    enable_metrics: bool = option(False, "Serve Prometheus metrics at /metrics.", plan=ObservePlan.metrics)
+    enable_metrics_for_all_schedulers: bool = always(
+        False,
+        "Let every scheduler report metrics of its own.",
+        reason="each replica has one scheduler, and each reports",
     )
-    bucket_time_to_first_token: tuple[float, ...] | None = planned(
-        None, "Histogram bounds in seconds for the time to the first token.", above=0
+    bucket_time_to_first_token: tuple[float, ...] | None = option(
+        None,
+        "Histogram bounds in seconds for the time to the first token.",
+        above=0,
+        plan=ObservePlan.ttft_bounds,
     )
-    bucket_inter_token_latency: tuple[float, ...] | None = planned(
-        None, "Histogram bounds in seconds for the time between tokens.", above=0
+    bucket_inter_token_latency: tuple[float, ...] | None = option(
+        None, "Histogram bounds in seconds for the time between tokens.", above=0, plan=ObservePlan.itl_bounds
     )
-    bucket_e2e_request_latency: tuple[float, ...] | None = planned(
-        None, "Histogram bounds in seconds for whole requests.", above=0
+    bucket_e2e_request_latency: tuple[float, ...] | None = option(
+        None, "Histogram bounds in seconds for whole requests.", above=0, plan=ObservePlan.e2e_bounds
     )
-    collect_tokens_histogram: bool = planned(False, "Also keep histograms of prompt and output lengths.")
-    prompt_tokens_buckets: tuple[str, ...] | None = planned(
+    collect_tokens_histogram: bool = option(False, "Also keep histograms of prompt and output lengths.")
+    prompt_tokens_buckets: tuple[str, ...] | None = option(
         None,
         "Histogram bounds of prompt lengths: `default`, `tse MIDDLE BASE COUNT` for bounds that spread from "
-        "the middle, or `customer VALUE ...`.",
+        "the middle, or `customer VALUE ...`. Needs --collect-tokens-histogram.",
+        plan=ObservePlan.prompt_bounds,
     )
-    generation_tokens_buckets: tuple[str, ...] | None = planned(
-        None, "Histogram bounds of output lengths, written like --prompt-tokens-buckets."
+    generation_tokens_buckets: tuple[str, ...] | None = option(
+        None,
+        "Histogram bounds of output lengths, written like --prompt-tokens-buckets.",
+        plan=ObservePlan.output_bounds,
     )
     gc_warning_threshold_secs: float = planned(
         0.0, "Warn when Python's garbage collector takes longer than so many seconds; 0 never warns.", low=0
@@ -72,11 +80,16 @@ class ObserveArgs:
     oltp_traces_endpoint: str = planned(
         "localhost:4317", "host:port of the trace collector.", aliases=("--otlp-traces-endpoint",)
     )
-    tokenizer_metrics_custom_labels_header: str = planned(
-        "x-customer-labels", "HTTP header whose JSON object adds labels to the metrics of a request."
+    tokenizer_metrics_custom_labels_header: str = option(
+        "x-customer-labels",
+        "HTTP header whose JSON object adds labels to the metrics of a request.",
+        plan=ObservePlan.labels_header,
     )
-    tokenizer_metrics_allowed_customer_labels: tuple[str, ...] | None = planned(
-        None, "Labels that this header may set.", aliases=("--tokenizer-metrics-allowed-custom-labels",)
+    tokenizer_metrics_allowed_customer_labels: tuple[str, ...] | None = option(
+        None,
+        "Labels that this header may set; others are ignored.",
+        aliases=("--tokenizer-metrics-allowed-custom-labels",),
+        plan=ObservePlan.request_labels,
     )
 
 

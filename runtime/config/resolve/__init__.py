@@ -14,6 +14,7 @@ from runtime.config.resolve.cache import cache_plan
 from runtime.config.resolve.graphs import graph_plan
 from runtime.config.resolve.kernels import kernel_plan
 from runtime.config.resolve.model import chosen_gpu, model_plan
+from runtime.config.resolve.observe import observe_plan
 from runtime.config.resolve.parallel import parallel_plan
 from runtime.config.resolve.plan_builder import PlanBuilder
 from runtime.config.resolve.schedule import schedule_plan
@@ -78,6 +79,7 @@ def decide(
         kernels=kernels,
         graphs=graph_plan(builder, machine, gpu, kernels.decode_attention_backend, schedule.max_running),
         parallel=parallel_plan(builder, machine, facts, model.device),
+        observe=observe_plan(builder),
         text=text_plan(builder, facts.path),
         serve=serve_plan(builder, where, demo_path),
     )

@@ -42,6 +42,7 @@ SITUATIONS: list[tuple[Machine, dict[str, Any]]] = [
     (CPU, {"enable_torch_compile": True}),
     (CPU, {"pp_size": 2}),
     (CPU, NODES),
+    (CPU, {"collect_tokens_histogram": True}),
     (H200, {}),
     (FOUR_GPUS, {"tp_size": 2}),
 ]
@@ -58,6 +59,8 @@ VALUES: dict[str, list[Any]] = {
     "max_total_tokens": [64],
     "nnodes": [1],
     "random_seed": [7],
+    "prompt_tokens_buckets": [["tse", "1000", "2", "8"]],
+    "generation_tokens_buckets": [["customer", "10", "20"]],
 }
 # What was chosen, as users call it: `explain` shows it, and the engine reads `choices`.
 SHOWN = {f"{kind}_backend" for kind in ("attention", "prefill_attention", "decode_attention", "sampling")}

@@ -185,7 +185,7 @@ def test_all_refusals_come_together() -> None:
         device="cuda",
         context_length=9999,
         chunked_prefill_size=5,
-        enable_metrics=True,
+        enable_lora=True,
     )
     assert len(said.splitlines()) == 5
 

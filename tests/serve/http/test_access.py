@@ -37,7 +37,9 @@ def test_every_route_has_a_scope_and_none_stands_outside_the_table() -> None:
     assert served == {spec.path for spec in ROUTES} | set(PAGE_PATHS)
     for spec in ROUTES:
         assert isinstance(spec.scope, RouteScope), f"{spec.path} has no scope"
-    assert {spec.path for spec in ROUTES if spec.scope is RouteScope.PUBLIC} == {"/health", "/ready"}
+    assert {spec.path for spec in ROUTES if spec.scope is RouteScope.PUBLIC} == {
+        *("/health", "/ready", "/metrics")
+    }
 
 
 @pytest.fixture

@@ -1,0 +1,183 @@
+"""The metrics of an engine as Prometheus reads them; a registry of its own for each engine.
+
+Gauges are read off the engine at the moment of the scrape, so they are never stale and cost nothing in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+from runtime.errors import NotFound
+from runtime.metrics.declarations import METRICS, Metric
+from runtime.metrics.series import EngineMetrics, Histogram, ReplicaSeries, RequestSeries
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric as Family
+    from prometheus_client.registry import CollectorRegistry
+
+    from runtime.actors.engine_core import EngineCore
+    from runtime.actors.scheduler import SchedulerActor
+
+Labels = Mapping[str, str]
+
+
+class Sample(NamedTuple):
+    """One value, or one histogram, of a metric."""
+
+    name: str
+    labels: Labels
+    value: float | Histogram
+
+
+class EngineCollector:
+    """What prometheus-client asks for the metrics of one engine."""
+
+    def __init__(self, core: EngineCore, metrics: EngineMetrics) -> None:
+        self._core = core
+        self._metrics = metrics
+
+    def collect(self) -> Iterator[Family]:
+        """Every metric that has samples, in the order of `METRICS`."""
+        found: dict[str, list[Sample]] = {}
+        for sample in samples(self._core, self._metrics):
+            found.setdefault(sample.name, []).append(sample)
+        for metric in METRICS:
+            if metric.name in found:
+                yield _family(metric, found[metric.name])
+
+
+def exposition(core: EngineCore) -> bytes:
+    """The metrics of now, in Prometheus's text format. Raises `NotFound` where they are off.
+
+    Not in OpenMetrics: prometheus-client writes underscores there for the colons of names, and dashboards look for
+    these. Call it on the engine's loop.
+    """
+    from prometheus_client.exposition import generate_latest
+
+    return generate_latest(registry(core))
+
+
+def registry(core: EngineCore) -> CollectorRegistry:
+    """The metrics of this engine and its process. Raises `NotFound` where they are off."""
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.process_collector import ProcessCollector
+
+    if core.metrics is None:
+        raise NotFound("There are no metrics: start with --enable-metrics (enable_metrics=True).")
+    made = CollectorRegistry()
+    made.register(EngineCollector(core, core.metrics))
+    ProcessCollector(registry=made)
+    return made
+
+
+def samples(core: EngineCore, metrics: EngineMetrics) -> Iterator[Sample]:
+    """Every sample of now."""
+    model = {"model_name": core.plan.serve.served_model_name}
+    for scheduler in core.schedulers:
+        yield from _replica(core, scheduler, metrics.replicas[scheduler.index], model)
+    for values, series in metrics.requests.items():
+        yield from _requests(series, {**model, **dict(zip(metrics.plan.request_labels, values))})
+    yield Sample("sglang:engine_startup_time", model, metrics.startup_s)
+    yield Sample("penstock:event_loop_lag_seconds", model, metrics.loop_lag_s)
+    yield Sample("penstock:tokenizer_seconds", model, metrics.tokenizer_s)
+    yield Sample("penstock:requests", model, core.status().num_requests)
+    for reason, count in metrics.rejected.items():
+        yield Sample("penstock:rejected_requests", {**model, "reason": reason}, count)
+    for (path, status), count in metrics.http.items():
+        labels = {**model, "endpoint": path, "status_code": str(status)}
+        yield Sample("penstock:http_requests", labels, count)
+
+
+def _replica(
+    core: EngineCore, actor: SchedulerActor, series: ReplicaSeries, model: Labels
+) -> Iterator[Sample]:
+    labels = {**model, "engine_type": "unified", "tp_rank": "0", "pp_rank": "0"}
+    if core.plan.parallel.dp_size > 1:
+        labels["dp_rank"] = str(actor.index)
+    load = actor.scheduler.load
+    page_size = core.plan.cache.page_size
+    num_free = load.num_pages - load.num_used_pages - load.num_evictable_pages
+    gauges = {
+        "sglang:num_running_reqs": load.num_running,
+        "sglang:num_queue_reqs": load.num_waiting,
+        "sglang:num_grammar_queue_reqs": len(actor.scheduler.awaited),
+        "sglang:num_used_tokens": load.num_used_tokens,
+        "sglang:token_usage": round(load.token_usage, 4),
+        "sglang:gen_throughput": actor.progress.gen_throughput if load.num_running else 0.0,
+        "sglang:cache_hit_rate": series.hit_rate,
+        "sglang:total_retracted_reqs": load.num_retracted,
+        "sglang:max_total_num_tokens": load.num_pages * page_size,
+        "sglang:page_size": page_size,
+        "sglang:num_pages": load.num_pages,
+        "sglang:context_len": core.plan.model.context_length,
+        "sglang:new_token_ratio": load.new_token_ratio,
+        "sglang:kv_used_tokens": load.num_used_tokens,
+        "sglang:kv_available_tokens": num_free * page_size,
+        "sglang:kv_evictable_tokens": load.num_evictable_pages * page_size,
+        "penstock:steps": series.num_steps,
+        "penstock:queue_age_seconds": core.oldest_waiting_s(actor),
+        "sglang:queue_time_s": series.queue_s,
+        "penstock:step_rows": series.step_rows,
+    }
+    for name, value in gauges.items():
+        yield Sample(name, labels, value)
+    pages = {"running": load.num_used_pages, "prefix": load.num_evictable_pages, "free": num_free}
+    yield from _by("penstock:pages", labels, "owner", pages)
+    tokens = {
+        "prefill_compute": series.prompt_tokens,
+        "prefill_cache": series.cached_tokens,
+        "decode": series.generated_tokens,
+    }
+    yield from _by("sglang:realtime_tokens", labels, "mode", tokens)
+    yield from _by("penstock:prefix_lookups", labels, "result", series.lookups)
+    yield from _by("penstock:step_seconds", labels, "kind", series.step_s)
+
+
+def _by(
+    name: str, labels: Labels, label: str, values: Mapping[str, float] | Mapping[str, Histogram]
+) -> Iterator[Sample]:
+    for key, value in values.items():
+        yield Sample(name, {**labels, label: key}, value)
+
+
+def _requests(series: RequestSeries, labels: Labels) -> Iterator[Sample]:
+    values: dict[str, float | Histogram | None] = {
+        "sglang:prompt_tokens": series.prompt_tokens,
+        "sglang:generation_tokens": series.output_tokens,
+        "sglang:cached_tokens": series.cached_tokens,
+        "sglang:num_requests": series.num_requests,
+        "sglang:num_so_requests": series.num_with_grammar,
+        "sglang:num_aborted_requests": series.num_aborted,
+        "sglang:time_to_first_token_seconds": series.first_token_s,
+        "sglang:inter_token_latency_seconds": series.between_tokens_s,
+        "sglang:e2e_request_latency_seconds": series.whole_s,
+        "sglang:prompt_tokens_histogram": series.prompt_lengths,
+        "sglang:generation_tokens_histogram": series.output_lengths,
+    }
+    for name, value in values.items():
+        if value is not None:
+            yield Sample(name, labels, value)
+
+
+def _family(metric: Metric, found: Iterable[Sample]) -> Family:
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+    from prometheus_client.utils import floatToGoString
+
+    found = list(found)
+    names = list(found[0].labels)
+    if metric.kind == "histogram":
+        histograms = HistogramMetricFamily(metric.name, metric.help, labels=names)
+        for sample in found:
+            if isinstance(sample.value, Histogram):
+                bounds = [*map(floatToGoString, sample.value.bounds), "+Inf"]
+                counted = list(zip(bounds, sample.value.cumulative()))
+                histograms.add_metric(list(sample.labels.values()), counted, sample.value.sum)
+        return histograms
+    family = (CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily)(
+        metric.name, metric.help, labels=names
+    )
+    for sample in found:
+        if not isinstance(sample.value, Histogram):
+            family.add_metric(list(sample.labels.values()), sample.value)
+    return family

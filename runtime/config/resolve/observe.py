@@ -1,0 +1,79 @@
+"""The section of the plan about what is counted and logged."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from runtime.config import buckets
+from runtime.config.buckets import Bounds, ascending, token_bounds
+from runtime.config.plan import ObservePlan
+from runtime.config.resolve.plan_builder import Decision, PlanBuilder, build
+from runtime.errors import ConfigurationError
+
+LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
+HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")  # a token of RFC 9110
+TAKEN_LABELS = frozenset({"model_name", "le"})
+
+
+def observe_plan(builder: PlanBuilder) -> ObservePlan:
+    return build(
+        ObservePlan,
+        metrics=builder.follow("enable_metrics"),
+        ttft_bounds=_seconds(builder, "bucket_time_to_first_token", buckets.TIME_TO_FIRST_TOKEN),
+        itl_bounds=_seconds(builder, "bucket_inter_token_latency", buckets.INTER_TOKEN_LATENCY),
+        e2e_bounds=_seconds(builder, "bucket_e2e_request_latency", buckets.E2E_LATENCY),
+        prompt_bounds=_lengths(builder, "prompt_tokens_buckets"),
+        output_bounds=_lengths(builder, "generation_tokens_buckets"),
+        labels_header=_labels_header(builder),
+        request_labels=_request_labels(builder),
+    )
+
+
+def _seconds(builder: PlanBuilder, option: str, default: Bounds) -> Decision[Bounds]:
+    values: Sequence[float] | None = builder.args.get(option)
+    if values is None:
+        return Decision(default, "the default")
+    try:
+        return Decision(ascending(values), "as asked")
+    except ConfigurationError as error:
+        builder.refuse(option, f"{_flag(option)}: {error}")
+        return Decision(default, "what was asked for cannot be used")
+
+
+def _lengths(builder: PlanBuilder, option: str) -> Decision[Bounds]:
+    rule: Sequence[str] | None = builder.args.get(option)
+    try:
+        bounds = buckets.TOKENS if rule is None else token_bounds(rule)
+    except ConfigurationError as error:
+        builder.refuse(option, f"{_flag(option)}: {error}")
+        return Decision((), "what was asked for cannot be used")
+    if not builder.args.observe.collect_tokens_histogram:
+        return Decision((), "there is none without --collect-tokens-histogram")
+    return Decision(bounds, "the default" if rule is None else "as asked")
+
+
+def _labels_header(builder: PlanBuilder) -> Decision[str]:
+    name = builder.args.observe.tokenizer_metrics_custom_labels_header
+    if not HEADER.fullmatch(name):
+        option = "tokenizer_metrics_custom_labels_header"
+        builder.refuse(option, f"{_flag(option)} {name!r} is no name of a header.")
+    return builder.follow("tokenizer_metrics_custom_labels_header", name.lower())
+
+
+def _request_labels(builder: PlanBuilder) -> Decision[tuple[str, ...]]:
+    option = "tokenizer_metrics_allowed_customer_labels"
+    names = builder.args.observe.tokenizer_metrics_allowed_customer_labels or ()
+    for name in names:
+        if (
+            not LABEL.fullmatch(name)
+            or name in TAKEN_LABELS
+            or name.startswith("__")
+            or names.count(name) > 1
+        ):
+            builder.refuse(option, f"{_flag(option)}: {name!r} cannot be a label, or is named twice.")
+    return builder.follow(option, names)
+
+
+def _flag(option: str) -> str:
+    return "--" + option.replace("_", "-")
