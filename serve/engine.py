@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequen
 from contextlib import ExitStack, aclosing
 from dataclasses import replace
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 from weakref import finalize
 
 import anyio
@@ -21,15 +21,18 @@ from runtime.actors.scrape import exposition
 from runtime.config import Args
 from runtime.errors import ConfigurationError, EngineClosed, InvalidRequest
 from runtime.sampling_params import SamplingParams
+from serve import python_chat
 from serve.background import BackgroundTask, event_loop_thread
 from serve.decode import decode
 from serve.demo import demo_path
 from serve.native.generate import GenerateAnswers
 from serve.native.schema import GenerateBody, requests_of
 from serve.output_streams import read_all, submit_all
+from serve.python_chat import Answer, Messages
 
 Prompt = str | Sequence[str]
 Ids = Sequence[int] | Sequence[Sequence[int]]
+Piece = TypeVar("Piece")
 Sampling = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 
@@ -161,6 +164,28 @@ class Engine:
                     texts[chunk.index] += chunk.text
                     yield {**piece, "delta": chunk.text, "text": texts[chunk.index], "index": chunk.index}
 
+    async def chat(self, messages: Messages, **options: Any) -> Answer:
+        """Answer messages (or one text of the user's): `answer.choices[0].message.content`.
+
+            class City(pydantic.BaseModel): name: str; country: str
+            answer = await engine.chat("Where is the Louvre?", response_format=City, max_tokens=64)
+            answer.choices[0].message.parsed.country
+
+        Keywords are the fields of /v1/chat/completions (`tools`, `tool_choice`, `temperature`, ...), the answer is its
+        object as a dict with attributes. `response_format` may be a pydantic model: its object is then `parsed`, None
+        where the output was cut off. Raises `InvalidRequest` naming the keyword.
+        """
+        return await python_chat.chat(self.core, messages, options)
+
+    async def chat_stream(self, messages: Messages, **options: Any) -> AsyncGenerator[Answer, None]:
+        """The answer in chunks, as the HTTP API streams them: `piece.choices[0].delta.content`.
+
+        Leaving the loop frees the request.
+        """
+        async with aclosing(python_chat.chat_stream(self.core, messages, options)) as pieces:
+            async for piece in pieces:
+                yield piece
+
     async def encode(
         self,
         prompt: Prompt | None = None,
@@ -250,7 +275,18 @@ class SyncEngine:
 
     def stream(self, *args: Any, **options: Any) -> Generator[dict[str, Any], None, None]:
         """See `Engine.stream`."""
-        pieces = self._engine.stream(*args, **options)
+        yield from self._iterate(self._engine.stream(*args, **options))
+
+    def chat(self, messages: Messages, **options: Any) -> Answer:
+        """See `Engine.chat`."""
+        return self._call(partial(self._engine.chat, messages, **options))
+
+    def chat_stream(self, messages: Messages, **options: Any) -> Generator[Answer, None, None]:
+        """See `Engine.chat_stream`."""
+        yield from self._iterate(self._engine.chat_stream(messages, **options))
+
+    def _iterate(self, pieces: AsyncGenerator[Piece, None]) -> Generator[Piece, None, None]:
+        """The pieces of a stream; the stream ends when the caller leaves."""
         while True:
             try:
                 piece = self._call(pieces.__anext__)
