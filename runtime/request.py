@@ -60,6 +60,7 @@ class Request:
     wants_embedding: bool = False
     grammar: Grammar | None = None  # what the output must match; the engine makes the constraint of it
     follows: bool = False  # another prompt of its call was let in: the queue takes this one too, full or not
+    shown_special_ids: frozenset[int] = frozenset()  # special tokens that stay in the text all the same
     constraint: Constraint | None = None  # of a grammar, or of our own making
     label: str = field(default_factory=lambda: uuid4().hex)
     owner: str = ""

@@ -18,7 +18,7 @@ from serve.access import Access, RouteScope
 from serve.anthropic import messages
 from serve.endpoint import Endpoint, Handler
 from serve.errors import NATIVE, OPENAI, ErrorFormat, refusal_response
-from serve.native import admin, generate, metrics, tokens
+from serve.native import admin, generate, metrics, parsing, tokens
 from serve.ollama import handlers as ollama
 from serve.ollama import models as ollama_models
 from serve.openai import chat, completions, models
@@ -81,6 +81,8 @@ ROUTES = (  # searched from the first to the last: what is called most often com
     RouteSpec(POST, "/v1/tokenize", tokens.tokenize, USER),
     RouteSpec(POST, "/detokenize", tokens.detokenize, USER),
     RouteSpec(POST, "/v1/detokenize", tokens.detokenize, USER),
+    RouteSpec(POST, "/parse_function_call", parsing.parse_function_call, USER),
+    RouteSpec(POST, "/separate_reasoning", parsing.separate_reasoning, USER),
     RouteSpec(("GET", "POST"), "/v1/models", models.list_models, USER, OPENAI),
     RouteSpec(GET, "/v1/models/{model:path}", models.retrieve_model, USER, OPENAI),
 )

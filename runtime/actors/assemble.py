@@ -77,6 +77,13 @@ async def assemble(plan: Plan, facts: ModelFacts) -> EngineCore:
     restart = partial(start_replica, plan, facts) if len(replicas) > 1 else None
     plan = replicas[0].plan
     logger.info(
+        "tool_call_parser=%s (%s), reasoning_parser=%s (%s)",
+        plan.text.tool_call_parser,
+        plan.text.reasons.get("tool_call_parser", ""),
+        plan.text.reasoning_parser,
+        plan.text.reasons.get("reasoning_parser", ""),
+    )
+    logger.info(
         "max_total_num_tokens=%d, chunked_prefill_size=%s, max_prefill_tokens=%d, max_running_requests=%d, "
         "context_len=%d",
         sum(each.scheduler.load.num_pages for each in replicas) * plan.cache.page_size,

@@ -44,6 +44,7 @@ class ChoiceDecoder:
                 request.ids or (),
                 sampling.skip_special_tokens,
                 sampling.spaces_between_special_tokens,
+                request.shown_special_ids,
             )
         self._matcher = StopMatcher(sampling.stop, sampling.no_stop_trim) if sampling.stop else None
 

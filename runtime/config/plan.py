@@ -130,6 +130,8 @@ class TextPlan(Section):
     trust_remote_code: bool
     revision: str | None
     chat_template: str | None  # a file or a builtin name; None: the tokenizer's own
+    tool_call_parser: str | None = None  # a name of `runtime.config.parsers`; None: calls are not recognised
+    reasoning_parser: str | None = None  # a name of `runtime.config.parsers`; None: the output is not divided
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,6 @@ their own) and `--tokenizer-mode slow` go through AutoTokenizer.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import tokenizers
 
 from runtime.config.plan import TextPlan
+from runtime.config.template_files import read_json, read_templates
 from runtime.errors import ConfigurationError
 from runtime.models.checkpoint import lfs_hint
 
@@ -156,7 +156,7 @@ def read_tokenizer(plan: TextPlan) -> TokenizerFiles:
     path = Path(plan.tokenizer_path)
     if not path.is_dir():
         raise ConfigurationError(f"--tokenizer-path {path} is not a directory.")
-    config = _read_json(path / "tokenizer_config.json")
+    config = read_json(path / "tokenizer_config.json")
     own_code = _names_own_code(config)
     needs_files = not own_code and config.get("tokenizer_class") not in WITHOUT_FILES
     if needs_files and not any(any(path.glob(pattern)) for pattern in VOCABULARIES):
@@ -187,14 +187,14 @@ def _read_directly(path: Path, config: dict[str, Any]) -> TokenizerFiles:
     library.encode_special_tokens = bool(config.get("split_special_tokens", False))
     named = dict(config)
     if "added_tokens_decoder" not in config:
-        named |= _read_json(path / "special_tokens_map.json")
+        named |= read_json(path / "special_tokens_map.json")
     special = {
         key: text
         for key, value in named.items()
         if key.endswith("_token") and (text := _token_text(value)) is not None
     }
     _add_tokens(library, config.get("added_tokens_decoder") or {}, [*special.values(), *_extra_tokens(named)])
-    return TokenizerFiles(FastBackend(library), special, _read_templates(path, config))
+    return TokenizerFiles(FastBackend(library), special, read_templates(path, config))
 
 
 def _add_tokens(library: tokenizers.Tokenizer, listed: Mapping[str, Any], special: list[str]) -> None:
@@ -226,24 +226,6 @@ def _read_with_transformers(path: Path, plan: TextPlan) -> TokenizerFiles:
     return TokenizerFiles(backend, dict(library.special_tokens_map), templates)
 
 
-def _read_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Files beside the configuration come before the configuration's own entry."""
-    found: dict[str, str] = {}
-    single = path / "chat_template.jinja"
-    if single.is_file():
-        found["default"] = single.read_text(encoding="utf-8")
-    for extra in sorted((path / "additional_chat_templates").glob("*.jinja")):
-        found[extra.stem] = extra.read_text(encoding="utf-8")
-    if found:
-        return found
-    entry = config.get("chat_template") or _read_json(path / "chat_template.json").get("chat_template") or {}
-    if isinstance(entry, str):
-        return {"default": entry}
-    if isinstance(entry, list):
-        return {item["name"]: item["template"] for item in entry}
-    return dict(entry)
-
-
 def _names_own_code(config: dict[str, Any]) -> bool:
     auto_map = config.get("auto_map")
     return isinstance(auto_map, list) or (isinstance(auto_map, dict) and "AutoTokenizer" in auto_map)
@@ -259,15 +241,3 @@ def _token_text(value: Any) -> str | None:
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigurationError(f"{path} is not valid JSON: {error}.") from error
-    if not isinstance(content, dict):
-        raise ConfigurationError(f"{path} must hold a JSON object.")
-    return content

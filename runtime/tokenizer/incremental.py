@@ -19,6 +19,7 @@ class IncrementalDecoder:
     The pushes and the flush together are the text of prompt and output minus the text of the prompt, however
     the ids are divided over the pushes. A character that began in the prompt is given whole when the output
     completes it. `token_bytes` is None for tokenizers whose decoder looks at neighbours.
+    Of special tokens that are skipped, those in `shown_special_ids` are not.
     `spaces_between_special_tokens` is accepted for the sampling parameter of that name; no tokenizer of
     transformers 5 puts spaces there, so it changes nothing.
     """
@@ -32,6 +33,7 @@ class IncrementalDecoder:
         prompt_ids: Sequence[int] = (),
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
+        shown_special_ids: frozenset[int] = frozenset(),
     ) -> None:
         self._skip = skip_special_tokens
         self._token_bytes = token_bytes
@@ -39,10 +41,12 @@ class IncrementalDecoder:
         self._held = b""  # the beginning of a character
         self._shared = False  # whether it began in the prompt
         if token_bytes is None:
-            self._window = _Window(backend, prompt_ids, skip_special_tokens)
+            silent = backend.special_ids - shown_special_ids if shown_special_ids else frozenset()
+            self._window = _Window(backend, prompt_ids, skip_special_tokens, silent)
             return
-        self._rest = token_bytes.rest_skipping if skip_special_tokens else token_bytes.rest
-        self._first = token_bytes.first_skipping if skip_special_tokens else token_bytes.first
+        self._first, self._rest = token_bytes.tables(
+            skip_special_tokens=skip_special_tokens, shown_ids=shown_special_ids
+        )
         self._begun = any(
             token_bytes.counts(token_id, skip_special_tokens) for token_id in reversed(prompt_ids)
         )
@@ -106,14 +110,23 @@ class _Window:
     Text that ends in a broken character is held for at most `MAX_HELD` tokens.
     """
 
-    def __init__(self, backend: Backend, prompt_ids: Sequence[int], skip_special_tokens: bool) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        prompt_ids: Sequence[int],
+        skip_special_tokens: bool,
+        silent_ids: frozenset[int] = frozenset(),
+    ) -> None:
         self._backend = backend
-        self._skip = skip_special_tokens
-        self._ids = list(prompt_ids[-CONTEXT:])
+        self._silent = silent_ids if skip_special_tokens else frozenset()  # where not all are skipped
+        self._skip = skip_special_tokens and not silent_ids
+        self._ids = [token_id for token_id in prompt_ids[-CONTEXT:] if token_id not in self._silent]
         self._num_held = 0  # at the end of _ids: tokens whose text was not given yet
         self._before = backend.decode(self._ids, skip_special_tokens)
 
     def step(self, token_id: int) -> str:
+        if token_id in self._silent:
+            return ""
         self._ids.append(token_id)
         self._num_held += 1
         text = self._backend.decode(self._ids, self._skip)

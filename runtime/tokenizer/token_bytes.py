@@ -30,6 +30,23 @@ class TokenBytes:
         self.rest_skipping: Mapping[int, bytes] = _Table(self.rest.__getitem__, silent)
         self.first_skipping: Mapping[int, bytes] = _Table(self.first.__getitem__, silent)
         self._backend = backend
+        self._showing: dict[frozenset[int], tuple[Mapping[int, bytes], Mapping[int, bytes]]] = {}
+
+    def tables(
+        self, *, skip_special_tokens: bool, shown_ids: frozenset[int] = frozenset()
+    ) -> tuple[Mapping[int, bytes], Mapping[int, bytes]]:
+        """(first, rest) for these settings; the special tokens `shown_ids` are never skipped."""
+        if not skip_special_tokens:
+            return self.first, self.rest
+        if not shown_ids:
+            return self.first_skipping, self.rest_skipping
+        if shown_ids not in self._showing:
+            silent = dict.fromkeys(self._backend.special_ids - shown_ids, b"")
+            self._showing[shown_ids] = (
+                _Table(self.first.__getitem__, silent),
+                _Table(self.rest.__getitem__, silent),
+            )
+        return self._showing[shown_ids]
 
     def counts(self, token_id: int, skip_special_tokens: bool) -> bool:
         """Whether a text with this token has begun."""

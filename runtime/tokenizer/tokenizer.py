@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import TextPlan
@@ -100,11 +100,21 @@ class Tokenizer:
         prompt_ids: Sequence[int],
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
+        shown_special_ids: frozenset[int] = frozenset(),
     ) -> IncrementalDecoder:
         """What decodes the output of a sequence with this prompt as it grows."""
         return IncrementalDecoder(
-            self.backend, self.bytes_of, prompt_ids, skip_special_tokens, spaces_between_special_tokens
+            self.backend,
+            self.bytes_of,
+            prompt_ids,
+            skip_special_tokens,
+            spaces_between_special_tokens,
+            shown_special_ids,
         )
+
+    def ids_of(self, texts: Iterable[str]) -> dict[str, int]:
+        """Of these texts, those that are a single added token, with its id."""
+        return {text: self.backend.added[text] for text in texts if text in self.backend.added}
 
     def token_bytes(self, token_id: int) -> bytes | None:
         """What the token adds to a text, with its leading space; None if the id names no token."""

@@ -2,23 +2,142 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
 from runtime.request import Chunk
-from serve.chat.events import ChatEvent, Content
+from serve.chat.events import ChatEvent, Content, Reasoning
+from serve.chat.harmony import read_harmony
+from serve.chat.reasoning.format import ReasoningFormat, read_reasoning
+from serve.chat.scan.output import Output
+from serve.chat.scan.source import Marks, Reader, Source
+from serve.chat.tools.format import ToolFormat, read_calls
+from serve.chat.tools.offered import OfferedTools
+
+_NO_MARKS = Marks(())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParserSettings:
+    """What may stand in an output, and how it is wanted. Shared by the choices of a request."""
+
+    reasoning: ReasoningFormat | None = None
+    is_open: bool = False  # the output begins within the reasoning
+    close_id: int | None = None  # the token that ends it, if one does
+    open_id: int | None = None
+    separate_reasoning: bool = True
+    stream_reasoning: bool = True
+    calls: ToolFormat | None = None
+    tools: OfferedTools = field(default_factory=OfferedTools)
+    harmony: bool = False
+    max_calls: int | None = None
+    count: Callable[[str], int] | None = None  # tokens of a text
+
+    @property
+    def parses(self) -> bool:
+        return self.reasoning is not None or self.calls is not None or self.harmony
 
 
 class OutputParser:
-    """Reads the output of one choice, in pieces or whole. This one takes all of it as the answer's text.
+    """Reads the output of one choice, in pieces or whole.
 
-    However the text is cut, the pieces of each content, reasoning and call put together are the same.
+    However the text is cut, the pieces of each content, reasoning and call put together are the same. Without a
+    format all of it is the answer's text.
     """
 
-    num_calls: int = 0  # that have begun
-    num_reasoning_tokens: int = 0
+    def __init__(self, settings: ParserSettings | None = None) -> None:
+        self._settings = settings if settings is not None and settings.parses else None
+        self._counter = _ReasoningCounter(settings) if self._settings else None
+        if self._settings is not None:
+            self._source = Source()
+            self._output = Output(
+                offers_tools=self._settings.calls is not None or self._settings.harmony,
+                max_calls=self._settings.max_calls,
+                holds_reasoning=not self._settings.stream_reasoning,
+            )
+            self._reader: Reader[None] | None = _read(self._source, self._output, self._settings)
+
+    @property
+    def num_calls(self) -> int:
+        """That have begun."""
+        return self._output.num_calls if self._settings else 0
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Of the chunks that were fed."""
+        return self._counter.num_tokens if self._counter else 0
 
     def feed(self, text: str, *, final: bool = False) -> list[ChatEvent]:
-        """What is certain now. With `final` nothing is held back any more."""
-        return [Content(text)] if text else []
+        """What is certain now. With `final` nothing is held back any more, and no more may come."""
+        if self._settings is None:
+            return [Content(text)] if text else []
+        if self._reader is None:
+            raise ValueError("a text goes on after its end")
+        self._source.add(text, final=final)
+        try:
+            next(self._reader)
+        except StopIteration:
+            self._reader = None
+        if final:
+            self._reader = None
+            self._output.end()
+        return self._output.take(final=final)
 
     def feed_chunk(self, chunk: Chunk) -> list[ChatEvent]:
         """`feed` for a chunk of an output stream; it also counts the tokens."""
-        return self.feed(chunk.text, final=chunk.finish is not None)
+        final = chunk.finish is not None
+        events = self.feed(chunk.text, final=final)
+        if self._counter is not None:
+            self._counter.add(chunk.ids, events, final=final)
+        return events
+
+
+def _read(source: Source, output: Output, settings: ParserSettings) -> Reader[None]:
+    """Read a whole answer."""
+    if settings.harmony:
+        yield from read_harmony(
+            source,
+            output,
+            separate=settings.separate_reasoning,
+            offers_tools=bool(settings.tools.by_name),
+        )
+        return
+    if settings.reasoning is not None:
+        yield from read_reasoning(
+            source,
+            output,
+            settings.reasoning,
+            is_open=settings.is_open,
+            separate=settings.separate_reasoning,
+        )
+    if settings.calls is not None:
+        yield from read_calls(source, output, settings.tools, settings.calls)
+    else:
+        yield from source.until(_NO_MARKS, output.content)
+
+
+class _ReasoningCounter:
+    """Counts the tokens of the reasoning, the one that closes it included."""
+
+    def __init__(self, settings: ParserSettings | None) -> None:
+        self.num_tokens = 0
+        self._settings = settings or ParserSettings()
+        self._by_id = self._settings.close_id is not None and not self._settings.harmony
+        self._is_open = self._settings.is_open
+        self._is_done = False
+        self._pieces: list[str] = []
+
+    def add(self, ids: Sequence[int], events: Sequence[ChatEvent], *, final: bool) -> None:
+        if not self._by_id:
+            self._pieces += [event.text for event in events if type(event) is Reasoning]
+            if final and self._pieces and self._settings.count is not None:
+                self.num_tokens = self._settings.count("".join(self._pieces))
+            return
+        if self._is_done:
+            return
+        self._is_open = self._is_open or self._settings.open_id in ids
+        if not self._is_open:
+            return
+        close_id = self._settings.close_id
+        self._is_done = close_id in ids
+        self.num_tokens += ids.index(close_id) + 1 if close_id is not None and self._is_done else len(ids)

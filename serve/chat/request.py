@@ -11,7 +11,10 @@ from runtime.errors import InvalidRequest
 from runtime.grammar.spec import Grammar
 from runtime.request import Chunk, Finish, LogprobParams, Request
 from serve.chat.message import AssistantMessage, collect
-from serve.chat.parser import OutputParser
+from serve.chat.parser import OutputParser, ParserSettings
+from serve.chat.settings import parser_settings, shown_special_ids
+from serve.chat.tools.choice import ToolChoice, read_choice
+from serve.chat.tools.offered import read_tools
 from serve.sampling import sampling_params
 
 if TYPE_CHECKING:
@@ -45,15 +48,16 @@ class PreparedChat:
     """A chat that can be submitted, and what reads its output."""
 
     request: Request
+    settings: ParserSettings
 
     @property
     def parses(self) -> bool:
         """Whether the output may be more than the answer's text."""
-        return False
+        return self.settings.parses
 
     def new_parser(self) -> OutputParser:
         """The parser of one choice."""
-        return OutputParser()
+        return OutputParser(self.settings)
 
     def message(self, chunk: Chunk, parser: OutputParser) -> AssistantMessage:
         """The answer of a choice that came whole; `parser` is new."""
@@ -66,20 +70,23 @@ class PreparedChat:
 
 def prepare(core: EngineCore, chat: ChatRequest) -> PreparedChat:
     """Raises `InvalidRequest` naming the field of `chat` that is wrong. Renders, so long chats belong in a thread."""
-    _refuse_tools(chat)
-    if chat.grammar is not None:
-        raise InvalidRequest("response_format is not built yet; leave it out.", param="response_format")
+    offered = read_tools(chat.tools or ())
+    choice = read_choice(chat.tool_choice, offered)
+    _refuse_what_is_not_built(chat, choice)
     serve = core.plan.serve
     sampling = sampling_params("chat", chat.sampling, serve.preferred_sampling, facts=core.facts)
+    prompt = render(core, chat)
+    settings = parser_settings(core, chat, choice, prompt)
     request = Request(
-        text=render(core, chat),
+        text=prompt,
         sampling=sampling,
         logprobs=chat.logprobs,
         add_special_tokens=False,
         truncate=serve.allow_auto_truncate,
+        shown_special_ids=shown_special_ids(core.tokenizer, settings),
         label=chat.label,
     )
-    return PreparedChat(request=request)
+    return PreparedChat(request=request, settings=settings)
 
 
 def render(core: EngineCore, chat: ChatRequest) -> str:
@@ -96,16 +103,22 @@ def render(core: EngineCore, chat: ChatRequest) -> str:
             "continue_final_message needs the last message to be the assistant's.",
             param="continue_final_message",
         )
+    calls = bool(chat.tools) and chat.tool_choice != "none"
+    if calls and not core.tokenizer.template.mentions("tools"):
+        raise InvalidRequest("This model's chat template has no place for tools.", param="tools")
     return core.tokenizer.template.render(
         chat.messages,
+        **({"tools": list(chat.tools or ())} if calls else {}),
         add_generation_prompt=chat.add_generation_prompt and not chat.continue_final_message,
         continue_final_message=chat.continue_final_message,
         **chat.template_kwargs,
     )
 
 
-def _refuse_tools(chat: ChatRequest) -> None:
-    if chat.tools and chat.tool_choice != "none":
-        raise InvalidRequest('tools is not built yet; leave it out or say tool_choice "none".', param="tools")
-    if not chat.tools and chat.tool_choice not in (None, "none", "auto"):
-        raise InvalidRequest("tool_choice is not built yet; leave it out.", param="tool_choice")
+def _refuse_what_is_not_built(chat: ChatRequest, choice: ToolChoice) -> None:
+    if chat.grammar is not None:
+        raise InvalidRequest("response_format is not built yet; leave it out.", param="response_format")
+    if choice.must_call:
+        raise InvalidRequest('tool_choice can be "auto" or "none" so far.', param="tool_choice")
+    if choice.calls and any(tool.strict for tool in choice.tools):
+        raise InvalidRequest("strict tools are not built yet; leave strict out.", param="tools")

@@ -9,6 +9,7 @@ from uuid import uuid4
 from runtime.errors import InvalidRequest
 from runtime.request import LogprobParams
 from serve.chat.request import ChatRequest
+from serve.chat.thinking import thinking_switch
 from serve.openai.schema import ChatBody, Message
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -79,10 +80,12 @@ def _template_kwargs(body: ChatBody) -> Mapping[str, Any]:
     if body.reasoning is not None:
         enabled = body.reasoning.enable if body.reasoning.enabled is None else body.reasoning.enabled
         if enabled is not None:
-            kwargs.setdefault("thinking", enabled)
+            kwargs = thinking_switch(enabled) | kwargs
         effort = effort or body.reasoning.effort
     if effort is not None:
         kwargs.setdefault("reasoning_effort", effort)
+        if effort == "none":
+            kwargs = thinking_switch(False) | kwargs
     return kwargs
 
 

@@ -1,7 +1,6 @@
 """Bodies of the OpenAI endpoints. Keys that are not named here are ignored, as clients expect.
 
-Accepted without effect: `user` (an identifier for abuse reports; this server writes none), and
-`separate_reasoning` and `stream_reasoning` (there is no reasoning parser yet).
+Accepted without effect: `user` (an identifier for abuse reports; this server writes none).
 """
 
 from __future__ import annotations
@@ -146,6 +145,7 @@ class ChatBody(OpenAIBody):
     reasoning: Reasoning | None = None
     separate_reasoning: bool = True
     stream_reasoning: bool = True
+    max_thinking_tokens: NotBuilt = None
     functions: NotBuilt = None
     audio: NotBuilt = None
     prediction: NotBuilt = None

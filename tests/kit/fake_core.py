@@ -55,8 +55,10 @@ def make_facts(**changes: Any) -> ModelFacts:
     return ModelFacts(**given | changes)
 
 
-def make_plan(**serve: Any) -> Plan:
-    """A plan; keywords replace fields of its serve section."""
+def make_plan(
+    *, tool_call_parser: str | None = None, reasoning_parser: str | None = None, **serve: Any
+) -> Plan:
+    """A plan; further keywords replace fields of its serve section."""
     given: dict[str, Any] = {
         "host": "127.0.0.1",
         "port": 0,
@@ -104,6 +106,8 @@ def make_plan(**serve: Any) -> Plan:
             trust_remote_code=False,
             revision=None,
             chat_template=None,
+            tool_call_parser=tool_call_parser,
+            reasoning_parser=reasoning_parser,
         ),
         serve=ServePlan(**given | serve),
     )

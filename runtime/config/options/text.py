@@ -5,15 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from runtime.config.option_spec import always, inert, option, planned
+from runtime.config.parsers import REASONING_PARSERS, TOOL_CALL_PARSERS
 from runtime.config.plan import TextPlan
-
-_REASONING_PARSERS = (
-    "deepseek-r1", "deepseek-v3", "glm45", "gpt-oss", "kimi", "qwen3", "qwen3-thinking", "step3",
-)  # fmt: skip
-_TOOL_CALL_PARSERS = (
-    "llama3", "qwen25", "mistral", "deepseekv3", "deepseekv31", "pythonic", "kimi_k2", "qwen3_coder", "glm45",
-    "step3", "gpt-oss",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,13 +51,19 @@ class TextArgs:
         "Template of fill-in-the-middle prompts, used when /v1/completions gets a suffix: deepseek_coder, "
         "star_coder, qwen_coder, or a JSON file.",
     )
-    reasoning_parser: str | None = planned(
+    reasoning_parser: str | None = option(
         None,
-        "Which family's marks separate reasoning from the answer in chat output.",
-        choices=_REASONING_PARSERS,
+        "Which family's marks separate reasoning from the answer in chat output; none: no marks do. Default: "
+        "guessed from the chat template.",
+        choices=("none", *sorted(REASONING_PARSERS)),
+        plan=TextPlan.reasoning_parser,
     )
-    tool_call_parser: str | None = planned(
-        None, "Which family's format of tool calls is recognised in chat output.", choices=_TOOL_CALL_PARSERS
+    tool_call_parser: str | None = option(
+        None,
+        "Which family's format of tool calls is recognised in chat output; none: requests with tools are "
+        "refused. Default: guessed from the chat template.",
+        choices=("none", *sorted(TOOL_CALL_PARSERS)),
+        plan=TextPlan.tool_call_parser,
     )
     enable_tokenizer_batch_encode: bool = planned(
         False, "Tokenize the prompts of one request list in a single call."

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
+from runtime.config.parsers import REASONING_PARSERS, TOOL_CALL_PARSERS, Signs, guess
 from runtime.config.plan import ServePlan, TextPlan
 from runtime.config.resolve.plan_builder import Decision, PlanBuilder, build
-from runtime.errors import InvalidRequest
+from runtime.config.template_files import read_json, read_templates
+from runtime.errors import ConfigurationError, InvalidRequest
 from runtime.sampling_params import SamplingParams
 
 DEMO_NAME = "penstock-demo"
@@ -21,6 +24,7 @@ def text_plan(builder: PlanBuilder, model_path: str) -> TextPlan:
             "chat_template",
             f"--chat-template {args.chat_template}: only .jinja files work so far; write it as one.",
         )
+    template = _template(builder, model_path)
     return build(
         TextPlan,
         tokenizer_path=_tokenizer_path(builder, model_path),
@@ -28,7 +32,40 @@ def text_plan(builder: PlanBuilder, model_path: str) -> TextPlan:
         trust_remote_code=builder.follow("trust_remote_code"),
         revision=builder.follow("revision"),
         chat_template=builder.follow("chat_template"),
+        tool_call_parser=_parser(builder, "tool_call_parser", TOOL_CALL_PARSERS, template),
+        reasoning_parser=_parser(builder, "reasoning_parser", REASONING_PARSERS, template),
     )
+
+
+def _parser(
+    builder: PlanBuilder, option: str, parsers: Mapping[str, Signs], template: str
+) -> Decision[str | None]:
+    """A format of the output: as asked, or as the chat template gives it away."""
+    asked = builder.args.get(option)
+    if asked is not None:
+        return Decision(None if asked == "none" else asked, "as asked")
+    if not template:
+        return Decision(None, "there is no chat template to guess it from")
+    guessed = guess(parsers, template)
+    if guessed is None:
+        return Decision(None, "the chat template shows no format that is known")
+    return Decision(guessed[0], f"guessed: the chat template has {guessed[1]}")
+
+
+def _template(builder: PlanBuilder, model_path: str) -> str:
+    """All that the chat templates say; empty where there are none, or none that can be read now."""
+    args = builder.args.text
+    if args.skip_tokenizer_init:
+        return ""
+    folder = Path(args.tokenizer_path or model_path)
+    try:
+        if args.chat_template is not None:
+            return Path(args.chat_template).read_text(encoding="utf-8")
+        if not model_path or not folder.is_dir():
+            return ""
+        return "\n".join(read_templates(folder, read_json(folder / "tokenizer_config.json")).values())
+    except (OSError, ValueError, LookupError, TypeError, ConfigurationError):  # loading it says what is wrong
+        return ""
 
 
 def _tokenizer_path(builder: PlanBuilder, model_path: str) -> Decision[str | None]:

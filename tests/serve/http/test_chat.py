@@ -263,6 +263,7 @@ async def test_reasoning_options_reach_the_template(served: Served, monkeypatch:
         "continue_final_message": False,
         "style": "short",
         "thinking": True,
+        "enable_thinking": True,
         "reasoning_effort": "low",
     }
 

@@ -1,0 +1,74 @@
+"""The names of the formats of tool calls and of reasoning, and how a chat template gives them away.
+
+What the formats are is in `serve.chat`; a test holds that both sides know the same names. A format is guessed where
+the template contains all of its texts; the first in this order counts, so the more particular ones come first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+Signs = tuple[str, ...]  # () is never guessed
+
+TOOL_CALL_PARSERS: Mapping[str, Signs] = {
+    "gpt-oss": ("<|channel|>", "<|message|>"),
+    "llama4": ("<|header_start|>", "<|python_start|>"),
+    "llama3": ("<|start_header_id|>", '"parameters"'),
+    "mistral": ("[TOOL_CALLS]", "[ARGS]"),
+    "mistral-list": ("[TOOL_CALLS]",),
+    "deepseekv32": ("<｜DSML｜",),
+    "deepseekv3": ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "```json"),
+    "deepseekv31": ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"),
+    "kimi_k2": ("<|tool_calls_section_begin|>",),
+    "step3": ("<steptml:invoke",),
+    "minimax-m2": ("<minimax:tool_call>",),
+    "seed_oss": ("<seed:tool_call>",),
+    "gemma4": ("<|tool_call>", "<tool_call|>"),
+    "lfm2": ("<|tool_call_start|>",),
+    "phi4": ("<|/tool_call|>",),
+    "granite": ("<|start_of_role|>", "<|tool_call|>"),
+    "command_r": ("<|START_ACTION|>",),
+    "interns1": ("<|plugin|>", "<|action_start|>"),
+    "nemotron": ("<TOOLCALL>",),
+    "hunyuan": ("<tool_calls>",),
+    "olmo3": ("<function_calls>",),
+    "qwen3_coder": ("<tool_call>", "<function=", "<parameter="),
+    "glm45": ("<tool_call>", "<arg_key>"),
+    "qwen25": ("<tool_call>",),
+    "pythonic": (),
+    "gemma3": (),
+    "glm47": (),
+    "hermes": (),
+    "json": (),
+    "qwen": (),
+    "step3p5": (),
+}
+
+REASONING_PARSERS: Mapping[str, Signs] = {
+    "gpt-oss": ("<|channel|>", "<|message|>"),
+    "kimi": ("◁think▷",),
+    "seed_oss": ("<seed:think>",),
+    "mistral": ("[THINK]",),
+    "gemma4": ("<|channel>",),
+    "command_r": ("<|START_THINKING|>",),
+    "step3": ("<steptml:invoke", "<think>"),
+    "kimi_k2": ("<|tool_calls_section_begin|>", "<think>"),
+    "minimax": ("<minimax:tool_call>", "<think>"),
+    "glm45": ("<arg_key>", "<think>"),
+    "deepseek-v3": ("<｜tool▁call▁begin｜>", "thinking", "<think>"),
+    "deepseek-r1": ("<｜tool▁call▁begin｜>", "</think>"),
+    "qwen3": ("<think>", "enable_thinking"),
+    "qwen3-thinking": ("<think>", "add_generation_prompt"),
+    "granite": (),
+    "interns1": (),
+    "nemotron_3": (),
+    "step3p5": (),
+}
+
+
+def guess(parsers: Mapping[str, Signs], template: str) -> tuple[str, str] | None:
+    """(name, sign) of the format that the template gives away."""
+    for name, signs in parsers.items():
+        if signs and all(sign in template for sign in signs):
+            return name, signs[0]
+    return None

@@ -1,0 +1,64 @@
+"""Harmony, the format of gpt-oss: messages on channels, of which one is for thoughts and one for calls.
+
+<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...<|return|>
+<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>
+"""
+
+from __future__ import annotations
+
+import re
+
+from serve.chat.scan.json_text import read_value
+from serve.chat.scan.output import Output
+from serve.chat.scan.source import Marks, Reader, Source
+
+MAX_HEADER_CHARS = 512
+MARKS = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
+
+_RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.:/-]{1,128})")
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_HEADER_ENDS = Marks(("<|message|>",))
+_ENDS = Marks(("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>"))
+_BEGINS = Marks(("<|start|>", "<|channel|>"))
+
+
+def read_harmony(source: Source, output: Output, *, separate: bool, offers_tools: bool) -> Reader[None]:
+    """Read messages until the text ends. Text outside of messages is content."""
+    mark = yield from source.until(_BEGINS, output.content)
+    while mark is not None:
+        source.trace(mark)
+        found = yield from source.short(_HEADER_ENDS, MAX_HEADER_CHARS)
+        header = source.traced()
+        if found is None:
+            output.content(header)
+            mark = yield from source.until(_BEGINS, output.content)
+            continue
+        mark = yield from _read_message(source, output, header, separate=separate, offers_tools=offers_tools)
+
+
+def _read_message(
+    source: Source, output: Output, header: str, *, separate: bool, offers_tools: bool
+) -> Reader[str | None]:
+    """Read a message's body; returns the mark that begins the next one."""
+    channels = _CHANNEL.findall(header)
+    recipient = _RECIPIENT.search(header)
+    if recipient is not None and offers_tools and recipient[0].startswith("to=functions."):
+        output.start(recipient[1])
+        yield from source.skip()
+        is_whole = True
+        if (yield from source.peek()) == "{":
+            is_whole = yield from read_value(source, output.arguments, _ENDS)
+        end = yield from source.until(_ENDS, output.content if is_whole else output.arguments)
+        if end is not None:
+            output.end_call()
+    elif channels[-1:] == ["analysis"] and separate:
+        end = yield from source.until(_ENDS, output.reasoning)
+        output.end_reasoning(cut_off=end is None)
+    else:
+        end = yield from source.until(_ENDS, output.content)
+    while end is not None and end not in ("<|start|>", "<|channel|>"):
+        yield from source.skip()
+        end = yield from source.one_of(_ENDS)
+        if end is None:
+            end = yield from source.until(_BEGINS, output.content)
+    return end

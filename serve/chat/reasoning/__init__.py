@@ -1,0 +1,1 @@
+"""Formats of reasoning; `table` has them all by name."""

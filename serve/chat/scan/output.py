@@ -1,0 +1,118 @@
+"""What readers write: chat events, with the white space around calls and thoughts left out."""
+
+from __future__ import annotations
+
+from serve.chat.events import ChatEvent, Content, Reasoning, ToolCallArguments, ToolCallStart, new_call_id
+
+
+class Output:
+    """Collects the events of one answer.
+
+    White space next to a call belongs to the call's format, so white space is held until it is known what follows.
+    """
+
+    def __init__(
+        self, *, offers_tools: bool, max_calls: int | None = None, holds_reasoning: bool = False
+    ) -> None:
+        self.num_calls = 0
+        self._events: list[ChatEvent] = []
+        self._pieces: list[str] = []  # of the event that may go on
+        self._kind: type[Content] | type[Reasoning] | type[ToolCallArguments] | None = None
+        self._offers_tools = offers_tools
+        self._max_calls = max_calls
+        self._holds_reasoning = holds_reasoning  # give it whole, when it has ended
+        self._space: list[str] = []
+        self._wrote_arguments = False
+        self._ids: set[str] = set()
+
+    def take(self, *, final: bool = True) -> list[ChatEvent]:
+        """The events since the last time. Neighbours of a kind are one."""
+        if final or not (self._holds_reasoning and self._kind is Reasoning):
+            self._end_event()
+        events, self._events = self._events, []
+        return events
+
+    def _write(self, kind: type[Content] | type[Reasoning] | type[ToolCallArguments], text: str) -> None:
+        if kind is not self._kind:
+            self._end_event()
+            self._kind = kind
+        self._pieces.append(text)
+
+    def _end_event(self) -> None:
+        text = "".join(self._pieces)
+        kind, self._kind = self._kind, None
+        self._pieces = []
+        if not text:
+            return
+        if kind is ToolCallArguments:
+            self._events.append(ToolCallArguments(self.num_calls - 1, text))
+        else:
+            self._events.append(Reasoning(text) if kind is Reasoning else Content(text))
+
+    # --- text ---
+
+    def content(self, text: str) -> None:
+        if not self._offers_tools:
+            self._write(Content, text)
+            return
+        shown = text.rstrip()
+        if shown:
+            for space in self._space:
+                self._write(Content, space)
+            self._space.clear()
+            self._write(Content, shown)
+        if len(shown) < len(text):
+            self._space.append(text[len(shown) :])
+
+    def reasoning(self, text: str) -> None:
+        shown = text.rstrip("\n")
+        if shown:
+            for space in self._space:
+                self._write(Reasoning, space)
+            self._space.clear()
+            self._write(Reasoning, shown)
+        if len(shown) < len(text):
+            self._space.append(text[len(shown) :])
+
+    def end_reasoning(self, *, cut_off: bool) -> None:
+        """Its last line breaks belong to the mark that ended it, if one did."""
+        if cut_off:
+            for space in self._space:
+                self._write(Reasoning, space)
+        self._space.clear()
+
+    # --- calls ---
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no further call is wanted; then calls are read and left out."""
+        return self._max_calls is not None and self.num_calls > self._max_calls
+
+    def start(self, name: str, call_id: str | None = None) -> None:
+        self._space.clear()
+        self._end_event()
+        self.num_calls += 1
+        self._wrote_arguments = False
+        if self.is_full:
+            return
+        if call_id is None or call_id in self._ids:
+            call_id = new_call_id()
+        self._ids.add(call_id)
+        self._events.append(ToolCallStart(self.num_calls - 1, call_id, name))
+
+    def arguments(self, text: str) -> None:
+        if text and not self.is_full:
+            self._wrote_arguments = True
+            self._write(ToolCallArguments, text)
+
+    def end_call(self) -> None:
+        """A call is complete; without arguments it has an empty object of them."""
+        if not self._wrote_arguments:
+            self.arguments("{}")
+
+    def end(self) -> None:
+        """The answer is complete."""
+        if not self.num_calls:
+            for space in self._space:
+                self._write(Content, space)
+        self._space.clear()

@@ -1,0 +1,89 @@
+"""How the output of a chat is read: the formats of this server, and what of them the request wants."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from runtime.config.plan import TextPlan
+from runtime.errors import InvalidRequest
+from serve.chat.harmony import MARKS as HARMONY_MARKS
+from serve.chat.parser import ParserSettings
+from serve.chat.reasoning.format import ReasoningFormat
+from serve.chat.reasoning.table import FORMATS as REASONING_FORMATS
+from serve.chat.tools.choice import ToolChoice
+from serve.chat.tools.offered import OfferedTools
+from serve.chat.tools.table import FORMATS as TOOL_FORMATS
+
+if TYPE_CHECKING:
+    from runtime.actors.engine_core import EngineCore
+    from runtime.tokenizer.tokenizer import Tokenizer
+
+HARMONY = "gpt-oss"
+
+
+class Wanted(Protocol):
+    """What decides of a chat request."""
+
+    parallel_tool_calls: bool
+    continue_final_message: bool
+    separate_reasoning: bool
+    stream_reasoning: bool
+
+
+def parser_settings(core: EngineCore, chat: Wanted, choice: ToolChoice, prompt: str) -> ParserSettings:
+    """For the output that follows `prompt`. Raises `InvalidRequest` for tools whose format is not known."""
+    text, tokenizer = core.plan.text, core.tokenizer
+    if choice.calls and text.tool_call_parser is None:
+        raise InvalidRequest(
+            "How this model writes tool calls is not known: start the server with --tool-call-parser.",
+            param="tools",
+        )
+    tools = OfferedTools({tool.name: tool for tool in choice.tools})
+    harmony = text.reasoning_parser == HARMONY or (choice.calls and text.tool_call_parser == HARMONY)
+    reasoning = None if harmony else _reasoning(text, chat, prompt)
+    ids = tokenizer.ids_of(reasoning.marks) if reasoning is not None and tokenizer is not None else {}
+    return ParserSettings(
+        reasoning=reasoning,
+        is_open=reasoning is not None and reasoning.is_open(prompt, continues=chat.continue_final_message),
+        open_id=ids.get(reasoning.open.strip()) if reasoning is not None else None,
+        close_id=ids.get(reasoning.close.strip()) if reasoning is not None else None,
+        separate_reasoning=chat.separate_reasoning,
+        stream_reasoning=chat.stream_reasoning,
+        calls=TOOL_FORMATS.get(text.tool_call_parser or "") if choice.calls else None,
+        tools=tools,
+        harmony=harmony,
+        max_calls=None if chat.parallel_tool_calls else 1,
+        count=None if tokenizer is None else lambda text: _num_tokens(tokenizer, text),
+    )
+
+
+def _reasoning(text: TextPlan, chat: Wanted, prompt: str) -> ReasoningFormat | None:
+    """The format, unless no reasoning is to be expected."""
+    form = REASONING_FORMATS.get(text.reasoning_parser or "")
+    if form is None or (not chat.separate_reasoning and text.tool_call_parser is None):
+        return None
+    return None if form.is_closed(prompt) else form
+
+
+def _num_tokens(tokenizer: Tokenizer, text: str) -> int:
+    return len(tokenizer.encode_batch([text], add_special_tokens=False)[0])
+
+
+def shown_special_ids(tokenizer: Tokenizer | None, settings: ParserSettings) -> frozenset[int]:
+    """Special tokens that are marks of the formats: their text must reach the parser."""
+    if tokenizer is None or not settings.parses:
+        return frozenset()
+    marks: tuple[str, ...] = HARMONY_MARKS if settings.harmony else ()
+    if settings.reasoning is not None:
+        marks += settings.reasoning.marks
+    if settings.calls is not None:
+        marks += settings.calls.marks
+    found = tokenizer.ids_of(part for mark in marks for part in _parts(mark))
+    return frozenset(found.values()) & tokenizer.special_ids
+
+
+def _parts(mark: str) -> list[str]:
+    """A mark, and the tokens that it may consist of: <|channel>thought is a token and a word."""
+    ends = [place + 1 for place, letter in enumerate(mark) if letter in ">]"]
+    begins = [place for place, letter in enumerate(mark) if letter in "<["]
+    return [mark, *(mark[begin:end] for begin in begins for end in ends if begin < end)]

@@ -1,0 +1,103 @@
+"""Gemma 4: <|tool_call>call:NAME{key:<|"|>text<|"|>,other:5}<tool_call|>, JSON with its own quotes and bare keys."""
+
+from __future__ import annotations
+
+import re
+
+from serve.chat.scan.json_text import MAX_NAME_CHARS, quoted
+from serve.chat.scan.source import Marks, Reader
+from serve.chat.tools.format import CallContext, ToolFormat
+from serve.chat.tools.json_calls import plain_name
+
+MAX_DEPTH = 32
+QUOTE = '<|"|>'
+
+_CALL, _BRACE, _QUOTE = Marks(("call:",)), Marks(("{",)), Marks((QUOTE,))
+_COLON = Marks((":",))
+_AFTER_WORD = re.compile(r"[,{}\[\]<]")
+_NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
+
+
+def _read(context: CallContext) -> Reader[bool]:
+    source, output = context.source, context.output
+    yield from source.skip()
+    if (yield from source.one_of(_CALL)) is None:
+        return False
+    found = yield from source.short(_BRACE, MAX_NAME_CHARS)
+    name = plain_name(found[0]) if found else None
+    if name is None:
+        return False
+    source.give_back("{")
+    source.traced()
+    output.start(name[0])
+    yield from _collection(context, MAX_DEPTH)
+    return True
+
+
+def _value(context: CallContext, depth: int) -> Reader[bool]:
+    """Pass on one value as JSON; False where it is cut off or none."""
+    source, output = context.source, context.output
+    if (yield from source.one_of(_QUOTE)) is not None:
+        output.arguments('"')
+        if (yield from source.until(_QUOTE, lambda text: output.arguments(quoted(text)))) is None:
+            return False
+        output.arguments('"')
+        return True
+    first = yield from source.peek()
+    if first in ("{", "["):
+        return depth > 0 and (yield from _collection(context, depth - 1))
+    pieces: list[str] = []
+    end = yield from source.while_in(_AFTER_WORD, pieces.append)
+    word = "".join(pieces)
+    plain = word.strip()
+    if not end or not plain:
+        output.arguments(word)
+        return False
+    is_json = plain in ("true", "false", "null") or _NUMBER.fullmatch(plain)
+    output.arguments(plain if is_json else f'"{quoted(plain)}"')
+    return True
+
+
+def _collection(context: CallContext, depth: int) -> Reader[bool]:
+    source, output = context.source, context.output
+    is_object = (yield from source.next()) == "{"
+    closing = "}" if is_object else "]"
+    output.arguments("{" if is_object else "[")
+    is_first = True
+    while True:
+        yield from source.skip()
+        letter = yield from source.peek()
+        if letter == closing:
+            yield from source.next()
+            output.arguments(closing)
+            return True
+        if letter == "," and not is_first:
+            yield from source.next()
+            continue
+        if not letter or letter in ",]}":
+            return False
+        before = "" if is_first else ", "
+        is_first = False
+        if is_object:
+            source.trace()
+            yield from source.one_of(_QUOTE)
+            found = yield from source.short(_COLON, MAX_NAME_CHARS)
+            if found is None:
+                if (yield from source.peek()):
+                    output.content(source.traced())
+                return False
+            source.traced()
+            output.arguments(f'{before}"{quoted(found[0].strip().removesuffix(QUOTE))}": ')
+            yield from source.skip()
+        else:
+            output.arguments(before)
+        if not (yield from _value(context, depth)):
+            return False
+
+
+GEMMA4 = ToolFormat(
+    call_open=("<|tool_call>",),
+    call_close=("<tool_call|>",),
+    read=_read,
+    shown=(QUOTE,),
+)

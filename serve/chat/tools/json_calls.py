@@ -1,0 +1,203 @@
+"""Calls whose arguments are written as JSON: objects with a name, lists of them, and names before the arguments."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+from serve.chat.scan.json_text import MAX_NAME_CHARS, is_unicode, read_value, short_string
+from serve.chat.scan.source import Marks, Reader
+from serve.chat.tools.format import CallContext, CallReader
+
+_BRACE, _COLON, _COMMA = Marks(("{",)), Marks((":",)), Marks((",",))
+_LIST, _LIST_END = Marks(("[",)), Marks(("]",))
+_NAME = re.compile(r"[\w.:/-]{1,128}")
+
+
+class Keys(NamedTuple):
+    """What the keys of a call's object are called."""
+
+    names: tuple[str, ...] = ("name",)
+    arguments: tuple[str, ...] = ("arguments", "parameters")
+
+
+_KEYS = Keys()
+
+
+def json_object(keys: Keys = _KEYS, *, only_offered: bool = False) -> CallReader:
+    """{"name": ..., "arguments": {...}}. With `only_offered` another name makes it no call."""
+
+    def read(context: CallContext) -> Reader[bool]:
+        return (yield from _read_object(context, keys, only_offered=only_offered))
+
+    return read
+
+
+def json_list(keys: Keys = _KEYS, *, only_offered: bool = False, or_object: bool = True) -> CallReader:
+    """[{"name": ..., "arguments": {...}}, ...]"""
+
+    def read(context: CallContext) -> Reader[bool]:
+        source = context.source
+        yield from source.skip()
+        if (yield from source.one_of(_LIST)) is None:
+            return or_object and (yield from _read_object(context, keys, only_offered=only_offered))
+        if not (yield from _read_object(context, keys, only_offered=only_offered)):
+            return False
+        while True:
+            source.trace()
+            yield from source.skip()
+            if (yield from source.one_of(_COMMA)) is None:
+                if (yield from source.one_of(_LIST_END)) is None:
+                    context.output.content(source.traced())
+                return True
+            if not (yield from _read_object(context, keys, only_offered=only_offered)):
+                context.output.content(source.traced())
+                return True
+
+    return read
+
+
+def named(
+    ends: Marks,
+    *,
+    before: Marks | None = None,
+    behind: Marks | None = None,
+    read_name: Callable[[str], tuple[str, str | None] | None] | None = None,
+) -> CallReader:
+    """NAME, one of `ends`, and the arguments. An end that is "{" belongs to the arguments.
+
+    `before` may stand before the name and `behind` behind the arguments; `read_name` makes (name, id) of what stands
+    before the end, or None where that is no name.
+    """
+
+    def read(context: CallContext) -> Reader[bool]:
+        source, output = context.source, context.output
+        if before is not None:
+            yield from source.one_of(before)
+        yield from source.skip()
+        found = yield from source.short(ends, MAX_NAME_CHARS)
+        if found is None:
+            return False
+        text, end = found
+        name = plain_name(text) if read_name is None else read_name(text.strip())
+        if name is None:
+            return False
+        if end == "{":
+            source.give_back(end)
+        source.traced()
+        output.start(*name)
+        yield from source.skip()
+        if (yield from read_arguments(context)):
+            output.end_call()
+        if behind is not None:
+            yield from source.skip()
+            yield from source.one_of(behind)
+        return True
+
+    return read
+
+
+def plain_name(text: str) -> tuple[str, str | None] | None:
+    text = text.strip()
+    return (text, None) if _NAME.fullmatch(text) else None
+
+
+def read_arguments(context: CallContext) -> Reader[bool]:
+    """Pass on the arguments of a call that has started. False where they are not complete."""
+    source, output = context.source, context.output
+    first = yield from source.peek()
+    if first == "{":
+        return (yield from read_value(source, output.arguments, context.ends))
+    if not first or context.ends.may_begin(first, 0):
+        return bool(first)  # nothing, or the end of the call
+    pieces: list[str] = []
+    is_whole = yield from read_value(source, pieces.append, context.ends)
+    output.arguments(_as_object("".join(pieces)) if is_whole else "".join(pieces))
+    return is_whole
+
+
+def _as_object(text: str) -> str:
+    """Arguments that are written as null, or as JSON within a string."""
+    try:
+        value = json.loads(text, strict=False)
+    except ValueError:
+        return text
+    if value is None or value == "":
+        return "{}"
+    return value if isinstance(value, str) and is_unicode(value) else text
+
+
+def _read_object(context: CallContext, keys: Keys, *, only_offered: bool) -> Reader[bool]:
+    """One object. The call starts with its arguments, or where it turns out to have a name but none of them."""
+    source, output = context.source, context.output
+    yield from source.skip()
+    if (yield from source.one_of(_BRACE)) is None:
+        return False
+    name: str | None = None
+    held: list[str] = []  # arguments that stand before the name
+    has_started = False
+    while True:
+        yield from source.skip()
+        if (yield from source.one_of(_COMMA)) is not None:
+            continue
+        if (yield from source.peek()) == "}":
+            yield from source.next()
+            break
+        key = yield from _key(context)
+        if key is None:
+            return (yield from _broken(context, has_started))
+        if key in keys.names and name is None:
+            name = yield from short_string(source)
+            if name is None or (only_offered and name not in context.tools):
+                return False
+            if held:
+                _start(context, name)
+                output.arguments(_as_object("".join(held)))
+                has_started = True
+                source.trace()
+        elif key in keys.arguments and name is not None and not has_started:
+            _start(context, name)
+            has_started = True
+            if not (yield from read_arguments(context)):
+                return True
+            source.trace()
+        else:
+            keep = held.append if key in keys.arguments and not has_started and not held else _nowhere
+            if not (yield from read_value(source, keep, context.ends)):
+                return (yield from _broken(context, has_started))
+    if not has_started and (name is None or only_offered):
+        return False
+    if name is not None and not has_started:
+        _start(context, name)
+    source.traced()
+    output.end_call()
+    return True
+
+
+def _key(context: CallContext) -> Reader[str | None]:
+    """A key and its colon, up to the value."""
+    source = context.source
+    key = yield from short_string(source)
+    yield from source.skip()
+    if key is None or (yield from source.one_of(_COLON)) is None:
+        return None
+    yield from source.skip()
+    return key
+
+
+def _broken(context: CallContext, has_started: bool) -> Reader[bool]:
+    """The object does not go on as one. What was taken behind the arguments is text, unless the text ends here."""
+    if has_started and (yield from context.source.peek()):
+        context.output.content(context.source.traced())
+    return has_started
+
+
+def _start(context: CallContext, name: str) -> None:
+    context.source.traced()
+    context.output.start(name)
+
+
+def _nowhere(text: str) -> None:
+    """Where the values of other keys go."""

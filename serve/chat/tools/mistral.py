@@ -1,0 +1,50 @@
+"""[TOOL_CALLS] [{"name": ..., "arguments": {...}}], and since Mistral Small 3.2 [TOOL_CALLS]name[ARGS]{...}."""
+
+from __future__ import annotations
+
+from serve.chat.scan.source import Marks, Reader
+from serve.chat.tools.format import CallContext, Rendered, ToolFormat
+from serve.chat.tools.json_calls import json_list, named, plain_name
+
+_read_list = json_list()
+_ENDS = Marks(("[ARGS]", "{"))
+
+
+def _name(text: str) -> tuple[str, str | None] | None:
+    """A call's own id, which some versions write behind the name, is not needed."""
+    return plain_name(text.partition("[CALL_ID]")[0])
+
+
+_read_named = named(_ENDS, read_name=_name)
+
+
+def _read(context: CallContext) -> Reader[bool]:
+    yield from context.source.skip()
+    if (yield from context.source.peek()) in ("[", "{"):
+        return (yield from _read_list(context))
+    return (yield from _read_named(context))
+
+
+def _rendered(name: str) -> Rendered:
+    return f"[TOOL_CALLS]{name}[ARGS]", ""
+
+
+def _rendered_list(name: str) -> Rendered:
+    return f'{{"name": "{name}", "arguments": ', "}"
+
+
+MISTRAL = ToolFormat(
+    call_open=("[TOOL_CALLS]",),
+    read=_read,
+    shown=("[ARGS]", "[CALL_ID]"),
+    rendered=_rendered,
+)
+
+# Reads the same; calls that are enforced are written in the older way.
+MISTRAL_LIST = ToolFormat(
+    call_open=("[TOOL_CALLS]",),
+    read=_read,
+    shown=("[ARGS]", "[CALL_ID]"),
+    rendered=_rendered_list,
+    rendered_all=("[TOOL_CALLS] [", ", ", "]"),
+)

@@ -1,0 +1,73 @@
+"""Formats of one JSON object or list between marks, and JSON without any."""
+
+from __future__ import annotations
+
+from serve.chat.tools.format import Rendered, ToolFormat
+from serve.chat.tools.json_calls import Keys, json_list
+
+
+def _arguments(name: str) -> Rendered:
+    return f'{{"name": "{name}", "arguments": ', "}"
+
+
+def _parameters(name: str) -> Rendered:
+    return f'{{"name": "{name}", "parameters": ', "}"
+
+
+JSON = ToolFormat(
+    section_open=("```json",),
+    section_close=("```",),
+    bare=True,
+    read=json_list(only_offered=True),
+    rendered=_arguments,
+    rendered_all=("[", ", ", "]"),
+)
+
+GRANITE = ToolFormat(  # 3.0 has <|tool_call|>, later ones <tool_call>, 4.0 writes as Hermes does
+    call_open=("<|tool_call|>", "<tool_call>"),
+    call_close=("</tool_call>",),
+    read=json_list(),
+    rendered=_arguments,
+    rendered_all=("<|tool_call|>[", ", ", "]"),
+)
+
+PHI4 = ToolFormat(
+    call_open=("functools", "<|tool_call|>"),
+    call_close=("<|/tool_call|>",),
+    read=json_list(or_object=False),
+    rendered=_arguments,
+    rendered_all=("<|tool_call|>[", ", ", "]<|/tool_call|>"),
+)
+
+NEMOTRON = ToolFormat(
+    call_open=("<TOOLCALL>",),
+    call_close=("</TOOLCALL>",),
+    read=json_list(),
+    rendered=_arguments,
+    rendered_all=("<TOOLCALL>[", ", ", "]</TOOLCALL>"),
+)
+
+HUNYUAN = ToolFormat(
+    call_open=("<tool_calls>",),
+    call_close=("</tool_calls>",),
+    read=json_list(),
+    rendered=_arguments,
+    rendered_all=("<tool_calls>[", ", ", "]</tool_calls>"),
+)
+
+INTERNLM = ToolFormat(
+    section_open=("<|action_start|>",),
+    call_open=("<|plugin|>",),
+    call_close=("<|action_end|>",),
+    read=json_list(),
+    rendered=_parameters,
+    rendered_all=("<|action_start|><|plugin|>\n", "", "<|action_end|>"),
+)
+
+COMMAND_R = ToolFormat(
+    call_open=("<|START_ACTION|>",),
+    call_close=("<|END_ACTION|>",),
+    read=json_list(Keys(names=("tool_name", "name"), arguments=("parameters", "arguments"))),
+    rendered=lambda name: (f'{{"tool_name": "{name}", "parameters": ', "}"),
+    rendered_all=("<|START_ACTION|>[", ", ", "]<|END_ACTION|>"),
+)

@@ -1,0 +1,190 @@
+"""Calls whose parameters stand between tags of their own, as text: <parameter=city>Paris</parameter>.
+
+The text becomes JSON of the type that the tool's schema gives the parameter. Strings are passed on as they come.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from serve.chat.scan.json_text import MAX_NAME_CHARS, is_unicode, quoted
+from serve.chat.scan.source import Marks, Reader
+from serve.chat.tools.format import CallContext
+from serve.chat.tools.json_calls import plain_name, read_arguments
+
+MAX_LITERAL_CHARS = 4096  # of values that are no JSON but may be Python's
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameters:
+    """How a call with parameters is written, from behind its opening mark. A `CallReader`."""
+
+    before_name: tuple[str, ...] = ()  # one of them stands before the name
+    name_end: tuple[str, ...]  # behind the name; one that begins a parameter or ends the call belongs to it
+    parameter_open: str
+    key_end: tuple[str, ...]  # behind a parameter's name
+    value_open: tuple[str, ...] = ()  # further on, before its value
+    value_close: tuple[str, ...]
+    call_close: tuple[str, ...]
+    string_attribute: bool = False  # the tag says whether the value is a string: name="x" string="true"
+
+    @cached_property
+    def _marks(self) -> dict[str, Marks]:
+        return {
+            "before": Marks(self.before_name),
+            "name_end": Marks(self.name_end),
+            "open": Marks((self.parameter_open,)),
+            "key_end": Marks(self.key_end),
+            "value": Marks(self.value_open),
+            "close": Marks(self.value_close),
+            "end": Marks(self.call_close),
+        }
+
+    def __call__(self, context: CallContext) -> Reader[bool]:
+        source, output, marks = context.source, context.output, self._marks
+        if self.before_name:
+            yield from source.skip()
+            if (yield from source.one_of(marks["before"])) is None:
+                return False
+        found = yield from source.short(marks["name_end"], MAX_NAME_CHARS)
+        name = plain_name(found[0].strip().strip("\"'")) if found else None
+        if found is None or name is None:
+            return False
+        if found[1] == self.parameter_open or found[1] in self.call_close:
+            source.give_back(found[1])
+        source.traced()
+        output.start(name[0])
+        yield from source.skip()
+        if (yield from source.peek()) == "{":  # some models write JSON all the same
+            if (yield from read_arguments(context)):
+                output.end_call()
+        elif not (yield from self._parameters(context, name[0])):
+            return True
+        yield from source.skip()
+        yield from source.one_of(marks["end"])
+        return True
+
+    def _parameters(self, context: CallContext, name: str) -> Reader[bool]:
+        """False where the call is cut off."""
+        source, output, marks = context.source, context.output, self._marks
+        before = "{"
+        while True:
+            source.trace()
+            yield from source.skip()
+            if (yield from source.one_of(marks["open"])) is None:
+                break
+            found = yield from source.short(marks["key_end"], MAX_NAME_CHARS)
+            if found is None:
+                break
+            key, is_string = self._key(found[0])
+            if self.value_open:
+                yield from source.skip()
+                yield from source.one_of(marks["value"])
+            source.traced()
+            output.arguments(f'{before}"{quoted(key)}": ')
+            before = ", "
+            types = context.tools.types_of(name, key)
+            if is_string is not None:
+                types = frozenset({"string"}) if is_string else (types or _ANY) - {"string"}
+            if not (yield from self._value(context, types)):
+                return False
+        is_cut = not (yield from source.peek())
+        rest = source.traced()
+        if is_cut:
+            return False
+        output.arguments("{}" if before == "{" else "}")
+        if rest.strip():
+            output.content(rest)
+        return True
+
+    def _key(self, text: str) -> tuple[str, bool | None]:
+        """A parameter's name, and whether the tag says that its value is a string."""
+        if not self.string_attribute:
+            return text.strip().strip("\"'"), None
+        key, _, rest = text.strip().removeprefix('"').partition('"')
+        return key, 'string="false' not in rest if "string=" in rest else None
+
+    def _value(self, context: CallContext, types: frozenset[str] | None) -> Reader[bool]:
+        """False where the text ends within the value; then it is passed on as it is."""
+        source, output, close = context.source, context.output, self._marks["close"]
+        yield from self._one_newline(context)
+        if types == {"string"}:
+            output.arguments('"')
+            if (yield from source.until(close, lambda text: output.arguments(quoted(text)))) is None:
+                return False
+            output.arguments('"')
+            return True
+        pieces: list[str] = []
+        mark = yield from source.until(close, pieces.append)
+        text = "".join(pieces)
+        output.arguments(text if mark is None else typed(text, types))
+        return mark is not None
+
+    def _one_newline(self, context: CallContext) -> Reader[None]:
+        """A value that stands on lines of its own begins behind the line break."""
+        if any(mark.startswith("\n") for mark in self.value_close):
+            yield from context.source.one_of(_NEWLINE)
+
+
+_NEWLINE = Marks(("\n",))
+_ANY = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
+
+
+def typed(text: str, types: frozenset[str] | None) -> str:
+    """The JSON of a value that is written as `text`, of one of these types if that can be; else a string."""
+    wanted = _ANY if types is None else types
+    for value in _readings(text.strip()):
+        shaped = _shaped(value, wanted)
+        if shaped is not None:
+            return shaped
+    return f'"{quoted(text)}"'
+
+
+def _readings(text: str) -> Sequence[Any]:
+    """What the text may mean, as JSON and as Python writes it."""
+    found: list[Any] = []
+    try:
+        found.append(json.loads(text))
+    except (ValueError, RecursionError):
+        if text in ("True", "False", "None"):
+            found.append({"True": True, "False": False, "None": None}[text])
+        elif text[:1] in ("{", "[", "(") and len(text) <= MAX_LITERAL_CHARS:
+            try:
+                found.append(ast.literal_eval(text))
+            except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
+                return found
+    return found
+
+
+_KINDS = {
+    bool: frozenset({"boolean"}),
+    type(None): frozenset({"null"}),
+    int: frozenset({"integer", "number"}),
+    float: frozenset({"number"}),
+    list: frozenset({"array"}),
+    tuple: frozenset({"array"}),
+    dict: frozenset({"object"}),
+}
+
+
+def _shaped(value: Any, wanted: frozenset[str]) -> str | None:
+    """Its JSON, or None where it is of none of the wanted types. A string is left to the text itself."""
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            return None
+        if "number" not in wanted and "integer" in wanted and value.is_integer():
+            value = int(value)
+    kinds = _KINDS.get(type(value), frozenset())
+    if kinds.isdisjoint(wanted):
+        return None
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+        return text if is_unicode(text) else json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        return None

@@ -1,0 +1,188 @@
+"""Calls written as in Python: [find(city="Paris", limit=3), stop()]."""
+
+from __future__ import annotations
+
+import re
+
+from serve.chat.scan.json_text import MAX_NAME_CHARS, quoted
+from serve.chat.scan.source import Marks, Reader, Source
+from serve.chat.tools.format import CallContext, CallReader
+
+MAX_DEPTH = 32
+
+_LIST, _LIST_END = Marks(("[",)), Marks(("]",))
+_PAREN, _PAREN_END, _EQUALS, _COMMA = Marks(("(",)), Marks((")",)), Marks(("=",)), Marks((",",))
+_NAME = re.compile(r"[A-Za-z_][\w.:-]{0,127}")
+_AFTER_WORD = re.compile(r"[\s,()\[\]{}=:\"'<|]")
+_NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
+_WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "0": "\0", "\n": ""}
+_HEX = {"x": 2, "u": 4, "U": 8}
+_QUOTED = {quote: re.compile(rf"[\\{quote}]") for quote in "\"'"}
+
+
+def python_calls(*, brackets: bool = True, only_offered: bool = True) -> CallReader:
+    """Calls in brackets, of which the first is taken already, or one after another without any."""
+
+    def read(context: CallContext) -> Reader[bool]:
+        source, output = context.source, context.output
+        if not brackets:
+            yield from source.skip()
+            yield from source.one_of(_LIST)
+        if not (yield from _call(context, only_offered=only_offered)):
+            return False
+        while True:
+            source.trace()
+            yield from source.skip()
+            if (yield from source.one_of(_LIST_END)) is not None:
+                source.traced()
+                return True
+            has_comma = (yield from source.one_of(_COMMA)) is not None
+            goes_on = has_comma or (not brackets and (yield from source.peek()).isidentifier())
+            if not goes_on or not (yield from _call(context, only_offered=only_offered)):
+                output.content(source.traced())
+                return True
+
+    return read
+
+
+def _call(context: CallContext, *, only_offered: bool) -> Reader[bool]:
+    """NAME(key=value, ...). False, with nothing written, where it is none."""
+    source, output = context.source, context.output
+    yield from source.skip()
+    name = yield from _word(source)
+    if _NAME.fullmatch(name) is None or (only_offered and name not in context.tools):
+        return False
+    if (yield from source.one_of(_PAREN)) is None:
+        return False
+    source.traced()
+    output.start(name)
+    before = "{"
+    while True:
+        source.trace()
+        yield from source.skip()
+        if (yield from source.one_of(_COMMA)) is not None:
+            continue
+        if (yield from source.one_of(_PAREN_END)) is not None:
+            output.arguments("{}" if before == "{" else "}")
+            source.traced()
+            return True
+        key = yield from _word(source)
+        yield from source.skip()
+        if not key or (yield from source.one_of(_EQUALS)) is None:
+            return (yield from _broken(context))
+        source.traced()
+        output.arguments(f'{before}"{quoted(key)}": ')
+        before = ", "
+        yield from source.skip()
+        if not (yield from _value(context, MAX_DEPTH)):
+            return True
+
+
+def _broken(context: CallContext) -> Reader[bool]:
+    if (yield from context.source.peek()):
+        context.output.content(context.source.traced())
+    return True
+
+
+def _word(source: Source) -> Reader[str]:
+    """Up to white space or punctuation, and no longer than a name may be."""
+    pieces: list[str] = []
+    taken = 0
+    while True:
+        letter = yield from source.peek()
+        if not letter or _AFTER_WORD.match(letter) or taken == MAX_NAME_CHARS:
+            return "".join(pieces)
+        pieces.append((yield from source.next()))
+        taken += 1
+
+
+def _value(context: CallContext, depth: int) -> Reader[bool]:
+    """Pass on one value as JSON; False where it is none or is cut off."""
+    source, output = context.source, context.output
+    first = yield from source.peek()
+    if first in ('"', "'") and first:
+        return (yield from _string(context))
+    if first in ("[", "(", "{") and first:
+        return depth > 0 and (yield from _collection(context, depth - 1))
+    word = yield from _word(source)
+    if word in _WORDS:
+        output.arguments(_WORDS[word])
+    elif _NUMBER.fullmatch(word):
+        output.arguments(word)
+    elif word:
+        output.arguments(f'"{quoted(word)}"')
+    return bool(word) and bool((yield from source.peek()))
+
+
+def _collection(context: CallContext, depth: int) -> Reader[bool]:
+    source, output = context.source, context.output
+    opening = yield from source.next()
+    is_object = opening == "{"
+    closing = {"{": "}", "[": "]", "(": ")"}[opening]
+    output.arguments("{" if is_object else "[")
+    is_first = True
+    while True:
+        yield from source.skip()
+        letter = yield from source.peek()
+        if letter == closing:
+            yield from source.next()
+            output.arguments("}" if is_object else "]")
+            return True
+        if letter == "," and not is_first:
+            yield from source.next()
+            continue
+        if not letter or letter in ",)]}":
+            return False
+        if not is_first:
+            output.arguments(", ")
+        is_first = False
+        if is_object:
+            if letter not in ('"', "'") or not (yield from _string(context)):
+                return False
+            yield from source.skip()
+            if (yield from source.peek()) != ":":
+                return False
+            yield from source.next()
+            output.arguments(": ")
+            yield from source.skip()
+        if not (yield from _value(context, depth)):
+            return False
+
+
+def _string(context: CallContext) -> Reader[bool]:
+    """Pass on one string as JSON's, as it comes."""
+    source, output = context.source, context.output
+    quote = yield from source.next()
+    output.arguments('"')
+    while True:
+        found = yield from source.while_in(_QUOTED[quote], lambda text: output.arguments(quoted(text)))
+        if not found:
+            return False
+        yield from source.next()
+        if found == quote:
+            output.arguments('"')
+            return True
+        escaped = yield from source.next()
+        if not escaped:
+            return False
+        digits = ""
+        while len(digits) < _HEX.get(escaped, 0) and (yield from source.peek()) in "0123456789abcdefABCDEF":
+            digit = yield from source.next()
+            if not digit:
+                return False
+            digits += digit
+        output.arguments(_unescaped(escaped, digits))
+
+
+def _unescaped(escaped: str, digits: str) -> str:
+    """What a backslash with this character, and these hexadecimal digits, stands for, within a string of JSON."""
+    if escaped in _HEX and len(digits) == _HEX[escaped]:
+        point = int(digits, 16)
+        if 0xD800 <= point < 0xE000:  # half a surrogate pair: JSON has the same escape
+            return f"\\u{point:04x}"
+        if point <= 0x10FFFF:
+            return quoted(chr(point))
+    if escaped in _ESCAPES and not digits:
+        return quoted(_ESCAPES[escaped])
+    return quoted(escaped if escaped in "\\'\"/" else f"\\{escaped}{digits}")

@@ -1,0 +1,103 @@
+"""Formats with parameters between tags: Qwen3 Coder, GLM 4.5 and later, Step 3, MiniMax M2, Seed OSS."""
+
+from __future__ import annotations
+
+from serve.chat.tools.format import ToolFormat
+from serve.chat.tools.parameters import Parameters
+
+_QWEN = Parameters(
+    name_end=(">",),
+    parameter_open="<parameter=",
+    key_end=(">",),
+    value_close=("\n</parameter>", "</parameter>"),
+    call_close=("</function>",),
+)
+
+QWEN3_CODER = ToolFormat(
+    section_open=("<tool_call>",),
+    section_close=("</tool_call>",),
+    call_open=("<function=",),
+    call_close=_QWEN.call_close,
+    read=_QWEN,
+    parameters=_QWEN,
+    arguments="tags",
+    rendered=lambda name: (f"<tool_call>\n<function={name}>\n", "</function>\n</tool_call>"),
+    rendered_all=("", "\n", ""),
+)
+
+SEED_OSS = ToolFormat(
+    section_open=("<seed:tool_call>",),
+    section_close=("</seed:tool_call>",),
+    call_open=("<function=",),
+    call_close=_QWEN.call_close,
+    read=_QWEN,
+    parameters=_QWEN,
+    arguments="tags",
+    rendered=lambda name: (f"<seed:tool_call>\n<function={name}>\n", "</function>\n</seed:tool_call>"),
+    rendered_all=("", "\n", ""),
+)
+
+_GLM = Parameters(
+    name_end=("\n", "<arg_key>", "</tool_call>"),
+    parameter_open="<arg_key>",
+    key_end=("</arg_key>",),
+    value_open=("<arg_value>",),
+    value_close=("</arg_value>",),
+    call_close=("</tool_call>",),
+)
+
+GLM45 = ToolFormat(
+    call_open=("<tool_call>",),
+    call_close=_GLM.call_close,
+    read=_GLM,
+    parameters=_GLM,
+    arguments="tags",
+    rendered=lambda name: (f"<tool_call>{name}\n", "</tool_call>"),
+    rendered_all=("", "\n", ""),
+    shown=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+)
+
+_STEP = Parameters(
+    before_name=("function<｜tool_sep｜><steptml:invoke name=", "<steptml:invoke name="),
+    name_end=(">",),
+    parameter_open="<steptml:parameter name=",
+    key_end=(">",),
+    value_close=("</steptml:parameter>",),
+    call_close=("</steptml:invoke>",),
+)
+
+STEP3 = ToolFormat(
+    section_open=("<｜tool_calls_begin｜>",),
+    section_close=("<｜tool_calls_end｜>",),
+    call_open=("<｜tool_call_begin｜>",),
+    call_close=("<｜tool_call_end｜>",),
+    read=_STEP,
+    parameters=_STEP,
+    arguments="tags",
+    rendered=lambda name: (
+        f'<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="{name}">\n',
+        "</steptml:invoke><｜tool_call_end｜>",
+    ),
+    rendered_all=("<｜tool_calls_begin｜>\n", "\n", "\n<｜tool_calls_end｜>"),
+    shown=("<｜tool_sep｜>",),
+)
+
+_MINIMAX = Parameters(
+    name_end=(">",),
+    parameter_open="<parameter name=",
+    key_end=(">",),
+    value_close=("</parameter>",),
+    call_close=("</invoke>",),
+)
+
+MINIMAX = ToolFormat(
+    section_open=("<minimax:tool_call>",),
+    section_close=("</minimax:tool_call>",),
+    call_open=("<invoke name=",),
+    call_close=_MINIMAX.call_close,
+    read=_MINIMAX,
+    parameters=_MINIMAX,
+    arguments="tags",
+    rendered=lambda name: (f'<invoke name="{name}">\n', "</invoke>"),
+    rendered_all=("<minimax:tool_call>\n", "\n", "\n</minimax:tool_call>"),
+)

@@ -1,0 +1,116 @@
+"""What an output thinks before it answers."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from runtime.request import Chunk, Finish, Usage
+from serve.chat.events import Content, Reasoning
+from serve.chat.message import collect
+from serve.chat.parser import OutputParser, ParserSettings
+from serve.chat.reasoning.table import FORMATS
+from serve.chat.tools.offered import read_tools
+from serve.chat.tools.table import FORMATS as TOOL_FORMATS
+from tool_call_texts import TEXTS, TOOLS
+
+each_format = pytest.mark.parametrize("name", FORMATS)
+THOUGHT = "Is it\n\n3 < 4? </thin [/THIN ◁/th"
+
+
+def read(settings: ParserSettings, *pieces: str) -> tuple[str | None, str | None]:
+    """(reasoning, content)"""
+    parser = OutputParser(settings)
+    events = [event for piece in pieces for event in parser.feed(piece)] + parser.feed("", final=True)
+    message = collect(events)
+    return message.reasoning, message.content
+
+
+@each_format
+def test_thoughts_are_kept_apart(name: str) -> None:
+    form = FORMATS[name]
+    text = f"{form.open}\n{THOUGHT}\n{form.close}\n\nYes.\n"
+    settings = ParserSettings(reasoning=form)
+    assert read(settings, text) == (THOUGHT, "Yes.\n")
+    assert read(settings, *text) == (THOUGHT, "Yes.\n")
+    assert read(ParserSettings(reasoning=form, is_open=True), *text) == (THOUGHT, "Yes.\n")
+
+
+@each_format
+def test_block_that_the_prompt_opened_is_reasoning(name: str) -> None:
+    form = FORMATS[name]
+    assert form.is_open(f"user\nassistant\n{form.open}\n")
+    assert form.is_closed(f"assistant\n{form.open}\n\n{form.close}\n\n")
+    assert not form.is_open(f"assistant\n{form.open}\n\n{form.close}\n\n")
+    assert form.is_open("assistant\n") == form.forced
+    assert not form.is_open("assistant\nIt is", continues=True)
+    settings = ParserSettings(reasoning=form, is_open=True)
+    assert read(settings, *f"{THOUGHT}\n{form.close}\n\nYes.") == (THOUGHT, "Yes.")
+    assert read(settings, *f"{THOUGHT}\n") == (f"{THOUGHT}\n", None)
+
+
+@each_format
+def test_answer_without_thoughts_is_content(name: str) -> None:
+    text = f" \nYes, {FORMATS[name].open} is a mark."
+    assert read(ParserSettings(reasoning=FORMATS[name]), *text) == (None, text)
+
+
+@each_format
+def test_thoughts_stay_in_the_text_if_that_is_wanted(name: str) -> None:
+    form = FORMATS[name]
+    text = f"{form.open}\n{THOUGHT}\n{form.close}\n\nYes.\n"
+    assert read(ParserSettings(reasoning=form, separate_reasoning=False), *text) == (None, text)
+
+
+def test_thoughts_can_come_in_one_piece() -> None:
+    parser = OutputParser(ParserSettings(reasoning=FORMATS["qwen3"], stream_reasoning=False))
+    events = [event for letter in "<think>one two</think>three" for event in parser.feed(letter)]
+    assert [event for event in events if isinstance(event, Reasoning)] == [Reasoning("one two")]
+    assert "".join(event.text for event in events if isinstance(event, Content)) == "three"
+
+
+def test_call_ends_thoughts_that_were_not_closed() -> None:
+    settings = ParserSettings(
+        reasoning=FORMATS["kimi_k2"], is_open=True, calls=TOOL_FORMATS["kimi_k2"], tools=read_tools(TOOLS)
+    )
+    text = TEXTS["kimi_k2"].replace("Hi there.", "Let me see.\n")
+    rng = Random(3)
+    for _ in range(20):
+        parser = OutputParser(settings)
+        place = rng.randrange(len(text))
+        message = collect([*parser.feed(text[:place]), *parser.feed(text[place:], final=True)])
+        assert (message.reasoning, message.content) == ("Let me see.", None)
+        assert [call.name for call in message.tool_calls] == ["get_weather", "stop"]
+
+
+def chunk(ids: list[int], text: str, *, last: bool = False) -> Chunk:
+    return Chunk(0, text, ids, Finish("stop") if last else None, Usage(1, 1, 0))
+
+
+def test_tokens_of_reasoning_are_counted() -> None:
+    settings = ParserSettings(reasoning=FORMATS["qwen3"], open_id=1, close_id=2)
+    for chunks in (
+        [chunk([1, 5, 5, 2, 7, 2], "<think>ab</think>c", last=True)],
+        [chunk([1, 5], "<think>a"), chunk([5], "b"), chunk([2, 7], "</think>"), chunk([2], "c", last=True)],
+    ):
+        parser = OutputParser(settings)
+        for each in chunks:
+            parser.feed_chunk(each)
+        assert parser.num_reasoning_tokens == 4
+
+
+def test_tokens_are_counted_by_the_text_where_no_token_ends_the_block() -> None:
+    parser = OutputParser(ParserSettings(reasoning=FORMATS["kimi"], is_open=True, count=len))
+    for each in (chunk([1], "ab"), chunk([2], "c◁/think▷d", last=True)):
+        parser.feed_chunk(each)
+    assert parser.num_reasoning_tokens == 3
+
+
+def test_harmonys_channels() -> None:
+    text = (
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>"
+    )
+    for pieces in ([text], list(text)):
+        assert read(ParserSettings(harmony=True), *pieces) == ("Hm.", "Yes.")
+        assert read(ParserSettings(harmony=True, separate_reasoning=False), *pieces) == (None, "Hm.Yes.")
