@@ -31,7 +31,10 @@ OPERATIONS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "embedding": (("embed", "reads", "as_logits"), ("native", "with_cpp", "with_triton")),
     "kv": (("store", "copy_pages"), ("native", "with_cpp", "with_triton")),
-    "matmul": (("prepare", "linear", "logits"), ("native", "int8", "with_cpp", "with_onednn")),
+    "matmul": (
+        ("prepare", "prepare_grouped", "linear", "logits"),
+        ("native", "int8", "with_cpp", "with_onednn"),
+    ),
     "moe": (("route", "mix"), ("native", "with_triton")),
     "norm": (
         ("rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "add"),
@@ -66,6 +69,7 @@ class Kernels:
     route: Callable[..., tuple[Tensor, Tensor]]
     mix: Callable[..., Tensor]
     prepare: Callable[..., Tensor]
+    prepare_grouped: Callable[..., Tensor]
     linear: Callable[..., Tensor]
     logits: Callable[[Tensor, Tensor], Tensor]
     choose: Choose

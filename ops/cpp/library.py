@@ -175,6 +175,28 @@ class Product8(Structure):
     )
 
 
+class Product4(Structure):
+    _fields_ = (
+        ("plain", Product),
+        ("table", c_void_p),
+        ("group_sums", c_void_p),
+        ("group", c_int64),
+        ("shifted", c_int64),
+    )
+
+
+class Pack4(Structure):
+    _fields_ = (
+        ("codes", c_void_p),
+        ("scales", c_void_p),
+        ("shifts", c_void_p),
+        ("packed", c_void_p),
+        ("in_size", c_int64),
+        ("out_size", c_int64),
+        ("group", c_int64),
+    )
+
+
 class Begin(Structure):
     _fields_ = (
         ("query_starts", c_void_p),
@@ -195,13 +217,14 @@ class Choose(Structure):
         ("sound", c_void_p),
         ("max_samples", c_int64),
         ("product", Product8),
+        ("product4", Product4),
     )
 
 
 # In the order of STRUCTURE_SIZES in `library.cpp`.
 STRUCTURES = (
     Step, GraphNode, Embed, Norm, Rotate, Store, Gate, Attend, Pack, Product, Pack8, Product8, Begin, Last, Choose,
-    RotateStore, Add,
+    RotateStore, Add, Product4, Pack4,
 )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ops.attention import AttentionMetadata
 from ops.cpp.kernel_launcher import KernelLauncher, NotCapturable
 from ops.cpp.library import Begin, Choose, Last, Product, Product8, Step, address
-from ops.matmul.with_cpp import PackedWeight, PackedWeight8, scratch8
+from ops.matmul.with_cpp import PACKED, PackedWeight4, PackedWeight8, product4, scratch8
 
 SAMPLES = -1  # as the number of a kernel's rows: those of the step that sample
 BEST_BYTES = 5 * 64  # of what a thread notes about a row
@@ -65,7 +65,7 @@ def likeliest(launcher: KernelLauncher, hidden: Tensor, weight: Tensor) -> tuple
 
     As `ops.sampling.Choose` for greedy rows, but no logit is written down. `last_tokens` of the step get the ids.
     """
-    if not isinstance(weight, (PackedWeight, PackedWeight8)):
+    if not isinstance(weight, PACKED):
         raise NotCapturable("the head's weight is not packed")
     max_rows, (out_size, in_size) = len(hidden), weight.shape
     ids, sound = launcher.empty((max_rows,), torch.int64), launcher.empty((max_rows,), torch.bool)
@@ -83,5 +83,9 @@ def likeliest(launcher: KernelLauncher, hidden: Tensor, weight: Tensor) -> tuple
         rounded = scratch8(launcher, max_rows, in_size)
         product = Product8(plain, weight.scales_address, address(rounded))
     operands = Choose(address(best), address(ids), address(sound), max_rows, product)
+    if isinstance(weight, PackedWeight4):
+        operands.product4, _kept = product4(launcher, plain, weight, max_rows, hidden.dtype)
+        launcher.launch("choose4", hidden.dtype, operands)
+        return ids, sound
     launcher.launch("choose8" if isinstance(weight, PackedWeight8) else "choose", hidden.dtype, operands)
     return ids, sound

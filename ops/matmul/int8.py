@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ops.matmul.grouped import GroupedWeight
+
 
 class Int8(Tensor):
     """A weight [O, I] of 8 bits; behind it in the same memory stand the outputs' scales, float32."""
@@ -30,6 +32,11 @@ def prepare(weight: Tensor, *, bits: int | None = None) -> Tensor:
     rounded = memory.as_strided((out_size, in_size), (in_size, 1))
     rounded.copy_(whole)
     return rounded.as_subclass(Int8)
+
+
+def prepare_grouped(weight: GroupedWeight, dtype: torch.dtype) -> Tensor:
+    """The weight as a plain one (see `ops.matmul`)."""
+    return weight.dequantised().to(dtype)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -7,16 +7,20 @@ is computed beside it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from ctypes import Structure, c_float, c_int64, sizeof
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ops.cpp.kernel_launcher import KernelLauncher
-from ops.cpp.library import TYPES, Pack, Pack8, Product, Product8, address
+from ops.cpp.library import TYPES, Pack, Pack4, Pack8, Product, Product4, Product8, address
+from ops.matmul.grouped import GroupedWeight
 
 SCALE_BYTES = 4
+CACHE_LINE = 64
 
 
 class PackedWeight(Tensor):
@@ -29,6 +33,70 @@ class PackedWeight8(Tensor):
     @property
     def scales_address(self) -> int:
         return self.untyped_storage().data_ptr()
+
+
+class Header4(Structure):
+    """What stands before the panels of a weight of 4 bits."""
+
+    _fields_ = (
+        ("group", c_int64),
+        ("shifted", c_int64),
+        ("type_size", c_int64),  # of the numbers it is multiplied with
+        ("unused", c_int64 * 5),
+        ("table", c_float * 16),
+    )
+
+
+class PackedWeight4(Tensor):
+    """A weight [O, I] packed in panels of 4 bits, a view of nothing but its shape.
+
+    Its memory holds a header (`Header4`), then the panels (`ops/cpp/source/product4.h`).
+    """
+
+    @property
+    def nbytes(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Of all that is held in memory."""
+        return self.untyped_storage().nbytes()
+
+    @property
+    def header(self) -> Header4:
+        """What kernels have to know of it."""
+        return Header4.from_address(self.untyped_storage().data_ptr())
+
+
+def product4(
+    launcher: KernelLauncher, plain: Product, weight: PackedWeight4, rows: int, dtype: torch.dtype
+) -> tuple[Product4, Tensor | None]:
+    """The operands of a product of so many rows in `dtype`, and what must live until it is launched.
+
+    `plain` needs no weight.
+
+    ValueError for a weight that was packed for another dtype.
+    """
+    header, first = weight.header, weight.untyped_storage().data_ptr()
+    if header.type_size != dtype.itemsize:
+        raise ValueError(
+            f"A weight of 4 bits packed for another dtype cannot be multiplied with rows in {dtype}."
+        )
+    plain.weight = first + sizeof(Header4)
+    sums = None
+    if header.shifted:
+        sums = launcher.empty((rows, plain.in_size // header.group), torch.float32)
+    table = first + Header4.table.offset
+    return Product4(plain, table, address(sums), header.group, header.shifted), sums
+
+
+PACKED = (PackedWeight, PackedWeight8, PackedWeight4)
+
+
+def aligned_bytes(count: int) -> Tensor:
+    """So many bytes that begin at a cache line, at the beginning of their storage."""
+    memory = torch.empty(count, dtype=torch.uint8)
+    if memory.data_ptr() % CACHE_LINE == 0:
+        return memory
+    room = np.empty(count + CACHE_LINE, np.uint8)
+    first = -room.ctypes.data % CACHE_LINE
+    return torch.frombuffer(room[first : first + count].data, dtype=torch.uint8)
 
 
 def scratch8(launcher: KernelLauncher, rows: int, in_size: int) -> Tensor:
@@ -62,21 +130,39 @@ def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
         launcher.launch("pack", dtype, Pack(address(plain), address(memory), in_size, out_size))
         return memory.as_strided((out_size, in_size), (in_size, 1)).as_subclass(PackedWeight)
 
+    def prepare_grouped(weight: GroupedWeight, dtype: torch.dtype) -> Tensor:
+        """The weight packed in 4 bits; as a plain one where the kernels do not take it."""
+        (out_size, in_size), group = weight.codes.shape, weight.group
+        if dtype not in TYPES or group % 8:
+            return prepare(weight.dequantised().to(dtype))
+        padded, shifted = -(-out_size // width) * width, weight.shifts is not None
+        scale_bytes = 2 if dtype == torch.bfloat16 else 4
+        panels = padded * (in_size // group * scale_bytes * (1 + shifted) + in_size // 2)
+        memory = aligned_bytes(sizeof(Header4) + panels)
+        codes, scales = weight.codes.contiguous(), weight.scales.float().contiguous()
+        shifts = None if weight.shifts is None else weight.shifts.float().contiguous()
+        packed = memory.data_ptr() + sizeof(Header4)
+        operands = Pack4(address(codes), address(scales), address(shifts), packed, in_size, out_size, group)
+        launcher.launch("pack4", dtype, operands)
+        made = memory.as_strided((out_size, in_size), (0, 0)).as_subclass(PackedWeight4)
+        header = made.header
+        header.group, header.shifted, header.type_size = group, shifted, dtype.itemsize
+        header.table[:] = weight.table
+        return made
+
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x @ weight.T + bias."""
-        if not isinstance(weight, (PackedWeight, PackedWeight8)):
+        if not isinstance(weight, PACKED):
             return F.linear(x, weight, bias)
         return product(x, weight, bias, x.dtype)
 
     def logits(x: Tensor, weight: Tensor) -> Tensor:
         """x @ weight.T, not rounded to x's dtype."""
-        if not isinstance(weight, (PackedWeight, PackedWeight8)):
+        if not isinstance(weight, PACKED):
             return F.linear(x, weight).float()
         return product(x, weight, None, torch.float32)
 
-    def product(
-        x: Tensor, weight: PackedWeight | PackedWeight8, bias: Tensor | None, out_dtype: torch.dtype
-    ) -> Tensor:
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
         out_size, in_size = weight.shape
         shape = (*x.shape[:-1], out_size)
         x = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
@@ -95,7 +181,11 @@ def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
             in_size=in_size,
             out_size=out_size,
         )
-        if isinstance(weight, PackedWeight):
+        if isinstance(weight, PackedWeight4):
+            operands, _kept = product4(launcher, plain, weight, len(x), x.dtype)
+            launcher.launch(f"product4{wide}", x.dtype, operands)
+            return out.view(shape)
+        if not isinstance(weight, PackedWeight8):
             if x.dtype != weight.dtype:
                 raise ValueError(f"A weight in {weight.dtype} cannot be multiplied with rows in {x.dtype}.")
             launcher.launch(f"product{wide}", x.dtype, plain)
@@ -104,4 +194,4 @@ def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
         launcher.launch(f"product8{wide}", x.dtype, Product8(plain, weight.scales_address, address(rounded)))
         return out.view(shape)
 
-    return {"prepare": prepare, "linear": linear, "logits": logits}
+    return {"prepare": prepare, "prepare_grouped": prepare_grouped, "linear": linear, "logits": logits}

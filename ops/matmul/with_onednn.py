@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ops.matmul.grouped import GroupedWeight
+
 logger = logging.getLogger(__name__)
 
 
@@ -23,6 +25,11 @@ def prepare(weight: Tensor, *, bits: int | None = None) -> Tensor:
     if weight.device.type != "cpu" or not packs(weight.dtype):
         return weight
     return torch.ops.mkldnn._reorder_linear_weight.default(weight.detach(), None)
+
+
+def prepare_grouped(weight: GroupedWeight, dtype: torch.dtype) -> Tensor:
+    """The weight as a plain one in oneDNN's layout (see `ops.matmul`)."""
+    return prepare(weight.dequantised().to(dtype))
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

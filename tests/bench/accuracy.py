@@ -30,6 +30,7 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
     "8 bits": {"dtype": "bfloat16", "quantization": "w8a8_int8"},
+    "4 bits": {"dtype": "bfloat16", "quantization": "w4a16"},
 }
 
 

@@ -109,7 +109,9 @@ def agreement(found: list[list[int]], wanted: list[list[int]]) -> float:
     return same / sum(map(len, wanted))
 
 
-@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"quantization": "w8a8_int8"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"dtype": "bfloat16"}, {"quantization": "w8a8_int8"}, {"quantization": "w4a16"}], ids=str
+)
 async def test_answers_do_not_depend_on_the_number_of_threads(options: dict[str, Any]) -> None:
     library()
     found = []

@@ -1,6 +1,7 @@
 // All kernels but attention, which takes as long to compile as these.
 #include "export.h"
 #include "product.h"
+#include "product4.h"
 #include "product8.h"
 #include "small.h"
 #include "whole.h"
@@ -20,14 +21,22 @@ template <class T>
 constexpr auto product8_wide = product8<T, float>;
 
 template <class T>
-constexpr auto choose_plain = choose<T, false>;
+constexpr auto product4_alike = product4<T, T>;
 template <class T>
-constexpr auto choose_rounded = choose<T, true>;
+constexpr auto product4_wide = product4<T, float>;
+
+template <class T>
+constexpr auto choose_plain = choose<T, 0>;
+template <class T>
+constexpr auto choose_of_8 = choose<T, 8>;
+template <class T>
+constexpr auto choose_of_4 = choose<T, 4>;
 
 KERNELS(begin, begin_any)
 KERNELS(last, last)
 KERNELS(choose, choose_plain)
-KERNELS(choose8, choose_rounded)
+KERNELS(choose8, choose_of_8)
+KERNELS(choose4, choose_of_4)
 
 KERNELS(embed, embed)
 KERNELS(embed_packed, embed_packed)
@@ -43,3 +52,6 @@ KERNELS(product_wide, product_wide)
 KERNELS(pack8, pack8)
 KERNELS(product8, product8_alike)
 KERNELS(product8_wide, product8_wide)
+KERNELS(pack4, pack4)
+KERNELS(product4, product4_alike)
+KERNELS(product4_wide, product4_wide)

@@ -6,6 +6,7 @@
 #include "attention.h"
 #include "pool.h"
 #include "product.h"
+#include "product4.h"
 #include "product8.h"
 #include "small.h"
 #include "whole.h"
@@ -21,7 +22,7 @@ const int64_t STRUCTURE_SIZES[] = {
     sizeof(RotateOperands), sizeof(StoreOperands), sizeof(GateOperands),   sizeof(AttendOperands),
     sizeof(PackOperands),  sizeof(ProductOperands), sizeof(Pack8Operands), sizeof(Product8Operands),
     sizeof(BeginOperands), sizeof(LastOperands),   sizeof(ChooseOperands),
-    sizeof(RotateStoreOperands), sizeof(AddOperands),
+    sizeof(RotateStoreOperands), sizeof(AddOperands), sizeof(Product4Operands), sizeof(Pack4Operands),
 };
 
 int64_t panel_width() { return PANEL; }

@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "product.h"
+#include "product4.h"
 #include "product8.h"
 #include "small.h"
 
@@ -80,6 +81,7 @@ struct ChooseOperands {
     uint8_t* sound;   // [R]
     int64_t max_samples;
     Product8Operands product;  // without out; of its fields only the plain ones unless weights have 8 bits
+    Product4Operands product4;  // instead, where they have 4
 };
 
 // Keeps in each lane the largest value, of equal ones that of the lowest panel.
@@ -121,7 +123,8 @@ inline void choose_best(const ChooseOperands& o, const Step& step, const Team& t
     step.last_tokens[step.sequence_indices[step.sample_rows[sample]]] = o.ids[sample];
 }
 
-template <class T, bool EIGHT>
+// BITS of the weights, 0 for T's own.
+template <class T, int BITS>
 void choose(const void* operands, const Step& step, Team& team) {
     const auto& o = *static_cast<const ChooseOperands*>(operands);
     Best* mine = o.best + team.rank * o.max_samples;
@@ -129,9 +132,11 @@ void choose(const void* operands, const Step& step, Team& team) {
     for (int64_t sample = 0; sample < step.num_samples; sample++)
         mine[sample] = Best{{nothing, nothing}, {Ints{}, Ints{}}, Ints{}};
     const auto put = [&](int64_t row, int64_t panel, const Floats (&sums)[2]) {
-        note(mine[row], sums, panel, o.product.plain.out_size);
+        note(mine[row], sums, panel, BITS == 4 ? o.product4.plain.out_size : o.product.plain.out_size);
     };
-    if constexpr (EIGHT)
+    if constexpr (BITS == 4)
+        multiply4<T>(o.product4, team, step.num_samples, put);
+    else if constexpr (BITS == 8)
         multiply8<T>(o.product, team, step.num_samples, put);
     else
         multiply<T>(o.product.plain, team, step.num_samples, put);

@@ -141,9 +141,9 @@ class QuantArgs:
     quantization: str | None = option(
         None,
         "How the weights are quantised. A quantised checkpoint needs nothing: its form is read from its configuration, "
-        "and naming it checks that it is so. w8a8_int8 rounds the weights of any checkpoint to 8 bits when it is "
-        "loaded, and computes with activations of 8 bits; on a CPU so far. qoq and w4afp8 are refused. Default: as "
-        "they are in the checkpoint.",
+        "and naming it checks that it is so. w4a16 rounds the weights of any checkpoint to 4 bits, in groups of 32, "
+        "when it is loaded; w8a8_int8 rounds them to 8 bits and computes with activations of 8 bits; both on a CPU so "
+        "far. qoq and w4afp8 are refused. Default: as they are in the checkpoint.",
         choices=tuple(dict.fromkeys((*_QUANTIZATIONS, *METHODS))),
         built=(*spellings(), *UNREADABLE),
     )

@@ -113,7 +113,7 @@ def test_scales_of_a_cache_of_8_bits_are_read_anew() -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("quantization", [None, "w8a8_int8"])
+@pytest.mark.parametrize("quantization", [None, "w8a8_int8", "w4a16"])
 def test_a_recorded_graph_computes_with_the_new_weights(quantization: str | None, tied: bool) -> None:
     config: dict[str, Any] = {"head_dim": 16, "tie_word_embeddings": tied}
     before, after = (tiny_checkpoints.cached("gemma", seed=seed, **config) for seed in (0, 1))

@@ -45,7 +45,7 @@ def models(family: str, dtype: str, quantization: str | None) -> tuple[Decoder, 
         load(path, kernels=two, dtype=dtype, quantization=quantization),
         two,
         load(path, kernels=one, dtype=dtype, quantization=quantization),
-        load(path, dtype=dtype),
+        load(path, dtype=dtype, quantization=quantization if quantization == "w4a16" else None),
     )
 
 
@@ -85,7 +85,12 @@ def eager(model: Decoder, pool: KVPool, batch: Batch, last_tokens: torch.Tensor)
 
 @pytest.mark.parametrize(
     ("dtype", "quantization", "apart"),
-    [("float32", None, 1e-4), ("bfloat16", None, None), ("bfloat16", "w8a8_int8", None)],
+    [
+        ("float32", None, 1e-4),
+        ("bfloat16", None, None),
+        ("bfloat16", "w8a8_int8", None),
+        ("float32", "w4a16", 1e-4),
+    ],
 )
 @pytest.mark.parametrize("family", CAPTURABLE)
 @given(steps=STEPS, page_size=st.sampled_from([1, 3, 16]), seed=st.integers(0, 99))

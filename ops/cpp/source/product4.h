@@ -1,0 +1,255 @@
+// Products with weights of 4 bits, which stay so in memory.
+//
+// A weight [O, I] is w = table[code] * scale[o, group] + shift[o, group], groups of neighbouring inputs; any sixteen
+// numbers may be the table. A panel of 32 outputs is one stream: of each group first 32 scales, then 32 shifts if there
+// are any, then the codes, [group / 8][32] words of eight inputs each. In a word's four lowest bits stands the code of
+// input 0, from bit 16 on that of input 1, from bit 4 on that of input 2, and so on: shifted by 4, both halves of a word
+// begin with the codes of two neighbours, which one instruction looks up.
+//
+// A group's products with the table's numbers are added up by themselves and scaled once, in the same order for any
+// number of rows: a token's result does not depend on its batch.
+#pragma once
+
+#include "product.h"
+#include "product8.h"
+
+namespace penstock {
+
+constexpr int64_t WORD_CODES = 8;
+
+struct Product4Operands {
+    ProductOperands plain;  // its weight packed in panels as above
+    const float* table;     // [16]
+    float* group_sums;      // scratch [rows, I / group]: sums of x, where there are shifts
+    int64_t group;          // inputs, a multiple of 8
+    int64_t shifted;        // whether there are shifts
+};
+
+// A float of 16 bits, as scales have it beside bfloat16.
+struct Half {
+    uint16_t bits;
+};
+
+inline Floats load(const Half* from) {
+    Shorts halves;
+    std::memcpy(&halves, from, sizeof(halves));
+#if defined(__AVX512F__)
+    return cast<Floats>(_mm512_cvtph_ps(cast<__m256i>(halves)));
+#else
+    const Words bits = __builtin_convertvector(halves, Words);
+    const Floats magnitude = cast<Floats>((bits & 0x7fffu) << 13) * 0x1p112f;  // finite ones, the smallest included
+    return cast<Floats>(cast<Words>(magnitude) | ((bits & 0x8000u) << 16));
+#endif
+}
+
+// Of a normal float or 0 within the range of 16 bits: rounds to the nearest, ties to even.
+inline Half to_half(float x) {
+    const uint32_t sign = cast<uint32_t>(x) >> 16 & 0x8000u;
+    const float magnitude = std::fabs(x);
+    if (magnitude < 0x1p-14f) return {uint16_t(sign | uint32_t(std::nearbyintf(magnitude * 0x1p24f)))};
+    const uint32_t bits = cast<uint32_t>(magnitude), rounded = bits + 0xfffu + (bits >> 13 & 1u);
+    return {uint16_t(sign | ((rounded >> 13) - (112u << 10)))};
+}
+
+template <class T>
+struct ScaleOf {
+    typedef float Type;
+};
+template <>
+struct ScaleOf<BFloat16> {
+    typedef Half Type;
+};
+
+inline void put_scale(float* to, float scale) { *to = scale; }
+inline void put_scale(Half* to, float scale) { *to = to_half(scale); }
+
+// The sixteen numbers that codes stand for.
+struct Table {
+    Floats numbers;
+    Words pairs;  // as bfloat16, twice, so that the bit above a code does no harm
+
+    explicit Table(const float* from) : numbers(load(from)) {
+        uint16_t halves[32];
+        for (int i = 0; i < 32; i++) halves[i] = uint16_t(round_to_bfloat16(numbers)[i % 16]);
+        std::memcpy(&pairs, halves, sizeof(pairs));
+    }
+
+    // The numbers of the four lowest bits of each lane.
+    Floats look_up(Words codes) const {
+#if defined(__AVX512F__)
+        return cast<Floats>(_mm512_permutexvar_ps(cast<__m512i>(codes), cast<__m512>(numbers)));
+#elif defined(__AVX2__)
+        __m256 table[2], found[2];
+        __m256i index[2];
+        std::memcpy(table, &numbers, sizeof(table));
+        std::memcpy(index, &codes, sizeof(index));
+        for (int half = 0; half < 2; half++) {  // eight numbers at a time; bit 3 says which
+            const __m256 low = _mm256_permutevar8x32_ps(table[0], index[half]);
+            const __m256 high = _mm256_permutevar8x32_ps(table[1], index[half]);
+            found[half] = _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(index[half], 28)));
+        }
+        return cast<Floats>(found);
+#else
+        return __builtin_shuffle(numbers, cast<Ints>(codes & 15u));
+#endif
+    }
+};
+
+// Numbers n .. n + LANE_SIZE - 1 of eight, as a lane of products takes them.
+inline Floats decode(const Table& table, Words codes, int n, float) {
+    return table.look_up(codes >> (4 * (n / 2) + 16 * (n % 2)));
+}
+
+inline Words decode(const Table& table, Words codes, int n, BFloat16) {
+#if defined(__AVX512BW__)
+    return cast<Words>(_mm512_permutexvar_epi16(cast<__m512i>(codes >> (2 * n)), cast<__m512i>(table.pairs)));
+#else
+    const Words low = cast<Words>(table.look_up(codes >> (2 * n)));
+    const Words high = cast<Words>(table.look_up(codes >> (2 * n + 16)));
+    const Words rounding = Words{} + 0x8000u;  // tables are short numbers; others are rounded to the nearest
+    return ((low + rounding) >> 16) | ((high + rounding) & 0xffff0000u);
+#endif
+}
+
+// a * b + c, rounded once wherever it stands: left to itself the compiler decides anew for each number of rows.
+inline Floats fused(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+    return cast<Floats>(_mm512_fmadd_ps(cast<__m512>(a), cast<__m512>(b), cast<__m512>(c)));
+#else
+    for (int lane = 0; lane < LANES; lane++) a[lane] = __builtin_fmaf(a[lane], b[lane], c[lane]);
+    return a;
+#endif
+}
+
+// sums[row] = x[row] . panel.
+template <class T, int ROWS>
+inline void multiply_tile4(const Product4Operands& o, const Table& table, int64_t row, const uint8_t* panel,
+                           Floats (*sums)[2]) {
+    typedef typename ScaleOf<T>::Type Scale;
+    constexpr int N = LANE_SIZE<T>;
+    constexpr int64_t STEP = PANEL * sizeof(uint32_t);
+    const int64_t groups = o.plain.in_size / o.group, stride = o.plain.x_stride;
+    const T* x = static_cast<const T*>(o.plain.x) + row * stride;
+    for (int r = 0; r < ROWS; r++) sums[r][0] = sums[r][1] = Floats{};
+    for (int64_t g = 0; g < groups; g++, x += o.group) {
+        const Scale* scales = reinterpret_cast<const Scale*>(panel);
+        panel += (1 + o.shifted) * PANEL * sizeof(Scale);
+        Floats parts[ROWS][2] = {};
+        for (int64_t k = 0; k < o.group; k += WORD_CODES, panel += STEP) {
+            if constexpr (ROWS == 1) {  // it waits for memory
+                __builtin_prefetch(panel + PANEL_AHEAD);
+                __builtin_prefetch(panel + PANEL_AHEAD + STEP / 2);
+            }
+            Words first, second;
+            std::memcpy(&first, panel, sizeof(first));
+            std::memcpy(&second, panel + STEP / 2, sizeof(second));
+#pragma GCC unroll 8
+            for (int n = 0; n < WORD_CODES; n += N) {
+                const auto a = decode(table, first, n, T{}), b = decode(table, second, n, T{});
+#pragma GCC unroll 16
+                for (int r = 0; r < ROWS; r++) {
+                    const auto value = fill_lanes(x + r * stride + k + n);
+                    parts[r][0] = multiply_add(parts[r][0], a, value);
+                    parts[r][1] = multiply_add(parts[r][1], b, value);
+                }
+            }
+        }
+        for (int half = 0; half < 2; half++) {
+            const Floats scale = load(scales + half * LANES);
+            const Floats shift = o.shifted ? load(scales + PANEL + half * LANES) : Floats{};
+            for (int r = 0; r < ROWS; r++) {
+                sums[r][half] = fused(parts[r][half], scale, sums[r][half]);
+                if (o.shifted) sums[r][half] = fused(shift, fill(o.group_sums[(row + r) * groups + g]), sums[r][half]);
+            }
+        }
+    }
+}
+
+template <class T, int ROWS = MAX_TILE_ROWS>
+inline void multiply_rows4(const Product4Operands& o, const Table& table, int64_t row, int64_t height,
+                           const uint8_t* panel, Floats (*sums)[2]) {
+    if constexpr (ROWS > 0) {
+        if (height != ROWS) return multiply_rows4<T, ROWS - 1>(o, table, row, height, panel, sums);
+        multiply_tile4<T, ROWS>(o, table, row, panel, sums);
+    }
+}
+
+template <class T>
+inline int64_t panel_bytes4(int64_t in_size, int64_t group, int64_t shifted) {
+    return in_size / group * (1 + shifted) * PANEL * int64_t(sizeof(typename ScaleOf<T>::Type)) + in_size * PANEL / 2;
+}
+
+// Calls put(row, panel, sums) for all rows and panels.
+template <class T, class Put>
+inline void multiply4(const Product4Operands& o, Team& team, int64_t rows, const Put& put) {
+    const int64_t bytes = panel_bytes4<T>(o.plain.in_size, o.group, o.shifted);
+    if (o.shifted) {
+        const int64_t groups = o.plain.in_size / o.group;
+        team.share(rows, [&](int64_t row) {
+            const T* x = static_cast<const T*>(o.plain.x) + row * o.plain.x_stride;
+            for (int64_t g = 0; g < groups; g++) {
+                Floats total{};
+                in_vectors(o.group, [&](int64_t k, int64_t count) { total += load(x + g * o.group + k, count); });
+                o.group_sums[row * groups + g] = sum(total);
+            }
+        });
+        team.barrier();
+    }
+    const Table table(o.table);
+    share_panels(team, rows, o.plain.out_size, [&](int64_t first, int64_t end, int64_t panel) {
+        const uint8_t* weight = static_cast<const uint8_t*>(o.plain.weight) + panel * bytes;
+        in_tiles<MAX_TILE_ROWS>(first, end, [&](int64_t row, int64_t height) {
+            Floats sums[MAX_TILE_ROWS][2];
+            multiply_rows4<T>(o, table, row, height, weight, sums);
+            for (int64_t r = 0; r < height; r++) put(row + r, panel, sums[r]);
+        });
+    });
+}
+
+template <class T, class Out>
+void product4(const void* operands, const Step& step, Team& team) {
+    const auto& o = *static_cast<const Product4Operands*>(operands);
+    const auto& p = o.plain;
+    multiply4<T>(o, team, rows_of(p, step), [&p](int64_t row, int64_t panel, const Floats (&sums)[2]) {
+        store_sums<T, Out>(sums, static_cast<const T*>(p.bias), static_cast<Out*>(p.out) + row * p.out_size,
+                           panel * PANEL, p.out_size);
+    });
+}
+
+struct Pack4Operands {
+    const uint8_t* codes;  // [O, I], one in a byte
+    const float* scales;   // [O, I / group]
+    const float* shifts;   // likewise, or null
+    uint8_t* packed;
+    int64_t in_size, out_size, group;
+};
+
+template <class T>
+void pack4(const void* operands, const Step&, Team& team) {
+    typedef typename ScaleOf<T>::Type Scale;
+    const auto& o = *static_cast<const Pack4Operands*>(operands);
+    const int64_t panels = (o.out_size + PANEL - 1) / PANEL, groups = o.in_size / o.group, shifted = o.shifts != nullptr;
+    const int64_t bytes = panel_bytes4<T>(o.in_size, o.group, shifted);
+    for (int64_t panel; (panel = team.take()) < panels;) {
+        uint8_t* to = o.packed + panel * bytes;
+        std::memset(to, 0, bytes);  // beyond the last output
+        const int64_t filled = std::min<int64_t>(PANEL, o.out_size - panel * PANEL);
+        for (int64_t g = 0; g < groups; g++) {
+            Scale* scales = reinterpret_cast<Scale*>(to);
+            to += (1 + shifted) * PANEL * sizeof(Scale);
+            uint32_t* words = reinterpret_cast<uint32_t*>(to);
+            to += o.group * PANEL / 2;
+            for (int64_t column = 0; column < filled; column++) {
+                const int64_t output = panel * PANEL + column;
+                put_scale(scales + column, o.scales[output * groups + g]);
+                if (shifted) put_scale(scales + PANEL + column, o.shifts[output * groups + g]);
+                const uint8_t* codes = o.codes + output * o.in_size + g * o.group;
+                for (int64_t k = 0; k < o.group; k++)
+                    words[k / WORD_CODES * PANEL + column] |= uint32_t(codes[k] & 15)
+                                                              << (k % WORD_CODES / 2 * 4 + k % 2 * 16);
+            }
+        }
+    }
+}
+
+}  // namespace penstock

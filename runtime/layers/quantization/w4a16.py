@@ -1,0 +1,26 @@
+"""Weights of 4 bits in groups of 32 inputs, rounded here: the checkpoint is an ordinary one."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ops.matmul.grouped import round_to_groups
+from ops.select import Kernels
+from runtime.layers.quantization.method import Unquantized
+
+GROUP = 32
+
+
+class W4A16(Unquantized):
+    """Groups of a row are rounded with a scale of their own when they are loaded, the head's too.
+
+    Activations stay as they are. Rows that groups do not fill stay unquantised.
+    """
+
+    def prepare_weight(self, weight: Tensor, kernels: Kernels) -> Tensor:
+        if weight.shape[1] % GROUP:
+            return kernels.prepare(weight)
+        return kernels.prepare_grouped(round_to_groups(weight, GROUP), weight.dtype)
+
+
+METHOD = W4A16

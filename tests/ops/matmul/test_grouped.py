@@ -1,0 +1,114 @@
+"""Weights of 4 bits in groups: rounded, packed, multiplied."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cpp_kernels import DTYPES, LESSER, THREADS, backend
+from ops.matmul.grouped import GroupedWeight, round_to_groups
+from ops.matmul.with_cpp import PackedWeight, PackedWeight4
+from ops.select import select
+
+NF4 = (-1.0, -0.69, -0.52, -0.39, -0.28, -0.18, -0.09, 0.0, 0.08, 0.16, 0.25, 0.34, 0.44, 0.56, 0.72, 1.0)
+SHAPES = [(1, 8, 8), (32, 32, 32), (100, 256, 128), (33, 96, 96), (70, 160, 16)]  # O, I, group
+PROCESSORS = [(), *LESSER.values()]
+
+
+def weight(
+    out_size: int, in_size: int, group: int, *, shifted: bool = False, table: Any = None
+) -> GroupedWeight:
+    generator = torch.Generator().manual_seed(out_size + in_size)
+    made = GroupedWeight(
+        torch.randint(0, 16, (out_size, in_size), generator=generator, dtype=torch.uint8),
+        0.01 + torch.rand(out_size, in_size // group, generator=generator),
+        torch.randn(out_size, in_size // group, generator=generator) if shifted else None,
+    )
+    return made if table is None else made._replace(table=table)
+
+
+def halved(made: GroupedWeight) -> Tensor:
+    """As kernels hold it beside bfloat16: scales of 16 bits, a table in bfloat16."""
+    table = tuple(torch.tensor(made.table).bfloat16().tolist())
+    shifts = None if made.shifts is None else made.shifts.half().float()
+    return made._replace(scales=made.scales.half().float(), shifts=shifts, table=table).dequantised()
+
+
+@pytest.mark.parametrize("march", PROCESSORS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_are_those_of_the_dequantised_weight(dtype: torch.dtype, march: tuple[str, ...]) -> None:
+    kernels = backend("matmul", 2, *march)
+    for shape in SHAPES:
+        for shifted, table in ((False, None), (True, None), (False, NF4), (True, NF4)):
+            given = weight(*shape, shifted=shifted, table=table)
+            packed = kernels.prepare_grouped(given, dtype)
+            assert isinstance(packed, PackedWeight4)
+            plain = given.dequantised() if dtype == torch.float32 else halved(given)
+            for rows in (1, 3, 13, 30):
+                x, bias = torch.randn(rows, shape[1]).to(dtype), torch.randn(shape[0]).to(dtype)
+                wanted = x.double() @ plain.double().T
+                bound = 1e-5 * float((x.double().abs() @ plain.double().abs().T).max())
+                torch.testing.assert_close(kernels.logits(x, packed).double(), wanted, rtol=0, atol=bound)
+                rounded = (wanted + bias).to(dtype)
+                rtol = 2e-2 if dtype == torch.bfloat16 else 0.0
+                torch.testing.assert_close(kernels.linear(x, packed, bias), rounded, rtol=rtol, atol=bound)
+
+
+@pytest.mark.parametrize("num_threads", THREADS)
+@pytest.mark.parametrize("march", [(), LESSER["AVX2"]], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_is_the_same_alone_and_among_others(
+    dtype: torch.dtype, march: tuple[str, ...], num_threads: int
+) -> None:
+    kernels = backend("matmul", num_threads, *march)
+    for shifted in (False, True):
+        packed = kernels.prepare_grouped(weight(100, 256, 32, shifted=shifted), dtype)
+        x = torch.randn(300, 256).to(dtype)
+        together = kernels.logits(x, packed)
+        for row in (0, 1, 17, 255, 299):
+            assert torch.equal(kernels.logits(x[row : row + 1], packed)[0], together[row])
+
+
+def test_scales_of_16_bits_are_the_nearest() -> None:
+    kernels = backend("matmul")
+    scales = torch.tensor([[0.0], [6e-8], [3e-6], [6.1e-5], [1 / 3], [-0.7], [1000.3], [65504.0]])
+    codes = torch.full((8, 8), 9, dtype=torch.uint8)  # ones
+    x = torch.zeros(1, 8, dtype=torch.bfloat16)
+    x[0, 0] = 1
+    found = kernels.logits(x, kernels.prepare_grouped(GroupedWeight(codes, scales), torch.bfloat16))
+    assert torch.equal(found[0], scales[:, 0].half().float())
+
+
+def test_four_bits_take_a_quarter_of_the_memory() -> None:
+    kernels = backend("matmul")
+    packed = kernels.prepare_grouped(round_to_groups(torch.randn(256, 512), 32), torch.bfloat16)
+    assert packed.shape == (256, 512)
+    assert packed.nbytes < 256 * 512 * 2 * 0.29
+
+
+def test_what_no_kernel_takes_is_dequantised() -> None:
+    kernels, given = backend("matmul"), weight(32, 24, 12)
+    assert isinstance(kernels.prepare_grouped(given, torch.float32), PackedWeight)
+    assert torch.equal(kernels.prepare_grouped(given, torch.float16), given.dequantised().half())
+    assert torch.equal(select().prepare_grouped(given, torch.float32), given.dequantised())
+    with pytest.raises(ValueError, match="packed for another dtype"):
+        kernels.linear(torch.zeros(1, 32), kernels.prepare_grouped(weight(8, 32, 32), torch.bfloat16))
+
+
+def test_rounding_keeps_the_largest_of_a_group_and_brings_little_error() -> None:
+    plain = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    rounded = round_to_groups(plain, 32)
+    error = (rounded.dequantised() - plain).norm() / plain.norm()
+    naive = plain.unflatten(1, (-1, 32))
+    scale = naive.abs().amax(-1, keepdim=True) / 7
+    worst = ((naive / scale).round() * scale - naive).norm() / plain.norm()
+    assert error < 0.09
+    assert error < 0.9 * worst
+    exact = torch.tensor([[-8.0, 7, 3, 0, 1, -1, 5, -6] * 4]) * 0.37
+    torch.testing.assert_close(round_to_groups(exact, 32).dequantised(), exact)
+    assert torch.equal(round_to_groups(torch.zeros(1, 32), 32).dequantised(), torch.zeros(1, 32))
+    with pytest.raises(ValueError, match="groups of 32"):
+        round_to_groups(torch.zeros(1, 40), 32)
