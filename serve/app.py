@@ -68,7 +68,7 @@ ROUTES = (  # searched from the first to the last: what is called most often com
     RouteSpec(GET, "/api/version", ollama_models.version, USER, ollama.ERROR_FORMAT),
     RouteSpec(GET, "/health", admin.health, PUBLIC),
     RouteSpec(GET, "/health_generate", admin.health_generate, USER),
-    RouteSpec(GET, "/ready", admin.health, PUBLIC),
+    RouteSpec(GET, "/ready", admin.ready, PUBLIC),
     RouteSpec(GET, "/get_model_info", admin.model_info, USER),
     RouteSpec(GET, "/model_info", admin.model_info, USER),
     RouteSpec(GET, "/get_server_info", admin.server_info, USER),

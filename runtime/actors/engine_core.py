@@ -55,6 +55,11 @@ class Status:
     num_generated: int
     gen_throughput: float
     kernels: str = ""  # what computes the model
+    step_age_s: float = 0.0  # of the oldest step in flight
+    predicted_step_s: float | None = None  # of that step, where it is known
+    hangs: bool = False  # it has taken much longer than it should
+    room: int = 0  # further sequences that the queue takes
+    estimated_wait_s: float = 0.0  # until a request that comes now runs
 
 
 class EngineCore:
@@ -225,6 +230,13 @@ class EngineCore:
             num_generated=sum(actor.progress.num_generated for actor in alive),
             gen_throughput=sum(actor.progress.gen_throughput for actor in alive),
             kernels=alive[0].runner.kernels_description if alive else "",
+            step_age_s=max((actor.step_age_s for actor in alive), default=0.0),
+            predicted_step_s=max(
+                (s for actor in alive if (s := actor.predicted_step_s) is not None), default=None
+            ),
+            hangs=any(actor.hangs for actor in alive),
+            room=max(0, self._scheduler.room),
+            estimated_wait_s=self._scheduler.wait_s,
         )
 
 

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import anyio
 import anyio.to_thread
 
+from runtime.actors.crash_record import write_record
 from runtime.actors.detokenizer import DetokenizerActor
 from runtime.actors.live_requests import LiveRequest, LiveRequests
 from runtime.actors.mailbox import Mailbox
+from runtime.actors.step_times import StepTimes
 from runtime.batch import Batch, Runner, StepOutput
 from runtime.config.plan import SchedulePlan
 from runtime.errors import (
@@ -102,6 +104,7 @@ class SchedulerActor:
         self._depth = plan.micro_batches - 1 if plan.micro_batches > 1 else int(plan.overlap)
         self._watchdog_timeout_s = plan.watchdog_timeout_s
         self._max_queue_time_s = plan.max_queue_time_s
+        self._crash_folder = plan.crash_folder
         self._requests = requests
         self._detokenizer = detokenizer
         self._inbox: Mailbox[Admit | Abort | EndChoice | Wake] = Mailbox()
@@ -155,6 +158,25 @@ class SchedulerActor:
     def retry_after_s(self) -> int:
         """The hint for those who are refused."""
         return min(max(1, math.ceil(self.wait_s)), MAX_RETRY_AFTER_S)
+
+    @property
+    def step_age_s(self) -> float:
+        """For how long the step in flight has been awaited; 0 where none is."""
+        return time.monotonic() - self.progress.last_step_s if self._in_flight else 0.0
+
+    @property
+    def predicted_step_s(self) -> float | None:
+        """How long the step in flight should take; None where none is, or where that is not known."""
+        return self.progress.times.predicted_s(self._in_flight[0][0]) if self._in_flight else None
+
+    @property
+    def hangs(self) -> bool:
+        """Whether the step in flight has taken much longer than it should."""
+        if not self._in_flight:
+            return False
+        return self.step_age_s > self.progress.times.patience_s(
+            self._in_flight[0][0], self._watchdog_timeout_s
+        )
 
     @property
     def alive(self) -> list[SchedulerActor]:
@@ -220,8 +242,11 @@ class SchedulerActor:
         timeout_s = self._watchdog_timeout_s
         while timeout_s > 0:
             await anyio.sleep(min(WATCHDOG_PERIOD_S, timeout_s / 2))
-            if self._in_flight and time.monotonic() - self.progress.last_step_s > timeout_s:
-                logger.critical("no step came back for %.0f s (--watchdog-timeout)", timeout_s)
+            if self._in_flight and self.step_age_s > timeout_s:
+                reason = f"No step came back for {timeout_s:g} s (--watchdog-timeout)."
+                batches = [batch for batch, _ in self._in_flight]
+                state = {**self.scheduler.load._asdict(), "num_steps": self.progress.num_steps}
+                write_record(self._crash_folder, reason, state, batches, self._requests)
                 raise EngineFailure("The engine hangs: a step did not come back.")
 
     async def _watch_queue(self) -> None:
@@ -355,6 +380,7 @@ class Progress:
         self.gen_throughput = 0.0  # tokens per second over the last log interval
         self.last_step_s = time.monotonic()
         self.queue = QueueRate()
+        self.times = StepTimes()
         self._scheduler = scheduler
         self._interval = log_interval_steps
         self._interval_began_s = time.monotonic()
@@ -387,6 +413,7 @@ class Progress:
         self.num_steps += 1
         self.num_generated += num_tokens
         before_s, self.last_step_s = self.last_step_s, time.monotonic()
+        self.times.note(batch, self.last_step_s - before_s)
         if not batch.stats.num_prompt_tokens:
             self._num_decode_steps += 1
             if self._num_decode_steps % self._interval == 0:

@@ -61,6 +61,7 @@ class SchedulePlan(Section):
     stream_interval: int
     log_interval_steps: int
     watchdog_timeout_s: float
+    crash_folder: str | None = None  # for a record of what went on when a step hangs
     max_queue_time_s: float | None = None  # that a request may wait; None: as long as it takes
     micro_batches: int = 1  # in flight at the same time, without a sequence in common: one for each stage
     max_micro_batch: int | None = None  # rows of one of them; None: no limit of its own

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -39,8 +40,27 @@ class AbortBody:
 
 
 async def health(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """200 while the engine accepts requests, else 503; empty either way."""
-    return Response(status_code=200 if core.status().state == "ready" else 503)
+    """200 while the engine accepts requests and no step takes much longer than it should; else 503. Empty."""
+    status = core.status()
+    return Response(status_code=200 if status.state == "ready" and not status.hangs else 503)
+
+
+async def ready(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    """200 where a request that comes now is let in, else 503 with Retry-After; both say how long it would wait."""
+    status = core.status()
+    is_ready = status.state == "ready" and not status.hangs and status.room > 0
+    body = {
+        "ready": is_ready,
+        "state": status.state,
+        "estimated_wait_s": round(status.estimated_wait_s, 3),
+        "num_waiting": status.num_waiting,
+        "room": status.room,
+    }
+    response = json_response(body)
+    if not is_ready:
+        response.status_code = 503
+        response.headers["retry-after"] = str(min(60, max(1, math.ceil(status.estimated_wait_s))))
+    return response
 
 
 async def health_generate(http: HttpRequest, core: EngineCore) -> ASGIApp:

@@ -122,6 +122,9 @@ class FakeStatus:
     max_total_tokens: int = 4096
     gen_throughput: float = 0.0
     kernels: str = "C++ kernels of a test"
+    hangs: bool = False
+    room: int = 64
+    estimated_wait_s: float = 0.0
 
 
 class FakeCore:

@@ -97,8 +97,11 @@ class ObserveArgs:
 class DebugArgs:
     """Finding mistakes."""
 
-    crash_dump_folder: str | None = planned(
-        None, "Folder for a record of the last requests when the server fails."
+    crash_dump_folder: str | None = option(
+        None,
+        "Folder for a record when a step hangs (--watchdog-timeout): stacks, steps in flight, and the requests "
+        "without their texts, as JSON.",
+        plan=SchedulePlan.crash_folder,
     )
     debug_tensor_dump_output_folder: str | None = planned(
         None, "Folder into which the logits of every step are written."

@@ -39,6 +39,7 @@ def schedule_plan(builder: PlanBuilder, gpu: Gpu | None, page_size: int) -> Sche
         stream_interval=builder.follow("stream_interval"),
         log_interval_steps=builder.follow("decode_log_interval"),
         watchdog_timeout_s=builder.follow("watchdog_timeout"),
+        crash_folder=builder.follow("crash_dump_folder"),
         micro_batches=Decision(builder.args.parallel.pp_size, "one for each stage of the pipeline"),
         max_micro_batch=builder.follow("max_micro_batch_size"),
     )

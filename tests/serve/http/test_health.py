@@ -1,0 +1,155 @@
+"""`/health` is about the step in flight, `/ready` about the next request; a hanging step leaves a record."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import http_server
+import scripted_core
+from runtime.actors import step_times
+from runtime.actors.engine_core import EngineCore
+from runtime.errors import EngineFailure
+from runtime.request import Request
+from runtime.sampling_params import SamplingParams
+from serve.app import build_app
+
+Running = tuple[EngineCore, scripted_core.ScriptedRunner, httpx.AsyncClient]
+
+
+@asynccontextmanager
+async def running(**schedule: Any) -> AsyncIterator[Running]:
+    async with (
+        scripted_core.running(**schedule) as (core, runner),
+        http_server.serving(build_app(core)) as url,
+        httpx.AsyncClient(base_url=url) as client,
+    ):
+        yield core, runner, client
+
+
+def request(new: int = 8, length: int = 3) -> Request:
+    return Request(ids=tuple(range(3, 3 + length)), sampling=SamplingParams(max_new_tokens=new, seed=1))
+
+
+async def until(state: Callable[[], bool]) -> None:
+    while not state():
+        await asyncio.sleep(0.001)
+
+
+async def test_a_step_that_takes_too_long_is_seen_and_the_end_of_it_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(step_times, "LEAST_PATIENCE_S", 0.05)
+    async with running() as (core, runner, http):
+        await core.submit(request()).whole()  # steps of each kind are measured
+        runner.open.clear()
+        asked = core.submit(request())
+        await until(lambda: core.status().step_age_s > 0)
+        await until(lambda: core.status().hangs)
+        assert core.status().step_age_s > 0.05
+        assert (await http.get("/health")).status_code == 503
+        assert (await http.get("/ready")).status_code == 503
+        runner.open.set()
+        await asked.whole()
+        assert (await http.get("/health")).status_code == (await http.get("/ready")).status_code == 200
+
+
+async def test_the_first_step_of_a_kind_may_take_as_long_as_it_likes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_times, "LEAST_PATIENCE_S", 0.0)
+    async with running() as (core, runner, http):
+        runner.open.clear()
+        asked = core.submit(request())
+        await until(lambda: core.status().step_age_s > 0.02)
+        assert core.status().predicted_step_s is None
+        assert (await http.get("/health")).status_code == 200
+        runner.open.set()
+        await asked.whole()
+
+
+def test_long_prompts_are_expected_to_take_long() -> None:
+    times = step_times.StepTimes()
+    drive = _drive()
+    prompt, decode = drive(40), drive(0)
+    assert times.predicted_s(prompt) is times.predicted_s(decode) is None
+    assert times.patience_s(prompt, 300.0) == 300.0
+    times.note(decode, 0.01)
+    times.note(drive(10), 0.11)
+    assert times.predicted_s(decode) == pytest.approx(0.01)
+    assert times.predicted_s(prompt) == pytest.approx(0.41)
+    assert times.patience_s(decode, 300.0) == step_times.LEAST_PATIENCE_S
+    assert times.patience_s(drive(4000), 300.0) == pytest.approx(10 * 40.01)
+
+
+def _drive() -> Callable[[int], Any]:
+    from types import SimpleNamespace
+
+    return lambda tokens: SimpleNamespace(stats=SimpleNamespace(num_prompt_tokens=tokens))
+
+
+async def test_ready_is_about_the_next_request() -> None:
+    async with running(max_queued=2) as (core, runner, http):
+        before = (await http.get("/ready")).json()
+        assert before == {
+            "ready": True,
+            "state": "ready",
+            "estimated_wait_s": 0.0,
+            "num_waiting": 0,
+            "room": 10,
+        }
+        runner.open.clear()
+        asked = [core.submit(request()) for _ in range(scripted_core.NUM_SEQUENCES)]
+        await until(lambda: core.status().num_running == scripted_core.NUM_SEQUENCES)
+        asked += [core.submit(request()) for _ in range(2)]
+        await until(lambda: core.status().room == 0)
+        full = await http.get("/ready")
+        assert (full.status_code, full.json()["ready"], full.json()["room"]) == (503, False, 0)
+        assert int(full.headers["retry-after"]) >= 1
+        assert (await http.get("/health")).status_code == 200  # busy is healthy
+        runner.open.set()
+        for output in asked:
+            await output.whole()
+        assert (await http.get("/ready")).status_code == 200
+
+
+async def test_the_watchdog_leaves_a_record_without_texts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "crashes"
+    async with running(watchdog_timeout_s=0.05, crash_folder=str(folder)) as (core, runner, http):
+        runner.open.clear()
+        asked = core.submit(Request(ids=(301, 302), sampling=SamplingParams(max_new_tokens=8), label="Anna"))
+        with pytest.raises(EngineFailure, match="hangs"):
+            await asked.whole()
+        assert (await http.get("/health")).status_code == 503
+    [file] = folder.iterdir()
+    record = json.loads(file.read_text())
+    assert "--watchdog-timeout" in record["reason"]
+    assert record["steps_in_flight"][0]["tokens"] == 2
+    assert record["requests"][0]["sequences"][0]["prompt"] == 2
+    assert any("MainThread" in name for name in record["threads"])
+    assert record["tasks"]
+    assert "Anna" not in file.read_text()
+    assert "301" not in json.dumps(record["requests"])
+    assert "Thread MainThread" in caplog.text
+
+
+async def test_a_folder_that_cannot_be_written_hides_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    async with running(watchdog_timeout_s=0.05, crash_folder=str(tmp_path / "file" / "x")) as (
+        core,
+        runner,
+        _,
+    ):
+        runner.open.clear()
+        with pytest.raises(EngineFailure, match="hangs"):
+            await core.submit(request()).whole()
+    assert "cannot be written" in caplog.text
