@@ -6,10 +6,8 @@ import asyncio
 import contextlib
 import gc
 import logging
-import logging.config
 import os
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -32,6 +30,7 @@ from serve.background import background_tasks
 from serve.connection import Connection
 from serve.demo import demo_path
 from serve.engine import Engine
+from serve.log_format import configure_logging
 from serve.shutdown import Signals
 
 logger = logging.getLogger("penstock.server")
@@ -52,7 +51,7 @@ def run(args: Args) -> int:
     server: 1. Interrupted while it starts: 128 + the signal's number. Raises `ConfigurationError` for what cannot be
     done here.
     """
-    _configure_logging(args)
+    configure_logging(args)
     args = with_torchrun(args, os.environ)
     _raise_file_limit()
     if args.parallel.node_rank > 0:
@@ -252,27 +251,6 @@ def calm_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(GC_ALLOCATIONS, 20, 50)
-
-
-def _configure_logging(args: Args) -> None:
-    """Only for the server's process: an `Engine` leaves the configuration of logging to its user."""
-    level = args.observe.log_level.upper()
-    level_http = (args.observe.log_level_http or args.observe.log_level).upper()
-    handlers: dict[str, Any] = {"handlers": ["stderr"], "propagate": False}
-    logging.config.dictConfig(
-        {
-            "version": 1,
-            "disable_existing_loggers": False,
-            "formatters": {"line": {"format": "[%(asctime)s] %(message)s", "datefmt": "%Y-%m-%d %H:%M:%S"}},
-            "handlers": {
-                "stderr": {"class": "logging.StreamHandler", "stream": sys.stderr, "formatter": "line"}
-            },
-            "loggers": {
-                "penstock": {"level": level, **handlers},
-                "uvicorn": {"level": level_http, **handlers},
-            },
-        }
-    )
 
 
 def _raise_file_limit() -> None:

@@ -11,17 +11,19 @@ from typing import TYPE_CHECKING, Literal
 
 import anyio
 
+from runtime.actors.collector_watch import collector_watched
 from runtime.actors.detokenizer import DetokenizerActor
 from runtime.actors.input_processor import InputProcessor
-from runtime.actors.live_requests import LiveRequests
+from runtime.actors.live_requests import LiveRequests, RequestObserver
 from runtime.actors.output_stream import OutputStream
+from runtime.actors.request_log import RequestLog, TimeStatsLog
 from runtime.actors.request_metrics import RequestMetrics
 from runtime.actors.router import Router
 from runtime.actors.scheduler import SchedulerActor
 from runtime.actors.tokenizer import TokenizerActor
 from runtime.batch import Runner
 from runtime.config.model_facts import ModelFacts
-from runtime.config.plan import Plan
+from runtime.config.plan import ObservePlan, Plan
 from runtime.errors import EngineClosed, EngineFailure, PenstockError
 from runtime.metrics.loop_lag import watch_loop
 from runtime.metrics.series import EngineMetrics
@@ -83,8 +85,7 @@ class EngineCore:
         self.tokenizer = tokenizer
         self._state: State = "starting"
         self.metrics = EngineMetrics(plan.observe, plan.parallel.dp_size) if plan.observe.metrics else None
-        observers = [] if self.metrics is None else [RequestMetrics(self.metrics)]
-        self._requests = requests = LiveRequests(observers)
+        self._requests = requests = LiveRequests(_observers(plan.observe, self.metrics))
         self._processor = InputProcessor(plan, facts, tokenizer)
         self._detokenizer = DetokenizerActor(
             tokenizer, requests, stream_interval=plan.schedule.stream_interval
@@ -108,14 +109,15 @@ class EngineCore:
         Raises `EngineFailure` when an actor died; its cause is chained.
         """
         try:
-            async with anyio.create_task_group() as actors:
-                actors.start_soon(self._detokenizer.run)
-                actors.start_soon(self._scheduler.run)
-                actors.start_soon(self._tokenizer.run)
-                if self.metrics is not None:
-                    actors.start_soon(watch_loop, self.metrics.loop_lag_s)
-                self._state = "ready"
-                started()
+            with collector_watched(self.plan.observe.collector_warning_s):
+                async with anyio.create_task_group() as actors:
+                    actors.start_soon(self._detokenizer.run)
+                    actors.start_soon(self._scheduler.run)
+                    actors.start_soon(self._tokenizer.run)
+                    if self.metrics is not None:
+                        actors.start_soon(watch_loop, self.metrics.loop_lag_s)
+                    self._state = "ready"
+                    started()
         except BaseExceptionGroup as group:
             self._state = "failed"
             failure = _failure(group)
@@ -238,6 +240,16 @@ class EngineCore:
             room=max(0, self._scheduler.room),
             estimated_wait_s=self._scheduler.wait_s,
         )
+
+
+def _observers(plan: ObservePlan, metrics: EngineMetrics | None) -> list[RequestObserver]:
+    """Who counts and logs requests."""
+    made: list[RequestObserver] = [] if metrics is None else [RequestMetrics(metrics)]
+    if plan.request_log_level is not None:
+        made.append(RequestLog(plan.request_log_level))
+    if plan.log_request_times:
+        made.append(TimeStatsLog())
+    return made
 
 
 def _failure(group: BaseExceptionGroup) -> EngineFailure:

@@ -91,6 +91,10 @@ class LiveRequest:
 class RequestObserver(Protocol):
     """Who counts or logs requests. Its methods return at once and raise nothing."""
 
+    def began(self, live: LiveRequest) -> None:
+        """A request was taken in; its ids may not be known yet."""
+        ...
+
     def sent(self, live: LiveRequest, chunk: Chunk, now_s: float, before_s: float) -> None:
         """A chunk with tokens goes out, and the one before it of the same choice at `before_s`; 0.0: there was none.
 
@@ -125,6 +129,8 @@ class LiveRequests:
         output = OutputStream(request.id, request.sampling.n, self.abort)
         live = self._live[request.id] = LiveRequest(request, output, caller)
         self._idle.clear()
+        for observer in self.observers:
+            observer.began(live)
         return live
 
     def remove(self, live: LiveRequest, error: PenstockError | None = None) -> None:

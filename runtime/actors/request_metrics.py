@@ -16,6 +16,9 @@ class RequestMetrics:
     def __init__(self, metrics: EngineMetrics) -> None:
         self._metrics = metrics
 
+    def began(self, live: LiveRequest) -> None:
+        """Counted when it ends."""
+
     def sent(self, live: LiveRequest, chunk: Chunk, now_s: float, before_s: float) -> None:
         """Count the time to the first token, or since the last one: about 0.4 us."""
         series = self._metrics.of_labels(live.caller.labels)

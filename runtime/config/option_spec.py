@@ -32,6 +32,7 @@ class OptionSpec:
     choices: tuple[Any, ...] = ()  # the values that have a meaning; (): any
     built: tuple[Any, ...] | None = None  # the values that work so far besides the default; None: all of them
     needs: Mapping[str, str] = field(default_factory=dict)  # value -> what it takes beyond our code
+    any_case: bool = False  # the choices may be written in capitals
     low: float | None = None  # smallest value
     high: float | None = None  # largest value
     above: float | None = None  # the value must be larger than this

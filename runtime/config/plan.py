@@ -143,6 +143,7 @@ class ServePlan(Section):
     served_model_name: str
     log_level: str
     log_level_http: str
+    log_json: bool = False
     skip_warmup: bool
     cache_report: bool  # usage.prompt_tokens_details
     preferred_sampling: Mapping[str, Any]
@@ -169,6 +170,9 @@ class ObservePlan(Section):
         "x-customer-labels"  # a JSON object whose entries become labels of the request's metrics
     )
     request_labels: tuple[str, ...] = ()  # those that it may set
+    request_log_level: int | None = None  # how much is logged of each request; None: nothing
+    log_request_times: bool = False
+    collector_warning_s: float = 0.0  # garbage collections that take longer are logged; 0.0: none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

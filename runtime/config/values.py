@@ -129,6 +129,8 @@ def _json(option: Option, text: str, wanted: type) -> Any:
 
 def _checked(option: Option, value: Any) -> Any:
     spec = option.spec
+    if spec.any_case and isinstance(value, str):
+        value = value.lower()
     if spec.choices and value not in spec.choices:
         raise _wrong(option, value)
     if option.type in (int, float):

@@ -15,13 +15,21 @@ class ObserveArgs:
     """Logs, metrics and traces."""
 
     log_level: str = option(
-        "info", "Least important messages that are logged.", choices=_LEVELS, plan=ServePlan.log_level
+        "info",
+        "Least important messages that are logged.",
+        choices=_LEVELS,
+        any_case=True,
+        plan=ServePlan.log_level,
     )
     log_level_http: str | None = option(
         None,
         "The same for the HTTP server's own messages. Default: that of --log-level.",
         choices=(*_LEVELS, "trace"),
+        any_case=True,
         plan=ServePlan.log_level_http,
+    )
+    log_json: bool = option(
+        False, "Write each message as a JSON object on a line of its own.", plan=ServePlan.log_json
     )
     decode_log_interval: int = option(
         40,
@@ -29,14 +37,21 @@ class ObserveArgs:
         low=1,
         plan=SchedulePlan.log_interval_steps,
     )
-    log_requests: bool = planned(False, "Log every request when it arrives and when it ends.")
-    log_requests_level: int = planned(
+    log_requests: bool = option(
+        False, "Log every request when it arrives and when it ends.", plan=ObservePlan.request_log_level
+    )
+    log_requests_level: int = option(
         2,
         "How much of a request is logged: 0 only its name, 1 also its parameters, 2 also the first 2048 "
         "characters of its texts, 3 everything.",
         choices=(0, 1, 2, 3),
+        plan=ObservePlan.request_log_level,
     )
-    show_time_cost: bool = planned(False, "Print the time spent in marked parts of the code.")
+    show_time_cost: bool = planned(
+        False,
+        "Print the time spent in marked parts of the code.",
+        instead="--enable-metrics tells the time of steps, --enable-request-time-stats-logging that of requests",
+    )
     enable_metrics: bool = option(False, "Serve Prometheus metrics at /metrics.", plan=ObservePlan.metrics)
     enable_metrics_for_all_schedulers: bool = always(
         False,
@@ -67,11 +82,16 @@ class ObserveArgs:
         "Histogram bounds of output lengths, written like --prompt-tokens-buckets.",
         plan=ObservePlan.output_bounds,
     )
-    gc_warning_threshold_secs: float = planned(
-        0.0, "Warn when Python's garbage collector takes longer than so many seconds; 0 never warns.", low=0
+    gc_warning_threshold_secs: float = option(
+        0.0,
+        "Warn when Python's garbage collector takes longer than so many seconds; 0 never warns.",
+        low=0,
+        plan=ObservePlan.collector_warning_s,
     )
-    enable_request_time_stats_logging: bool = planned(
-        False, "Log for every finished request how long it waited and ran."
+    enable_request_time_stats_logging: bool = option(
+        False,
+        "Log for every finished request how long it waited and ran.",
+        plan=ObservePlan.log_request_times,
     )
     kv_events_config: Json | None = planned(
         None, "JSON object that says where events about cached pages are published."

@@ -27,6 +27,9 @@ def observe_plan(builder: PlanBuilder) -> ObservePlan:
         output_bounds=_lengths(builder, "generation_tokens_buckets"),
         labels_header=_labels_header(builder),
         request_labels=_request_labels(builder),
+        request_log_level=_request_log_level(builder),
+        log_request_times=builder.follow("enable_request_time_stats_logging"),
+        collector_warning_s=builder.follow("gc_warning_threshold_secs"),
     )
 
 
@@ -73,6 +76,12 @@ def _request_labels(builder: PlanBuilder) -> Decision[tuple[str, ...]]:
         ):
             builder.refuse(option, f"{_flag(option)}: {name!r} cannot be a label, or is named twice.")
     return builder.follow(option, names)
+
+
+def _request_log_level(builder: PlanBuilder) -> Decision[int | None]:
+    if not builder.args.observe.log_requests:
+        return Decision(None, "nothing without --log-requests")
+    return builder.follow("log_requests_level")
 
 
 def _flag(option: str) -> str:

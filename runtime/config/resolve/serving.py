@@ -94,6 +94,7 @@ def serve_plan(builder: PlanBuilder, model_path: str, demo_path: str | None) -> 
         served_model_name=_served_model_name(builder, model_path, demo_path),
         log_level=builder.follow("log_level"),
         log_level_http=_log_level_http(builder),
+        log_json=builder.follow("log_json"),
         skip_warmup=builder.follow("skip_server_warmup"),
         cache_report=builder.follow("enable_cache_report"),
         preferred_sampling=_preferred_sampling(builder),

@@ -42,7 +42,7 @@ SITUATIONS: list[tuple[Machine, dict[str, Any]]] = [
     (CPU, {"enable_torch_compile": True}),
     (CPU, {"pp_size": 2}),
     (CPU, NODES),
-    (CPU, {"collect_tokens_histogram": True}),
+    (CPU, {"collect_tokens_histogram": True, "log_requests": True}),
     (H200, {}),
     (FOUR_GPUS, {"tp_size": 2}),
 ]

@@ -1,0 +1,45 @@
+"""The server's log: levels in any case, and JSON on demand."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+
+import pytest
+
+from runtime.config import Args
+from runtime.errors import ConfigurationError
+from serve.log_format import JsonFormatter
+from server_process import serving
+
+
+def test_levels_may_be_written_in_capitals() -> None:
+    args = Args.parse(["--log-level", "WARNING", "--log-level-http", "Trace"])
+    assert (args.observe.log_level, args.observe.log_level_http) == ("warning", "trace")
+    assert Args.of(log_level="ERROR").observe.log_level == "error"
+    with pytest.raises(ConfigurationError, match="must be one of"):
+        Args.of(log_level="LOUD")
+
+
+def test_message_as_json() -> None:
+    try:
+        raise ValueError("broken")
+    except ValueError:
+        record = logging.LogRecord("penstock.x", logging.ERROR, "f", 1, "a %s\nb", ("c",), sys.exc_info())
+    said = json.loads(JsonFormatter().format(record))
+    assert (said["level"], said["logger"], said["message"]) == ("error", "penstock.x", "a c\nb")
+    assert said["exception"].endswith("ValueError: broken")
+    assert said["time"].endswith("+00:00")
+
+
+@pytest.mark.slow
+def test_server_starts_with_trace_and_logs_json() -> None:
+    options = ("--log-json", "--log-level-http", "TRACE", "--log-requests")
+    with serving(*options) as server:
+        lines = [json.loads(line) for line in server.log]
+    assert any(line["message"].startswith("Receive: obj=") for line in lines)
+    [done] = [line["message"] for line in lines if line["message"].startswith("Finish: obj=")]
+    [choice] = json.loads(done.partition(", out=")[2])["choices"]
+    assert (choice["output"], choice["text"] != "") == (8, True)  # the warm-up's
+    assert all({"time", "level", "logger", "message"} <= line.keys() for line in lines)
