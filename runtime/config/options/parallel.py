@@ -114,8 +114,10 @@ class ParallelArgs:
     enable_nccl_nvls: bool = planned(False, "Let NCCL sum inside the NVLink switch.")
     enable_symm_mem: bool = planned(False, "Use NCCL's symmetric memory for sums over devices.")
     enable_mscclpp: bool = planned(False, "Use MSCCL++ for small sums over devices.")
-    enable_p2p_check: bool = planned(
-        False, "Test whether GPUs can reach each other's memory instead of assuming it."
+    enable_p2p_check: bool = inert(
+        False,
+        "Test whether GPUs can reach each other's memory instead of assuming it.",
+        reason="it is for a kernel of one's own that sums over GPUs, and there is none; NCCL tests for itself",
     )
     numa_node: tuple[int, ...] | None = planned(
         None, "NUMA node to which each worker process is bound.", low=0
