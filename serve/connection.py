@@ -56,6 +56,7 @@ class Connection(HttpToolsProtocol):
 
     _num_unparsed = 0  # bytes since the parser last completed something
     _num_body_bytes = 0  # since the body's time was last extended
+    _cycles: tuple[RequestResponseCycle, ...] = ()  # requests that are not answered, pipelined ones included
     _arrival: asyncio.TimerHandle | None = None
     _stall: asyncio.TimerHandle | None = None
 
@@ -67,6 +68,12 @@ class Connection(HttpToolsProtocol):
         self._stop_arrival()
         self._stop_stall()
         super().connection_lost(exc)
+        for cycle in self._cycles:  # uvicorn tells the latest one alone that its client is gone
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+        self._cycles = ()
+        self.pipeline.clear()
 
     # --- reading the request ---
 
@@ -87,6 +94,8 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
         self._watch_arrival(self.body_s)
         if self.cycle is not None:
+            open_ones = [cycle for cycle in self._cycles if not cycle.response_complete]
+            self._cycles = (*open_ones, self.cycle)
             self.scope[BODY_WRITER] = BodyWriter(self.cycle)  # type: ignore[typeddict-unknown-key]
 
     def on_body(self, body: bytes) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 
 from runtime.config import Args
+from serve.calm_log import CalmLog
 
 TRACE = 5  # uvicorn's name for all that it can say
 
@@ -38,14 +39,19 @@ def configure_logging(args: Args) -> None:
     line = {"format": "[%(asctime)s] %(message)s", "datefmt": "%Y-%m-%d %H:%M:%S"}
     formatter = {"()": JsonFormatter} if args.observe.log_json else line
     handlers: dict[str, Any] = {"handlers": ["stderr"], "propagate": False}
+    stderr = {
+        "class": "logging.StreamHandler",
+        "stream": sys.stderr,
+        "formatter": "line",
+        "filters": ["calm"],
+    }
     logging.config.dictConfig(
         {
             "version": 1,
             "disable_existing_loggers": False,
+            "filters": {"calm": {"()": CalmLog}},
             "formatters": {"line": formatter},
-            "handlers": {
-                "stderr": {"class": "logging.StreamHandler", "stream": sys.stderr, "formatter": "line"}
-            },
+            "handlers": {"stderr": stderr},
             "loggers": {
                 "penstock": {"level": level, **handlers},
                 "uvicorn": {"level": level_http, **handlers},

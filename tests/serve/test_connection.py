@@ -136,3 +136,16 @@ async def test_no_piece_is_written_to_a_client_that_left(address: tuple[str, int
     num_waits = app.num_waits
     while app.num_waits < num_waits + 20:  # it asks in vain, for ever
         await asyncio.sleep(0.001)
+
+
+@patient
+async def test_client_of_pipelined_requests_leaves_without_a_word_in_the_log(
+    address: tuple[str, int], app: App, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, writer = await asyncio.open_connection(*address)
+    writer.write(b"GET /flood HTTP/1.1\r\nhost: x\r\n\r\n" * 20)
+    await writer.drain()
+    await asyncio.sleep(0.05)  # the first is being answered, the others wait
+    writer.transport.abort()
+    await asyncio.wait_for(app.left.wait(), 10)
+    assert caplog.records == []
