@@ -11,6 +11,7 @@
     │   ├── NotFound              404
     │   └── PayloadTooLarge       413
     ├── Overloaded                503, try again later (Retry-After)
+    ├── WrongEventLoop            an engine was called from another event loop than its own
     └── EngineFailure             500, our mistake
         ├── StepFailed            a forward failed; its requests are lost, the engine goes on
         │   ├── NotFinite         the model computed no numbers for a request; it alone is lost
@@ -96,6 +97,10 @@ class Overloaded(PenstockError):
         self.message = message
         self.retry_after_s = retry_after_s
         super().__init__(message)
+
+
+class WrongEventLoop(PenstockError):
+    """An `Engine` lives on the loop that started it; calls from another one would wait for ever."""
 
 
 class EngineFailure(PenstockError):

@@ -58,6 +58,13 @@ class BackgroundTask:
         if self._task is not None:
             await asyncio.shield(self._task)
 
+    def abandon(self) -> None:
+        """Cancel `main` from any thread, without waiting. Does nothing where its loop is gone."""
+        task = self._task
+        if task is not None and not task.done():
+            with suppress(RuntimeError):  # the loop is closed
+                task.get_loop().call_soon_threadsafe(task.cancel)
+
     async def stop(self) -> None:
         """Cancel `main` and return when it has ended. What it raised is not raised again here.
 

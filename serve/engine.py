@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
+import warnings
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import replace
 from functools import partial
+from inspect import isawaitable
 from typing import Any, Self, TypeVar
 from weakref import finalize
 
@@ -19,7 +22,7 @@ from runtime.actors.assemble import assemble, prepare
 from runtime.actors.engine_core import EngineCore, Status
 from runtime.actors.scrape import exposition
 from runtime.config import Args
-from runtime.errors import ConfigurationError, EngineClosed, InvalidRequest
+from runtime.errors import ConfigurationError, EngineClosed, InvalidRequest, WrongEventLoop
 from runtime.sampling_params import SamplingParams
 from serve import python_chat
 from serve.background import BackgroundTask, event_loop_thread
@@ -46,7 +49,8 @@ class Engine:
 
     Keyword names are the names of the server's options; without `model_path` it serves the embedded demo
     model. Raises `ConfigurationError` with everything that cannot be done here. Cancelling a call, or leaving
-    a stream's loop, frees what its request held. Use it on one event loop. `aclose` ends all that it started.
+    a stream's loop, frees what its request held. Use it on one event loop: calls from another raise `WrongEventLoop`.
+    `aclose` ends all that it started; an engine that is forgotten ends too, with a `ResourceWarning`.
 
     On one device it computes in this process; only compilers run beside it, where kernels must be built. With
     `tp_size` or `pp_size` above 1 each further rank is a child process. Several ranks or replicas on one CPU share
@@ -72,9 +76,10 @@ class Engine:
         return engine
 
     def _init(self, args: Args) -> None:
-        self._args = args
-        self._core: EngineCore | None = None
-        self._task = BackgroundTask(self._run)
+        self._life = EngineLife(args)
+        self._task = BackgroundTask(self._life.run)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._forgotten: finalize[..., Engine] | None = None
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -87,33 +92,45 @@ class Engine:
         """Load the model; return when requests are taken. Cancelled or failed, nothing is left behind."""
         if self._task.running:
             raise EngineClosed("The engine is already started.")
-        await self._task.start()
+        self._loop = asyncio.get_running_loop()
+        try:
+            await self._task.start()
+        except ConfigurationError as error:  # it says all there is to say; where it was found helps nobody
+            raise error.with_traceback(None) from None
+        self._forgotten = finalize(self, _warn_and_end, self._task)
+        self._forgotten.atexit = False
 
     async def aclose(self) -> None:
         """End every request and give back memory, threads and files. Does nothing the second time."""
+        if self._task.running:
+            self._check_loop()
+        if self._forgotten is not None:
+            self._forgotten.detach()
         await self._task.stop()
-        self._core = None
+        self._life.core = None
 
     async def wait(self) -> None:
         """Wait until the engine ends; raises what ended it."""
         await self._task.wait()
 
-    async def _run(self, started: Callable[[], None]) -> None:
-        prepared = partial(prepare, self._args, Machine.probe(), demo_path=demo_path())
-        plan, facts = await anyio.to_thread.run_sync(prepared)
-        if plan.parallel.node_rank:
-            raise ConfigurationError(
-                "Only the first machine (--node-rank 0) has an engine; start others from the command line."
-            )
-        self._core = await assemble(plan, facts)
-        await self._core.run(started)
-
     @property
     def core(self) -> EngineCore:
         """The engine core, as HTTP handlers use it. Raises `EngineClosed` before the start and after the end."""
-        if self._core is None:
+        if self._life.core is None:
             raise EngineClosed("The engine is not running: use `async with Engine(...)`, or start it.")
-        return self._core
+        self._check_loop()
+        return self._life.core
+
+    def _check_loop(self) -> None:
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:  # plain code between two turns of a loop
+            return
+        if loop is not self._loop:
+            raise WrongEventLoop(
+                "This Engine was started on another event loop. Start one on this loop, call it with "
+                "asyncio.run_coroutine_threadsafe, or use a SyncEngine, which may be called from anywhere."
+            )
 
     # --- generating ---
 
@@ -228,6 +245,33 @@ class Engine:
         return exposition(self.core).decode()
 
 
+class EngineLife:
+    """What runs from the start to the end. It knows nothing of the `Engine`, which can so be forgotten."""
+
+    def __init__(self, args: Args) -> None:
+        self._args = args
+        self.core: EngineCore | None = None
+
+    async def run(self, started: Callable[[], None]) -> None:
+        prepared = partial(prepare, self._args, Machine.probe(), demo_path=demo_path())
+        plan, facts = await anyio.to_thread.run_sync(prepared)
+        if plan.parallel.node_rank:
+            raise ConfigurationError(
+                "Only the first machine (--node-rank 0) has an engine; start others from the command line."
+            )
+        self.core = await assemble(plan, facts)
+        await self.core.run(started)
+
+
+def _warn_and_end(task: BackgroundTask) -> None:
+    """Nobody holds the engine any more, and nobody closed it."""
+    if task.running:
+        warnings.warn(
+            "An Engine was forgotten without `aclose`; it is ended now.", ResourceWarning, stacklevel=2
+        )
+        task.abandon()
+
+
 class SyncEngine:
     """The engine for code without `await`; works in scripts and, beside a running loop, in notebooks.
 
@@ -258,7 +302,10 @@ class SyncEngine:
             raise EngineClosed("The engine is already started.")
         with ExitStack() as stack:
             portal = stack.enter_context(event_loop_thread("penstock-sync"))
-            portal.call(self._engine.start)
+            try:
+                portal.call(self._engine.start)
+            except ConfigurationError as error:
+                raise error.with_traceback(None) from None
             stack.callback(portal.call, self._engine.aclose)
             self._portal = portal
             self._at_exit = finalize(self, stack.pop_all().close)
@@ -287,17 +334,16 @@ class SyncEngine:
 
     def _iterate(self, pieces: AsyncGenerator[Piece, None]) -> Generator[Piece, None, None]:
         """The pieces of a stream; the stream ends when the caller leaves."""
-        while True:
-            try:
-                piece = self._call(pieces.__anext__)
-            except StopAsyncIteration:
-                return
-            try:
+        try:
+            while True:
+                try:
+                    piece = self._call(pieces.__anext__)
+                except StopAsyncIteration:
+                    return
                 yield piece
-            except BaseException:  # the caller leaves
-                if self._portal is not None:
-                    self._call(pieces.aclose)
-                raise
+        finally:  # an interrupt may come anywhere above, and the traceback keeps this generator alive
+            if self._portal is not None:
+                self._portal.call(_end, pieces)
 
     def encode(self, *args: Any, **options: Any) -> Any:
         """See `Engine.encode`."""
@@ -305,11 +351,14 @@ class SyncEngine:
 
     def _call(self, function: Callable[[], Any]) -> Any:
         """Call on the engine's loop and wait. Interrupted, it cancels the call."""
-        future = self._running.start_task_soon(function)
+        call = _Call(function)
         try:
-            return future.result()
+            return self._running.start_task_soon(call.run).result()
+        except KeyboardInterrupt:
+            self._running.call(call.cancel)
+            raise KeyboardInterrupt("The call was ended.") from None
         except BaseException:
-            future.cancel()
+            self._running.call(call.cancel)
             raise
 
     def abort(self, rid: str = "", *, abort_all: bool = False) -> int:
@@ -333,6 +382,37 @@ class SyncEngine:
         if self._portal is None:
             raise EngineClosed("The engine is not running: use `with SyncEngine(...)`, or start it.")
         return self._portal
+
+
+class _Call:
+    """One call on the engine's loop, which can be cancelled before it has begun."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function = function
+        self._cancelled = False
+        self._scope: anyio.CancelScope | None = None
+
+    async def run(self) -> Any:
+        if self._cancelled:
+            return None
+        with anyio.CancelScope() as self._scope:
+            found = self._function()
+            return await found if isawaitable(found) else found
+
+    def cancel(self) -> None:
+        self._cancelled = True
+        if self._scope is not None:
+            self._scope.cancel()
+
+
+async def _end(pieces: AsyncGenerator[Any, None]) -> None:
+    """Close the generator, also while its last step is still being cancelled."""
+    while True:
+        try:
+            await pieces.aclose()
+            return
+        except RuntimeError:  # it is running
+            await asyncio.sleep(0)
 
 
 def _body(

@@ -13,6 +13,7 @@ import fake_core
 from runtime.errors import EngineFailure
 from runtime.request import NOBODY, Caller, Chunk, Finish, Request, Usage
 from serve import Engine, InvalidRequest, SyncEngine
+from serve.engine import EngineLife
 
 
 class Answered:
@@ -54,12 +55,12 @@ def core(monkeypatch: pytest.MonkeyPatch) -> EncodingCore:
     """The core of every engine that is started."""
     core = EncodingCore()
 
-    async def run(self: Engine, started: Callable[[], None]) -> None:
-        self._core = cast(Any, core)
+    async def run(self: EngineLife, started: Callable[[], None]) -> None:
+        self.core = cast(Any, core)
         started()
         await anyio.sleep_forever()
 
-    monkeypatch.setattr(Engine, "_run", run)
+    monkeypatch.setattr(EngineLife, "run", run)
     return core
 
 
