@@ -16,7 +16,8 @@ from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import ModelPlan
 from runtime.errors import CheckpointError
 from runtime.layers.build import Build
-from runtime.layers.quantization import quantization_method
+from runtime.layers.quantization import QuantizationMethod, quantization_method
+from runtime.layers.quantization.grouped import KeptGroups
 from runtime.layers.sharding import Split, Stage, TensorParallelGroup
 from runtime.layers.weight import Prepared, Shard, Weighted
 from runtime.models.checkpoint import find_weights
@@ -53,14 +54,15 @@ def load_model(
     """
     device = torch.device(plan.device)
     config = Config(facts.config)
-    build = Build(kernels, plan.context_length, device, quantization_method(plan.quantization))
+    tensors = open_tensors(facts, plan) if plan.load_format != "dummy" else None
+    build = Build(kernels, plan.context_length, device, _method(plan, kernels, tensors))
     with torch.device("meta"):
         model = entry(config.architecture).decoder()(config, build)
-    tensors = None
-    if plan.load_format != "dummy":
-        tensors = open_tensors(facts, plan)
+    if tensors is not None:
         if isinstance(tensors, QuantizedTensors):
-            tensors.without_zero_biases(collect_shards(model))
+            wanted = collect_shards(model)
+            tensors.without_zero_biases(wanted)
+            tensors.keep_grouped(wanted)
         ignored = _ignored(tensors.shapes, tied=config.flag("tie_word_embeddings"))
         shapes = {name: shape for name, shape in tensors.shapes.items() if name not in ignored}
         check_total(collect_shards(model), shapes)
@@ -69,6 +71,8 @@ def load_model(
     if group is not None and group.size > 1:
         with torch.device("meta"):
             split(model, group)
+        if isinstance(tensors, QuantizedTensors):  # a share may cut groups
+            tensors.keep_grouped(collect_shards(model))
     dtype = getattr(torch, plan.dtype)
     _check_memory(model, dtype, device)
     for module in model.modules():
@@ -95,6 +99,17 @@ def _check_memory(model: nn.Module, dtype: torch.dtype, device: torch.device) ->
             f"The weights need {needed / GIB:.1f} GiB in {str(dtype).removeprefix('torch.')}, and "
             f"{available / GIB:.1f} GiB of memory are free. Use a smaller model, or more devices (--tp-size)."
         )
+
+
+def _method(
+    plan: ModelPlan, kernels: Kernels, tensors: TensorFiles | QuantizedTensors | None
+) -> QuantizationMethod:
+    """As asked; where nothing was, weights of 4 bits stay so if there are kernels for them."""
+    dtype = getattr(torch, plan.dtype)
+    keeps = kernels.launcher is not None and dtype in kernels.launcher.dtypes and plan.device == "cpu"
+    if plan.quantization is None and keeps and isinstance(tensors, QuantizedTensors) and tensors.groups:
+        return KeptGroups(tensors.groups, dtype)
+    return quantization_method(plan.quantization)
 
 
 def open_tensors(facts: ModelFacts, plan: ModelPlan) -> TensorFiles | QuantizedTensors:

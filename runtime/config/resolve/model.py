@@ -180,7 +180,9 @@ def _quantization(builder: PlanBuilder, gpu: Gpu | None, facts: ModelFacts) -> D
                 f"--quantization {asked}: the checkpoint's form is {stored}; leave the option out.",
             )
     if stored is not None and method is None:
-        return Decision(None, f"the checkpoint's {stored} weights are dequantised when they are loaded")
+        return Decision(
+            None, f"the checkpoint's {stored} weights: kept where kernels take them, or else dequantised"
+        )
     return Decision(asked if method is not None else None, builder.follow("quantization").reason)
 
 

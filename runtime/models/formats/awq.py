@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ops.matmul.grouped import GroupedWeight
 from runtime.config.fields import Fields
 from runtime.errors import CheckpointError
 from runtime.models.formats.bits import unpack
@@ -50,7 +51,13 @@ def _add(derived: Derived, stored: Stored, layer: str) -> None:
         wide = torch.stack([_unpack(read(packed)), _unpack(read(zeros)).repeat_interleave(size, dim=0)])
         return ((wide[0] - wide[1]).float() * scale.repeat_interleave(size, dim=0)).T
 
-    derived.add(f"{layer}.weight", (out_size, in_size), [packed, zeros, scales], make)
+    def make_grouped(read: Read) -> GroupedWeight:
+        scale = read(scales).float().T
+        codes = _unpack(read(packed)).T.to(torch.uint8)
+        return GroupedWeight(codes, scale, (8 - _unpack(read(zeros)).T) * scale)
+
+    used = [packed, zeros, scales]
+    derived.add(f"{layer}.weight", (out_size, in_size), used, make, make_grouped, in_size // groups)
 
 
 def _unpack(words: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ops.matmul.grouped import GroupedWeight
 from runtime.config.fields import Fields
 from runtime.errors import CheckpointError
 from runtime.models.formats.bits import unpack
@@ -63,6 +64,19 @@ def _add(derived: Derived, stored: Stored, layer: str, bits: int, group_size: in
             raise CheckpointError(f"{order or scales} names groups beyond the {groups} that there are.")
         return (numbers.float() - zero.T[:, group]) * read(scales).float().T[:, group]
 
+    def make_grouped(read: Read) -> GroupedWeight:
+        codes = unpack(read(packed).T.contiguous(), 4, in_size).to(torch.uint8)
+        zero, scale = (unpack(read(zeros), 4, out_size) + minus).T, read(scales).float().T
+        return GroupedWeight(codes, scale, (8 - zero) * scale)
+
+    used = [packed, zeros, scales, *([order] if order else [])]
+    in_order = order is None or torch.equal(stored.read(order).long(), torch.arange(in_size) // size)
+    kept = bits == 4 and in_order and groups * size == in_size
     derived.add(
-        f"{layer}.weight", (out_size, in_size), [packed, zeros, scales, *([order] if order else [])], make
+        f"{layer}.weight",
+        (out_size, in_size),
+        used,
+        make,
+        make_grouped if kept else None,
+        size if kept else 0,
     )

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ops.matmul.grouped import GroupedWeight
 from runtime.config.fields import Fields
 from runtime.errors import CheckpointError
 from runtime.models.formats.bits import E2M1, look_up, nibbles, power_of_two, spread, unpack
@@ -131,7 +132,19 @@ def _add_whole_numbers(derived: Derived, stored: Stored, name: str, blocks: Any)
             zeros = None if zeros is None else _spread(zeros, shape, blocks, str(zero))
         return (numbers.float() - (0 if zeros is None else zeros)) * scales
 
-    derived.add(name, shape, [packed, scale, shape_name, *(x for x in (zero, order) if x)], make)
+    def make_grouped(read: Read) -> GroupedWeight:
+        scales, shifts = _scales(read(scale)), None
+        if zero is not None:
+            zeros = read(zero)
+            if zeros.dtype == torch.int32:
+                zeros = unpack(zeros.T.contiguous(), bits, shape[0]).T - offset
+            shifts = -zeros.float() * scales
+        return GroupedWeight(unpack(read(packed), 4, shape[1]).to(torch.uint8), scales, shifts)
+
+    grid = stored.shapes[scale]
+    kept = bits == 4 and order is None and len(grid) == 2 and grid[0] == rows and shape[1] % grid[1] == 0
+    used = [packed, scale, shape_name, *(x for x in (zero, order) if x)]
+    derived.add(name, shape, used, make, make_grouped if kept else None, shape[1] // grid[1] if kept else 0)
 
 
 def _add_floats4(derived: Derived, stored: Stored, name: str, blocks: Any) -> None:

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ops.matmul.grouped import GroupedWeight
 from runtime.config.fields import Fields
 from runtime.config.quantization import FORMATS
 from runtime.errors import CheckpointError
@@ -40,10 +41,18 @@ class Cuttable(Stored, Protocol):
 
 
 class Made(NamedTuple):
-    """One of the model's tensors: its shape, and what makes it, in float32, of stored ones."""
+    """One of the model's tensors: its shape, and what makes it, in float32, of stored ones.
+
+    What holds 4 bits in groups of neighbouring inputs can also be made as such (`ops/matmul/grouped.py`).
+    """
 
     shape: tuple[int, ...]
     make: Callable[[Read], Tensor]
+    make_grouped: Callable[[Read], GroupedWeight] | None = None
+    group: int = 0  # inputs in a group, where it can be made as such
+
+
+PARTS = ("codes", "scales", "shifts")  # of a weight in groups, as tensors named NAME.codes and so on
 
 
 @dataclass(slots=True)
@@ -57,9 +66,15 @@ class Derived:
     renamed: dict[str, str] = field(default_factory=dict)  # stored name -> the model's
 
     def add(
-        self, name: str, shape: Sequence[int], used: Iterable[str], make: Callable[[Read], Tensor]
+        self,
+        name: str,
+        shape: Sequence[int],
+        used: Iterable[str],
+        make: Callable[[Read], Tensor],
+        make_grouped: Callable[[Read], GroupedWeight] | None = None,
+        group: int = 0,
     ) -> None:
-        self.made[name] = Made(tuple(shape), make)
+        self.made[name] = Made(tuple(shape), make, make_grouped, group)
         self.used.update(used)
 
 
@@ -78,10 +93,25 @@ class QuantizedTensors:
         self._plain = plain | {
             ours: name for name, ours in derived.renamed.items()
         }  # the model's name -> stored
+        self.groups = {
+            name: made.group for name, made in derived.made.items() if made.make_grouped is not None
+        }
         self.shapes: dict[str, tuple[int, ...]] = {
             **{name: stored.shapes[origin] for name, origin in self._plain.items()},
             **{name: made.shape for name, made in derived.made.items()},
         }
+
+    def keep_grouped(self, wanted: Iterable[str]) -> None:
+        """Give the weights whose codes the model wants as codes, scales and shifts, the others whole."""
+        known = set(wanted)
+        for name, group in self.groups.items():
+            out_size, in_size = self._derived.made[name].shape
+            whole = {name: (out_size, in_size)}
+            parts = {f"{name}.{part}": (out_size, in_size // group) for part in PARTS}
+            parts[f"{name}.codes"] = (out_size, in_size)
+            for each in whole | parts:
+                self.shapes.pop(each, None)
+            self.shapes |= parts if f"{name}.codes" in known else whole
 
     def without_zero_biases(self, wanted: Iterable[str]) -> None:
         """Forget biases that the model does not want and that are zero: some tools write them for every layer."""
@@ -102,18 +132,32 @@ class QuantizedTensors:
         self._stored.read_all(lambda name, parts: take(ours[name], parts), plain, num_threads)
 
         def make(name: str) -> None:
-            tensor = self._derived.made[name].make(self._stored.read)
-            if tuple(tensor.shape) != self.shapes[name]:
-                raise CheckpointError(f"{name} becomes {list(tensor.shape)}, not {list(self.shapes[name])}.")
+            made = self._derived.made[name]
+            tensor = made.make(self._stored.read)
+            if tuple(tensor.shape) != made.shape:
+                raise CheckpointError(f"{name} becomes {list(tensor.shape)}, not {list(made.shape)}.")
             take(name, [tensor[cut] for cut in cuts[name]])
 
-        names = [name for name in self._derived.made if name in cuts]
+        def make_parts(name: str) -> None:
+            made = self._derived.made[name].make_grouped
+            if made is None:
+                raise RuntimeError(f"{name} has no groups.")
+            weight = made(self._stored.read)
+            shifts = torch.zeros_like(weight.scales) if weight.shifts is None else weight.shifts
+            for part, tensor in zip(PARTS, (weight.codes, weight.scales, shifts), strict=True):
+                if (full := f"{name}.{part}") in cuts:
+                    take(full, [tensor[cut] for cut in cuts[full]])
+
+        def make_any(name: str) -> None:
+            (make_parts if f"{name}.codes" in cuts else make)(name)
+
+        names = [name for name in self._derived.made if name in cuts or f"{name}.codes" in cuts]
         if num_threads <= 1:
             for name in names:
-                make(name)
+                make_any(name)
             return
         with ThreadPoolExecutor(num_threads, thread_name_prefix="load") as pool:
-            list(pool.map(make, names))
+            list(pool.map(make_any, names))
 
 
 def require(stored: Stored, *names: str) -> None:

@@ -11,8 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+import cpp_kernels
 import paged_forward
 import quantized_checkpoints
+from ops.matmul.with_cpp import PackedWeight4
 from ops.select import select
 from runtime.config.fields import Fields
 from runtime.config.plan import ModelPlan
@@ -215,6 +217,58 @@ def test_mxfp4_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
     tensors = QuantizedTensors(files, Fields({"quant_method": "mxfp4"}, ""))
     wanted = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
     assert torch.equal(read_whole(tensors)[name], wanted)
+
+
+KEPT = [
+    ("compressed-tensors", {"preset": "W4A16"}),
+    ("compressed-tensors", {"preset": "W4A16", "symmetric": False}),
+    ("gptq", {}),
+    ("gptq", {"version": 2, "group_size": -1}),
+    ("awq", {}),
+]
+
+
+@pytest.mark.parametrize(("form", "options"), KEPT, ids=str)
+def test_weights_of_4_bits_stay_so_where_there_are_kernels(
+    form: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    cpp_kernels.library()
+    quantized, plain = quantized_checkpoints.write(tmp_path, form, "qwen3", **options)
+    kernels = select(cpp_kernels.CHOICES)
+    kept: Any = paged_forward.load(quantized, kernels=kernels)
+    ordinary = paged_forward.load(plain, kernels=kernels)
+    for layer in kept.layers:
+        for linear in (layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down):
+            assert isinstance(linear.weight, PackedWeight4)
+    mine, theirs = (paged_forward.all_logits(model, IDS, 16) for model in (kept, ordinary))
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0.01 * float(other.std()))
+
+
+@pytest.mark.parametrize(("form", "options"), KEPT, ids=str)
+def test_a_rank_keeps_whole_groups_and_dequantises_others(
+    form: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    cpp_kernels.library()
+    quantized, plain = quantized_checkpoints.write(tmp_path, form, "qwen3", **options)
+    kernels = select(cpp_kernels.CHOICES)
+    for rank in (RankInfo(rank=0, tp_size=2), RankInfo(rank=1, tp_size=2)):
+        models: list[Any] = []
+        for path in (quantized, plain):
+            plan = ModelPlan(
+                path=path, load_format="auto", dtype="float32", device="cpu", context_length=64, random_seed=0
+            )
+            models.append(load_model(read_facts(path), plan, kernels, Mesh(rank, torch.device("cpu"))))
+        kept, ordinary = models
+        for layer, other in zip(kept.layers, ordinary.layers, strict=True):
+            for part in ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down"):
+                mine, theirs = layer.get_submodule(part), other.get_submodule(part)
+                assert isinstance(mine.weight, PackedWeight4) == (
+                    options.get("group_size") != -1 or part.endswith(("qkv", "gate_up"))
+                )
+                x = torch.randn(3, mine.layout.in_size)
+                products = [each.method.multiply(each, x, None, kernels) for each in (mine, theirs)]
+                torch.testing.assert_close(products[0], products[1], rtol=1e-3, atol=1e-4)
 
 
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [

@@ -1,0 +1,81 @@
+"""Weights that a checkpoint holds in 4 bits, kept so: no entry of METHODS, for the checkpoint alone decides it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ops.matmul.grouped import GroupedWeight
+from ops.select import Kernels
+from runtime.layers.quantization.method import LinearLayout, Unquantized
+from runtime.layers.sharding import ShardRange
+from runtime.layers.weight import Shard, frozen, parameter
+
+
+class KeptGroups(Unquantized):
+    """Layers all of whose weights are in `groups` (name -> inputs in a group) stay in 4 bits; others are dequantised.
+
+    A rank's columns must be whole groups. Products are in `dtype`.
+    """
+
+    def __init__(self, groups: Mapping[str, int], dtype: torch.dtype) -> None:
+        self._groups = groups
+        self._dtype = dtype
+
+    def allocate(self, layer: nn.Module, layout: LinearLayout) -> None:
+        group = self._group(layout)
+        parts: dict[str, nn.Parameter | None] = dict.fromkeys(("weight", "codes", "scales", "shifts"))
+        for name in parts:
+            setattr(layer, name, None)
+        if group is None:
+            return super().allocate(layer, layout)
+        out_size, in_size = layout.out_size, layout.in_size
+        layer.codes = parameter(out_size, in_size, dtype=torch.uint8)
+        layer.scales = parameter(out_size, in_size // group, dtype=torch.float32)
+        layer.shifts = parameter(out_size, in_size // group, dtype=torch.float32)
+        return None
+
+    def shards(self, layer: nn.Module, layout: LinearLayout) -> Iterator[Shard]:
+        group = self._group(layout)
+        if group is None:
+            yield from super().shards(layer, layout)
+            return
+        held: Any = layer
+        columns, row = layout.columns, 0
+        groups = ShardRange(columns.start // group, columns.size // group, columns.full // group)
+        for each, rows in zip(layout.sub_layers, layout.rows, strict=True):
+            axes = (each.axis, layout.in_axis)
+            for part, filled, taken in (
+                ("codes", held.codes, columns),
+                ("scales", held.scales, groups),
+                ("shifts", held.shifts, groups),
+            ):
+                ranges = (each.in_tensor(rows), taken)
+                yield Shard(f"{each.name}.weight.{part}", filled, row, rows.size, axes, ranges)
+            row += rows.size
+
+    def prepare(self, layer: nn.Module, kernels: Kernels) -> None:
+        held: Any = layer
+        if held.codes is None:
+            return super().prepare(layer, kernels)
+        shifts = held.shifts.detach()
+        weight = GroupedWeight(
+            held.codes.detach(), held.scales.detach(), shifts if bool(shifts.any()) else None
+        )
+        held.codes = held.scales = held.shifts = None
+        held.weight = frozen(kernels.prepare_grouped(weight, self._dtype))
+        return None
+
+    def _group(self, layout: LinearLayout) -> int | None:
+        """That of all sub-layers; None where they differ, or the layer cannot be kept."""
+        groups = {
+            self._groups.get(f"{each.name}.weight") if each.tensor_rows is None else None
+            for each in layout.sub_layers
+        }
+        group, columns = groups.pop() if len(groups) == 1 else None, layout.columns
+        if not group or group % 8 or columns.start % group or columns.size % group:
+            return None
+        return group
