@@ -74,6 +74,20 @@ bench-cpu *options:
 bench-cpu-peers *names:
     PYTHONPATH=tests {{bin}}/python -m bench cpu-peers "$@"
 
+# Break every named thing on purpose: only the touched request fails, nothing leaks (docs/reliability.md, R5).
+faults *options:
+    {{bin}}/python -m pytest tests/serve/test_faults.py {{options}}
+
+# Requests that come and leave at random: `just soak --requests 10000` (R1, R2, R3).
+[positional-arguments]
+soak *options:
+    PYTHONPATH=tests:notebooks {{bin}}/python -m bench soak "$@"
+
+# Four times as many requests as can be answered: `just overload --seconds 300` (R9).
+[positional-arguments]
+overload *options:
+    PYTHONPATH=tests:notebooks {{bin}}/python -m bench overload "$@"
+
 # Run the notebooks from top to bottom.
 notebooks:
     {{bin}}/python -m pytest -m notebook tests/notebooks

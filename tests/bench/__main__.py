@@ -14,6 +14,8 @@ COMMANDS = {
     "step": ("bench.step", "single steps in this process: chosen kernels against plain torch"),
     "kernels": ("bench.kernels", "where the time of a step goes on a CPU, kernel by kernel"),
     "accuracy": ("bench.accuracy", "bfloat16 and 8 bits against transformers in float32"),
+    "soak": ("bench.soak", "requests that come and leave at random, and what they leave behind"),
+    "overload": ("bench.overload", "four times as many requests as can be answered"),
     "gpu": ("bench.gpu.command", "a GPU with random weights of real shapes, beside its limits"),
     "gpu-bundle": ("bench.contact.bundle", "gather what a GPU machine without a package index lacks"),
     "gpu-contact": ("bench.contact.command", "prove everything that concerns a GPU within a budget of time"),

@@ -1,0 +1,284 @@
+"""The registry of faults: what can break inside an engine, done on purpose to one request (`just faults`).
+
+Each is injected through a seam of a running engine, so that what is served has no code for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from runtime.constraint import HostData
+from runtime.errors import EngineFailure, InvalidRequest, OutOfMemory, StepFailed
+from runtime.request import Request
+from runtime.sampling_params import SamplingParams
+from serve.engine import Engine
+
+MARK = "@@fault@@"  # in the text of a request that is to be hit
+IDS = (9, 8, 7, 6, 5)  # of one that is given as ids
+NEW = 16
+LABEL = "victim"
+
+
+class FaultPoint(NamedTuple):
+    """A fault, what it does to its request, and whether it takes the others of its step along."""
+
+    name: str
+    act: Callable[[Engine], Awaitable[object]]
+    error: type[Exception] | None  # that the sender gets; None: the request ends in another way
+    takes_its_step: bool = False
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def is_hit(batch: Any) -> bool:
+    return any(sequence.request.label == LABEL for sequence in batch.sequences)
+
+
+async def ask(engine: Engine, **changes: Any) -> Any:
+    """The victim's request, by ids."""
+    sampling = SamplingParams(max_new_tokens=NEW, seed=5, ignore_eos=True)
+    request = Request(**{"ids": IDS, "sampling": sampling, "label": LABEL, **changes})
+    [chunk] = await engine.core.submit(request).whole()
+    return chunk
+
+
+# --- the tokenizer ---
+
+
+async def encoding_raises(engine: Engine, error: Exception, text: str) -> None:
+    def encode(texts: Any, **flags: Any) -> Any:
+        if any(MARK in each for each in texts):
+            raise error
+        return before(texts, **flags)
+
+    tokenizer: Any = engine.core.tokenizer
+    before = tokenizer.encode_batch
+    with replaced(tokenizer, "encode_batch", encode):
+        await engine.generate(text, {"max_new_tokens": 2})
+
+
+async def encoding_gives(engine: Engine, ids: list[int]) -> None:
+    tokenizer: Any = engine.core.tokenizer
+    before = tokenizer.encode_batch
+
+    def encode(texts: Any, **flags: Any) -> Any:
+        return [
+            ids if MARK in text else found for text, found in zip(texts, before(texts, **flags), strict=True)
+        ]
+
+    with replaced(tokenizer, "encode_batch", encode):
+        await engine.generate(MARK, {"max_new_tokens": 2})
+
+
+# --- the detokenizer ---
+
+
+async def decoding_raises(engine: Engine, error: Exception, at: int) -> None:
+    tokenizer: Any = engine.core.tokenizer
+    before = tokenizer.decoder
+
+    def decoder(prompt_ids: Any, *flags: Any) -> Any:
+        made = before(prompt_ids, *flags)
+        if tuple(prompt_ids) != IDS:
+            return made
+        if at < 0:
+            raise error
+        push, turns = made.push, iter(range(10_000))
+
+        class Broken:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(made, name)
+
+            def push(self, ids: Any) -> Any:
+                if next(turns) == at:
+                    raise error
+                return push(ids)
+
+        return Broken()
+
+    with replaced(tokenizer, "decoder", decoder):
+        await ask(engine)
+
+
+# --- the device ---
+
+
+async def step_raises(engine: Engine, error: Exception, at: int, *, reading: bool = False) -> None:
+    [runner] = engine.core.runners
+    executor: Any = runner._executor  # pyright: ignore[reportAttributeAccessIssue]
+    before, turns = executor.run, iter(range(10_000))
+
+    def run(batch: Any) -> Any:
+        if not is_hit(batch) or next(turns) != at:
+            return before(batch)
+        if not reading:
+            raise error
+        before(batch)
+
+        def read() -> Any:
+            raise error
+
+        return read
+
+    with replaced(executor, "run", run):
+        await ask(engine)
+
+
+# --- constraints: grammars and processors of logits ---
+
+
+class Broken:
+    """A constraint that does something wrong before output token `at`."""
+
+    def __init__(self, kind: str, at: int) -> None:
+        self.kind, self.at = kind, at
+
+    def host_data_after(self, choice: int, output_ids: tuple[int, ...]) -> Future[HostData]:
+        future: Future[HostData] = Future()
+        if len(output_ids) != self.at:
+            future.set_result(HostData())
+        elif self.kind == "raises":
+            raise RuntimeError("a grammar broke")
+        elif self.kind == "fails":
+            future.set_exception(RuntimeError("a grammar broke"))
+        elif self.kind == "is cancelled":
+            future.cancel()
+        elif self.kind == "allows nothing":
+            future.set_result(HostData(bitmask=np.zeros(4096, np.int32)))
+        elif self.kind == "breaks logits":
+            future.set_result(HostData(process=lambda logits: logits.fill_(torch.nan)))
+        else:
+            future.set_result(HostData(process=_raise))
+        return future
+
+
+def _raise(logits: Any) -> None:
+    raise MemoryError
+
+
+async def constraint_breaks(engine: Engine, kind: str, at: int) -> None:
+    chunk = await ask(engine, constraint=Broken(kind, at))
+    if chunk.finish.kind != "abort":
+        raise AssertionError(f"the request ended as {chunk.finish}")
+
+
+# --- clients ---
+
+
+async def client_leaves(engine: Engine, turns: int) -> None:
+    task = asyncio.create_task(ask(engine))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+
+
+async def stream_is_closed(engine: Engine, pieces: int) -> None:
+    stream = engine.stream(input_ids=list(IDS), sampling_params={"max_new_tokens": NEW, "ignore_eos": True})
+    for _ in range(pieces):
+        await anext(stream)
+    await stream.aclose()
+
+
+async def aborted(engine: Engine, turns: int, times: int) -> None:
+    task = asyncio.create_task(ask(engine))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    for _ in range(times):
+        engine.abort(LABEL)
+    await asyncio.wait([task])
+
+
+async def clock_jumps(engine: Engine, by_s: float) -> None:
+    now = time.time
+    with replaced(time, "time", lambda: now() + by_s):
+        if len((await ask(engine)).ids) != NEW:
+            raise AssertionError("the output was cut")
+
+
+def fault_points() -> list[FaultPoint]:
+    """All of them, in an order that never changes."""
+    points: list[FaultPoint] = []
+
+    def add(
+        name: str,
+        error: type[Exception] | None,
+        act: Any,
+        *values: Any,
+        takes_its_step: bool = False,
+        **more: Any,
+    ):
+        call = partial(_call, act, values, more)
+        points.append(FaultPoint(name, call, error, takes_its_step))
+
+    for size, text in (("short", MARK), ("long", MARK + " lorem" * 400)):
+        for raised in (RuntimeError("broken"), MemoryError(), ValueError("broken"), RecursionError()):
+            name = f"encoding a {size} text raises {type(raised).__name__}"
+            add(name, EngineFailure, encoding_raises, raised, text)
+    add("encoding gives ids beyond the vocabulary", InvalidRequest, encoding_gives, [5, 10**6])
+    add("encoding gives nothing", InvalidRequest, encoding_gives, [])
+    add("making a decoder raises", EngineFailure, decoding_raises, RuntimeError("broken"), -1)
+    for at in (0, 1, 5):
+        for raised in (RuntimeError("broken"), MemoryError()):
+            add(
+                f"decoding raises {type(raised).__name__} at piece {at}",
+                EngineFailure,
+                decoding_raises,
+                raised,
+                at,
+            )
+    for at in (0, 1, 5):
+        no_memory = OutOfMemory("The device ran out of memory in a step.")
+        add(f"the device has no memory at step {at}", OutOfMemory, step_raises, no_memory, at)
+        broken = RuntimeError("the device broke")
+        add(f"a step fails at step {at}", StepFailed, step_raises, broken, at, takes_its_step=True)
+        add(
+            f"reading a step fails at step {at}",
+            StepFailed,
+            step_raises,
+            broken,
+            at,
+            reading=True,
+            takes_its_step=True,
+        )
+    for kind in (
+        "raises",
+        "fails",
+        "is cancelled",
+        "allows nothing",
+        "breaks logits",
+        "breaks in a processor",
+    ):
+        for at in (0, 3):
+            add(f"a constraint {kind} at token {at}", None, constraint_breaks, kind, at)
+    for turns in (0, 1, 2, 5, 20, 60):
+        add(f"a client leaves after {turns} turns", None, client_leaves, turns)
+    for pieces in (0, 1, 3):
+        add(f"a stream is closed after {pieces} pieces", None, stream_is_closed, pieces)
+    for turns in (0, 8, 40):
+        add(f"a request is aborted after {turns} turns", None, aborted, turns, 1)
+    add("a request is aborted twice", None, aborted, 20, 2)
+    for by_s in (-86400.0, 86400.0):
+        add(f"the clock jumps by {by_s:g} s", None, clock_jumps, by_s)
+    return points
+
+
+async def _call(act: Any, values: tuple[Any, ...], more: dict[str, Any], engine: Engine) -> object:
+    return await act(engine, *values, **more)
