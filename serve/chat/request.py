@@ -12,8 +12,8 @@ from runtime.grammar.spec import Grammar
 from runtime.request import Chunk, Finish, LogprobParams, Request
 from serve.chat.message import AssistantMessage, collect
 from serve.chat.parser import OutputParser, ParserSettings
-from serve.chat.settings import parser_settings, shown_special_ids
-from serve.chat.tools.choice import ToolChoice, read_choice
+from serve.chat.settings import grammar_of_chat, parser_settings, shown_special_ids
+from serve.chat.tools.choice import read_choice
 from serve.chat.tools.offered import read_tools
 from serve.sampling import sampling_params
 
@@ -72,7 +72,6 @@ def prepare(core: EngineCore, chat: ChatRequest) -> PreparedChat:
     """Raises `InvalidRequest` naming the field of `chat` that is wrong. Renders, so long chats belong in a thread."""
     offered = read_tools(chat.tools or ())
     choice = read_choice(chat.tool_choice, offered)
-    _refuse_what_is_not_built(chat, choice)
     serve = core.plan.serve
     sampling = sampling_params("chat", chat.sampling, serve.preferred_sampling, facts=core.facts)
     prompt = render(core, chat)
@@ -84,6 +83,7 @@ def prepare(core: EngineCore, chat: ChatRequest) -> PreparedChat:
         add_special_tokens=False,
         truncate=serve.allow_auto_truncate,
         shown_special_ids=shown_special_ids(core.tokenizer, settings),
+        grammar=grammar_of_chat(core, chat.grammar, choice, settings, parallel=chat.parallel_tool_calls),
         label=chat.label,
     )
     return PreparedChat(request=request, settings=settings)
@@ -113,12 +113,3 @@ def render(core: EngineCore, chat: ChatRequest) -> str:
         continue_final_message=chat.continue_final_message,
         **chat.template_kwargs,
     )
-
-
-def _refuse_what_is_not_built(chat: ChatRequest, choice: ToolChoice) -> None:
-    if chat.grammar is not None:
-        raise InvalidRequest("response_format is not built yet; leave it out.", param="response_format")
-    if choice.must_call:
-        raise InvalidRequest('tool_choice can be "auto" or "none" so far.', param="tool_choice")
-    if choice.calls and any(tool.strict for tool in choice.tools):
-        raise InvalidRequest("strict tools are not built yet; leave strict out.", param="tools")

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from runtime.config.plan import TextPlan
 from runtime.errors import InvalidRequest
+from runtime.grammar.spec import Grammar
 from serve.chat.harmony import MARKS as HARMONY_MARKS
 from serve.chat.parser import ParserSettings
 from serve.chat.reasoning.format import ReasoningFormat
 from serve.chat.reasoning.table import FORMATS as REASONING_FORMATS
 from serve.chat.tools.choice import ToolChoice
+from serve.chat.tools.enforce import Marks, calls_grammar
 from serve.chat.tools.offered import OfferedTools
 from serve.chat.tools.table import FORMATS as TOOL_FORMATS
 
@@ -54,6 +58,64 @@ def parser_settings(core: EngineCore, chat: Wanted, choice: ToolChoice, prompt: 
         harmony=harmony,
         max_calls=None if chat.parallel_tool_calls else 1,
         count=None if tokenizer is None else lambda text: _num_tokens(tokenizer, text),
+    )
+
+
+def grammar_of_chat(
+    core: EngineCore,
+    wanted: Grammar | None,
+    choice: ToolChoice,
+    settings: ParserSettings,
+    *,
+    parallel: bool,
+) -> Grammar | None:
+    """What the output must match: the calls that must be made, those to strict tools, and the answer's text (`wanted`).
+
+    It begins behind the reasoning. Raises `InvalidRequest` for what cannot be enforced.
+    """
+    think = settings.reasoning
+    after = think.close.strip() if think is not None and settings.is_open else None
+    needs_calls = choice.must_call or any(tool.strict for tool in choice.tools)
+    answer = None if choice.must_call or not choice.calls else _schema_of(wanted)
+    if not needs_calls and answer is None:
+        return None if wanted is None else replace(wanted, begins_after=after)
+    texts = [*(settings.calls.marks if settings.calls is not None else HARMONY_MARKS)]
+    texts += think.marks if think is not None else ()
+    marks = Marks(_token_marks(core.tokenizer, texts))
+    source = calls_grammar(
+        settings.calls,
+        choice,
+        marks,
+        parallel=parallel,
+        think=None if settings.is_open else think,
+        answer=answer,
+    )
+    return Grammar("lark", source, begins_after=after)
+
+
+def _token_marks(tokenizer: Tokenizer | None, texts: Iterable[str]) -> dict[str, int]:
+    """The marks that are special tokens, or added tokens between angle brackets, which llguidance takes for special."""
+    if tokenizer is None:
+        return {}
+    found = tokenizer.ids_of(texts)
+    return {
+        text: token_id
+        for text, token_id in found.items()
+        if token_id in tokenizer.special_ids or (text.startswith("<") and text.endswith(">"))
+    }
+
+
+def _schema_of(wanted: Grammar | None) -> str | None:
+    """The answer's schema, beside tools that may be called."""
+    if wanted is None:
+        return None
+    if wanted.kind == "json_object":
+        return '{"type": "object"}'
+    if wanted.kind == "json_schema":
+        return wanted.source
+    raise InvalidRequest(
+        f"A {wanted.kind} cannot be enforced beside tools; only JSON and JSON schemas can.",
+        param="response_format",
     )
 
 

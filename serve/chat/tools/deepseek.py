@@ -58,4 +58,7 @@ DEEPSEEK_V32 = ToolFormat(
     call_close=_DSML.call_close,
     read=_DSML,
     shown=("｜DSML｜",),
+    arguments="tags",
+    rendered=lambda name: (f'<｜DSML｜invoke name="{name}">\n', "\n</｜DSML｜invoke>"),
+    rendered_all=("<｜DSML｜function_calls>\n", "\n", "\n</｜DSML｜function_calls>"),
 )

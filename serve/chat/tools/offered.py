@@ -83,7 +83,7 @@ def _read_tool(tool: Mapping[str, Any], path: str) -> Tool:
         )
     parameters = function.get("parameters")
     if parameters is None:
-        parameters = {"type": "object", "properties": {}}
+        parameters = {"type": "object", "properties": {}, "additionalProperties": False}  # it takes none
     where = f"{path}.function.parameters"
     if not isinstance(parameters, Mapping):
         raise InvalidRequest(f"{where} must be a JSON schema, which is an object.", param=where)

@@ -141,6 +141,31 @@ async def test_block_that_the_prompt_closed_is_not_looked_for(
     assert choice.message.content == TEXT
 
 
+async def test_calls_that_must_be_made_become_a_grammar(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named: Any = {"type": "function", "function": {"name": "stop"}}
+    await chat(served, tools=TOOLS)
+    await chat(served, tools=TOOLS, tool_choice="required")
+    monkeypatch.setattr(served.core.tokenizer.template, "render", lambda *_, **__: "user\n<think>\n")
+    await chat(served, tools=TOOLS, tool_choice=named)
+    grammars: list[Any] = [request.grammar for request in served.core.submitted]
+    auto, required, only = grammars
+    assert auto is None
+    assert (required.kind, required.begins_after, "get_weather" in required.source) == ("lark", None, True)
+    assert (only.kind, only.begins_after, "get_weather" in only.source) == ("lark", "</think>", False)
+
+
+async def test_strict_tools_become_a_grammar_with_any_choice(serve: Serve) -> None:
+    served = await serve(text="Hello.", tool_call_parser="llama3")
+    strict = {"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}
+    [choice] = (await chat(served, tools=[strict])).choices
+    assert choice.message.content == "Hello."
+    grammar = served.core.submitted[0].grammar
+    assert grammar is not None
+    assert "FREE" in grammar.source
+
+
 @pytest.mark.parametrize(
     ("options", "param"),
     [
