@@ -91,7 +91,9 @@ def _stops(value: str | list[str]) -> tuple[str, ...]:
 def _biases(value: Mapping[str, float]) -> dict[int, float]:
     for key in value:
         if not (key.isascii() and key.isdecimal() and len(key) < 10):
-            raise InvalidRequest("logit_bias must name tokens by their ids.", param="logit_bias")
+            raise InvalidRequest(
+                f"logit_bias must name tokens by their ids, not {key[:80]!r}.", param="logit_bias"
+            )
     return {int(key): bias for key, bias in value.items()}
 
 

@@ -117,7 +117,9 @@ def _details(core: EngineCore) -> dict[str, Any]:
 
 
 def _capabilities(core: EngineCore) -> list[str]:
-    return ["completion"]
+    text = core.plan.text
+    tools = ["tools"] if text.tool_call_parser is not None else []
+    return ["completion", *tools, *(["thinking"] if text.reasoning_parser is not None else [])]
 
 
 def _family(core: EngineCore) -> str:

@@ -148,7 +148,8 @@ class ChatEvents:
             before = self._before_text.get(index)
             if before is None:
                 before = self._before_text[index] = self._open(index)
-                parts.append(self._delta(index, {"role": "assistant", "content": ""}, chunk))
+                nothing_yet = chunk._replace(usage=chunk.usage._replace(output=0))
+                parts.append(self._delta(index, {"role": "assistant", "content": ""}, nothing_yet))
             self._usage.note(0, index, chunk.usage)
             if chunk.finish is not None:
                 self._finishes[index] = chunk.finish

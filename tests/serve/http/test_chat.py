@@ -151,6 +151,7 @@ async def test_usage_can_come_with_every_chunk(served: Served) -> None:
     found = await chunks(served, max_tokens=3, stream_options=options)
     counts = [chunk.usage.completion_tokens for chunk in found if chunk.usage]
     assert counts == sorted(counts)
+    assert counts[:2] == [0, 1]  # the role is no token
     assert counts[-1] == 3
 
 

@@ -1,0 +1,37 @@
+"""Clients that are not installed beside us: each set lives in a folder of its own, made once by pip or npm.
+
+Where a registry cannot be reached, the tests are skipped and say so.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+NODE_CLIENTS = ("openai@6", "ai@6", "@ai-sdk/openai-compatible@2", "zod@4")
+INSTALL_TIMEOUT_S = 900
+
+
+@pytest.fixture(scope="session")
+def client_node_modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder beside whose `node_modules` the scripts for Node can run."""
+    if shutil.which("npm") is None or shutil.which("node") is None:
+        pytest.skip("node and npm are not installed")
+    folder = tmp_path_factory.mktemp("node-clients")
+    _install(["npm", "install", "--silent", "--no-fund", "--no-audit", *NODE_CLIENTS], folder)
+    return folder
+
+
+def _install(command: Sequence[str], folder: Path) -> None:
+    try:
+        done = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        pytest.skip(f"{command[0]} did not install the clients in {INSTALL_TIMEOUT_S} s")
+    if done.returncode:
+        pytest.skip(f"the clients could not be installed: {done.stderr.strip()[-500:]}")

@@ -1,0 +1,56 @@
+"""Unmodified clients against a real server whose model is scripted: chat, streams, tools, structured output."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+import fake_core
+import http_server
+from runtime.request import Request
+from serve.connection import Connection
+from served_core import app_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+SCRIPTS = Path(__file__).parent / "scripts"
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+
+
+def answer_to(prompt: str) -> str:
+    """What the model says: a call until its result is there, a city as JSON, or a greeting."""
+    if "sunny in Oslo" in prompt:
+        return "It is sunny."
+    if "Weather?" in prompt:
+        return CALL
+    return '{"name": "Oslo", "celsius": 3}' if "A city" in prompt else "Hello there."
+
+
+@pytest.fixture
+async def url(tmp_path: Path) -> AsyncIterator[str]:
+    tokenizer = fake_core.load_tokenizer(tmp_path)
+
+    def ids_of(request: Request, index: int) -> list[int]:
+        return tokenizer.encode_batch([answer_to(request.text or "")], add_special_tokens=False)[0]
+
+    core = fake_core.FakeCore(tokenizer, ids_of=ids_of, tool_call_parser="qwen25")
+    async with http_server.serving(app_of(core), http=Connection) as address:
+        yield address
+
+
+async def run(*command: str, url: str, cwd: Path) -> None:
+    arguments = (*command, url, fake_core.MODEL, "plain")
+    process = await asyncio.create_subprocess_exec(
+        *arguments, cwd=cwd, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+    )
+    output, _ = await process.communicate()
+    assert process.returncode == 0, output.decode()[-4000:]
+
+
+@pytest.mark.parametrize("script", ["with_openai.mjs", "with_ai.mjs"])
+async def test_clients_in_node(url: str, client_node_modules: Path, script: str) -> None:
+    shutil.copy(SCRIPTS / script, client_node_modules)  # modules are found from the script's folder
+    await run("node", script, url=url, cwd=client_node_modules)
