@@ -10,6 +10,13 @@ const EXAMPLE_TOOLS = [
   exampleTool("get_time", "Get the time in a city."),
 ];
 
+const EXAMPLE_SCHEMA = {
+  type: "object",
+  properties: { answer: { type: "string" }, sure: { type: "boolean" } },
+  required: ["answer", "sure"],
+  additionalProperties: false,
+};
+
 const part = (id) => document.getElementById(id);
 const [log, scroller, prompt, composer] = ["log", "scroller", "prompt", "composer"].map(part);
 const wide = matchMedia("(min-width: 64rem)");
@@ -105,7 +112,7 @@ function readSettings() {
     stream_options: { include_usage: true, continuous_usage_stats: true },
     chat_template_kwargs: { enable_thinking: part("thinking").checked },
   };
-  const problem = addNumbers(body) || addTools(body);
+  const problem = addNumbers(body) || addTools(body) || addSchema(body);
   part("settings-error").textContent = problem;
   if (!problem) return { system: part("system").value.trim(), body };
   showSettings(true);
@@ -127,6 +134,17 @@ function addTools(body) {
     body.tools = JSON.parse(part("tools").value);
   } catch (error) {
     return `The tools are no JSON: ${error.message}`;
+  }
+  return "";
+}
+
+function addSchema(body) {
+  if (!part("use-schema").checked) return "";
+  try {
+    const schema = JSON.parse(part("schema").value);
+    body.response_format = { type: "json_schema", json_schema: { name: "answer", schema } };
+  } catch (error) {
+    return `The schema is no JSON: ${error.message}`;
   }
   return "";
 }
@@ -302,12 +320,14 @@ part("cancel-edit").addEventListener("click", cancelEdit);
 part("show-settings").addEventListener("click", () => showSettings(part("settings").hidden));
 part("hide-settings").addEventListener("click", hideSettings);
 part("offer-tools").addEventListener("change", (event) => (part("tools-part").hidden = !event.target.checked));
+part("use-schema").addEventListener("change", (event) => (part("schema-part").hidden = !event.target.checked));
 part("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
   useKey();
 });
 
 part("tools").value = JSON.stringify(EXAMPLE_TOOLS, null, 2);
+part("schema").value = JSON.stringify(EXAMPLE_SCHEMA, null, 2);
 wide.addEventListener("change", () => showSettings(wide.matches));
 showSettings(wide.matches);
 meetServer();

@@ -246,7 +246,7 @@ async def test_loop_over_ollama(served: Served) -> None:
     client = ollama.AsyncClient(host=served.url)
     messages: list[Any] = list(HELLO)
     first = await client.chat(fake_core.MODEL, messages, tools=[get_weather])
-    [call] = first.message.tool_calls or ()
+    call = (first.message.tool_calls or [])[0]
     output = get_weather(**call.function.arguments)
     messages += [first.message, {"role": "tool", "tool_name": call.function.name, "content": output}]
     second = await client.chat(fake_core.MODEL, messages, tools=[get_weather])

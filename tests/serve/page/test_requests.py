@@ -72,8 +72,12 @@ async def test_settings_are_sent(open_page: Open) -> None:
     await page.type("#max-tokens", "64")
     await page.click("#thinking")
     await page.click("#offer-tools")
+    await page.click("#use-schema")
     await ask(page, "Hello")
     [body] = api.bodies
+    wanted = body["response_format"]
+    assert wanted["type"] == "json_schema"
+    assert wanted["json_schema"]["schema"]["required"] == ["answer", "sure"]
     assert body["messages"][0] == {"role": "system", "content": "Be brief."}
     assert (body["temperature"], body["max_tokens"]) == (0.3, 64)
     assert body["chat_template_kwargs"] == {"enable_thinking": True}
@@ -82,7 +86,12 @@ async def test_settings_are_sent(open_page: Open) -> None:
 
 @pytest.mark.parametrize(
     ("switch", "field", "value"),
-    [(None, "#temperature", "9"), (None, "#max-tokens", "0"), ("#offer-tools", "#tools", "x")],
+    [
+        (None, "#temperature", "9"),
+        (None, "#max-tokens", "0"),
+        ("#offer-tools", "#tools", "x"),
+        ("#use-schema", "#schema", "x"),
+    ],
 )
 async def test_setting_that_cannot_be_sent_is_said_and_the_message_kept(
     open_page: Open, switch: str | None, field: str, value: str
