@@ -7,6 +7,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeVar
@@ -125,8 +126,11 @@ def parse(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Namespace, Args]
 
 
 def run_with_engine(args: Args, work: Callable[[Generator], Awaitable[Result]]) -> Result:
-    """Start an engine, await `work` with it, shut it down."""
+    """Start an engine, await `work` with it, shut it down. All of it may wait at once unless a limit is given."""
     from serve import Engine
+
+    if args.schedule.max_queued_requests is None:
+        args = replace(args, schedule=replace(args.schedule, max_queued_requests=sys.maxsize))
 
     async def run() -> Result:
         async with Engine.of(args) as engine:
