@@ -27,8 +27,8 @@ class HttpArgs:
     )
     api_key: str | None = option(
         None,
-        "Secret that every request must carry as `Authorization: Bearer ...`. /health, /ready and the chat page's "
-        "files stay open. Default: no key is asked for.",
+        "Secret that every request must carry as `Authorization: Bearer ...`. /health, /ready, /metrics and the "
+        "chat page's files stay open. Default: no key is asked for.",
         secret=True,
         plan=ServePlan.api_key,
     )
