@@ -9,7 +9,8 @@
     │   ├── Unauthorized          401
     │   ├── Forbidden             403
     │   ├── NotFound              404
-    │   └── PayloadTooLarge       413
+    │   ├── PayloadTooLarge       413
+    │   └── NotSupported          501, there is nothing here yet that does it
     ├── Overloaded                503, try again later (Retry-After)
     ├── WrongEventLoop            an engine was called from another event loop than its own
     └── EngineFailure             500, our mistake
@@ -85,6 +86,13 @@ class NotFound(RequestError):
 class PayloadTooLarge(RequestError):
     status = 413
     kind = "PayloadTooLargeError"
+
+
+class NotSupported(RequestError):
+    """A route or a field that means something for which there is nothing here yet."""
+
+    status = 501
+    kind = "NotImplementedError"
 
 
 class Overloaded(PenstockError):

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from runtime.errors import RequestError
+from serve import absent
 from serve.access import Access, RouteScope
 from serve.anthropic import messages
 from serve.endpoint import Endpoint, Handler
@@ -75,6 +76,10 @@ ROUTES = (  # searched from the first to the last: what is called most often com
     RouteSpec(GET, "/server_info", admin.server_info, USER),
     RouteSpec(GET, "/get_load", admin.load, USER),
     RouteSpec(GET, "/metrics", metrics.metrics, PUBLIC),
+    RouteSpec(GET, "/ping", admin.health, PUBLIC),
+    RouteSpec(POST, "/invocations", chat.create, USER, chat.ERROR_FORMAT),
+    RouteSpec(GET, "/version", admin.version, USER),
+    RouteSpec(GET, "/get_weight_version", admin.weight_version, USER),
     RouteSpec(("GET", "POST"), "/flush_cache", admin.flush_cache, ADMIN),
     RouteSpec(POST, "/abort_request", admin.abort_request, USER),
     RouteSpec(POST, "/tokenize", tokens.tokenize, USER),
@@ -85,6 +90,12 @@ ROUTES = (  # searched from the first to the last: what is called most often com
     RouteSpec(POST, "/separate_reasoning", parsing.separate_reasoning, USER),
     RouteSpec(("GET", "POST"), "/v1/models", models.list_models, USER, OPENAI),
     RouteSpec(GET, "/v1/models/{model:path}", models.retrieve_model, USER, OPENAI),
+    *(RouteSpec(methods, path, absent.answer, USER) for path, (methods, _) in absent.GENERATING.items()),
+    *(
+        RouteSpec(methods, path, absent.answer, USER, OPENAI)
+        for path, (methods, _) in absent.OPENAI_GENERATING.items()
+    ),
+    *(RouteSpec(methods, path, absent.answer, ADMIN) for path, (methods, _) in absent.CONTROL.items()),
 )
 
 

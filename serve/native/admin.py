@@ -115,6 +115,14 @@ async def server_info(http: HttpRequest, core: EngineCore) -> ASGIApp:
     )
 
 
+async def version(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    return json_response({"version": serve.__version__})
+
+
+async def weight_version(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    return json_response({"weight_version": core.plan.serve.weight_version})
+
+
 async def load(http: HttpRequest, core: EngineCore) -> ASGIApp:
     return json_response({"load": core.status().num_used_tokens})
 

@@ -1,0 +1,58 @@
+"""Routes of SGLang for which there is nothing here yet: they answer 501 and say what is missing, never 404."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from starlette.requests import Request as HttpRequest
+from starlette.types import ASGIApp
+
+from runtime.errors import NotSupported
+
+if TYPE_CHECKING:
+    from runtime.actors.engine_core import EngineCore
+
+# By path: the methods, and what is missing, as the beginning of a sentence.
+GENERATING = {
+    "/encode": (("POST", "PUT"), "Embeddings over HTTP"),
+    "/classify": (("POST", "PUT"), "Classification"),
+    "/generate_from_file": (("POST",), "Input embeddings"),
+    "/open_session": (("GET", "POST"), "Sessions"),
+    "/close_session": (("GET", "POST"), "Sessions"),
+}
+OPENAI_GENERATING = {
+    "/v1/embeddings": (("POST",), "Embeddings over HTTP"),
+    "/v1/score": (("POST",), "Scoring"),
+    "/v1/rerank": (("POST", "PUT"), "Ranking"),
+}
+CONTROL = {
+    "/set_internal_state": (("POST", "PUT"), "Changing settings while the server runs"),
+    "/clear_hicache_storage_backend": (("GET", "POST"), "A second level of the KV cache"),
+    "/start_profile": (("GET", "POST"), "Profiling"),
+    "/stop_profile": (("GET", "POST"), "Profiling"),
+    "/start_expert_distribution_record": (("GET", "POST"), "Recording which experts are used"),
+    "/stop_expert_distribution_record": (("GET", "POST"), "Recording which experts are used"),
+    "/dump_expert_distribution_record": (("GET", "POST"), "Recording which experts are used"),
+    "/update_weights_from_disk": (("POST",), "Changing weights while the server runs"),
+    "/init_weights_update_group": (("POST",), "Changing weights while the server runs"),
+    "/update_weights_from_distributed": (("POST",), "Changing weights while the server runs"),
+    "/update_weights_from_tensor": (("POST",), "Changing weights while the server runs"),
+    "/update_weight_version": (("POST",), "Changing weights while the server runs"),
+    "/get_weights_by_name": (("GET", "POST"), "Reading weights"),
+    "/release_memory_occupation": (("GET", "POST"), "Giving memory back while the server runs"),
+    "/resume_memory_occupation": (("GET", "POST"), "Giving memory back while the server runs"),
+    "/slow_down": (("GET", "POST"), "Slowing the steps down"),
+    "/load_lora_adapter": (("POST",), "Adapters (LoRA)"),
+    "/unload_lora_adapter": (("POST",), "Adapters (LoRA)"),
+    "/configure_logging": (("GET", "POST"), "Changing the log while the server runs"),
+    "/pause_generation": (("POST",), "Pausing"),
+    "/continue_generation": (("POST",), "Pausing"),
+}
+_MISSING = {
+    path: what for table in (GENERATING, OPENAI_GENERATING, CONTROL) for path, (_, what) in table.items()
+}
+
+
+async def answer(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    """Always raises `NotSupported`."""
+    raise NotSupported(f"{_MISSING[http.url.path]}: this server does not support it yet.")
