@@ -154,7 +154,7 @@ SAMPLING: Mapping[str, Backend] = {
 }
 # Operations that users do not choose for: the first backend that runs.
 SMALL_OPERATIONS = ("activation", "kv", "norm", "rope")
-GPU_OPERATIONS = ("embedding", "moe")  # likewise on a GPU; on a CPU plain torch, or C++ for the former
+GPU_OPERATIONS = ("embedding", "moe")  # likewise on a GPU; on a CPU plain torch or C++
 SMALL: Mapping[str, Backend] = {name: ATTENTION[name] for name in ("triton", "torch_native")}
 
 

@@ -15,6 +15,7 @@ from ops.attention.divided import divide
 from ops.backends import ATTENTION, SAMPLING
 from ops.cpp.library import KernelDescription
 from ops.machine import Machine
+from ops.moe import Mixture
 from ops.sampling import ApplyBitmask, Choose, Penalize, Score
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ OPERATIONS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("prepare", "prepare_grouped", "linear", "logits"),
         ("native", "int8", "with_cpp", "with_onednn"),
     ),
-    "moe": (("route", "mix"), ("native", "with_triton")),
+    "moe": (("route", "mix", "prepare_experts"), ("native", "with_cpp", "with_triton")),
     "norm": (
         ("rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "add"),
         ("native", "with_cpp", "with_triton"),
@@ -68,6 +69,7 @@ class Kernels:
     as_logits: Callable[..., Tensor]
     route: Callable[..., tuple[Tensor, Tensor]]
     mix: Callable[..., Tensor]
+    prepare_experts: Callable[..., Mixture]
     prepare: Callable[..., Tensor]
     prepare_grouped: Callable[..., Tensor]
     linear: Callable[..., Tensor]

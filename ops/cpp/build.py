@@ -29,6 +29,8 @@ _BFLOAT16 = ("-DTYPE=BFloat16", "-DTYPE_NAME=bfloat16")
 UNITS = (
     ("kernels.cpp", *_BFLOAT16),
     ("kernels.cpp", *_FLOAT32),
+    ("experts.cpp", *_BFLOAT16),
+    ("experts.cpp", *_FLOAT32),
     ("attention.cpp", *_FLOAT32),
     ("attention.cpp", *_BFLOAT16),
     ("library.cpp",),

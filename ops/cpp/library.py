@@ -221,10 +221,72 @@ class Choose(Structure):
     )
 
 
+class Route(Structure):
+    _fields_ = (
+        ("logits", c_void_p),
+        ("stride", c_int64),
+        ("bias", c_void_p),
+        ("weights", c_void_p),
+        ("experts", c_void_p),
+        ("tokens", c_int64),
+        ("num_experts", c_int64),
+        ("top_k", c_int64),
+        ("scoring", c_int64),
+        ("renormalise", c_int64),
+        ("num_groups", c_int64),
+        ("top_groups", c_int64),
+        ("group_places", c_int64),
+        ("scale", c_float),
+    )
+
+
+class PairTable(Structure):
+    _fields_ = (("places", c_void_p), ("starts", c_void_p), ("blocks", c_void_p))
+
+
+class Dispatch(Structure):
+    _fields_ = (
+        ("x", c_void_p),
+        ("x_stride", c_int64),
+        ("experts", c_void_p),
+        ("table", PairTable),
+        ("rows", c_void_p),
+        ("tokens", c_int64),
+        ("num_experts", c_int64),
+        ("top_k", c_int64),
+        ("size", c_int64),
+    )
+
+
+class Experts(Structure):
+    _fields_ = (
+        ("product", Product8),
+        ("table", PairTable),
+        ("bias", c_void_p),
+        ("out", c_void_p),
+        ("num_experts", c_int64),
+        ("panels", c_int64),
+        ("out_size", c_int64),
+        ("kind", c_int64),
+    )
+
+
+class Combine(Structure):
+    _fields_ = (
+        ("results", c_void_p),
+        ("places", c_void_p),
+        ("weights", c_void_p),
+        ("out", c_void_p),
+        ("tokens", c_int64),
+        ("top_k", c_int64),
+        ("size", c_int64),
+    )
+
+
 # In the order of STRUCTURE_SIZES in `library.cpp`.
 STRUCTURES = (
     Step, GraphNode, Embed, Norm, Rotate, Store, Gate, Attend, Pack, Product, Pack8, Product8, Begin, Last, Choose,
-    RotateStore, Add, Product4, Pack4,
+    RotateStore, Add, Product4, Pack4, Route, PairTable, Dispatch, Experts, Combine,
 )  # fmt: skip
 
 

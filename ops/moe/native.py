@@ -7,26 +7,51 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ops.activation.native import gate
+from ops.moe import Grouping, Mixture
 
 
 def route(
-    logits: Tensor, top_k: int, *, renormalise: bool, scoring: str = "softmax"
+    logits: Tensor,
+    top_k: int,
+    *,
+    renormalise: bool,
+    scoring: str = "softmax",
+    bias: Tensor | None = None,
+    grouping: Grouping | None = None,
+    scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """The best experts of each token and their weights (see `ops.moe`)."""
-    logits = logits.float()
-    # torch's own top-k leaves the order of equal values open.
-    experts = logits.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    choice = logits = logits.float()
     scores = logits.softmax(-1) if scoring == "softmax" else logits.sigmoid()
+    if bias is not None or grouping is not None:
+        choice = scores if bias is None else scores + bias
+    if grouping is not None:
+        choice = _of_best_groups(choice, grouping)
+    # torch's own top-k leaves the order of equal values open.
+    experts = choice.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     weights = scores.gather(-1, experts)
     if renormalise:
-        weights = weights / weights.sum(-1, keepdim=True)
-    return weights, experts.int()
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * scale, experts.int()
 
 
-def mix(
-    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor, activation: str
-) -> Tensor:
+def _of_best_groups(choice: Tensor, grouping: Grouping) -> Tensor:
+    """choice [T, X] -> the same, with what is in no good group put out of reach."""
+    groups = choice.unflatten(-1, (grouping.num_groups, -1))  # [T, G, X / G]
+    totals = groups.topk(grouping.places, dim=-1).values.sum(-1)
+    best = totals.sort(dim=-1, descending=True, stable=True).indices[:, : grouping.top_groups]
+    out_of_reach = torch.ones_like(totals, dtype=torch.bool).scatter(-1, best, False)
+    return groups.masked_fill(out_of_reach.unsqueeze(-1), float("-inf")).flatten(-2)
+
+
+def prepare_experts(mixture: Mixture, *, bits: int | None = None) -> Mixture:
+    """The weights as they are (see `ops.moe`)."""
+    return mixture
+
+
+def mix(x: Tensor, mixture: Mixture, weights: Tensor, experts: Tensor, activation: str) -> Tensor:
     """The weighted sum of each token's experts (see `ops.moe`)."""
+    gate_up, down, gate_up_bias, down_bias = mixture
     top_k, (num_experts, size, _) = experts.shape[1], down.shape
     chosen = experts.flatten()
     order = chosen.argsort(stable=True)  # of (token, expert) pairs, by expert
@@ -35,7 +60,8 @@ def mix(
     for expert, count in enumerate(torch.bincount(chosen, minlength=num_experts).tolist()):
         if count:
             pairs = order[first : first + count]
-            inner = gate(F.linear(x.index_select(0, pairs // top_k), gate_up[expert]), activation)
-            results.index_copy_(0, pairs, F.linear(inner, down[expert]))
+            bias, out_bias = (None if each is None else each[expert] for each in (gate_up_bias, down_bias))
+            inner = gate(F.linear(x.index_select(0, pairs // top_k), gate_up[expert], bias), activation)
+            results.index_copy_(0, pairs, F.linear(inner, down[expert], out_bias))
         first += count
     return (results.view(-1, top_k, size).float() * weights.unsqueeze(2)).sum(1).to(x.dtype)

@@ -17,6 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ops.activation.with_triton import gate
+from ops.moe import Grouping, Mixture, native
+from ops.moe.native import prepare_experts
+
+__all__ = ["mix", "prepare_experts", "route"]
 
 SORT_BLOCK = 1024  # pairs that a program of the sort looks at together
 COMBINE_BLOCK = 1024
@@ -30,9 +34,20 @@ class Sorted(NamedTuple):
 
 
 def route(
-    logits: Tensor, top_k: int, *, renormalise: bool, scoring: str = "softmax"
+    logits: Tensor,
+    top_k: int,
+    *,
+    renormalise: bool,
+    scoring: str = "softmax",
+    bias: Tensor | None = None,
+    grouping: Grouping | None = None,
+    scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """The best experts of each token and their weights (see `ops.moe`)."""
+    """The best experts of each token and their weights (see `ops.moe`). With a bias or groups torch chooses."""
+    if bias is not None or grouping is not None:
+        return native.route(
+            logits, top_k, renormalise=renormalise, scoring=scoring, bias=bias, grouping=grouping, scale=scale
+        )
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     num_tokens, num_experts = logits.shape
     weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=logits.device)
@@ -42,6 +57,7 @@ def route(
         weights,
         experts,
         logits.stride(0),
+        scale,
         EXPERTS=num_experts,
         EXPERTS_BLOCK=triton.next_power_of_2(num_experts),
         TOP_K=top_k,
@@ -53,16 +69,18 @@ def route(
     return weights, experts
 
 
-def mix(
-    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor, activation: str
-) -> Tensor:
+def mix(x: Tensor, mixture: Mixture, weights: Tensor, experts: Tensor, activation: str) -> Tensor:
     """The weighted sum of each token's experts (see `ops.moe`)."""
+    gate_up, down, gate_up_bias, down_bias = mixture
     x, (num_tokens, top_k), (num_experts, size, _) = x.contiguous(), experts.shape, down.shape
     by_expert = sort_pairs(experts, num_experts)
-    inner = gate(
-        _grouped(x, gate_up, by_expert, top_k, from_tokens=True), activation
-    )  # [T * k, F], by expert
+    inner = _grouped(x, gate_up, by_expert, top_k, from_tokens=True)  # [T * k, 2F], by expert
+    if gate_up_bias is not None:
+        inner += gate_up_bias[experts.flatten()[by_expert.order]]
+    inner = gate(inner, activation)
     results = _grouped(inner, down, by_expert, top_k, from_tokens=False)  # [T * k, E], by token
+    if down_bias is not None:
+        results += down_bias[experts.flatten()]
     out = torch.empty((num_tokens, size), dtype=x.dtype, device=x.device)
     block = min(COMBINE_BLOCK, triton.next_power_of_2(size))
     _combine_kernel[(num_tokens, triton.cdiv(size, block))](
@@ -127,6 +145,7 @@ def _route_kernel(
     weights,  # [T, TOP_K]
     experts,  # [T, TOP_K]
     stride,
+    scale,
     EXPERTS: tl.constexpr,
     EXPERTS_BLOCK: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -153,7 +172,8 @@ def _route_kernel(
         tl.static_assert(SCORING == "sigmoid")
         scores = tl.sigmoid(found)
     if RENORMALISE:
-        scores = scores / tl.sum(scores, axis=0)
+        scores = scores / (tl.sum(scores, axis=0) + 1e-20)
+    scores = scores * scale
     inside = places < TOP_K
     tl.store(weights + token * TOP_K + places, scores, mask=inside)
     tl.store(experts + token * TOP_K + places, chosen, mask=inside)

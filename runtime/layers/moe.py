@@ -3,21 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
+from ops.moe import Grouping, Mixture
 from runtime.layers.build import Build
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.linear import Linear
-from runtime.layers.sharding import TensorParallelGroup, shard_range, whole_range
-from runtime.layers.weight import Shard, SubLayer, parameter
+from runtime.layers.sharding import ShardRange, TensorParallelGroup, shard_range, whole_range
+from runtime.layers.weight import Shard, SubLayer, frozen, parameter
+
+
+class ExpertNames(NamedTuple):
+    """What a checkpoint calls the tensors of a mixture.
+
+    Where the names of gate, up and down have a place for the expert's number, each expert has tensors of its own. Else
+    one tensor holds all experts, its first dimension, and `gate` and `up` are the two halves of one: the first rows and
+    the others, or by turns if `interleaved`; `transposed` with outputs as columns. `bias` and `correction` are "" for
+    none, the former what is added to a weight's name without ".weight".
+    """
+
+    router: str = "gate"
+    gate: str = "experts.{}.gate_proj.weight"
+    up: str = "experts.{}.up_proj.weight"
+    down: str = "experts.{}.down_proj.weight"
+    bias: str = ""
+    correction: str = ""  # what is added to scores where experts are chosen
+    interleaved: bool = False
+    transposed: bool = False
+
+
+NAMES = ExpertNames()
+
+
+class Routing(NamedTuple):
+    """How the experts of a token are chosen and weighted (see `ops.moe`)."""
+
+    top_k: int
+    renormalise: bool
+    scoring: str = "softmax"
+    grouping: Grouping | None = None
+    scale: float = 1.0
+    wide: bool = False  # logits are not rounded to the model's dtype
+    bias: bool = False  # the router has one
 
 
 class MoE(nn.Module):
-    """x [T, E] -> [T, E]: a router sends each token to `top_k` of the experts, each a gated MLP.
+    """x [T, E] -> [T, E]: a router sends each token to some of the experts, each a gated MLP.
 
-    Experts are weighted by the softmax of the router's logits, with `renormalise` divided by their sum. The router
-    is never quantised: a rounded logit is another expert. Cut over ranks, each holds its part of every expert's inner
+    The router is never quantised: a rounded logit is another expert. A `shared` expert computes every token, weighted
+    by the sigmoid of `shared_gate` if there is one. Cut over ranks, each holds its part of every expert's inner
     dimension, and the sum over ranks is everybody's.
     """
 
@@ -27,51 +64,130 @@ class MoE(nn.Module):
         size: int,
         inner_size: int,
         num_experts: int,
-        top_k: int,
         activation: str,
         build: Build,
         *,
-        renormalise: bool,
+        routing: Routing,
+        names: ExpertNames = NAMES,
+        shared: nn.Module | None = None,
+        shared_gate: str | None = None,
     ) -> None:
         super().__init__()
         self.name = name
         self.size = size
         self.num_experts = num_experts
-        self.top_k = top_k
         self.activation = activation
-        self.renormalise = renormalise
+        self.routing = routing
+        self.names = names
         self.kernels = build.kernels
-        self.router = Linear(size, [SubLayer(f"{name}.gate", num_experts)], build, quantized=False)
+        self.method = build.quantization
+        router = [SubLayer(f"{name}.{names.router}", num_experts)]
+        self.router = Linear(size, router, build, bias=routing.bias, quantized=False)
+        self.shared = shared
+        self.shared_gate = None
+        if shared_gate is not None:
+            self.shared_gate = Linear(size, [SubLayer(f"{name}.{shared_gate}", 1)], build, quantized=False)
         self._inner = whole_range(inner_size)
         self._summed_over: TensorParallelGroup | None = None
-        self.gate_up = parameter(num_experts * 2 * inner_size, size)  # [X * 2F, E]
-        self.down = parameter(num_experts * size, inner_size)  # [X * E, F]
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Make this rank's parameters, to be filled."""
+        experts, inner, has_bias = self.num_experts, self._inner.size, bool(self.names.bias)
+        self.gate_up = parameter(experts * 2 * inner, self.size)  # [X * 2F, E]
+        self.down = parameter(experts * self.size, inner)  # [X * E, F]
+        self.gate_up_bias = parameter(experts * 2 * inner) if has_bias else None
+        self.down_bias = parameter(experts * self.size) if has_bias else None
+        self.correction = parameter(experts, dtype=torch.float32) if self.names.correction else None
 
     def split(self, group: TensorParallelGroup) -> None:
         """Keep this rank's part of every expert; the router stays whole."""
         self._inner = shard_range("mlp", self._inner.full, 1, group.rank, group.size)
-        inner_size = self._inner.size
-        self.gate_up = parameter(self.num_experts * 2 * inner_size, self.size)
-        self.down = parameter(self.num_experts * self.size, inner_size)
+        self.allocate()
         if not self._inner.whole:
             self._summed_over = group
 
     def shards(self) -> Iterator[Shard]:
-        inner, outer = self._inner, whole_range(self.size)
+        names, outer = self.names, whole_range(self.size)
+        if self.correction is not None:
+            ranges = (whole_range(self.num_experts),)
+            yield Shard(
+                f"{self.name}.{names.correction}", self.correction, 0, self.num_experts, (None,), ranges
+            )
         for expert in range(self.num_experts):
-            name = f"{self.name}.experts.{expert}"
-            for half, part in enumerate(("gate_proj", "up_proj")):
-                row = (2 * expert + half) * inner.size
-                weight = f"{name}.{part}.weight"
-                yield Shard(weight, self.gate_up, row, inner.size, ("mlp", None), (inner, outer))
-            row = expert * self.size
-            yield Shard(f"{name}.down_proj.weight", self.down, row, self.size, (None, "mlp"), (outer, inner))
+            yield from self._expert(expert, outer)
+
+    def _expert(self, expert: int, outer: ShardRange) -> Iterator[Shard]:
+        names, inner = self.names, self._inner
+        for half, name in enumerate((names.gate, names.up)):
+            row, rows, step = (2 * expert + half) * inner.size, inner, 1
+            if names.interleaved:
+                step = 2
+            elif names.gate == names.up:
+                rows = ShardRange(half * inner.full + inner.start, inner.size, 2 * inner.full)
+            ranges, offset = (rows, outer), half if names.interleaved else 0
+            weight = Shard(
+                name, self.gate_up, row, inner.size, ("mlp", None), ranges, offset=offset, step=step
+            )
+            yield self._placed(weight, expert)
+            if self.gate_up_bias is not None:
+                yield self._placed(weight._replace(parameter=self.gate_up_bias, ranges=(rows,)), expert)
+        row, ranges = expert * self.size, (outer, inner)
+        weight = Shard(names.down, self.down, row, self.size, (None, "mlp"), ranges)
+        yield self._placed(weight, expert)
+        if self.down_bias is not None:
+            yield self._placed(weight._replace(parameter=self.down_bias, ranges=(outer,)), expert)
+
+    def _placed(self, shard: Shard, expert: int) -> Shard:
+        """The shard with the whole name of its tensor, and its place in that where it holds all experts."""
+        name, is_weight = shard.name, len(shard.ranges) == 2
+        if not is_weight:
+            name = name.removesuffix(".weight") + self.names.bias
+        if "{}" in name:
+            return shard._replace(name=f"{self.name}.{name.format(expert)}")
+        transposed = self.names.transposed and is_weight
+        return shard._replace(
+            name=f"{self.name}.{name}", index=expert, count=self.num_experts, transposed=transposed
+        )
+
+    def prepare(self) -> None:
+        experts, bias, down_bias = self.num_experts, self.gate_up_bias, self.down_bias
+        group = self._summed_over
+        if down_bias is not None and group is not None and group.rank > 0:
+            down_bias.zero_()  # of one rank alone it is added
+        mixture = Mixture(
+            self.gate_up.view(experts, -1, self.size),
+            self.down.view(experts, self.size, -1),
+            None if bias is None else bias.view(experts, -1),
+            None if down_bias is None else down_bias.view(experts, -1),
+        )
+        prepared = self.method.prepare_experts(mixture, self.kernels)
+        self.gate_up, self.down = frozen(prepared.gate_up), frozen(prepared.down)
+        self.gate_up_bias, self.down_bias = (
+            None if each is None else frozen(each) for each in (prepared.gate_up_bias, prepared.down_bias)
+        )
 
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """x [T, E] -> [T, E]."""
-        logits = self.router(x, batch)
-        weights, experts = self.kernels.route(logits, self.top_k, renormalise=self.renormalise)
-        gate_up = self.gate_up.view(self.num_experts, -1, self.size)
-        down = self.down.view(self.num_experts, self.size, -1)
-        mixed = self.kernels.mix(x, gate_up, down, weights, experts, self.activation)
-        return mixed if self._summed_over is None else self._summed_over.all_reduce(mixed)
+        routing, kernels = self.routing, self.kernels
+        if routing.wide:
+            logits = kernels.logits(x, self.router.get_parameter("weight"))
+        else:
+            logits = self.router(x, batch)
+        weights, experts = kernels.route(
+            logits,
+            routing.top_k,
+            renormalise=routing.renormalise,
+            scoring=routing.scoring,
+            bias=self.correction,
+            grouping=routing.grouping,
+            scale=routing.scale,
+        )
+        mixture = Mixture(self.gate_up, self.down, self.gate_up_bias, self.down_bias)
+        mixed = kernels.mix(x, mixture, weights, experts, self.activation)
+        if self._summed_over is not None:
+            mixed = self._summed_over.all_reduce(mixed)
+        if self.shared is None:
+            return mixed
+        gate = None if self.shared_gate is None else self.shared_gate(x, batch)
+        return kernels.add(self.shared(x, batch), mixed, gate=gate)

@@ -29,6 +29,10 @@ class Shard(NamedTuple):
     ranges: tuple[ShardRange, ...] = ()
     default: float | None = None
     transposed: bool = False  # in the checkpoint, where the parameter's rows are columns then
+    index: int | None = None  # in the first dimension of a tensor that holds `count` such parts
+    count: int = 0
+    offset: int = 0  # of `step` rows of the tensor that stand beside each other this is the one that is taken
+    step: int = 1
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -36,19 +40,26 @@ class Shard(NamedTuple):
         shape = (self.num_rows, *self.parameter.shape[1:])
         if self.ranges:
             shape = tuple(each.full for each in self.ranges)
-        return shape[::-1] if self.transposed else shape
+        shape = (shape[0] * self.step, *shape[1:])
+        shape = shape[::-1] if self.transposed else shape
+        return shape if self.index is None else (self.count, *shape)
 
     @property
     def cut(self) -> tuple[slice, ...]:
         """What is taken of the tensor; () for all of it."""
-        if all(each.whole for each in self.ranges):
+        if self.index is None and all(each.whole for each in self.ranges):
             return ()
         cut = tuple(each.slice for each in self.ranges)
-        return cut[::-1] if self.transposed else cut
+        if cut and self.step > 1:
+            cut = (slice(cut[0].start * self.step, cut[0].stop * self.step), *cut[1:])
+        cut = cut[::-1] if self.transposed else cut
+        return cut if self.index is None else (slice(self.index, self.index + 1), *cut)
 
     def take(self, part: Tensor) -> None:
         """Fill the rows with what was cut out of the checkpoint's tensor."""
-        self.target.copy_(part.t() if self.transposed and part.dim() == 2 else part)
+        part = part if self.index is None else part[0]
+        part = part.t() if self.transposed and part.dim() == 2 else part
+        self.target.copy_(part if self.step == 1 else part[self.offset :: self.step])
 
     @property
     def target(self) -> Tensor:

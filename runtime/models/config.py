@@ -63,6 +63,7 @@ def read_facts(path: str, overrides: Mapping[str, Any] | None = None) -> ModelFa
         dtype=config.dtype or stored_dtype(directory) or "float32",
         eos_ids=_eos_ids(values, generation, config.vocab_size),
         bos_id=min(bos_ids, default=None),
+        has_sinks=entry(config.architecture).sinks,
         weight_bytes=weight_bytes(directory),
         preferred_sampling=_preferred_sampling(generation),
         quantization=stored_quantization(values),

@@ -281,8 +281,13 @@ def fill_dummy(shard: Shard) -> None:
     if not shard.cut:
         target.uniform_(-DUMMY_RANGE, DUMMY_RANGE, generator=generator)
         return
-    values = torch.empty(shard.shape, dtype=target.dtype, device=target.device)
-    shard.take(values.uniform_(-DUMMY_RANGE, DUMMY_RANGE, generator=generator)[shard.cut])
+    shape, cut = shard.shape, shard.cut
+    if shard.index is not None:  # one expert of many in the tensor: no more is drawn than that
+        generator.manual_seed(generator.initial_seed() + shard.index)
+        shape = (1, *shape[1:])
+        cut = (slice(0, 1), *cut[1:])
+    values = torch.empty(shape, dtype=target.dtype, device=target.device)
+    shard.take(values.uniform_(-DUMMY_RANGE, DUMMY_RANGE, generator=generator)[cut])
 
 
 def _list(problem: str, names: Sequence[str]) -> str:

@@ -21,8 +21,8 @@ def decoder(config: Config, build: Build) -> Decoder:
 
 def window(config: Config, index: int) -> int | None:
     """The layer's window: where `layer_types` says so, or else from layer `max_window_layers` on."""
-    size = config.optional_integer("sliding_window")
-    if size is None or not config.flag("use_sliding_window"):
+    size = config.optional_integer("sliding_window", low=0)
+    if not size or not config.flag("use_sliding_window"):
         return None
     kinds = config.layer_types()
     if kinds is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from runtime.errors import CheckpointError
 from runtime.layers.block import PreNormBlock
 from runtime.layers.build import Build
-from runtime.layers.moe import MoE
+from runtime.layers.moe import MoE, Routing
 from runtime.models.config import Config
 from runtime.models.decoder import Decoder, assemble
 from runtime.models.llama import block, mlp
@@ -36,16 +36,20 @@ def experts(config: Config, index: int, build: Build) -> MoE:
     """The mixture of layer `index`."""
     # Two spellings; the older one is that of the published checkpoints.
     num_experts = config.optional_integer("num_experts") or config.integer("num_local_experts")
-    top_k = config.integer("num_experts_per_tok")
-    if top_k > num_experts:
-        raise CheckpointError(f"config.json: a token cannot have {top_k} of {num_experts} experts.")
     return MoE(
         f"model.layers.{index}.mlp",
         config.hidden_size,
         config.integer("moe_intermediate_size"),
         num_experts,
-        top_k,
         config.activation,
         build,
-        renormalise=config.flag("norm_topk_prob"),
+        routing=Routing(top_k(config, num_experts), config.flag("norm_topk_prob")),
     )
+
+
+def top_k(config: Config, num_experts: int) -> int:
+    """How many experts compute a token."""
+    count = config.integer("num_experts_per_tok")
+    if count > num_experts:
+        raise CheckpointError(f"config.json: a token cannot have {count} of {num_experts} experts.")
+    return count

@@ -25,6 +25,7 @@ class Entry:
     family: str  # the file in this folder; in config.json "model_type" is the same
     defaults: Mapping[str, Any] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)  # the family's name of a value -> the usual one
+    sinks: bool = False  # its attention has learned sinks
     spelling: str | None = None  # a function in `spellings.py` that brings older files into the usual form
 
     def values(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,6 +118,22 @@ ARCHITECTURES: Mapping[str, Entry] = {
     "Gemma3ForCausalLM": Entry("gemma3", _GEMMA_3, spelling="gemma3"),
     "Glm4ForCausalLM": Entry("glm4", {**_GLM, "rms_norm_eps": 1.5625e-07}),
     "GlmForCausalLM": Entry("glm", {**_GLM, "rms_norm_eps": 1.5625e-07}),
+    "GptOssForCausalLM": Entry(
+        "gpt_oss",
+        {
+            "attention_bias": True,
+            "head_dim": 64,
+            "max_position_embeddings": 131072,
+            "num_experts_per_tok": 4,
+            "num_key_value_heads": 8,
+            "num_local_experts": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150000.0,
+            "sliding_window": 128,
+            "swiglu_limit": 7.0,
+        },
+        sinks=True,
+    ),
     "GraniteForCausalLM": Entry("granite", _GRANITE),
     "HunYuanDenseV1ForCausalLM": Entry(
         "hunyuan_v1_dense", {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
@@ -135,17 +152,51 @@ ARCHITECTURES: Mapping[str, Entry] = {
         "mistral",
         {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
     ),
+    "MixtralForCausalLM": Entry(
+        "mixtral",
+        {
+            "max_position_embeddings": 131072,
+            "num_experts_per_tok": 2,
+            "num_key_value_heads": 8,
+            "num_local_experts": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1000000.0,
+        },
+    ),
     "Olmo2ForCausalLM": Entry("olmo2", {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}),
     "Olmo3ForCausalLM": Entry(
         "olmo3",
         {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "sliding_window": 4096},
         spelling="olmo3",
     ),
+    "OlmoeForCausalLM": Entry(
+        "olmoe",
+        {
+            "max_position_embeddings": 4096,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "rms_norm_eps": 1e-5,
+        },
+        renamed={"num_local_experts": "num_experts"},
+    ),
     "Phi3ForCausalLM": Entry(
         "phi3",
         {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
     ),
     "Qwen2ForCausalLM": Entry("qwen2", _QWEN),
+    "Qwen2MoeForCausalLM": Entry(
+        "qwen2_moe",
+        {
+            **_QWEN,
+            "decoder_sparse_step": 1,
+            "moe_intermediate_size": 1408,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "num_key_value_heads": 16,
+            "shared_expert_intermediate_size": 5632,
+        },
+        renamed={"num_local_experts": "num_experts"},
+    ),
     "Qwen3ForCausalLM": Entry("qwen3", {**_QWEN, "head_dim": 128}),
     "Qwen3MoeForCausalLM": Entry("qwen3_moe", {**_QWEN, **_QWEN_EXPERTS, "num_key_value_heads": 4}),
     "SeedOssForCausalLM": Entry(

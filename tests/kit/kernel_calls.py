@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ops.attention import AttentionMetadata
+from ops.moe import Mixture
 from ops.sampling import SamplingArrays
 
 HEADS, KV_HEADS, DIM, WIDTH, PAGE = 32, 8, 128, 4096, 16
@@ -76,7 +77,7 @@ def _mix(num_tokens: int, dtype: torch.dtype = BF16, scoring: str = "softmax") -
     x, logits = torch.empty(num_tokens, 2048, dtype=dtype), torch.empty(num_tokens, 128, dtype=dtype)
     gate_up, down = torch.empty(128, 2 * 768, 2048, dtype=dtype), torch.empty(128, 2048, 768, dtype=dtype)
     weights, experts = _backend("moe").route(logits, 8, renormalise=True, scoring=scoring)
-    _backend("moe").mix(x, gate_up, down, weights, experts, "silu")
+    _backend("moe").mix(x, Mixture(gate_up, down), weights, experts, "silu")
 
 
 def _store(pool_dtype: torch.dtype) -> None:

@@ -4,6 +4,7 @@
 // same operands with ctypes, which lets go of Python's lock for the whole of a call.
 
 #include "attention.h"
+#include "experts.h"
 #include "pool.h"
 #include "product.h"
 #include "product4.h"
@@ -23,6 +24,8 @@ const int64_t STRUCTURE_SIZES[] = {
     sizeof(PackOperands),  sizeof(ProductOperands), sizeof(Pack8Operands), sizeof(Product8Operands),
     sizeof(BeginOperands), sizeof(LastOperands),   sizeof(ChooseOperands),
     sizeof(RotateStoreOperands), sizeof(AddOperands), sizeof(Product4Operands), sizeof(Pack4Operands),
+    sizeof(RouteOperands), sizeof(PairTable), sizeof(DispatchOperands), sizeof(ExpertsOperands),
+    sizeof(CombineOperands),
 };
 
 int64_t panel_width() { return PANEL; }

@@ -171,15 +171,15 @@ inline UnitFactors factors_of(const void* a, int64_t a_stride, const void* panel
 }
 
 // With a matrix unit; a panel is as wide as it is.
-template <class Put>
-inline void multiply_in_unit(const ProductOperands& o, Team& team, int64_t rows, const Put& put) {
+template <class Share, class Put>
+inline void multiply_in_unit(const ProductOperands& o, const Share& share, const Put& put) {
     const int64_t steps = o.in_size / UNIT_DEPTH;
     const auto put_sums = [&](int64_t row, int64_t panel, const float* sums) {
         put(row, panel, {load(sums), load(sums + LANES)});
     };
     Finished<float, decltype(put_sums)> finished(put_sums);
     MatrixUnit unit;
-    share_panels(team, rows, o.out_size, [&](int64_t first, int64_t end, int64_t panel) {
+    share([&](int64_t first, int64_t end, int64_t panel) {
         const BFloat16* weight = static_cast<const BFloat16*>(o.weight) + panel * PANEL * o.in_size;
         for (int64_t row = first; row < end; row += UNIT_ROWS) {
             const int64_t height = std::min(UNIT_ROWS, end - row);
@@ -191,17 +191,23 @@ inline void multiply_in_unit(const ProductOperands& o, Team& team, int64_t rows,
     });
 }
 
-// Calls put(row, panel, sums) for all rows and panels.
-template <class T, class Put>
-inline void multiply(const ProductOperands& o, Team& team, int64_t rows, const Put& put) {
+// Calls put(row, panel, sums) for the rows and panels that share(work) gives to this thread.
+template <class T, class Share, class Put>
+inline void multiply_over(const ProductOperands& o, const Share& share, const Put& put) {
     if constexpr (sizeof(T) == sizeof(BFloat16))
-        if (has_matrix_unit() && o.in_size % UNIT_DEPTH == 0) return multiply_in_unit(o, team, rows, put);
-    share_panels(team, rows, o.out_size, [&](int64_t first, int64_t end, int64_t panel) {
+        if (has_matrix_unit() && o.in_size % UNIT_DEPTH == 0) return multiply_in_unit(o, share, put);
+    share([&](int64_t first, int64_t end, int64_t panel) {
         in_tiles<MAX_TILE_ROWS>(first, end, [&](int64_t row, int64_t height) {
             multiply_rows<T>(o, row, height, row > first && row + height == end, panel,
                              [&](int64_t r, const Floats (&sums)[2]) { put(r, panel, sums); });
         });
     });
+}
+
+// Calls put(row, panel, sums) for all rows and panels.
+template <class T, class Put>
+inline void multiply(const ProductOperands& o, Team& team, int64_t rows, const Put& put) {
+    multiply_over<T>(o, [&](const auto& work) { share_panels(team, rows, o.out_size, work); }, put);
 }
 
 template <class T, class Out>

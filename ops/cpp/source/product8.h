@@ -132,9 +132,9 @@ inline Floats scaled(const int32_t* sums, const RowFacts& facts, Floats scales) 
     return __builtin_convertvector(total + facts.offset, Floats) * (scales * facts.scale);
 }
 
-// Rounds the rows, then calls put(row, panel, sums) for all rows and panels.
-template <class T, class Put>
-inline void multiply8(const Product8Operands& o, Team& team, int64_t rows, const Put& put) {
+// Rounds the rows, then calls put(row, panel, sums) for those and the panels that share(work) gives to this thread.
+template <class T, class Share, class Put>
+inline void multiply8_over(const Product8Operands& o, Team& team, int64_t rows, const Share& share, const Put& put) {
     const Rounded rounded(o);
     const int64_t in_size = o.plain.in_size, steps = rounded.depth / UNIT_BYTES;
     team.share(rows, [&](int64_t row) {
@@ -150,7 +150,7 @@ inline void multiply8(const Product8Operands& o, Team& team, int64_t rows, const
     };
     Finished<int32_t, decltype(put_scaled)> finished(put_scaled);
     MatrixUnit unit;
-    share_panels(team, rows, o.plain.out_size, [&](int64_t first, int64_t end, int64_t panel) {
+    share([&](int64_t first, int64_t end, int64_t panel) {
         const uint8_t* weight = static_cast<const uint8_t*>(o.plain.weight) + panel * PANEL * rounded.depth;
         for (int64_t row = first; row < end; row += UNIT_ROWS) {
             const int64_t height = std::min(UNIT_ROWS, end - row);
@@ -165,6 +165,12 @@ inline void multiply8(const Product8Operands& o, Team& team, int64_t rows, const
             finished.take(row, height, panel, steps);
         }
     });
+}
+
+// Rounds the rows, then calls put(row, panel, sums) for all rows and panels.
+template <class T, class Put>
+inline void multiply8(const Product8Operands& o, Team& team, int64_t rows, const Put& put) {
+    multiply8_over<T>(o, team, rows, [&](const auto& work) { share_panels(team, rows, o.plain.out_size, work); }, put);
 }
 
 template <class T, class Out>

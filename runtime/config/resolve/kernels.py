@@ -81,6 +81,7 @@ def _shape(dtype: str, facts: ModelFacts, cache: CachePlan) -> AttentionShape:
     features = {
         "sliding window": config.get("sliding_window") and config.get("use_sliding_window", True),
         "soft cap": config.get("attn_logit_softcapping"),
+        "sinks": facts.has_sinks,
     }
     return AttentionShape(
         dtype=dtype,
@@ -179,7 +180,7 @@ def _in_cpp(builder: PlanBuilder, machine: Machine, dtype: str) -> tuple[dict[st
         return {}, f"the kernels in C++ do not compute in {dtype}"
     if not machine.cpu_flags >= CPP_NEEDS:
         return {}, f"the kernels in C++ are slow on a processor without {'+'.join(sorted(CPP_NEEDS))}"
-    operations: dict[str, str] = dict.fromkeys([*SMALL_OPERATIONS, "embedding", "matmul"], "with_cpp")
+    operations: dict[str, str] = dict.fromkeys([*SMALL_OPERATIONS, "embedding", "matmul", "moe"], "with_cpp")
     if any(name.endswith("attention_backend") for name in builder.args.explicitly_set):
         return operations, "C++ kernels compiled for this processor, but for attention, as asked"
     for rows in ("attention", "prefill_attention"):

@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor, nn
 
+from ops.moe import Mixture
 from ops.select import Kernels
 from runtime.layers.sharding import ShardRange
 from runtime.layers.weight import Shard, SubLayer, frozen, parameter
@@ -58,6 +59,10 @@ class QuantizationMethod(Protocol):
         """A plain weight [O, I] as `Kernels.linear` and `Kernels.logits` take it: that of an LM head, for one."""
         ...
 
+    def prepare_experts(self, mixture: Mixture, kernels: Kernels) -> Mixture:
+        """The plain weights of a mixture's experts as `Kernels.mix` takes them."""
+        ...
+
 
 class Unquantized:
     """Weights in the model's dtype, in the layout that products want."""
@@ -82,6 +87,9 @@ class Unquantized:
 
     def prepare_weight(self, weight: Tensor, kernels: Kernels) -> Tensor:
         return kernels.prepare(weight)
+
+    def prepare_experts(self, mixture: Mixture, kernels: Kernels) -> Mixture:
+        return kernels.prepare_experts(mixture)
 
 
 def _weight(layer: nn.Module) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ops.moe import Mixture
 from ops.select import Kernels
 from runtime.layers.quantization.method import Unquantized
 
@@ -16,6 +17,9 @@ class W8A8Int8(Unquantized):
 
     def prepare_weight(self, weight: Tensor, kernels: Kernels) -> Tensor:
         return kernels.prepare(weight, bits=8)
+
+    def prepare_experts(self, mixture: Mixture, kernels: Kernels) -> Mixture:
+        return kernels.prepare_experts(mixture, bits=8)
 
 
 METHOD = W8A8Int8

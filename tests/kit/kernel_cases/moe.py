@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ops.moe import Mixture
+
 
 class Case(NamedTuple):
     num_tokens: int = 7
@@ -61,7 +63,8 @@ def outputs(backend: ModuleType, case: Case) -> list[Tensor]:
     """Weights, experts and the mixture."""
     logits, x, gate_up, down = inputs(case)
     weights, experts = backend.route(logits, case.top_k, renormalise=case.renormalise, scoring=case.scoring)
-    mixed = backend.mix(x, gate_up, down, weights, experts, case.activation)
+    mixture = backend.prepare_experts(Mixture(gate_up, down))
+    mixed = backend.mix(x, mixture, weights, experts, case.activation)
     return [weights, experts.float(), mixed]
 
 

@@ -1,0 +1,257 @@
+// Mixtures of experts (contract: ops/moe/__init__.py).
+//
+// The pairs of a token and one of its experts are sorted by expert; their rows are copied together, so that every expert
+// multiplies neighbouring rows. The weights of all experts are panels one after the other, each expert filled up to whole
+// ones: 16 outputs of gate and the 16 that it gates are a panel, whose sums become inner activations at once.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "product.h"
+#include "product8.h"
+#include "small.h"
+
+namespace penstock {
+
+constexpr int64_t MAX_EXPERTS = 1024;
+
+enum RouteScoring : int64_t { SOFTMAX, SIGMOID };
+
+struct RouteOperands {
+    const void* logits;  // [T, X]
+    int64_t stride;      // between tokens
+    const float* bias;   // [X], added to scores where experts are chosen, or null
+    float* weights;      // [T, k]
+    int32_t* experts;    // [T, k]
+    int64_t tokens;      // 0: those of the step
+    int64_t num_experts, top_k;
+    RouteScoring scoring;
+    int64_t renormalise;
+    int64_t num_groups, top_groups;  // of neighbouring experts; only those of the best groups are chosen
+    int64_t group_places;            // how many of its best scores make a group's
+    float scale;                     // of all weights
+};
+
+// The place of the largest value that is not taken, of equal ones the first; it is taken then.
+inline int64_t take_largest(float* values, int64_t count) {
+    int64_t best = -1;
+    for (int64_t i = 0; i < count; i++)
+        if (values[i] > -std::numeric_limits<float>::infinity() && (best < 0 || values[i] > values[best])) best = i;
+    if (best < 0) return -1;
+    values[best] = -std::numeric_limits<float>::infinity();
+    return best;
+}
+
+// Puts out of reach what does not lie in the best groups.
+inline void keep_best_groups(const RouteOperands& o, float* choice) {
+    const int64_t size = o.num_experts / o.num_groups;
+    float totals[MAX_EXPERTS], held[MAX_EXPERTS];
+    for (int64_t group = 0; group < o.num_groups; group++) {
+        std::copy_n(choice + group * size, size, held);
+        totals[group] = 0;
+        for (int64_t place = 0; place < o.group_places; place++) {
+            const float* most = std::max_element(held, held + size);
+            totals[group] += *most;
+            held[most - held] = -std::numeric_limits<float>::infinity();
+        }
+    }
+    bool kept[MAX_EXPERTS] = {};
+    for (int64_t place = 0; place < o.top_groups; place++) {
+        const int64_t group = take_largest(totals, o.num_groups);
+        if (group >= 0) kept[group] = true;
+    }
+    for (int64_t expert = 0; expert < o.num_experts; expert++)
+        if (!kept[expert / size]) choice[expert] = -std::numeric_limits<float>::infinity();
+}
+
+template <class T>
+void route_token(const RouteOperands& o, int64_t token) {
+    float scores[MAX_EXPERTS + LANES], choice[MAX_EXPERTS + LANES];
+    const T* logits = static_cast<const T*>(o.logits) + token * o.stride;
+    for (int64_t i = 0; i < o.num_experts; i++) choice[i] = widen(logits[i]);
+    const float most = *std::max_element(choice, choice + o.num_experts);
+    Floats totals{};
+    in_vectors(o.num_experts, [&](int64_t k, int64_t count) {
+        const Floats x = load(choice + k, count);
+        Floats score = o.scoring == SOFTMAX ? exponential(x - most) : through_sigmoid(fill(1.0f), x);
+        for (int64_t lane = count; lane < LANES; lane++) score[lane] = 0;
+        store(scores + k, score, count);
+        totals += score;
+    });
+    const float total = o.scoring == SOFTMAX ? sum(totals) : 1.0f;
+    for (int64_t i = 0; i < o.num_experts; i++) scores[i] /= total;
+    if (o.bias || o.num_groups > 1)
+        for (int64_t i = 0; i < o.num_experts; i++) choice[i] = scores[i] + (o.bias ? o.bias[i] : 0.0f);
+    if (o.num_groups > 1) keep_best_groups(o, choice);
+    float* weights = o.weights + token * o.top_k;
+    int32_t* experts = o.experts + token * o.top_k;
+    float chosen = 0;
+    for (int64_t place = 0; place < o.top_k; place++) {
+        const int64_t expert = take_largest(choice, o.num_experts);
+        experts[place] = int32_t(expert < 0 ? place : expert);  // where a logit is no number, any will do
+        weights[place] = scores[experts[place]];
+        chosen += weights[place];
+    }
+    const float factor = o.renormalise ? o.scale / (chosen + 1e-20f) : o.scale;
+    for (int64_t place = 0; place < o.top_k; place++) weights[place] *= factor;
+}
+
+template <class T>
+void route(const void* operands, const Step& step, Team& team) {
+    const auto& o = *static_cast<const RouteOperands*>(operands);
+    team.share(o.tokens ? o.tokens : step.num_tokens, [&](int64_t token) { route_token<T>(o, token); });
+}
+
+// Where the pairs of each expert stand when they are sorted.
+struct PairTable {
+    int32_t* places;  // [T * k], of each pair
+    int32_t* starts;  // [X + 1], the first pair of each expert
+    int32_t* blocks;  // [X + 1], the first of each expert's blocks of BLOCK_ROWS pairs
+};
+
+struct DispatchOperands {
+    const void* x;           // [T, E]
+    int64_t x_stride;
+    const int32_t* experts;  // [T, k]
+    PairTable table;
+    void* rows;              // [T * k, E], by expert
+    int64_t tokens;          // 0: those of the step
+    int64_t num_experts, top_k, size;
+};
+
+inline void sort_pairs(const DispatchOperands& o, int64_t pairs) {
+    const PairTable& t = o.table;
+    std::fill_n(t.starts, o.num_experts + 1, 0);
+    for (int64_t pair = 0; pair < pairs; pair++) t.starts[o.experts[pair] + 1]++;
+    t.blocks[0] = 0;
+    int32_t next[MAX_EXPERTS];
+    for (int64_t expert = 0; expert < o.num_experts; expert++) {
+        const int32_t count = t.starts[expert + 1];
+        next[expert] = t.starts[expert];
+        t.starts[expert + 1] += t.starts[expert];
+        t.blocks[expert + 1] = t.blocks[expert] + int32_t((count + BLOCK_ROWS - 1) / BLOCK_ROWS);
+    }
+    for (int64_t pair = 0; pair < pairs; pair++) t.places[pair] = next[o.experts[pair]]++;
+}
+
+template <class T>
+void dispatch(const void* operands, const Step& step, Team& team) {
+    const auto& o = *static_cast<const DispatchOperands*>(operands);
+    const int64_t pairs = (o.tokens ? o.tokens : step.num_tokens) * o.top_k;
+    if (team.rank == 0) sort_pairs(o, pairs);
+    team.barrier();
+    team.share(pairs, [&](int64_t pair) {
+        std::memcpy(static_cast<T*>(o.rows) + o.table.places[pair] * o.size,
+                    static_cast<const T*>(o.x) + pair / o.top_k * o.x_stride, o.size * sizeof(T));
+    });
+}
+
+struct ExpertsOperands {
+    Product8Operands product;  // rows by expert, all panels; `rows` and `bias` are not read
+    PairTable table;
+    const void* bias;          // [X * panels * PANEL] where there is a gate, or [X, O]; or null
+    void* out;                 // [T * k, O], by expert
+    int64_t num_experts;
+    int64_t panels;            // of each expert
+    int64_t out_size;          // O: of a row of `out`
+    Activation kind;           // of the gate, where there is one
+};
+
+// Calls work(first row, end, panel) for every panel of every expert and block of its rows, on the thread that takes it.
+template <class Work>
+inline void share_experts(const ExpertsOperands& o, Team& team, const Work& work) {
+    const PairTable& t = o.table;
+    team.share(t.blocks[o.num_experts] * o.panels, [&](int64_t task) {
+        const int64_t block = task / o.panels;
+        const int64_t expert = std::upper_bound(t.blocks, t.blocks + o.num_experts, int32_t(block)) - t.blocks - 1;
+        const int64_t first = t.starts[expert] + (block - t.blocks[expert]) * BLOCK_ROWS;
+        const int64_t end = std::min<int64_t>(first + BLOCK_ROWS, t.starts[expert + 1]);
+        work(first, end, expert * o.panels + task % o.panels);
+    });
+}
+
+template <class T, bool EIGHT, class Put>
+inline void multiply_experts(const ExpertsOperands& o, Team& team, const Put& put) {
+    const auto share = [&](const auto& work) { share_experts(o, team, work); };
+    if constexpr (EIGHT)
+        multiply8_over<T>(o.product, team, o.table.starts[o.num_experts], share, put);
+    else
+        multiply_over<T>(o.product.plain, share, put);
+}
+
+using Gate = Floats (*)(Floats gate, Floats gated);
+
+inline Gate gate_of(Activation kind) {
+    switch (kind) {
+        case SILU: return through_gate<SILU>;
+        case GELU: return through_gate<GELU>;
+        case GELU_TANH: return through_gate<GELU_TANH>;
+        case RELU: return through_gate<RELU>;
+        case RELU_SQUARED: return through_gate<RELU_SQUARED>;
+        case CLAMPED_SWIGLU: return through_gate<CLAMPED_SWIGLU>;
+    }
+    __builtin_unreachable();
+}
+
+inline Floats rounded_as(const float*, Floats x) { return x; }
+inline Floats rounded_as(const BFloat16*, Floats x) { return widen(round_to_bfloat16(x)); }
+
+// Rows by expert -> inner activations by expert.
+template <class T, bool EIGHT>
+void experts_up(const void* operands, const Step&, Team& team) {
+    const auto& o = *static_cast<const ExpertsOperands*>(operands);
+    const Gate gate = gate_of(o.kind);
+    const T* bias = static_cast<const T*>(o.bias);
+    T* out = static_cast<T*>(o.out);
+    multiply_experts<T, EIGHT>(o, team, [&](int64_t row, int64_t panel, const Floats (&sums)[2]) {
+        Floats gates = sums[0], gated = sums[1];
+        if (bias) {
+            gates += load(bias + panel * PANEL);
+            gated += load(bias + panel * PANEL + LANES);
+        }
+        const Floats inner = gate(rounded_as(out, gates), rounded_as(out, gated));
+        store(out + row * o.out_size + panel % o.panels * LANES, inner);
+    });
+}
+
+// Inner activations by expert -> results by expert.
+template <class T, bool EIGHT>
+void experts_down(const void* operands, const Step&, Team& team) {
+    const auto& o = *static_cast<const ExpertsOperands*>(operands);
+    T* out = static_cast<T*>(o.out);
+    multiply_experts<T, EIGHT>(o, team, [&](int64_t row, int64_t panel, const Floats (&sums)[2]) {
+        const T* bias = o.bias ? static_cast<const T*>(o.bias) + panel / o.panels * o.out_size : nullptr;
+        store_sums<T, T>(sums, bias, out + row * o.out_size, panel % o.panels * PANEL, o.out_size);
+    });
+}
+
+struct CombineOperands {
+    const void* results;    // [T * k, E], by expert
+    const int32_t* places;  // [T * k]
+    const float* weights;   // [T, k]
+    void* out;              // [T, E]
+    int64_t tokens;         // 0: those of the step
+    int64_t top_k, size;
+};
+
+template <class T>
+void combine(const void* operands, const Step& step, Team& team) {
+    constexpr int64_t PART = 512;
+    const auto& o = *static_cast<const CombineOperands*>(operands);
+    const int64_t tokens = o.tokens ? o.tokens : step.num_tokens, parts = (o.size + PART - 1) / PART;
+    team.share(tokens * parts, [&](int64_t task) {
+        const int64_t token = task / parts, first = task % parts * PART;
+        in_vectors(std::min(PART, o.size - first), [&](int64_t k, int64_t count) {
+            Floats total{};
+            for (int64_t pair = token * o.top_k; pair < (token + 1) * o.top_k; pair++) {
+                const T* result = static_cast<const T*>(o.results) + o.places[pair] * o.size + first + k;
+                total += load(result, count) * o.weights[pair];
+            }
+            store(static_cast<T*>(o.out) + token * o.size + first + k, total, count);
+        });
+    });
+}
+
+}  // namespace penstock
