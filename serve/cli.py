@@ -68,4 +68,13 @@ def _bench(words: Sequence[str]) -> int:
     return import_module("serve.bench.__main__").main(words)
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"serve": _serve, "explain": _explain, "bench": _bench}
+def _quantize(words: Sequence[str]) -> int:
+    return import_module("serve.quantize").main(words)
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "serve": _serve,
+    "explain": _explain,
+    "bench": _bench,
+    "quantize": _quantize,
+}

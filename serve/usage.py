@@ -16,6 +16,7 @@ _HEADER = """\
 usage: penstock [options]             serve a model over HTTP (also: python -m serve)
        penstock explain [options]     show what would be done, and why
        penstock bench COMMAND ...     measure
+       penstock quantize [options]    write a checkpoint with rounded weights
        penstock --version
 
 Options may be shortened while they stay unique. Without --model-path a small demo model is served.
