@@ -11,7 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 import tiny_tokenizers
 from runtime.tokenizer.backend import FastBackend
-from runtime.tokenizer.incremental import MAX_HELD
+from runtime.tokenizer.incremental import MAX_HELD, IncrementalDecoder
 from runtime.tokenizer.tokenizer import Tokenizer
 
 TOKENIZERS = {
@@ -188,3 +188,14 @@ def test_window_gives_broken_bytes_after_a_few_tokens():
     assert "".join(pushed) == "\ufffd" * (3 * MAX_HELD)
     [ids] = tokenizer.encode_batch(["hello 𐍈!"])
     assert "".join([incremental.push([token_id]) for token_id in ids]) + incremental.flush() == "hello 𐍈!"
+
+
+@pytest.mark.parametrize("by_window", [False, True])
+def test_special_tokens_can_be_shown_one_by_one(by_window: bool) -> None:
+    tokenizer = TOKENIZERS["byte_bpe"]
+    shown, hidden = sorted(tokenizer.special_ids)[:2]
+    [word] = tokenizer.encode_batch(["word"], add_special_tokens=False)
+    table = None if by_window else tokenizer.bytes_of
+    decoder = IncrementalDecoder(tokenizer.backend, table, (), shown_special_ids=frozenset({shown}))
+    text = decoder.push([hidden, *word, shown, hidden, *word]) + decoder.flush()
+    assert text == f"word{tokenizer.backend.token(shown)}word"
