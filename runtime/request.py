@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Literal, NamedTuple
 from uuid import uuid4
@@ -10,7 +10,7 @@ from uuid import uuid4
 from runtime.constraint import Constraint
 from runtime.errors import InvalidRequest
 from runtime.grammar.spec import Grammar
-from runtime.sampling_params import MAX_BIASES, SamplingParams
+from runtime.sampling_params import MAX_BIASES, SamplingParams, grammars_of
 
 MAX_TOP_LOGPROBS = 128
 
@@ -74,6 +74,22 @@ class Caller(NamedTuple):
 
 
 NOBODY = Caller()
+
+
+def with_grammar(request: Request) -> Request:
+    """The request with the grammar that its sampling parameters name, if they name one.
+
+    Raises `InvalidRequest` for more than one grammar, from wherever they come.
+    """
+    named = grammars_of(request.sampling)
+    if request.grammar is not None:
+        named = [request.grammar, *named]
+    if len(named) > 1:
+        first, second = (grammar.param or grammar.kind for grammar in named[:2])
+        raise InvalidRequest(f"{second} and {first} exclude each other.", param=second)
+    if not named or named[0] is request.grammar:
+        return request
+    return replace(request, grammar=named[0])
 
 
 class Finish(NamedTuple):

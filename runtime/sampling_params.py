@@ -7,6 +7,7 @@ arrays with one value per row that reach the sampler (`ROW_ARRAYS`).
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -14,6 +15,7 @@ from functools import cache
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from runtime.errors import InvalidRequest
+from runtime.grammar.spec import Grammar, Kind
 
 MAX_CHOICES = 128
 MAX_STOPS = 64
@@ -95,6 +97,15 @@ def _biases(value: Mapping[str, float]) -> dict[int, float]:
                 f"logit_bias must name tokens by their ids, not {key[:80]!r}.", param="logit_bias"
             )
     return {int(key): bias for key, bias in value.items()}
+
+
+def _schema_text(value: str | Mapping[str, Any]) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _or_guided(name: str, guided: str) -> Mapping[Api, Taken]:
+    """By its own name everywhere, in the OpenAI APIs by that of vLLM as well."""
+    return {api: Taken() if api == "native" else Taken(names=(name, guided)) for api in APIS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,6 +250,49 @@ class SamplingParams:
             read=_biases,
         ),
     ] = field(default_factory=dict)
+    json_schema: Annotated[
+        str | None,
+        ParamSpec(
+            help="JSON schema, as an object or a text, that the output is an instance of; see "
+            "[structured output](structured-output.md). At most one of this and the five below.",
+            apis=_or_guided("json_schema", "guided_json"),
+            json=str | dict[str, Any],
+            read=_schema_text,
+        ),
+    ] = None
+    regex: Annotated[
+        str | None,
+        ParamSpec(
+            help="Regular expression that the whole output matches.", apis=_or_guided("regex", "guided_regex")
+        ),
+    ] = None
+    ebnf: Annotated[
+        str | None,
+        ParamSpec(
+            help="Grammar in EBNF (GBNF) for the output, from `root` on.",
+            apis=_or_guided("ebnf", "guided_grammar"),
+        ),
+    ] = None
+    structural_tag: Annotated[
+        str | None,
+        ParamSpec(
+            help="Free text in which triggers begin tags that hold JSON.",
+            json=str | dict[str, Any],
+            read=_schema_text,
+        ),
+    ] = None
+    choice: Annotated[
+        tuple[str, ...] | None,
+        ParamSpec(
+            help="The texts of which the output is one.",
+            apis=_or_guided("choice", "guided_choice"),
+            json=list[str],
+            read=tuple,
+        ),
+    ] = None
+    lark: Annotated[
+        str | None, ParamSpec(help="Grammar in llguidance's dialect of Lark for the output, from `start` on.")
+    ] = None
     skip_special_tokens: Annotated[bool, ParamSpec(help="Leave special tokens out of the text.")] = True
     spaces_between_special_tokens: Annotated[
         bool, ParamSpec(help="Put spaces between special tokens in the text.")
@@ -304,7 +358,19 @@ class SamplingParams:
                 )
 
 
-NOT_BUILT = ("json_schema", "regex", "ebnf", "structural_tag", "stop_regex", "custom_params")  # in every API
+NOT_BUILT = ("stop_regex", "custom_params")  # in every API
+GRAMMARS: tuple[Kind, ...] = ("json_schema", "regex", "ebnf", "structural_tag", "choice", "lark")
+
+
+def grammars_of(sampling: SamplingParams) -> list[Grammar]:
+    """Those that these parameters name, of which a request may have one."""
+    found = []
+    for kind in GRAMMARS:
+        value = getattr(sampling, kind)
+        if value is not None:
+            source = value if isinstance(value, str) else json.dumps(value)
+            found.append(Grammar(kind, source))
+    return found
 
 
 class Parameter(NamedTuple):

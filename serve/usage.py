@@ -100,7 +100,7 @@ def _type_name(annotation: Any) -> str:
     if origin is list:
         return f"list of {_type_name(args[0])}s"
     if origin is dict:
-        return f"object of {_type_name(args[1])}s"
+        return "object" if args[1] is Any else f"object of {_type_name(args[1])}s"
     if args:
         return " or ".join(_type_name(arg) for arg in args)
     return {int: "integer", float: "number", bool: "boolean", str: "string", type(None): "null"}[annotation]

@@ -25,9 +25,10 @@ from runtime.batch import Runner
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import ObservePlan, Plan
 from runtime.errors import EngineClosed, EngineFailure, PenstockError
+from runtime.grammar.load import load_grammars
 from runtime.metrics.loop_lag import watch_loop
 from runtime.metrics.series import EngineMetrics
-from runtime.request import NOBODY, Caller, Request
+from runtime.request import NOBODY, Caller, Request, with_grammar
 from runtime.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -99,7 +100,10 @@ class EngineCore:
             self._scheduler = Router(
                 replicas, start_replica, balance, requests, self._detokenizer, self.metrics
             )
-        self._tokenizer = TokenizerActor(tokenizer, self._processor, requests, self._scheduler)
+        self._grammars = load_grammars(plan, facts, tokenizer, self._processor.eos_ids)
+        self._tokenizer = TokenizerActor(
+            tokenizer, self._processor, requests, self._scheduler, self._grammars
+        )
 
     # --- life ---
 
@@ -132,6 +136,8 @@ class EngineCore:
                 async with anyio.create_task_group() as closing:
                     for actor in self._scheduler.alive:
                         closing.start_soon(actor.close)
+                    if self._grammars is not None:
+                        closing.start_soon(anyio.to_thread.run_sync, self._grammars.close)
 
     async def drain(self) -> None:
         """Take no new requests and return when the last one has ended. Cancelled, it stays draining."""
@@ -156,6 +162,7 @@ class EngineCore:
     def _submit(self, request: Request, caller: Caller) -> OutputStream:
         if self._state != "ready":
             raise EngineClosed(f"The engine is {self._state}.")
+        request = with_grammar(request)
         self._processor.check(request)
         self._tokenizer.check_room(request)
         live = self._requests.add(request, caller)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import Plan
 from runtime.errors import ContextOverflow, InvalidRequest
+from runtime.grammar.constraint import Ends
 from runtime.request import Request
 from runtime.sequence import Sequence
 from runtime.tokenizer.tokenizer import Tokenizer
@@ -50,8 +51,8 @@ class InputProcessor:
                 raise InvalidRequest(f"Token ids in {param} must be in [0, {self._vocab_size}).", param=param)
         if not self._has_tokenizer and sampling.stop:
             raise InvalidRequest("Stop strings need a tokenizer; this engine has none.", param="stop")
-        if request.grammar is not None:
-            raise InvalidRequest("This engine compiles no grammars.", param="grammar")
+        if request.grammar is not None and request.wants_embedding:
+            raise InvalidRequest("An embedding has no grammar.", param=request.grammar.kind)
         if request.wants_embedding:
             _check_embedding(request)
 
@@ -67,7 +68,8 @@ class InputProcessor:
         """
         request = self._fit(request, ids)
         sampling, ids = request.sampling, request.ids or ()
-        stop_ids = frozenset() if sampling.ignore_eos else self._eos_ids | sampling.stop_token_ids
+        ends_anyway = request.grammar is not None  # where a grammar allows nothing more, its output ends
+        stop_ids = frozenset() if sampling.ignore_eos and not ends_anyway else self._stop_ids(request)
         new = self._context_length if sampling.max_new_tokens is None else sampling.max_new_tokens
         seed = self._random.getrandbits(64) if sampling.seed is None else sampling.seed
         return request, [
@@ -81,6 +83,19 @@ class InputProcessor:
             )
             for index in range(sampling.n)
         ]
+
+    def grammar_ends(self, request: Request) -> Ends:
+        """When the output of a request with a grammar may end."""
+        sampling = request.sampling
+        return Ends(self._eos_ids, self._stop_ids(request), sampling.min_new_tokens, sampling.ignore_eos)
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """The ids that end an output unless a request says otherwise."""
+        return self._eos_ids
+
+    def _stop_ids(self, request: Request) -> frozenset[int]:
+        return self._eos_ids | request.sampling.stop_token_ids
 
     def _fit(self, request: Request, ids: tuple[int, ...]) -> Request:
         context, sampling = self._context_length, request.sampling

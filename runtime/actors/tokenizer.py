@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from dataclasses import replace
 from time import monotonic
 
 import anyio
@@ -15,6 +16,8 @@ from runtime.actors.mailbox import Mailbox
 from runtime.actors.router import Router
 from runtime.actors.scheduler import SchedulerActor
 from runtime.errors import EngineFailure, InvalidRequest, Overloaded, PenstockError
+from runtime.grammar.compiler import GrammarCompiler
+from runtime.grammar.spec import Grammar
 from runtime.request import Request
 from runtime.tokenizer.text_limit import LARGE_TEXT_BYTES, give_back_memory
 from runtime.tokenizer.tokenizer import Tokenizer
@@ -23,6 +26,7 @@ logger = logging.getLogger("penstock.tokenizer")
 
 INLINE_CHARS = 2048  # about 0.5 ms of encoding; a thread's round trip costs as much
 ENCODER_THREADS = 2
+NO_GRAMMARS = "This server constrains no outputs: it has no tokenizer, or runs with --grammar-backend none."
 MAX_WAITING_BYTES = 64 * 1024 * 1024  # about twenty seconds of encoding
 
 
@@ -35,11 +39,13 @@ class TokenizerActor:
         processor: InputProcessor,
         requests: LiveRequests,
         scheduler: SchedulerActor | Router,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._processor = processor
         self._requests = requests
         self._scheduler = scheduler
+        self._grammars = grammars
         self._inbox: Mailbox[LiveRequest] = Mailbox()
         self._num_waiting = 0  # choices of requests that are not handed on yet
         self._waiting_bytes = 0
@@ -65,7 +71,9 @@ class TokenizerActor:
             while True:
                 short: list[LiveRequest] = []
                 for live in await self._inbox.take_all():
-                    if live.request.ids is not None:
+                    if live.request.grammar is not None:
+                        tasks.start_soon(self._compile_and_encode, live, live.request.grammar, limiter)
+                    elif live.request.ids is not None:
                         self._hand_on(live, live.request.ids)
                     elif len(live.request.text or "") <= INLINE_CHARS:
                         short.append(live)
@@ -75,6 +83,26 @@ class TokenizerActor:
                     for live in short[start : start + 8]:
                         self._hand_on(live, self._encode(live))
                     await anyio.lowlevel.checkpoint()
+
+    async def _compile_and_encode(
+        self, live: LiveRequest, grammar: Grammar, limiter: anyio.CapacityLimiter
+    ) -> None:
+        """A grammar is compiled beside everybody else's encoding; its own prompt is encoded when that is done."""
+        request = live.request
+        found: tuple[int, ...] | PenstockError
+        try:
+            if self._grammars is None:
+                raise InvalidRequest(NO_GRAMMARS, param=grammar.param or grammar.kind)
+            constraint = await self._grammars.constraint(grammar, self._processor.grammar_ends(request))
+            live.request = request = replace(request, constraint=constraint)
+        except PenstockError as error:
+            found = error
+        else:
+            if request.ids is not None:
+                found = request.ids
+            else:
+                found = await anyio.to_thread.run_sync(self._encode, live, limiter=limiter)
+        self._hand_on(live, found)
 
     async def _encode_on_thread(self, live: LiveRequest, limiter: anyio.CapacityLimiter) -> None:
         self._hand_on(live, await anyio.to_thread.run_sync(self._encode, live, limiter=limiter))

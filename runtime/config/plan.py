@@ -133,6 +133,8 @@ class TextPlan(Section):
     chat_template: str | None  # a file or a builtin name; None: the tokenizer's own
     tool_call_parser: str | None = None  # a name of `runtime.config.parsers`; None: calls are not recognised
     reasoning_parser: str | None = None  # a name of `runtime.config.parsers`; None: the output is not divided
+    grammar_backend: str = "none"
+    json_whitespace: str | None = None  # regular expression; None: the backend's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 Kind = Literal["json_object", "json_schema", "regex", "ebnf", "structural_tag", "choice", "lark"]
@@ -18,7 +18,9 @@ class Grammar:
 
     kind: Kind
     source: str = ""
-    # Regular expression of what may stand between the tokens of JSON; None: what the backend takes by default.
+    # Regular expression of what may stand between the tokens of JSON; None: what the server takes by default.
     whitespace: str | None = None
     # The output is free up to and with this text, and constrained behind it; None: constrained from its first token.
     begins_after: str | None = None
+    # What the client called it, for errors; None: the kind.
+    param: str | None = field(default=None, compare=False)

@@ -58,7 +58,7 @@ class SamplingTables:
             self._params[name][index] = value
             self._num_users[name] += 1
         penalised = is_penalised(sequence)
-        forbids = params.min_new_tokens > 0 and bool(sequence.stop_ids)
+        forbids = _forbids_ends(sequence)
         logprobs = sequence.request.logprobs is not None
         if penalised or forbids or logprobs or params.logit_bias or sequence.constraint is not None:
             self._is_special[index] = True
@@ -139,6 +139,13 @@ def is_penalised(sequence: Sequence) -> bool:
     return bool(params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1.0)
 
 
+def _forbids_ends(sequence: Sequence) -> bool:
+    """Whether its minimum of tokens is kept here; a grammar keeps it itself, where it allows anything but the end."""
+    return (
+        sequence.sampling.min_new_tokens > 0 and bool(sequence.stop_ids) and sequence.request.grammar is None
+    )
+
+
 def _gather_bias(held: list[tuple[int, Sequence]], positions: Longs, vocab_size: int) -> Bias | None:
     """Logit biases, and -inf on stop ids while an output is shorter than its minimum.
 
@@ -150,7 +157,8 @@ def _gather_bias(held: list[tuple[int, Sequence]], positions: Longs, vocab_size:
     values: list[float] = []
     for row, sequence in held:
         params = sequence.sampling
-        forbidden = sequence.stop_ids if positions[row] < params.min_new_tokens else frozenset()
+        too_short = positions[row] < params.min_new_tokens and _forbids_ends(sequence)
+        forbidden = sequence.stop_ids if too_short else frozenset()
         for token_id, value in params.logit_bias.items():
             if token_id not in forbidden:
                 rows.append(row)

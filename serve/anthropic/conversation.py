@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import orjson
 
 from runtime.errors import InvalidRequest
+from runtime.grammar.spec import Grammar
 from serve.anthropic.schema import (
     CountBody,
     MessagesBody,
@@ -76,10 +77,14 @@ def _budget(body: CountBody) -> int | None:
     )
 
 
-def _grammar(body: CountBody) -> Any:
+def _grammar(body: CountBody) -> Grammar | None:
     if body.output_config is None or body.output_config.format is None:
         return None
-    raise InvalidRequest("output_config.format is not built yet; leave it out.", param="output_config.format")
+    return Grammar(
+        "json_schema",
+        orjson.dumps(body.output_config.format.schema).decode(),
+        param="response_format.json_schema",
+    )
 
 
 # --- messages ---

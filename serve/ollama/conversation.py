@@ -11,6 +11,7 @@ from runtime.request import LogprobParams
 from serve.chat.request import ChatRequest
 from serve.chat.thinking import thinking_switch
 from serve.ollama.schema import ChatBody, GenerateBody, Message, OllamaBody
+from serve.openai.response_format import grammar_of
 
 
 def chat_of(body: ChatBody) -> ChatRequest:
@@ -41,12 +42,11 @@ def _chat(
         kwargs = thinking_switch(body.think is not False)
         if isinstance(body.think, str):
             kwargs["reasoning_effort"] = body.think
-    if body.response_format() is not None:
-        raise InvalidRequest("format is not built yet; leave it out.", param="format")
     return ChatRequest(
         messages=messages,
         sampling=body.options.sampling(),
         tools=tools,
+        grammar=grammar_of(body.response_format()),
         template_kwargs=kwargs,
         continue_final_message=messages[-1]["role"] == "assistant",
         logprobs=logprobs_of(body),

@@ -20,6 +20,7 @@ from serve.ollama.conversation import chat_of, chat_of_prompt, logprobs_of
 from serve.ollama.errors import ERROR_FORMAT
 from serve.ollama.models import served_name
 from serve.ollama.schema import ChatBody, GenerateBody
+from serve.openai.response_format import grammar_of
 from serve.output_streams import close_all, submit_all
 from serve.sampling import sampling_params
 from serve.sse import EventStream
@@ -91,6 +92,7 @@ def _raw_request(core: EngineCore, body: GenerateBody) -> Request:
     return Request(
         text=body.prompt,
         sampling=sampling_params("chat", asked, serve.preferred_sampling, facts=core.facts),
+        grammar=grammar_of(body.response_format()),
         logprobs=logprobs_of(body),
         truncate=serve.allow_auto_truncate,
     )

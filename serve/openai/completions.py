@@ -93,6 +93,7 @@ def _read(core: EngineCore, raw: bytes) -> _Call:
             text=prompt if isinstance(prompt, str) else None,
             ids=None if isinstance(prompt, str) else tuple(prompt),
             sampling=sampling,
+            grammar=body.grammar,
             logprobs=logprobs,
             truncate=core.plan.serve.allow_auto_truncate,
             label=label,

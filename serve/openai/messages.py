@@ -24,6 +24,7 @@ def chat_of(body: ChatBody) -> ChatRequest:
         tools=body.tools,
         tool_choice=body.tool_choice,
         parallel_tool_calls=body.parallel_tool_calls,
+        grammar=body.grammar,
         template_kwargs=_template_kwargs(body),
         continue_final_message=body.continue_final_message,
         separate_reasoning=body.separate_reasoning,

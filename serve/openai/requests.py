@@ -8,6 +8,7 @@ from runtime.errors import InvalidRequest
 from runtime.sampling_params import SamplingParams
 from serve.decode import decode
 from serve.endpoint import parse_object
+from serve.openai.response_format import grammar_of, structured_outputs_of
 from serve.openai.schema import OpenAIBody
 from serve.sampling import read_sampling, sampling_params
 
@@ -22,8 +23,14 @@ def decode_body(cls: type[Body], raw: bytes) -> Body:
     json = parse_object(raw)
     body = decode(cls, json)
     body.sampling = read_sampling(body.api, json)
-    if body.response_format is not None:
-        body.response_format.check()
+    body.grammar = grammar_of(body.response_format)
+    structured = structured_outputs_of(body.structured_outputs)
+    if structured is not None:
+        if body.grammar is not None:
+            raise InvalidRequest(
+                "structured_outputs and response_format exclude each other.", param="structured_outputs"
+            )
+        body.grammar = structured
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream to be true.", param="stream_options")
     return body

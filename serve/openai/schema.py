@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
-from runtime.errors import InvalidRequest
+from runtime.grammar.spec import Grammar
 from runtime.request import MAX_TOP_LOGPROBS
 from runtime.sampling_params import Api
 from serve.decode import Length, NotBuilt, Range
@@ -26,18 +26,6 @@ class StreamOptions:
 
 
 @dataclass(slots=True, kw_only=True)
-class ResponseFormat:
-    type: Literal["text", "json_object", "json_schema", "structural_tag"]
-
-    def check(self) -> None:
-        if self.type != "text":
-            raise InvalidRequest(
-                f'response_format.type "{self.type}" is not built yet; leave it out.',
-                param="response_format.type",
-            )
-
-
-@dataclass(slots=True, kw_only=True)
 class OpenAIBody:
     """What both generating endpoints take beside the sampling parameters, which `sampling` holds.
 
@@ -47,12 +35,15 @@ class OpenAIBody:
     api: ClassVar[Api]
 
     sampling: dict[str, Any] = field(init=False, default_factory=dict)  # as `read_sampling` gives them
+    grammar: Grammar | None = field(init=False, default=None)  # of response_format or structured_outputs
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
     priority: NotBuilt = None
-    response_format: ResponseFormat | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None  # vLLM's
+    guided_whitespace_pattern: NotBuilt = None
     lora_path: NotBuilt = None
     session_params: NotBuilt = None
     session_id: NotBuilt = None

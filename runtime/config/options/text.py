@@ -34,14 +34,14 @@ class TextArgs:
         "tokenizer.",
         plan=TextPlan.chat_template,
     )
-    grammar_backend: str | None = always(
+    grammar_backend: str | None = option(
         None,
         "What enforces JSON schemas, regular expressions and grammars on the output. none: requests that ask "
-        "for it are answered with status 400. Default: none.",
+        "for it are answered with status 400. Default: llguidance.",
         choices=("xgrammar", "outlines", "llguidance", "none"),
-        built=("none",),
-        reason="no grammar can be enforced yet",
+        built=("llguidance", "none"),
         sglang="xgrammar",
+        plan=TextPlan.grammar_backend,
     )
     tokenizer_worker_num: int = planned(
         1, "Number of tokenizer workers. One thread tokenizes for all by default.", low=1
@@ -75,10 +75,17 @@ class TextArgs:
     dynamic_batch_tokenizer_batch_timeout: float = planned(
         0.002, "Longest wait in seconds for more prompts before such a call starts.", low=0
     )
-    constrained_json_whitespace_pattern: str | None = planned(
-        None, "Regular expression for the white space allowed between the parts of constrained JSON."
+    constrained_json_whitespace_pattern: str | None = option(
+        None,
+        "Regular expression, made of blanks, for the white space allowed between the parts of constrained JSON. "
+        "Default: a space, or a new line with an indentation of up to 40 characters.",
+        plan=TextPlan.json_whitespace,
     )
-    disable_outlines_disk_cache: bool = planned(False, "Keep compiled outlines grammars in memory only.")
+    disable_outlines_disk_cache: bool = always(
+        False,
+        "Keep compiled grammars in memory only.",
+        reason="compiled grammars are never kept on disk",
+    )
     disable_jump_forward: bool = inert(
         False,
         "Sample also those tokens that a grammar leaves no choice about.",

@@ -12,6 +12,8 @@ from runtime.config.plan import ServePlan, TextPlan
 from runtime.config.resolve.plan_builder import Decision, PlanBuilder, build
 from runtime.config.template_files import read_json, read_templates
 from runtime.errors import ConfigurationError, InvalidRequest
+from runtime.grammar.errors import InvalidGrammar
+from runtime.grammar.whitespace import check_whitespace
 from runtime.sampling_params import SamplingParams
 
 DEMO_NAME = "penstock-demo"
@@ -34,6 +36,8 @@ def text_plan(builder: PlanBuilder, model_path: str) -> TextPlan:
         chat_template=builder.follow("chat_template"),
         tool_call_parser=_parser(builder, "tool_call_parser", TOOL_CALL_PARSERS, template),
         reasoning_parser=_parser(builder, "reasoning_parser", REASONING_PARSERS, template),
+        grammar_backend=_grammar_backend(builder),
+        json_whitespace=_json_whitespace(builder),
     )
 
 
@@ -66,6 +70,29 @@ def _template(builder: PlanBuilder, model_path: str) -> str:
         return "\n".join(read_templates(folder, read_json(folder / "tokenizer_config.json")).values())
     except (OSError, ValueError, LookupError, TypeError, ConfigurationError):  # loading it says what is wrong
         return ""
+
+
+def _grammar_backend(builder: PlanBuilder) -> Decision[str]:
+    asked = builder.args.text.grammar_backend
+    if builder.args.text.skip_tokenizer_init:
+        if asked not in (None, "none"):
+            builder.refuse(
+                "grammar_backend",
+                f"--grammar-backend {asked} needs a tokenizer; leave --skip-tokenizer-init out.",
+            )
+        return Decision("none", "there is no tokenizer")
+    return Decision(asked, "as asked") if asked is not None else Decision("llguidance", "the default")
+
+
+def _json_whitespace(builder: PlanBuilder) -> Decision[str | None]:
+    name = "constrained_json_whitespace_pattern"
+    pattern = builder.args.text.constrained_json_whitespace_pattern
+    try:
+        if pattern is not None:
+            check_whitespace(pattern)
+    except InvalidGrammar as error:
+        builder.refuse(name, f"--constrained-json-whitespace-pattern: {error}.")
+    return builder.follow(name)
 
 
 def _tokenizer_path(builder: PlanBuilder, model_path: str) -> Decision[str | None]:

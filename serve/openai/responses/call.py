@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from runtime.errors import InvalidRequest
+from runtime.grammar.spec import Grammar
 from runtime.request import LogprobParams
 from serve.chat.request import ChatRequest, PreparedChat, prepare, render
 from serve.chat.thinking import thinking_switch
 from serve.openai.models import check_model
+from serve.openai.response_format import grammar_of
 from serve.openai.responses.items import (
     Item,
     chat_tool_choice,
@@ -77,11 +79,9 @@ def call_of(
     return ResponseCall(body, prepared, head, items, conversation, num_bytes)
 
 
-def _grammar(body: ResponsesBody) -> Any:
+def _grammar(body: ResponsesBody) -> Grammar | None:
     wanted = body.text.format if body.text is not None else None
-    if wanted is None or wanted.response_format() is None:
-        return None
-    raise InvalidRequest("text.format is not built yet; leave it out.", param="text.format")
+    return None if wanted is None else grammar_of(wanted.response_format())
 
 
 def _template_kwargs(body: ResponsesBody) -> dict[str, Any]:

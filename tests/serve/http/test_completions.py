@@ -159,7 +159,9 @@ async def test_rid_names_the_answer(served: Served) -> None:
         ({"logprobs": True}, "logprobs"),
         ({"extra_body": {"rid": ["a", "b"]}}, "rid"),
         ({"extra_body": {"top_k": 0}}, "top_k"),
-        ({"extra_body": {"json_schema": "{}"}}, "json_schema"),
+        ({"extra_body": {"json_schema": 3}}, "json_schema"),
+        ({"extra_body": {"response_format": {"type": "xml"}}}, "response_format.type"),
+        ({"extra_body": {"structured_outputs": {"json": {}, "regex": "a"}}}, "structured_outputs"),
     ],
 )
 async def test_wrong_parameter_is_named(served: Served, options: dict[str, Any], param: str) -> None:

@@ -83,7 +83,7 @@ async def test_malformed_body_is_refused(served: Served, path: str, raw: bytes) 
         ({"text": "a", "sampling_params": {"stop": [1]}}, "sampling_params.stop.0"),
         ({"text": "a", "sampling_params": {"logit_bias": {"x": 1}}}, "sampling_params.logit_bias"),
         ({"text": "a", "sampling_params": {"logit_bias": {"1": "x"}}}, "sampling_params.logit_bias.1"),
-        ({"text": "a", "sampling_params": {"json_schema": "{}"}}, "sampling_params.json_schema"),
+        ({"text": "a", "sampling_params": {"json_schema": [1]}}, "sampling_params.json_schema"),
         ({"text": "a", "sampling_params": {"temprature": 1}}, "sampling_params.temprature"),
         ({"text": "a", "sampling_params": [{}, {}]}, "sampling_params"),
         ({"text": ["a", "b"], "sampling_params": [{}, {"top_p": 2}]}, "sampling_params.1.top_p"),

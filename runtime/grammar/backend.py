@@ -1,0 +1,52 @@
+"""What a grammar backend is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.grammar.spec import Grammar
+
+
+class Matcher(Protocol):
+    """How far an output has come in its grammar. Used by one thread at a time."""
+
+    @property
+    def error(self) -> str:
+        """Why it can go no further: a limit was reached, or a token was not allowed; empty where it can."""
+        ...
+
+    def consume(self, token_ids: Sequence[int]) -> bool:
+        """Go on by these tokens; False where the grammar does not allow them, and then for good."""
+        ...
+
+    def copy(self) -> Matcher:
+        """Another one in the same place."""
+        ...
+
+
+class Backend(Protocol):
+    """Compiles grammars for one vocabulary and computes what they allow. Methods are called on any thread."""
+
+    @property
+    def num_words(self) -> int:
+        """Of a mask."""
+        ...
+
+    def compile(self, grammar: Grammar) -> Matcher:
+        """At the beginning of an output. Takes long, without Python's lock for most of it.
+
+        Raises `InvalidGrammar` for what is malformed, too large, or cannot be enforced.
+        """
+        ...
+
+    def fill_masks(self, matchers: Sequence[Matcher], masks: NDArray[np.int32]) -> None:
+        """Write into row i of `masks`, int32 [n, words], which tokens `matchers[i]` allows next.
+
+        The ends of the output are among them where the grammar accepts, and only they where it can go no further.
+        A row of zeros: none, because of an error.
+        """
+        ...

@@ -1,0 +1,167 @@
+"""From a request's grammar to its constraint: compiled in threads, kept, and shared by all who ask for the same."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from runtime.errors import InvalidRequest, Overloaded
+from runtime.grammar.backend import Backend, Matcher
+from runtime.grammar.constraint import Ends, GrammarConstraint
+from runtime.grammar.errors import InvalidGrammar
+from runtime.grammar.marker import MAX_BYTES, Marker
+from runtime.grammar.masks import MaskThread
+from runtime.grammar.spec import Grammar
+from runtime.tokenizer.tokenizer import Tokenizer
+
+logger = logging.getLogger("penstock.grammar")
+
+COMPILE_THREADS = 2
+COMPILE_TIMEOUT_S = 20.0  # the sizes that are allowed take a part of it, on a machine that is not overloaded
+MAX_WAITING = 1024  # grammars
+CACHE_BYTES = 256 * 1024 * 1024
+# What a compiled grammar takes: measured with schemas of 1 to 200 KiB, rounded up.
+BASE_BYTES, BYTES_PER_CHARACTER = 64 * 1024, 64
+MAX_MARKERS = 64
+
+LoadBackend = Callable[[], Backend]
+
+
+class GrammarCompiler:
+    """One for an engine. Made and called on its loop; compiles on threads of its own."""
+
+    def __init__(
+        self, load: LoadBackend, tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]
+    ) -> None:
+        self._load = load
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_ids = frozenset(token_id for token_id in eos_ids if token_id < vocab_size)
+        self._threads = ThreadPoolExecutor(COMPILE_THREADS, "penstock-grammar")
+        self._loading = threading.Lock()
+        self._backend: Backend | None = None
+        self._masks: MaskThread | None = None
+        self._cache = _Cache(CACHE_BYTES)
+        self._compiling: dict[Grammar, Future[Matcher]] = {}
+        self._markers: OrderedDict[str, Marker] = OrderedDict()
+
+    def start(self) -> None:
+        """Read the vocabulary, so that the first request need not wait for it. Returns at once."""
+        self._threads.submit(self._loaded)
+
+    async def constraint(self, grammar: Grammar, ends: Ends) -> GrammarConstraint:
+        """Raises `InvalidRequest` naming what the client called it, `Overloaded` when too many wait."""
+        param = grammar.param or grammar.kind
+        marker = self._marker(grammar.begins_after, param)
+        key = Grammar(grammar.kind, grammar.source, grammar.whitespace)
+        try:
+            compiled = self._cache.get(key) or await asyncio.wait_for(self._compile(key), COMPILE_TIMEOUT_S)
+        except InvalidGrammar as error:
+            raise InvalidRequest(f"{param} cannot be used: {error}.", param=param) from error
+        except TimeoutError:
+            raise InvalidRequest(
+                f"{param} took longer than {COMPILE_TIMEOUT_S:g} s to compile.", param=param
+            ) from None
+        if self._masks is None:
+            raise RuntimeError("A compiled grammar has a backend.")
+        model = self._eos_ids
+        return GrammarConstraint(
+            compiled, self._masks, ends._replace(model=model, request=ends.request - model), marker
+        )
+
+    def close(self) -> None:
+        """End the threads. Waits for what they compute now."""
+        self._threads.shutdown(cancel_futures=True)
+        if self._masks is not None:
+            self._masks.close()
+
+    def _compile(self, grammar: Grammar) -> asyncio.Future[Matcher]:
+        future = self._compiling.get(grammar)
+        if future is None:
+            if len(self._compiling) >= MAX_WAITING:
+                raise Overloaded("Too many grammars are waiting to be compiled.")
+            future = self._compiling[grammar] = self._threads.submit(self._compile_on_thread, grammar)
+            loop = asyncio.get_running_loop()
+            future.add_done_callback(lambda done: _call_soon(loop, self._keep, grammar, done))
+        return asyncio.shield(asyncio.wrap_future(future))
+
+    def _keep(self, grammar: Grammar, future: Future[Matcher]) -> None:
+        self._compiling.pop(grammar, None)
+        if future.cancelled():
+            return
+        error = future.exception()
+        if error is None:
+            self._cache.put(grammar, future.result())
+        elif isinstance(error, InvalidGrammar):
+            self._cache.put(grammar, error)
+
+    def _compile_on_thread(self, grammar: Grammar) -> Matcher:
+        try:
+            return self._loaded().compile(grammar)
+        except (InvalidGrammar, MemoryError):
+            raise
+        except Exception as error:  # a foreign library on a client's text
+            logger.exception("compiling a grammar failed")
+            raise InvalidGrammar("it cannot be compiled") from error
+
+    def _loaded(self) -> Backend:
+        with self._loading:
+            if self._backend is None:
+                backend = self._load()
+                self._masks = MaskThread(backend)
+                self._backend = backend
+            return self._backend
+
+    def _marker(self, text: str | None, param: str) -> Marker | None:
+        if text is None:
+            return None
+        table = self._tokenizer.bytes_of
+        if table is None or not 0 < len(text.encode()) <= MAX_BYTES:
+            raise InvalidRequest(f"A constraint begins behind a text of 1 to {MAX_BYTES} bytes.", param=param)
+        marker = self._markers.get(text)
+        if marker is None:
+            marker = self._markers[text] = Marker(text, table.rest, self._tokenizer.vocab_size)
+            if len(self._markers) > MAX_MARKERS:
+                self._markers.popitem(last=False)
+        return marker
+
+
+class _Cache:
+    """Compiled grammars and refusals by what they are compiled from, the least recently used go first."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._kept: OrderedDict[Grammar, Matcher | InvalidGrammar] = OrderedDict()
+
+    def get(self, grammar: Grammar) -> Matcher | None:
+        """Raises the refusal, where there was one."""
+        found = self._kept.get(grammar)
+        if found is None:
+            return None
+        self._kept.move_to_end(grammar)
+        if isinstance(found, InvalidGrammar):
+            raise found
+        return found
+
+    def put(self, grammar: Grammar, compiled: Matcher | InvalidGrammar) -> None:
+        if grammar in self._kept:
+            return
+        self._kept[grammar] = compiled
+        self._num_bytes += _size(grammar)
+        while self._num_bytes > self._max_bytes:
+            oldest, _ = self._kept.popitem(last=False)
+            self._num_bytes -= _size(oldest)
+
+
+def _size(grammar: Grammar) -> int:
+    return BASE_BYTES + BYTES_PER_CHARACTER * len(grammar.source)
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *args: object) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(call, *args)

@@ -1,0 +1,132 @@
+"""The constraint of a request whose output must match a grammar."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import Future
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.constraint import HostData
+from runtime.grammar.backend import Matcher
+from runtime.grammar.marker import Marker
+from runtime.grammar.masks import MaskThread
+
+
+class Ends(NamedTuple):
+    """When an output may end."""
+
+    model: frozenset[int]  # token ids that the backend allows where the grammar accepts
+    request: frozenset[int]  # further ones that end this request's output, allowed there as well
+    min_tokens: (
+        int  # before so many, and with `avoid` at any time, it ends only where nothing else is allowed
+    )
+    avoid: bool
+
+
+class GrammarConstraint:
+    """See `runtime.constraint.Constraint`. The choices of a request begin with copies of the same matcher.
+
+    `position` of a choice is where its last asked output has come; it is owned by the mask thread.
+    """
+
+    def __init__(
+        self, compiled: Matcher, thread: MaskThread, ends: Ends, marker: Marker | None = None
+    ) -> None:
+        self._compiled = compiled
+        self._thread = thread
+        self._positions: dict[int, Position] = {}
+        self.ends = ends
+        self.marker = marker
+
+    def host_data_after(self, choice: int, output_ids: tuple[int, ...]) -> Future[HostData]:
+        """The mask of the next token, or none before the constraint begins."""
+        position = self._positions.get(choice)
+        if position is None:
+            position = self._positions[choice] = Position(self._compiled, self.ends, self.marker)
+        return self._thread.ask(position, output_ids)
+
+
+class Position:
+    """How far one choice has come. Belongs to the mask thread but for its making."""
+
+    __slots__ = ("_compiled", "_ends", "_last_id", "_marked", "_marker", "_num_seen", "matcher", "slow")
+
+    def __init__(self, compiled: Matcher, ends: Ends, marker: Marker | None) -> None:
+        self._compiled = compiled
+        self._ends = ends
+        self._marker = marker
+        self._start()
+        self.slow = False  # whether its masks take long, so that others must not wait for them
+
+    def _start(self) -> None:
+        self.matcher: Matcher | None = None  # None: the constraint has not begun
+        self._num_seen = 0
+        self._last_id = -1
+        self._marked = 0
+
+    def advance(self, output_ids: tuple[int, ...]) -> bool:
+        """Go to the end of this output, from the beginning where it is not the last one and more.
+
+        False where the constraint has not begun. Raises `ValueError` for an output that the grammar does not allow.
+        """
+        seen = self._num_seen
+        if seen > len(output_ids) or (seen and output_ids[seen - 1] != self._last_id):  # computed anew
+            self._start()
+            seen = 0
+        new = output_ids[seen:]
+        self._num_seen = len(output_ids)
+        self._last_id = output_ids[-1] if output_ids else -1
+        if self.matcher is None:
+            new = self._behind_marker(new)
+        if self.matcher is None:
+            return False
+        if new and not self.matcher.consume(new):
+            raise ValueError(f"the grammar does not allow its own output: {self.matcher.error:.200}")
+        return True
+
+    def _behind_marker(self, new: tuple[int, ...]) -> tuple[int, ...]:
+        """What of these tokens the grammar is about."""
+        marker = self._marker
+        if marker is None:
+            self.matcher = self._compiled.copy()
+            return new
+        for index, token_id in enumerate(new):
+            self._marked = marker.advance(self._marked, token_id)
+            if self._marked == marker.length:
+                self.matcher = self._compiled.copy()
+                return new[index + 1 :]
+        return ()
+
+    def free_mask(self, num_words: int) -> NDArray[np.int32] | None:
+        """Before the constraint begins: what is allowed; None: everything."""
+        return None if self._marker is None else self._marker.mask(self._marked, num_words)
+
+    def finish_mask(self, mask: NDArray[np.int32]) -> None:
+        """Apply in place what the request says about its end, to the int32 [words] of the backend."""
+        ends = self._ends
+        if not (ends.request or ends.avoid or self._num_seen < ends.min_tokens):
+            return
+        if not any(_is_set(mask, token_id) for token_id in ends.model):
+            return
+        if ends.avoid or self._num_seen < ends.min_tokens:
+            others = mask.copy()
+            _clear(others, ends.model)
+            if others.any():
+                mask[:] = others
+                return
+        words = mask.view(np.uint32)
+        for token_id in ends.request:
+            words[token_id // 32] |= np.uint32(1 << token_id % 32)
+
+
+def _is_set(mask: NDArray[np.int32], token_id: int) -> bool:
+    return bool(int(mask[token_id // 32]) >> token_id % 32 & 1)
+
+
+def _clear(mask: NDArray[np.int32], token_ids: Iterable[int]) -> None:
+    words = mask.view(np.uint32)
+    for token_id in token_ids:
+        words[token_id // 32] &= np.uint32(0xFFFF_FFFF ^ (1 << token_id % 32))

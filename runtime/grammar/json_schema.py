@@ -1,0 +1,531 @@
+"""JSON schemas: what can be enforced is written anew for the backend, all else is refused by keyword and place.
+
+llguidance knows no keyword outside its own table, ignores unknown ones, takes options from the schema itself
+(`x-guidance`, among them one that ignores what it does not implement), and holds some keywords only nearly. So it
+never sees a client's schema: what it gets is written here, from keywords whose enforcement is tested against a
+validator. References are resolved here and lead nowhere but into the schema itself.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+from urllib.parse import unquote
+
+from runtime.grammar import patterns
+from runtime.grammar.disjoint import are_disjoint
+from runtime.grammar.errors import InvalidGrammar
+from runtime.grammar.formats import INTEGER_BITS, MAX_LENGTHS, UNLIMITED, format_regex
+
+MAX_DEPTH = 96  # of the JSON text
+MAX_NODES = 20_000  # subschemas, after references are followed, and enum values
+MAX_ITEMS = 2_000  # minItems and maxItems; over all arrays of a schema:
+MAX_ALL_ITEMS = 20_000
+MAX_TEXT = 100_000  # minLength and maxLength
+MAX_PROPERTIES = 1_000  # minProperties and maxProperties
+MAX_EXACT = 2**53  # integers beyond it are not told apart by floating-point numbers
+MAX_MULTIPLE = 2**32
+MAX_COMPARED = 100_000  # pairs of schemas below oneOf
+NODES_BETWEEN_PAUSES = 64
+
+TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
+# Keywords of some draft that limit values and that nothing here enforces.
+UNSUPPORTED: Mapping[str, str] = {
+    "not": "",
+    "if": "",
+    "contains": "",
+    "minContains": "",
+    "maxContains": "",
+    "uniqueItems": "use enum for the whole array, or maxItems 1",
+    "propertyNames": "use patternProperties with additionalProperties false",
+    "dependencies": "",
+    "dependentRequired": "",
+    "dependentSchemas": "",
+    "unevaluatedItems": "use items false",
+    "unevaluatedProperties": "use additionalProperties false",
+    "$dynamicRef": "use $ref",
+    "$recursiveRef": "use $ref",
+    "extends": "use allOf",
+    "disallow": "",
+    "divisibleBy": "use multipleOf",
+}
+NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+Schema = dict[str, Any]
+
+
+class Unsupported(InvalidGrammar):
+    """A keyword is malformed or cannot be enforced; names it and where it stands."""
+
+    def __init__(self, keyword: str, pointer: str, reason: str) -> None:
+        super().__init__(f"{keyword} at {pointer or '/'}: {reason}")
+        self.keyword = keyword
+        self.pointer = pointer
+
+
+def parse(source: str) -> Any:
+    """The schema of a JSON text. Raises `InvalidGrammar`."""
+    _check_depth(source)
+    try:
+        return json.loads(source, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise InvalidGrammar(f"the schema is not JSON: {error}") from None
+
+
+def for_backend(schema: Any) -> Schema | bool:
+    """The schema with nothing in it but what is enforced exactly. Raises `Unsupported`."""
+    return _Writer(schema).write()
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON value")
+
+
+def _check_depth(source: str) -> None:
+    """Before a parser that recurses sees it: brackets in strings count as well, which errs on the safe side."""
+    if source.count("[") + source.count("{") <= MAX_DEPTH:
+        return
+    depth, in_string, escaped = 0, False, False
+    for character in source:
+        if in_string:
+            if escaped:
+                escaped = False
+            elif character == "\\":
+                escaped = True
+            elif character == '"':
+                in_string = False
+        elif character == '"':
+            in_string = True
+        elif character in "[{":
+            depth += 1
+            if depth > MAX_DEPTH:
+                raise InvalidGrammar(f"the schema is nested more than {MAX_DEPTH} deep")
+        elif character in "]}":
+            depth -= 1
+
+
+@dataclass(slots=True)
+class _Writer:
+    """Walks a schema once, and every place that a reference leads to once."""
+
+    root: Any
+    names: dict[str, str] = field(default_factory=dict)  # of the definitions, by the pointers to them
+    pending: list[str] = field(default_factory=list)  # pointers still to be written
+    num_nodes: int = 0
+    num_items: int = 0
+    num_compared: int = 0
+    multiple: Fraction = Fraction(1)  # the product of all different multipleOf
+    multiples: set[Fraction] = field(default_factory=set)
+    root_id: str = ""
+
+    def write(self) -> Schema | bool:
+        if isinstance(self.root, dict):
+            found = self.root.get("$id", self.root.get("id"))
+            self.root_id = found.rstrip("#") if isinstance(found, str) else ""
+        written = self.schema(self.root, "")
+        definitions: Schema = {}
+        while self.pending:
+            pointer = self.pending.pop()
+            definitions[self.names[pointer]] = self.schema(self.resolve(pointer), pointer)
+        if not definitions:
+            return written
+        if isinstance(written, bool) or "$ref" in written:
+            written = {"allOf": [written]} if isinstance(written, bool) else written
+        return {"$defs": definitions, **written}
+
+    # --- places ---
+
+    def pause(self, pointer: str, nodes: int = 1) -> None:
+        """Count, and let other threads run: this one computes beside the event loop."""
+        before = self.num_nodes
+        self.num_nodes += nodes
+        if self.num_nodes > MAX_NODES:
+            raise Unsupported("schema", pointer, f"it has more than {MAX_NODES} parts")
+        if before // NODES_BETWEEN_PAUSES != self.num_nodes // NODES_BETWEEN_PAUSES:
+            time.sleep(0)
+
+    def resolve(self, pointer: str) -> Any:
+        """What a JSON pointer leads to. Raises `Unsupported`."""
+        found = self.root
+        for part in pointer.split("/")[1:]:
+            key = part.replace("~1", "/").replace("~0", "~")
+            if isinstance(found, dict) and key in found:
+                found = found[key]
+            elif isinstance(found, list) and key.isdecimal() and len(key) < 8 and int(key) < len(found):
+                found = found[int(key)]
+            else:
+                raise Unsupported(
+                    "$ref", f"/{pointer.lstrip('/')}", "there is nothing in the schema at this place"
+                )
+        return found
+
+    def target(self, reference: Any, pointer: str) -> str:
+        """The pointer that a reference holds."""
+        if not isinstance(reference, str):
+            raise Unsupported("$ref", pointer, "it must be a string")
+        if self.root_id and reference.startswith(self.root_id + "#"):
+            reference = reference[len(self.root_id) :]
+        if reference in ("#", "#/"):
+            return ""
+        if not reference.startswith("#/"):
+            raise Unsupported("$ref", pointer, "only references into the schema itself (#/...) are followed")
+        return unquote(reference[1:], errors="strict") if "%" in reference else reference[1:]
+
+    def peek(self, schema: Any) -> Any:
+        """What a reference alone leads to, for comparing: 16 steps at most."""
+        self.num_compared += 1
+        if self.num_compared > MAX_COMPARED:
+            raise Unsupported("oneOf", "", "its schemas are too many to compare")
+        if self.num_compared % NODES_BETWEEN_PAUSES == 0:
+            time.sleep(0)
+        for _ in range(16):
+            if not (isinstance(schema, dict) and "$ref" in schema):
+                break
+            try:
+                schema = self.resolve(self.target(schema["$ref"], ""))
+            except (Unsupported, UnicodeDecodeError):
+                break
+        return schema
+
+    # --- a schema ---
+
+    def schema(self, schema: Any, pointer: str) -> Schema | bool:
+        self.pause(pointer)
+        if isinstance(schema, bool):
+            return schema
+        if not isinstance(schema, dict):
+            raise Unsupported("schema", pointer, "it must be an object, true or false")
+        self.check(schema, pointer)
+        written: Schema = {}
+        for keyword, value in schema.items():
+            writer = _WRITERS.get(keyword)
+            if writer is not None:
+                found = writer(self, value, f"{pointer}/{keyword}", schema)
+                together = [*written.get("allOf", ()), *found.pop("allOf", ())]
+                written.update(found)
+                if together:
+                    written["allOf"] = together
+        self.narrow(schema, written, pointer)
+        return written
+
+    def check(self, schema: Schema, pointer: str) -> None:
+        """Raise `Unsupported` for keywords that nothing enforces."""
+        for keyword, advice in UNSUPPORTED.items():
+            if keyword not in schema or (keyword == "uniqueItems" and _is_unique_anyway(schema)):
+                continue
+            if keyword in ("minContains", "maxContains") and "contains" not in schema:
+                continue
+            if keyword == "if" and not schema.keys() & {"then", "else"}:
+                continue
+            reason = "it cannot be enforced" + (f"; {advice}" if advice else "")
+            raise Unsupported(keyword, f"{pointer}/{keyword}", reason)
+        identity = schema.get("$id", schema.get("id"))
+        if pointer and isinstance(identity, str) and not identity.startswith("#") and _refers(schema):
+            raise Unsupported("$id", pointer, "references below an $id of their own are not followed")
+
+    def narrow(self, schema: Schema, written: Schema, pointer: str) -> None:
+        """What several keywords mean together."""
+        minimum = written.get("minProperties", 0)
+        required = written.get("required", ())
+        if minimum > len(required) + 1:
+            raise Unsupported(
+                "minProperties",
+                f"{pointer}/minProperties",
+                "names may repeat in a JSON text, so it is enforced up to one more than those in required",
+            )
+        multiple = schema.get("multipleOf")
+        if isinstance(multiple, int) and written.get("type") == "number":
+            written["type"] = (
+                "integer"  # the same values, without digits behind the point that rounding could hide
+            )
+        for keyword in ("minItems", "minLength"):
+            limit = written.get(keyword.replace("min", "max"))
+            if limit is not None and written.get(keyword, 0) > limit:
+                raise Unsupported(
+                    keyword, f"{pointer}/{keyword}", f"it is above {keyword.replace('min', 'max')}"
+                )
+
+    # --- keywords: each gives what is written for it ---
+
+    def type_(self, value: Any, pointer: str, schema: Schema) -> Schema:
+        names = [value] if isinstance(value, str) else value
+        if not isinstance(names, list) or not names or any(name not in TYPES for name in names):
+            raise Unsupported("type", pointer, f"it must be one or a list of {', '.join(TYPES)}")
+        if "number" in names and "integer" in names:
+            names = [name for name in names if name != "integer"]
+        names = list(dict.fromkeys(names))
+        return {"type": names[0] if len(names) == 1 else names}
+
+    def enum(self, value: Any, pointer: str, schema: Schema) -> Schema:
+        if not isinstance(value, list) or not value:
+            raise Unsupported("enum", pointer, "it must be a list that is not empty")
+        self.pause(pointer, len(value))
+        for index, item in enumerate(value):
+            self.value(item, f"{pointer}/{index}")
+        return {"enum": value}
+
+    def const(self, value: Any, pointer: str, schema: Schema) -> Schema:
+        self.value(value, pointer)
+        return {"const": value}
+
+    def value(self, value: Any, pointer: str) -> None:
+        """Raise `Unsupported` for a constant that a JSON text cannot hold, or not exactly."""
+        self.pause(pointer)
+        if isinstance(value, dict):
+            for key, item in value.items():
+                _check_text(key, pointer)
+                self.value(item, f"{pointer}/{_escaped(key)}")
+        elif isinstance(value, list):
+            for index, item in enumerate(value):
+                self.value(item, f"{pointer}/{index}")
+        elif isinstance(value, str):
+            _check_text(value, pointer)
+        elif not isinstance(value, bool) and isinstance(value, int | float):
+            _check_number(value, "a constant", pointer)
+
+    def number(self, value: Any, pointer: str, schema: Schema) -> Schema:
+        keyword = pointer.rpartition("/")[2]
+        if isinstance(value, bool) and keyword.startswith(
+            "exclusive"
+        ):  # of draft 4: about the limit beside it
+            return {}
+        _check_number(value, keyword, pointer)
+        exclusive = "exclusive" + keyword.capitalize()
+        if schema.get(exclusive) is True:
+            return {exclusive: value}
+        return {keyword: value}
+
+    def multiple_of(self, value: Any, pointer: str, schema: Schema) -> Schema:
+        _check_number(value, "multipleOf", pointer)
+        exact = Fraction(value)
+        if exact <= 0:
+            raise Unsupported("multipleOf", pointer, "it must be above 0")
+        if exact.denominator > 2**10:
+            raise Unsupported(
+                "multipleOf",
+                pointer,
+                f"floating-point numbers hold no multiples of {value} exactly; use an integer, 0.5, 0.25 ...",
+            )
+        if exact not in self.multiples:
+            self.multiples.add(exact)
+            self.multiple *= exact.numerator * 10 ** len(str(exact.denominator - 1))
+        if self.multiple > MAX_MULTIPLE:
+            raise Unsupported("multipleOf", pointer, "the multiples of this schema are too large together")
+        return {"multipleOf": int(exact) if exact.denominator == 1 else value}
+
+    def size(self, value: Any, pointer: str, schema: Schema) -> Schema:
+        keyword = pointer.rpartition("/")[2]
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise Unsupported(keyword, pointer, "it must be an integer of at least 0")
+        limit = MAX_TEXT if "Length" in keyword else MAX_ITEMS if "Items" in keyword else MAX_PROPERTIES
+        if value > limit:
+            raise Unsupported(keyword, pointer, f"it may be up to {limit}")
+        if "Items" in keyword:
+            self.num_items += value
+            if self.num_items > MAX_ALL_ITEMS:
+                raise Unsupported(
+                    keyword, pointer, f"all arrays together may hold up to {MAX_ALL_ITEMS} items"
+                )
+        if keyword == "maxLength" and schema.get("format") in MAX_LENGTHS:
+            value = min(value, MAX_LENGTHS[schema["format"]])
+        return {keyword: value}
+
+    def pattern(self, value: Any, pointer: str, schema: Schema) -> Schema:
+        return {"pattern": _pattern(value, "pattern", pointer)}
+
+    def format_(self, value: Any, pointer: str, schema: Schema) -> Schema:
+        if value in INTEGER_BITS:
+            whole = _integer_range(value)
+            return {
+                "allOf": [
+                    whole
+                    if set(types_of(schema)) <= {"integer", "number"}
+                    else {"anyOf": [whole, _NO_NUMBER]}
+                ]
+            }
+        if value in UNLIMITED:
+            return {}
+        regex = format_regex(value) if isinstance(value, str) else None
+        if regex is None:
+            raise Unsupported("format", pointer, f"{value!r:.60} is not enforced; use pattern")
+        written: Schema = {"pattern": f"^(?:{regex})$"}
+        if value in MAX_LENGTHS and "maxLength" not in schema:
+            written["maxLength"] = MAX_LENGTHS[value]
+        return written if "pattern" not in schema else {"allOf": [written]}
+
+    def properties(self, value: Any, pointer: str, schema: Schema) -> Schema:
+        return {"properties": self._named(value, pointer)}
+
+    def pattern_properties(self, value: Any, pointer: str, schema: Schema) -> Schema:
+        named = self._named(value, pointer)
+        patterns_ = [_pattern(key, "patternProperties", f"{pointer}/{_escaped(key)}") for key in named]
+        if len(set(patterns_)) < len(patterns_):
+            raise Unsupported("patternProperties", pointer, "two patterns are the same")
+        return {"patternProperties": dict(zip(patterns_, named.values(), strict=True))}
+
+    def _named(self, value: Any, pointer: str) -> Schema:
+        keyword = pointer.rpartition("/")[2]
+        if not isinstance(value, dict):
+            raise Unsupported(keyword, pointer, "it must be an object")
+        for key in value:
+            _check_text(key, pointer)
+        return {key: self.schema(item, f"{pointer}/{_escaped(key)}") for key, item in value.items()}
+
+    def required(self, value: Any, pointer: str, schema: Schema) -> Schema:
+        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+            raise Unsupported("required", pointer, "it must be a list of names")
+        for name in value:
+            _check_text(name, pointer)
+        self.pause(pointer, len(value))
+        return {"required": list(dict.fromkeys(value))}
+
+    def subschema(self, value: Any, pointer: str, schema: Schema) -> Schema:
+        return {pointer.rpartition("/")[2]: self.schema(value, pointer)}
+
+    def items(self, value: Any, pointer: str, schema: Schema) -> Schema:
+        if not isinstance(value, list):
+            if "prefixItems" in schema and _is_old(self.root):
+                raise Unsupported("prefixItems", pointer, "the draft that $schema names does not know it")
+            return {"items": self.schema(value, pointer)}
+        written: Schema = {"prefixItems": self._list(value, pointer)}
+        if "additionalItems" in schema:
+            beside = pointer.rpartition("/")[0]
+            written["items"] = self.schema(schema["additionalItems"], f"{beside}/additionalItems")
+        return written
+
+    def prefix_items(self, value: Any, pointer: str, schema: Schema) -> Schema:
+        if isinstance(schema.get("items"), list):
+            raise Unsupported("prefixItems", pointer, "it stands beside a list in items")
+        return {"prefixItems": self._list(value, pointer)}
+
+    def any_of(self, value: Any, pointer: str, schema: Schema) -> Schema:
+        return {"anyOf": self._list(value, pointer)}
+
+    def all_of(self, value: Any, pointer: str, schema: Schema) -> Schema:
+        return {"allOf": self._list(value, pointer)}
+
+    def one_of(self, value: Any, pointer: str, schema: Schema) -> Schema:
+        """As anyOf, where no two of them can hold at once."""
+        options = self._list(value, pointer)
+        kinds = [self.peek(option) for option in value]
+        if len(kinds) > 256:
+            raise Unsupported("oneOf", pointer, "it may have up to 256 schemas")
+        for index, one in enumerate(kinds):
+            self.pause(pointer, 1 + len(kinds) // 16)
+            for other in range(index + 1, len(kinds)):
+                if not are_disjoint(one, kinds[other], self.peek):
+                    raise Unsupported(
+                        "oneOf",
+                        pointer,
+                        f"its schemas {index} and {other} may both hold; use anyOf, or different types, or a "
+                        "required property with a const of its own in each",
+                    )
+        return {"allOf": [{"anyOf": options}]} if "anyOf" in schema else {"anyOf": options}
+
+    def _list(self, value: Any, pointer: str) -> list[Any]:
+        if not isinstance(value, list) or not value:
+            raise Unsupported(pointer.rpartition("/")[2], pointer, "it must be a list that is not empty")
+        return [self.schema(item, f"{pointer}/{index}") for index, item in enumerate(value)]
+
+    def ref(self, value: Any, pointer: str, schema: Schema) -> Schema:
+        target = self.target(value, pointer)
+        self.resolve(target)
+        if target not in self.names:
+            self.names[target] = f"d{len(self.names)}"
+            self.pending.append(target)
+        return {"$ref": f"#/$defs/{self.names[target]}"}
+
+
+Writer = Callable[[_Writer, Any, str, Schema], Schema]
+_WRITERS: Mapping[str, Writer] = {
+    "type": _Writer.type_,
+    "enum": _Writer.enum,
+    "const": _Writer.const,
+    **dict.fromkeys(NUMBERS, _Writer.number),
+    "multipleOf": _Writer.multiple_of,
+    **dict.fromkeys(
+        ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"), _Writer.size
+    ),
+    "pattern": _Writer.pattern,
+    "format": _Writer.format_,
+    "properties": _Writer.properties,
+    "patternProperties": _Writer.pattern_properties,
+    "additionalProperties": _Writer.subschema,
+    "required": _Writer.required,
+    "items": _Writer.items,
+    "prefixItems": _Writer.prefix_items,
+    "anyOf": _Writer.any_of,
+    "allOf": _Writer.all_of,
+    "oneOf": _Writer.one_of,
+    "$ref": _Writer.ref,
+}
+SUPPORTED = tuple(_WRITERS)
+_NO_NUMBER: Schema = {"type": ["null", "boolean", "string", "array", "object"]}
+
+
+def _integer_range(name: str) -> Schema:
+    bits, unsigned = INTEGER_BITS[name], name.startswith("u")
+    low, high = (0, 2**bits - 1) if unsigned else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    return {"type": "integer", "minimum": low, "maximum": high}
+
+
+def _pattern(value: Any, keyword: str, pointer: str) -> str:
+    if not isinstance(value, str):
+        raise Unsupported(keyword, pointer, "it must be a string")
+    try:
+        return f"^(?:{patterns.search(value)})$"
+    except patterns.PatternError as error:
+        raise Unsupported(keyword, pointer, str(error)) from None
+
+
+def _check_number(value: Any, keyword: str, pointer: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise Unsupported(keyword, pointer, "it must be a number")
+    if isinstance(value, int) and abs(value) > MAX_EXACT:
+        raise Unsupported(keyword, pointer, "integers beyond 2^53 are not enforced exactly")
+
+
+def _check_text(text: str, pointer: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise Unsupported("text", pointer, "half a surrogate pair is no text") from None
+
+
+def _is_unique_anyway(schema: Schema) -> bool:
+    limit = schema.get("maxItems")
+    return schema["uniqueItems"] is False or (isinstance(limit, int) and limit <= 1)
+
+
+def _refers(schema: Any) -> bool:
+    """Whether there is a $ref below; the schema's depth is bounded."""
+    if isinstance(schema, dict):
+        return "$ref" in schema or any(_refers(item) for item in schema.values())
+    return isinstance(schema, list) and any(_refers(item) for item in schema)
+
+
+def _is_old(root: Any) -> bool:
+    """Whether the schema names a draft before 2020-12."""
+    named = root.get("$schema") if isinstance(root, dict) else None
+    return isinstance(named, str) and any(draft in named for draft in ("draft-0", "2019-09"))
+
+
+def _escaped(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def dumps(value: Any) -> str:
+    """JSON text in which the order of names stays."""
+    return json.dumps(value, ensure_ascii=True, allow_nan=False)
+
+
+def types_of(schema: Mapping[str, Any]) -> Sequence[str]:
+    """The types that a schema allows by its own keyword."""
+    value = schema.get("type")
+    return [value] if isinstance(value, str) else value if isinstance(value, list) else TYPES

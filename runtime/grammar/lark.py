@@ -1,0 +1,98 @@
+"""Grammars in llguidance's dialect of Lark: the JSON schemas inside are checked like any other."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from runtime.grammar import json_schema
+from runtime.grammar.errors import InvalidGrammar
+
+MAX_DEPTH = 64  # of brackets outside texts and JSON
+
+WriteSchema = Callable[[Any], str]
+
+_TOKEN = re.compile(
+    r"""(?P<skip>[ \t\r\n]+|(?:\#|//)[^\n]*)
+    |(?P<text>"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/[imslux]*|<[^<>\s]+>)
+    |(?P<keyword>%[a-z]+)
+    |(?P<open>[\[(])|(?P<close>[\])])
+    |(?P<word>[A-Za-z_!?][A-Za-z0-9_-]*)
+    |(?P<reference>@[A-Za-z0-9_-]+)
+    |(?P<other>[^"])""",
+    re.VERBOSE,
+)
+_BLANKS = re.compile(r"\s*")
+_KEYWORDS = frozenset(
+    {"%ignore", "%import", "%declare", "%override", "%if", "%lark"}
+)  # passed on as they are
+_OPTIONS = frozenset({"no_forcing", "allow_initial_skip", "ignore_once"})
+# Attributes of rules that want something of the sampler, or that tokens be taken back.
+_ATTRIBUTES = frozenset({"temperature", "max_tokens", "stop"})
+
+
+def check_lark(source: str, write_schema: WriteSchema) -> str:
+    """The grammar with every `%json` schema replaced by what `write_schema` makes of it. Raises `InvalidGrammar`."""
+    written: list[str] = []
+    at, depth, in_attributes = 0, 0, False
+    while at < len(source):
+        token = _TOKEN.match(source, at)
+        if token is None:
+            raise InvalidGrammar(f"a text is not closed: {source[at : at + 20]!r}")
+        at, text, kind = token.end(), token[0], token.lastgroup
+        if kind == "open":
+            in_attributes = text == "["
+            depth += 1
+            if depth > MAX_DEPTH:
+                raise InvalidGrammar(f"its brackets are nested more than {MAX_DEPTH} deep")
+        elif kind == "close":
+            in_attributes = False
+            depth -= 1
+        elif kind == "word" and in_attributes and text in _ATTRIBUTES:
+            raise InvalidGrammar(f"the attribute {text} is not supported")
+        elif kind == "reference":
+            raise InvalidGrammar(f"there is no other grammar {text}")
+        elif kind == "keyword" and text not in _KEYWORDS:
+            at, text = _with_json(source, at, text, write_schema)
+        written.append(text)
+    return "".join(written)
+
+
+def quoted(text: str) -> str:
+    """A text as a literal of Lark. Raises `InvalidGrammar` where it is no Unicode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidGrammar("half a surrogate pair is no text") from None
+    return json.dumps(text).replace("\x7f", "\\u007f")
+
+
+def _with_json(source: str, at: int, keyword: str, write_schema: WriteSchema) -> tuple[int, str]:
+    """(where the value behind a keyword ends, both as they are written)"""
+    begin = _BLANKS.match(source, at).end()  # pyright: ignore[reportOptionalMemberAccess]
+    end = _value_end(source, begin)
+    value = json_schema.parse(source[begin:end])
+    if keyword == "%json":
+        return end, f"%json {write_schema(value)}"
+    if keyword == "%regex":
+        return end, f"%regex {json_schema.dumps(value)}"
+    if keyword == "%llguidance" and isinstance(value, dict) and not value.keys() - _OPTIONS:
+        return end, f"%llguidance {json_schema.dumps(value)}"
+    raise InvalidGrammar(
+        f"{keyword} is not supported" + (" with these options" if keyword == "%llguidance" else "")
+    )
+
+
+def _value_end(source: str, begin: int) -> int:
+    """Behind the JSON object, or the word, that begins here."""
+    if source[begin : begin + 1] != "{":
+        word = re.compile(r"\w*").match(source, begin)
+        return begin if word is None else word.end()
+    depth = 0
+    for token in re.compile(r'"(?:\\.|[^"\\])*"|[{}]').finditer(source, begin):
+        depth += {"{": 1, "}": -1}.get(token[0], 0)
+        if depth == 0:
+            return token.end()
+    raise InvalidGrammar("a JSON object is not closed")

@@ -1,0 +1,125 @@
+"""Grammars as llguidance reads them: what may stand in them is checked and written here."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from runtime.grammar import json_schema, patterns
+from runtime.grammar.ebnf import ebnf_to_lark
+from runtime.grammar.errors import InvalidGrammar
+from runtime.grammar.lark import check_lark, quoted
+from runtime.grammar.spec import Grammar
+from runtime.grammar.whitespace import WHITESPACE, check_whitespace
+
+MAX_SOURCE = 512 * 1024  # characters of a grammar
+MAX_CHOICES = 10_000
+MAX_TAGS = 256
+NO_ESCAPES_BY_NUMBER = 'nrbtf\\"'  # a name must not have two spellings: see `json_options`
+
+
+def for_llguidance(grammar: Grammar, whitespace: str | None = None) -> str:
+    """The grammar as the library's JSON text. `whitespace` is the server's, where the grammar says none.
+
+    Raises `InvalidGrammar`.
+    """
+    if len(grammar.source) > MAX_SOURCE:
+        raise InvalidGrammar(f"it may have up to {MAX_SOURCE} characters, not {len(grammar.source)}")
+    options = json_options(grammar.whitespace if grammar.whitespace is not None else whitespace)
+    if grammar.kind == "json_object":
+        return _top(json_schema=_schema({"type": "object"}, options))
+    if grammar.kind == "json_schema":
+        if grammar.source.strip() == "$$ANY$$":
+            return _top(json_schema=_schema(True, options))
+        return _top(json_schema=_schema(json_schema.parse(grammar.source), options))
+    return _top(lark_grammar=_lark(grammar, options))
+
+
+def json_options(whitespace: str | None) -> dict[str, Any]:
+    """How JSON is written.
+
+    Without `\\uXXXX`: a name that a schema limits could be written in a second way, for which that limit would not
+    be seen.
+    """
+    pattern = WHITESPACE if whitespace is None else check_whitespace(whitespace)
+    options: dict[str, Any] = {"json_allowed_escapes": NO_ESCAPES_BY_NUMBER}
+    if pattern:
+        options["whitespace_pattern"] = pattern
+    else:
+        options["whitespace_flexible"] = False
+    return options
+
+
+def _lark(grammar: Grammar, options: dict[str, Any]) -> str:
+    if grammar.kind == "regex":
+        try:
+            return f"start: /{patterns.full(grammar.source)}/"
+        except patterns.PatternError as error:
+            raise InvalidGrammar(str(error)) from None
+    if grammar.kind == "choice":
+        return _choice(grammar.source)
+    if grammar.kind == "ebnf":
+        return ebnf_to_lark(grammar.source)
+    if grammar.kind == "structural_tag":
+        return structural_tag_to_lark(grammar.source, options)
+    return check_lark(grammar.source, lambda schema: json_schema.dumps(_schema(schema, options)))
+
+
+def _schema(schema: Any, options: dict[str, Any]) -> dict[str, Any]:
+    written = json_schema.for_backend(schema)
+    return {"x-guidance": options, **({"allOf": [written]} if isinstance(written, bool) else written)}
+
+
+def _choice(source: str) -> str:
+    texts = json_schema.parse(source)
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
+        raise InvalidGrammar("it must be a list of texts that are not empty")
+    if len(texts) > MAX_CHOICES:
+        raise InvalidGrammar(f"it may hold up to {MAX_CHOICES} texts")
+    return f"start: TEXT\nTEXT: {' | '.join([quoted(text) for text in dict.fromkeys(texts)])}"
+
+
+def _top(**grammar: Any) -> str:
+    return json.dumps({"grammars": [grammar]})
+
+
+def structural_tag_to_lark(source: str, options: dict[str, Any]) -> str:
+    """Free text in which each trigger begins one of the tags that start so: `begin`, JSON by `schema`, `end`.
+
+    `source` is JSON: {"structures": [{"begin", "schema", "end"}], "triggers": [...]}.
+    """
+    tag = json_schema.parse(source)
+    if isinstance(tag, dict) and "format" in tag:
+        raise InvalidGrammar("format is not understood here; give structures and triggers")
+    structures, triggers = (
+        tag.get(name) if isinstance(tag, dict) else None for name in ("structures", "triggers")
+    )
+    if not isinstance(structures, list) or not structures or len(structures) > MAX_TAGS:
+        raise InvalidGrammar(f"structures must be a list of 1 to {MAX_TAGS} objects")
+    if (
+        not isinstance(triggers, list)
+        or not triggers
+        or not all(isinstance(each, str) and each for each in triggers)
+    ):
+        raise InvalidGrammar("triggers must be a list of texts that are not empty")
+    by_trigger: dict[str, list[str]] = {}
+    for index, each in enumerate(structures):
+        if not isinstance(each, dict) or not isinstance(each.get("begin"), str):
+            raise InvalidGrammar(f"structures/{index} must be an object with begin, schema and end")
+        end = each.get("end", "")
+        if not isinstance(end, str) or each.keys() - {"begin", "schema", "end"}:
+            raise InvalidGrammar(f"structures/{index} must be an object with begin, schema and end")
+        trigger = next((trigger for trigger in triggers if each["begin"].startswith(trigger)), None)
+        if trigger is None:
+            raise InvalidGrammar(f"no trigger begins structures/{index}")
+        schema = json_schema.dumps(_schema(each.get("schema", True), options))
+        parts = [quoted(each["begin"][len(trigger) :]), f"%json {schema}", quoted(end)]
+        by_trigger.setdefault(trigger, []).append(" ".join(part for part in parts if part != '""'))
+    if any(one != other and one.startswith(other) for one in by_trigger for other in by_trigger):
+        raise InvalidGrammar("a trigger must not begin with another")
+    rules = [f"start: ({' | '.join(f'tag_{index}' for index in range(len(by_trigger)))})* text", "text: TEXT"]
+    rules.append(r"TEXT: /(?s:.*)/")
+    for index, (trigger, bodies) in enumerate(by_trigger.items()):
+        rules.append(f"head_{index}[lazy]: TEXT {quoted(trigger)}")
+        rules.append(f"tag_{index}: head_{index} ({' | '.join(bodies)})")
+    return "\n".join(rules)

@@ -1,0 +1,148 @@
+"""The threads that compute which tokens come next, beside the event loop and the forward."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.constraint import HostData
+from runtime.grammar.backend import Backend, Matcher
+
+logger = logging.getLogger("penstock.grammar")
+
+SLOW_S = 0.004  # a mask that takes so long is computed apart from the others
+BATCH_SLOW_S = 0.01  # of a whole batch: then each of its rows is measured
+
+
+class Position(Protocol):
+    """Where an output is in its grammar; see `runtime.grammar.constraint`."""
+
+    matcher: Matcher | None
+    slow: bool
+
+    def advance(self, output_ids: tuple[int, ...]) -> bool: ...
+
+    def free_mask(self, num_words: int) -> NDArray[np.int32] | None: ...
+
+    def finish_mask(self, mask: NDArray[np.int32]) -> None: ...
+
+
+class Ask(NamedTuple):
+    position: Position
+    output_ids: tuple[int, ...]
+    future: Future[HostData]
+
+
+class MaskThread:
+    """Takes what is asked in one step together and computes it in parallel, on two threads of its own.
+
+    Outputs whose masks take long are on the second one, so that nobody else waits for them.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._num_words = backend.num_words
+        self._slow = _Lane("penstock-masks-slow", self._compute_each)
+        self._fast = _Lane("penstock-masks", self._compute)
+
+    def ask(self, position: Position, output_ids: tuple[int, ...]) -> Future[HostData]:
+        """What applies to the token after these. Returns at once."""
+        ask = Ask(position, output_ids, Future())
+        (self._slow if position.slow else self._fast).put(ask)
+        return ask.future
+
+    def close(self) -> None:
+        """End the threads, when what they compute now is done."""
+        self._fast.close()
+        self._slow.close()
+
+    def _compute(self, asks: Sequence[Ask]) -> None:
+        """Masks for all of these, together."""
+        began_s = time.perf_counter()
+        rows = [ask for ask in asks if self._advance(ask)]
+        if not rows:
+            return
+        self._fill(rows)
+        if time.perf_counter() - began_s > BATCH_SLOW_S:
+            for ask in rows:
+                ask.position.slow = True  # until the other thread has seen that it is not
+
+    def _compute_each(self, asks: Sequence[Ask]) -> None:
+        for ask in asks:
+            began_s = time.perf_counter()
+            if self._advance(ask):
+                self._fill([ask])
+            ask.position.slow = time.perf_counter() - began_s > SLOW_S
+
+    def _advance(self, ask: Ask) -> bool:
+        """Whether the backend is to be asked; otherwise the future has its result."""
+        try:
+            if ask.position.advance(ask.output_ids):
+                return True
+            _set(ask.future, HostData(bitmask=ask.position.free_mask(self._num_words)))
+        except Exception as error:  # this output's border: foreign code, or a grammar beyond its limits
+            _fail(ask.future, error)
+        return False
+
+    def _fill(self, rows: Sequence[Ask]) -> None:
+        masks = np.zeros((len(rows), self._num_words), np.int32)
+        try:
+            self._backend.fill_masks([ask.position.matcher for ask in rows if ask.position.matcher], masks)
+        except Exception as error:
+            for ask in rows:
+                _fail(ask.future, error)
+            return
+        for ask, mask in zip(rows, masks, strict=True):
+            ask.position.finish_mask(mask)
+            _set(ask.future, HostData(bitmask=mask))
+
+
+class _Lane:
+    """A thread, started when it is first needed, that takes all that waits at a time."""
+
+    def __init__(self, name: str, compute: Callable[[Sequence[Ask]], None]) -> None:
+        self._name = name
+        self._compute = compute
+        self._inbox: SimpleQueue[Ask | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def put(self, ask: Ask) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        self._inbox.put(ask)
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._inbox.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _run(self) -> None:
+        while True:
+            asks = [self._inbox.get()]
+            while not self._inbox.empty():
+                asks.append(self._inbox.get())
+            self._compute([ask for ask in asks if ask is not None])
+            if None in asks:
+                return
+
+
+def _set(future: Future[HostData], data: HostData) -> None:
+    with suppress(InvalidStateError):  # nobody waits any more
+        future.set_result(data)
+
+
+def _fail(future: Future[HostData], error: Exception) -> None:
+    logger.info("a grammar can go no further: %.300s", error)
+    with suppress(InvalidStateError):
+        future.set_exception(error)

@@ -1,0 +1,346 @@
+"""Regular expressions of JSON Schema and of requests, read once and written for the backend.
+
+Patterns are ECMA-262 by JSON Schema, Python's in many validators, and Rust's in the backend, and the three differ:
+in what `\\d`, `\\w`, `\\s` and `.` hold, in operators within classes, in anchors. What is written matches only texts
+that match under ECMA-262 and under Python, spelled so that no dialect reads it in another way. What has no such
+meaning, or cannot be written, is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+MAX_DEPTH = 64
+MAX_REPEAT = 65_535
+MAX_BRANCHES = 64  # into which anchors inside groups are multiplied out
+
+ANYTHING = "(?s:.*)"
+_DOT = r"[^\n\r\x{2028}\x{2029}]"
+_SPACES = r"\t\n\x0b\x0c\r\x20\xa0\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}"
+# What a class holds under both dialects, and under at least one: the second is what its negation leaves out.
+_NARROW = {"d": "0-9", "w": "0-9A-Za-z_", "s": _SPACES}
+_WIDE = {"d": r"\p{Nd}", "w": r"\p{L}\p{N}_", "s": _SPACES + r"\x1c-\x1f\x85\x{feff}"}
+_CONTROLS = {"t": "\t", "n": "\n", "r": "\r", "f": "\f", "v": "\v"}
+
+
+class PatternError(ValueError):
+    """The pattern is no regular expression, or one that cannot be enforced exactly."""
+
+
+class Text(NamedTuple):
+    """Already written for the backend."""
+
+    regex: str
+
+
+class Start(NamedTuple):
+    """`^`"""
+
+
+class End(NamedTuple):
+    """`$`"""
+
+
+class Either(NamedTuple):
+    branches: list[Row]
+
+
+class Repeat(NamedTuple):
+    item: Node
+    low: int
+    high: int | None
+
+
+Node = Text | Start | End | Either | Repeat
+Row = list[Node]  # one after the other
+
+
+def search(pattern: str) -> str:
+    """A regular expression for whole texts in which `pattern` is found, as JSON Schema has it.
+
+    Raises `PatternError`.
+    """
+    return _anchored(pattern, ANYTHING)
+
+
+def full(pattern: str) -> str:
+    """A regular expression for the texts that match from beginning to end; anchors there change nothing.
+
+    Raises `PatternError`.
+    """
+    return _anchored(pattern, "")
+
+
+def escape(text: str) -> str:
+    """A regular expression for this text."""
+    return "".join([_literal(character) for character in text])
+
+
+def _anchored(pattern: str, around: str) -> str:
+    written = []
+    for row in _branches(_Parser(pattern).parse()):
+        begin, end = around, around
+        while row and isinstance(row[0], Start):
+            row, begin = row[1:], ""
+        while row and isinstance(row[-1], End):
+            row, end = row[:-1], ""
+        if row or not (begin and end):
+            body = _write_row(row)
+            written.append(begin + body + end)
+        else:
+            written.append(begin)
+    return written[0] if len(written) == 1 else f"(?:{'|'.join(written)})"
+
+
+def _branches(node: Either) -> list[Row]:
+    """The branches of an alternation; groups with anchors at a branch's ends are multiplied out."""
+    found: list[Row] = []
+    pending = [(row, 0) for row in reversed(node.branches)]
+    while pending:
+        row, depth = pending.pop()
+        index = next((i for i in (0, len(row) - 1) if row and _holds_anchors(row[i])), None)
+        if index is None:
+            found.append(row)
+        else:
+            group = row[index]
+            if not isinstance(group, Either):
+                raise PatternError("an anchor in a repetition cannot be enforced")
+            pending += [
+                ([*row[:index], *branch, *row[index + 1 :]], depth + 1) for branch in reversed(group.branches)
+            ]
+        if len(found) + len(pending) > MAX_BRANCHES and len(node.branches) <= MAX_BRANCHES:
+            raise PatternError("there are too many anchors in groups")
+    return found
+
+
+def _holds_anchors(node: Node) -> bool:
+    """Below an alternation or a repetition."""
+    if isinstance(node, Repeat):
+        return isinstance(node.item, Start | End) or _holds_anchors(node.item)
+    if not isinstance(node, Either):
+        return False
+    return any(
+        isinstance(item, Start | End) or _holds_anchors(item) for branch in node.branches for item in branch
+    )
+
+
+def _write_row(row: Row) -> str:
+    return "".join([_write(item) for item in row])
+
+
+def _write(node: Node) -> str:
+    if isinstance(node, Text):
+        return node.regex
+    if isinstance(node, Either):
+        return f"(?:{'|'.join([_write_row(row) for row in node.branches])})"
+    if isinstance(node, Repeat):
+        high = "" if node.high is None else node.high
+        return f"(?:{_write(node.item)}){{{node.low},{high}}}"
+    raise PatternError("an anchor in the middle of a pattern cannot be enforced")
+
+
+def _literal(character: str) -> str:
+    code = ord(character)
+    if 0xD800 <= code <= 0xDFFF:
+        raise PatternError("half a surrogate pair is no text")
+    return character if character.isascii() and character.isalnum() else f"\\x{{{code:x}}}"
+
+
+@dataclass(slots=True)
+class _Parser:
+    """Recursive descent; `MAX_DEPTH` groups within each other at most."""
+
+    pattern: str
+    at: int = 0
+    depth: int = 0
+
+    def parse(self) -> Either:
+        found = self._either()
+        if self.at < len(self.pattern):
+            raise PatternError(f"there is a ')' without '(' at {self.at}")
+        return found
+
+    def _peek(self, length: int = 1) -> str:
+        return self.pattern[self.at : self.at + length]
+
+    def _take(self) -> str:
+        character = self._peek()
+        if not character:
+            raise PatternError("it ends too early")
+        self.at += 1
+        return character
+
+    def _either(self) -> Either:
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise PatternError(f"groups may be nested {MAX_DEPTH} deep")
+        branches = [self._row()]
+        while self._peek() == "|":
+            self.at += 1
+            branches.append(self._row())
+        self.depth -= 1
+        return Either(branches)
+
+    def _row(self) -> Row:
+        row: Row = []
+        while self._peek() not in ("", "|", ")"):
+            row.append(self._quantified(self._atom()))
+        return row
+
+    def _atom(self) -> Node:
+        character = self._take()
+        if character == "(":
+            return self._group()
+        if character == "[":
+            return Text(self._class())
+        if character == "\\":
+            return Text(self._escape())
+        if character in "*+?":
+            raise PatternError(f"there is nothing to repeat at {self.at - 1}")
+        special: dict[str, Node] = {".": Text(_DOT), "^": Start(), "$": End()}
+        return special[character] if character in special else Text(_literal(character))
+
+    def _group(self) -> Node:
+        if self._peek() == "?":
+            self.at += 1
+            kind = self._take()
+            if kind == "P":
+                kind = self._take()
+            if kind == "<" and self._peek() not in ("=", "!"):
+                end = self.pattern.find(">", self.at)
+                if end < 0 or not self.pattern[self.at : end].isidentifier():
+                    raise PatternError("a group has no proper name")
+                self.at = end + 1
+            elif kind != ":":
+                raise PatternError("look-around, flags and references to groups cannot be enforced")
+        inner = self._either()
+        if self._peek() != ")":
+            raise PatternError("a '(' is not closed")
+        self.at += 1
+        return inner if len(inner.branches) != 1 or len(inner.branches[0]) != 1 else inner.branches[0][0]
+
+    def _quantified(self, item: Node) -> Node:
+        bounds = self._quantifier()
+        if bounds is None:
+            return item
+        if isinstance(item, Start | End):
+            raise PatternError("an anchor in a repetition cannot be enforced")
+        if self._peek() == "?":  # lazy: the same texts
+            self.at += 1
+        if self._peek() == "+" or self._quantifier() is not None:
+            raise PatternError(f"there are two repetitions at {self.at - 1}")
+        low, high = bounds
+        if max(low, high or 0) > MAX_REPEAT:
+            raise PatternError(f"repetitions may go up to {MAX_REPEAT}")
+        if high is not None and high < low:
+            raise PatternError(f"the repetition {{{low},{high}}} is empty")
+        return Repeat(item, low, high)
+
+    def _quantifier(self) -> tuple[int, int | None] | None:
+        simple = {"*": (0, None), "+": (1, None), "?": (0, 1)}.get(self._peek())
+        if simple is not None:
+            self.at += 1
+            return simple
+        if self._peek() != "{":
+            return None
+        end = self.pattern.find("}", self.at, self.at + 16)
+        low, comma, high = self.pattern[self.at + 1 : end].partition(",")
+        digits = [part for part in (low, high) if part]
+        if end < 0 or not digits or not all(part.isascii() and part.isdigit() for part in digits):
+            return None  # a brace like any other character
+        if not low:
+            raise PatternError("{,n} means different things in different dialects")
+        self.at = end + 1
+        return int(low), (int(high) if high else None) if comma else int(low)
+
+    def _escape(self) -> str:
+        character = self._take()
+        if character.lower() in _NARROW:
+            return f"[{self._class_escape(character, negated=False)}]"
+        if character in "pP":
+            return self._property(character)
+        return _literal(self._escaped_character(character))
+
+    def _property(self, character: str) -> str:
+        end = self.pattern.find("}", self.at, self.at + 40)
+        name = self.pattern[self.at + 1 : end]
+        if self._peek() != "{" or end < 0 or not name.replace("_", "").replace("=", "").isalpha():
+            raise PatternError(f"\\{character} names no property")
+        self.at = end + 1
+        return f"\\{character}{{{name}}}"
+
+    def _escaped_character(self, character: str) -> str:
+        if character in _CONTROLS:
+            return _CONTROLS[character]
+        if character == "0" and not self._peek().isdigit():
+            return "\0"
+        if character == "x":
+            return self._hex(2)
+        if character == "u":
+            return self._unicode()
+        if character == "c" and self._peek().isascii() and self._peek().isalpha():
+            return chr(ord(self._take()) % 32)
+        if character.isalnum():
+            raise PatternError(f"\\{character} cannot be enforced")
+        return character
+
+    def _hex(self, length: int) -> str:
+        digits = self._peek(length)
+        if len(digits) < length or not all(digit in "0123456789abcdefABCDEF" for digit in digits):
+            raise PatternError(f"there are no {length} hexadecimal digits at {self.at}")
+        self.at += length
+        return chr(int(digits, 16))
+
+    def _unicode(self) -> str:
+        if self._peek() != "{":
+            first = self._hex(4)
+            if "\ud800" <= first <= "\udbff" and self._peek(2) == "\\u":
+                self.at += 2
+                return (first + self._hex(4)).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            return first
+        end = self.pattern.find("}", self.at, self.at + 9)
+        digits = self.pattern[self.at + 1 : end]
+        if end < 0 or not digits or not all(digit in "0123456789abcdefABCDEF" for digit in digits):
+            raise PatternError(f"there is no code point at {self.at}")
+        if int(digits, 16) > 0x10FFFF:
+            raise PatternError(f"there is no code point {digits}")
+        self.at = end + 1
+        return chr(int(digits, 16))
+
+    def _class(self) -> str:
+        negated = self._peek() == "^"
+        self.at += negated
+        parts: list[str] = []
+        while self._peek() != "]":
+            first = self._class_item(negated)
+            if self._peek() == "-" and self._peek(2) != "-]":
+                self.at += 1
+                last = self._class_item(negated)
+                if first[1] is None or last[1] is None or first[1] > last[1]:
+                    raise PatternError(f"there is no range of characters at {self.at}")
+                parts.append(f"{first[0]}-{last[0]}")
+            else:
+                parts.append(first[0])
+        if not parts:
+            raise PatternError("an empty class means different things in different dialects")
+        self.at += 1
+        return f"[{'^' if negated else ''}{''.join(parts)}]"
+
+    def _class_item(self, negated: bool) -> tuple[str, str | None]:
+        """(as written, the character where it is a single one)"""
+        character = self._take()
+        if character == "\\":
+            character = self._take()
+            if character.lower() in _NARROW:
+                return self._class_escape(character, negated), None
+            if character in "pP":
+                return self._property(character), None
+            character = "\b" if character == "b" else self._escaped_character(character)
+        return _literal(character), character
+
+    @staticmethod
+    def _class_escape(character: str, negated: bool) -> str:
+        if character.islower():
+            return (_WIDE if negated else _NARROW)[character]
+        return f"[^{(_NARROW if negated else _WIDE)[character.lower()]}]"

@@ -1,0 +1,74 @@
+"""A tokenizer's tokens, as the grammar library wants them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from runtime.grammar.errors import InvalidGrammar
+from runtime.tokenizer.backend import FastBackend
+from runtime.tokenizer.token_bytes import TokenBytes
+from runtime.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+NUM_COMPARED = (
+    512  # tokens whose bytes are compared with ours; tokenizers that differ do so in classes of tokens
+)
+
+
+def load_vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int]) -> LLTokenizer:
+    """For a model with `vocab_size` tokens. Holds Python's lock, for up to a second with 150,000 tokens.
+
+    Raises `InvalidGrammar` where outputs of this tokenizer cannot be constrained.
+    """
+    from llguidance import LLTokenizer
+
+    table = tokenizer.bytes_of
+    if table is None:
+        raise InvalidGrammar("the tokens of this model's tokenizer have no bytes of their own")
+    size = max(tokenizer.vocab_size, vocab_size)
+    ends = sorted(token_id for token_id in eos_ids if token_id < vocab_size)
+    if not ends:
+        raise InvalidGrammar("this model has no token that ends its output")
+    if isinstance(tokenizer.backend, FastBackend):
+        try:
+            found = LLTokenizer(tokenizer.backend.library.to_str(), n_vocab=size, eos_token=ends)
+        except ValueError:  # a kind of tokenizer that the library does not read itself
+            found = None
+        if found is not None and _agrees(found, tokenizer, table):
+            return found
+    return LLTokenizer(_Tokens(tokenizer, table, size, ends), n_vocab=size, eos_token=ends)  # pyright: ignore[reportArgumentType]
+
+
+def _agrees(found: LLTokenizer, tokenizer: Tokenizer, table: TokenBytes) -> bool:
+    """Whether the library sees the same bytes in tokens, and the same special ones."""
+    ids = range(tokenizer.vocab_size)
+    special = tokenizer.special_ids
+    for token_id in random.Random(0).sample(ids, min(NUM_COMPARED, len(ids))):
+        ours = table.rest[token_id]
+        if token_id not in special and ours != b"\xff" and found.decode_bytes([token_id]) != ours:
+            return False
+    return all(found.is_special_token(token_id) for token_id in special if token_id in ids)
+
+
+class _Tokens:
+    """The tokens one by one, for tokenizers that the library does not read itself."""
+
+    is_tokenizer_wrapper = True
+
+    def __init__(self, tokenizer: Tokenizer, table: TokenBytes, size: int, eos_ids: list[int]) -> None:
+        self.eos_token_id = eos_ids[0]
+        self.bos_token_id = tokenizer.bos_id
+        self.special_token_ids = sorted(tokenizer.special_ids)
+        self.tokens = [table.rest[token_id] for token_id in range(size)]
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        """The ids of what a grammar forces."""
+        if isinstance(text, bytes):
+            text = text.decode(errors="replace")
+        [ids] = self._tokenizer.encode_batch([text], add_special_tokens=False)
+        return ids

@@ -1,0 +1,77 @@
+"""Whether texts match a grammar, token by token, as the engine would decide it."""
+
+from __future__ import annotations
+
+import json
+import random
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from runtime.grammar.spec import Grammar
+from runtime.grammar.with_llguidance import LLGuidanceBackend, LLGuidanceMatcher
+from runtime.tokenizer.tokenizer import Tokenizer
+from serve.demo import demo_path
+from tokenizer_of import load_tokenizer
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    """The demo model's."""
+    return load_tokenizer(str(demo_path()))
+
+
+@cache
+def backend() -> LLGuidanceBackend:
+    found = tokenizer()
+    return LLGuidanceBackend.load(found, found.vocab_size, found.eos_ids, None)
+
+
+def compiled(kind: Any, source: Any = "", **options: Any) -> LLGuidanceMatcher:
+    """Raises `InvalidGrammar`."""
+    text = source if isinstance(source, str) and kind != "choice" else json.dumps(source)
+    return backend().compile(Grammar(kind, text, **options))
+
+
+def accepts(matcher: LLGuidanceMatcher, text: str) -> bool:
+    """Whether the text, as the tokenizer writes it, is a whole output."""
+    [ids] = tokenizer().encode_batch([text], add_special_tokens=False)
+    return accepts_ids(matcher, ids)
+
+
+def accepts_ids(matcher: LLGuidanceMatcher, ids: list[int]) -> bool:
+    """By the masks alone: each token is allowed where it stands, and then the end."""
+    found = matcher.copy()
+    for token_id in ids:
+        if token_id not in allowed(found):
+            return False
+        found.consume([token_id])
+    return bool(allowed(found) & tokenizer().eos_ids)
+
+
+def allowed(matcher: LLGuidanceMatcher) -> set[int]:
+    """The tokens that may come next."""
+    mask = np.zeros((1, backend().num_words), np.int32)
+    backend().fill_masks([matcher], mask)
+    return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8)[0], bitorder="little")).tolist())
+
+
+def random_output(matcher: LLGuidanceMatcher, seed: int, max_tokens: int = 400) -> str | None:
+    """A text that the masks allow, ended as soon as they let it after a while; None where it got too long."""
+    chance = random.Random(seed)
+    found, ends = matcher.copy(), tokenizer().eos_ids
+    ids: list[int] = []
+    while len(ids) < max_tokens:
+        choices = allowed(found)
+        if not choices:
+            raise ValueError(f"nothing is allowed: {found.error}")
+        if choices & ends and (len(choices) == len(choices & ends) or chance.random() < 0.2):
+            return tokenizer().decode(ids)
+        choices -= ends
+        # Few tokens, and such that end things: quotes, brackets, digits; else texts would go on and on.
+        short = [token_id for token_id in choices if len(tokenizer().bytes_of.rest[token_id]) <= 2]  # pyright: ignore
+        token_id = chance.choice(sorted(short if short and chance.random() < 0.7 else choices))
+        ids.append(token_id)
+        found.consume([token_id])
+    return None

@@ -1,0 +1,230 @@
+"""JSON schemas keyword by keyword, against the jsonschema package: accepted texts are valid, all else is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+from jsonschema.validators import validator_for
+
+import grammars
+from runtime.grammar.errors import InvalidGrammar
+from runtime.grammar.json_schema import UNSUPPORTED, Unsupported, for_backend
+
+VALUES: list[Any] = [
+    None, True, False, 0, 1, -1, 2, 3, 5, 7, 10, 100, 1.5, 0.5, -0.25, 2.0, 1e3, 12345678901,
+    "", "a", "ab", "abc", "A", "7", "12", "é", "日本", "a\nb", 'q"q', "\\", "a b", "x@y.z", "2024-02-29", "2023-02-29",
+    "2024-13-01", "12:30:00Z", "25:00:00Z", "2024-02-29T12:30:00Z", "1.2.3.4", "256.1.1.1", "::1", "1::2::3", "P1D",
+    "http://a.b/c", "a.b-c.d", "-a", "550e8400-e29b-41d4-a716-446655440000", "abab", "foo bar",
+    [], [1], ["a"], [1, "a"], [1, 2, 3], [[1], [2]], [None], ["a", "b", "c", "d"], [1, 1], [{"a": 1}],
+    {}, {"a": 1}, {"a": "x"}, {"b": 1}, {"a": 1, "b": 2}, {"a": 1, "b": "x"}, {"x1": 1, "x2": "s"}, {"A": 1}, {"é": 1},
+    {"a": {"a": {"a": 1}}}, {"a": None}, {"a": 1, "c": 3, "d": 4}, {"kind": "one", "v": 1}, {"kind": "two", "v": "s"},
+    {"a\nb": 1}, {'"': 1}, {"a": [1, 2]}, {"next": {"next": None}},
+]  # fmt: skip
+
+SCHEMAS: list[Any] = [
+    True, {}, {"type": "null"}, {"type": "boolean"}, {"type": "integer"}, {"type": "number"}, {"type": "string"},
+    {"type": "array"}, {"type": "object"}, {"type": ["string", "null"]}, {"type": ["integer", "number"]},
+    {"const": 1}, {"const": "a\nb"}, {"const": {"a": 1}}, {"const": None}, {"const": 1.5}, {"const": [1, "a"]},
+    {"enum": [1, "a", None, [1]]}, {"enum": [2.0, 3]}, {"type": "string", "enum": ["a", 1]}, {"enum": ["é", '"']},
+    {"minimum": 2}, {"type": "integer", "minimum": -1, "maximum": 7}, {"type": "number", "exclusiveMinimum": 0},
+    {"type": "number", "exclusiveMaximum": 1.5}, {"type": "number", "minimum": 0.5, "maximum": 2},
+    {"type": "integer", "minimum": 1, "exclusiveMinimum": True}, {"type": "integer", "exclusiveMaximum": 100},
+    {"type": "integer", "multipleOf": 5}, {"type": "number", "multipleOf": 0.5}, {"type": "number", "multipleOf": 5},
+    {"type": "string", "minLength": 2}, {"type": "string", "maxLength": 2}, {"minLength": 1, "maxLength": 1},
+    {"type": "string", "pattern": "^a"}, {"type": "string", "pattern": "b$"}, {"type": "string", "pattern": "b"},
+    {"type": "string", "pattern": "^(ab)+$"}, {"type": "string", "pattern": r"^\d+$"}, {"pattern": r"^\w*$"},
+    {"type": "string", "pattern": r"^[^\s]*$"}, {"type": "string", "pattern": r"\s"}, {"pattern": "^.$"},
+    {"type": "string", "pattern": "^a|c$"}, {"type": "string", "pattern": "^(a|b).*", "maxLength": 2},
+    {"type": "string", "pattern": r"\W"}, {"type": "string", "pattern": r"^\D*$"},
+    {"pattern": r"^[\w.-]+@[\w-]+\.\w+$"},
+    *({"type": "string", "format": name} for name in (
+        "date", "time", "date-time", "ipv4", "ipv6", "uuid", "email", "hostname", "uri", "duration")),
+    {"type": "integer", "format": "int32"}, {"type": "number", "format": "double"},
+    {"format": "date", "pattern": "29$"}, {"type": "string", "format": "hostname", "maxLength": 3},
+    {"items": {"type": "integer"}}, {"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 2},
+    {"type": "array", "prefixItems": [{"type": "integer"}], "items": False}, {"type": "array", "maxItems": 0},
+    {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string"}], "minItems": 2},
+    {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}}, {"uniqueItems": True, "maxItems": 1},
+    {"uniqueItems": False, "type": "array"},
+    {"properties": {"a": {"type": "integer"}}}, {"type": "object", "required": ["a"]},
+    {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": False},
+    {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "string"}},
+    {"type": "object", "additionalProperties": {"type": "integer"}}, {"type": "object", "maxProperties": 1},
+    {"type": "object", "minProperties": 1}, {"type": "object", "minProperties": 2, "required": ["a"]},
+    {"type": "object", "patternProperties": {"^x": {"type": "integer"}}, "additionalProperties": False},
+    {"type": "object", "patternProperties": {"^x": {"type": "integer"}}},
+    {"type": "object", "properties": {"a\nb": {"type": "integer"}, '"': True}, "additionalProperties": False},
+    {"type": "object", "properties": {"é": {"type": "integer"}}, "required": ["é"]},
+    {"anyOf": [{"type": "integer"}, {"type": "string", "maxLength": 1}]},
+    {"allOf": [{"type": "integer"}, {"minimum": 2}, {"maximum": 7}]}, {"type": "integer", "allOf": [{"minimum": 5}]},
+    {"allOf": [{"pattern": "^a"}, {"pattern": "b$"}]}, {"anyOf": [{"minimum": 7}, {"maximum": 1}], "type": "integer"},
+    {"oneOf": [{"type": "integer"}, {"type": "string"}]}, {"oneOf": [{"const": 1}, {"const": 2}]},
+    {"oneOf": [
+        {"type": "object", "properties": {"kind": {"const": "one"}, "v": {"type": "integer"}}, "required": ["kind"]},
+        {"type": "object", "properties": {"kind": {"const": "two"}, "v": {"type": "string"}}, "required": ["kind"]},
+    ]},
+    {"allOf": [{"properties": {"a": {"type": "integer"}}}, {"required": ["a"]}], "type": "object"},
+    {"allOf": [{"additionalProperties": {"type": "integer"}}, {"properties": {"b": {"minimum": 2}}}], "type": "object"},
+    {"$ref": "#/$defs/n", "$defs": {"n": {"type": "object", "properties": {
+        "next": {"anyOf": [{"$ref": "#/$defs/n"}, {"type": "null"}]}}, "additionalProperties": False}}},
+    {"type": "object", "properties": {"a": {"anyOf": [{"$ref": "#"}, {"type": "integer"}]}},
+     "additionalProperties": False},
+    {"definitions": {"a/b": {"type": "integer"}}, "$ref": "#/definitions/a~1b"},
+    {"$defs": {"x": {"type": "integer"}}, "$ref": "#/$defs/x", "minimum": 3},
+    {"$schema": "http://json-schema.org/draft-07/schema#", "type": "array", "items": [{"type": "integer"}],
+     "additionalItems": False},
+]  # fmt: skip
+
+
+def validator_of(schema: Any) -> Any:
+    cls = validator_for(schema, default=jsonschema.Draft202012Validator)
+    if isinstance(schema, dict) and schema.get("exclusiveMinimum") is True:
+        cls = jsonschema.Draft4Validator
+    return cls(schema, format_checker=cls.FORMAT_CHECKER)
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: json.dumps(schema)[:80])
+def test_no_invalid_value_is_accepted_and_no_random_output_is_invalid(schema: Any) -> None:
+    validator, matcher = validator_of(schema), grammars.compiled("json_schema", schema)
+    for value in VALUES:
+        if grammars.accepts(matcher, json.dumps(value, ensure_ascii=False)):
+            assert validator.is_valid(value), value
+    num_ended = 0
+    for seed in range(12):
+        text = grammars.random_output(matcher, seed, max_tokens=120)
+        if text is not None:
+            num_ended += 1
+            assert validator.is_valid(json.loads(text)), text
+    assert num_ended or "pattern" in str(schema)
+
+
+NOT_AS_WRITTEN = ("1000.0", "2.0")  # an integer is written without a point
+# The validator checks no such format, or reads \\w as Python does.
+STRICTER = ("time", "date-time", "hostname", "uri", "duration", "int32", "\\\\w")
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: json.dumps(schema)[:80])
+def test_valid_values_are_accepted_as_serializers_write_them(schema: Any) -> None:
+    if any(name in json.dumps(schema) for name in STRICTER):
+        return
+    validator, matcher = validator_of(schema), grammars.compiled("json_schema", schema)
+    for value in VALUES:
+        if not validator.is_valid(value) or json.dumps(value) in NOT_AS_WRITTEN:
+            continue
+        if "2.0" in json.dumps(schema) or (isinstance(value, dict) and len(value) > 1):  # 2 for 2.0; order
+            continue
+        for written in (
+            json.dumps(value, ensure_ascii=False),
+            json.dumps(value, ensure_ascii=False, separators=(",", ":")),
+            json.dumps(value, ensure_ascii=False, indent=4),
+        ):
+            assert grammars.accepts(matcher, written), written
+
+
+@pytest.mark.parametrize("keyword", UNSUPPORTED)
+@pytest.mark.parametrize("path", ["", "/properties/a/items"])
+def test_keywords_that_nothing_enforces_are_refused_by_name_and_place(keyword: str, path: str) -> None:
+    wrong: Any = {keyword: True if keyword == "uniqueItems" else {}, "then": {}, "contains": {}}
+    schema = {"properties": {"a": {"items": wrong}}} if path else wrong
+    with pytest.raises(Unsupported) as caught:
+        for_backend(schema)
+    expected = "contains" if keyword in ("minContains", "maxContains") else keyword
+    assert caught.value.keyword in (expected, "contains")
+    assert caught.value.pointer.startswith(f"{path}/")
+    assert caught.value.pointer in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("schema", "pointer"),
+    [
+        ({"type": "strin"}, "/type"),
+        ({"type": "object", "properties": {"a/b": {"format": "colour"}}}, "/properties/a~1b/format"),
+        ({"pattern": "(?=a)"}, "/pattern"),
+        ({"pattern": "\\bword"}, "/pattern"),
+        ({"pattern": "(a)\\1"}, "/pattern"),
+        ({"patternProperties": {"(": True}}, "/patternProperties/("),
+        ({"$ref": "http://json-schema.org/draft-07/schema#"}, "/$ref"),
+        ({"$ref": "#/$defs/none"}, "/$defs/none"),
+        ({"$ref": "#name"}, "/$ref"),
+        ({"multipleOf": 0.01}, "/multipleOf"),
+        ({"minimum": 9007199254740993}, "/minimum"),
+        ({"const": 9007199254740993}, "/const"),
+        ({"maxItems": 10**9}, "/maxItems"),
+        ({"minLength": -1}, "/minLength"),
+        ({"minLength": True}, "/minLength"),
+        ({"required": True}, "/required"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "/oneOf"),
+        ({"oneOf": [{"required": ["a"]}, {"required": ["b"]}]}, "/oneOf"),
+        ({"type": "object", "minProperties": 2}, "/minProperties"),
+        ({"items": [3]}, "/items/0"),
+        ({"anyOf": []}, "/anyOf"),
+        ({"allOf": {"type": "integer"}}, "/allOf"),
+        ({"const": "\ud800"}, "/const"),
+        ({"minimum": "3"}, "/minimum"),
+        ({"properties": {"a": 3}}, "/properties/a"),
+    ],
+)
+def test_what_is_wrong_is_refused_at_its_place(schema: Any, pointer: str) -> None:
+    with pytest.raises(Unsupported) as caught:
+        for_backend(schema)
+    assert caught.value.pointer == pointer
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#"},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
+        {"allOf": [{"$ref": "#"}]},
+        {"anyOf": [{"$ref": "#"}, {"$ref": "#"}]},
+        {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
+        {"type": "integer", "minimum": 3, "maximum": 2},
+        {"allOf": [{"type": "string"}, {"type": "integer"}]},
+        False,
+    ],
+    ids=json.dumps,
+)
+def test_a_schema_that_no_finite_value_satisfies_accepts_nothing(schema: Any) -> None:
+    try:
+        matcher = grammars.compiled("json_schema", schema)
+    except InvalidGrammar:
+        return
+    for value in VALUES:
+        assert not grammars.accepts(matcher, json.dumps(value, ensure_ascii=False))
+
+
+def test_options_of_the_library_in_a_schema_have_no_effect() -> None:
+    for inner in ({"not": {}}, {"uniqueItems": True}, {"format": "colour"}):
+        with pytest.raises(Unsupported):
+            for_backend({**inner, "x-guidance": {"lenient": True}})
+    matcher = grammars.compiled("json_schema", {"type": "object", "x-guidance": {"item_separator": "x"}})
+    assert not grammars.accepts(matcher, '{"a":1x"b":2}')
+
+
+def test_a_name_has_one_spelling() -> None:
+    """Written with an escape, a name would be an additional one for the grammar, and the same one for a parser."""
+    schema = {
+        "properties": {"a": {"type": "integer"}},
+        "additionalProperties": {"type": "string"},
+        "type": "object",
+    }
+    matcher = grammars.compiled("json_schema", schema)
+    assert grammars.accepts(matcher, '{"a":1,"b":"x"}')
+    assert not grammars.accepts(matcher, '{"a":1,"\\u0061":"x"}')
+    assert not grammars.accepts(matcher, '{"a":1,"a":"x"}')
+
+
+def test_references_lead_where_they_say_however_often_they_are_used() -> None:
+    schema = {
+        "$defs": {
+            "tree": {"type": "object", "properties": {"left": {"$ref": "#/$defs/tree"}}, "required": ["v"]}
+        },
+        "items": {"$ref": "#/$defs/tree"},
+        "type": "array",
+    }
+    matcher = grammars.compiled("json_schema", schema)
+    assert grammars.accepts(matcher, '[{"left": {"v": 1}, "v": 2}]')
+    assert not grammars.accepts(matcher, '[{"left": {"w": 1}, "v": 2}]')
