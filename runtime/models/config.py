@@ -66,7 +66,8 @@ def read_facts(
         dtype=stated or stored_dtype(directory) or "float32",
         eos_ids=_eos_ids(values, generation, numbers["vocab_size"]),
         bos_id=min(bos_ids, default=None),
-        has_sinks=entry(config.architecture).sinks,
+        has_sinks=by_transformers
+        or entry(_architecture(values)).sinks,  # of the others nobody knows beforehand
         weight_bytes=weight_bytes(directory),
         preferred_sampling=_preferred_sampling(generation),
         quantization=stored_quantization(values),
