@@ -17,6 +17,7 @@ from runtime.errors import RequestError
 from serve import absent
 from serve.access import Access, RouteScope
 from serve.anthropic import messages
+from serve.body_limit import max_body_bytes
 from serve.endpoint import Endpoint, Handler
 from serve.errors import NATIVE, OPENAI, ErrorFormat, refusal_response
 from serve.native import admin, generate, metrics, parsing, tokens
@@ -35,19 +36,23 @@ PUBLIC, USER, ADMIN = RouteScope.PUBLIC, RouteScope.USER, RouteScope.ADMIN
 
 
 class RouteSpec(NamedTuple):
-    """One route. `scope` is who may call it, `error_format` how its errors are reported."""
+    """One route. `scope` is who may call it, `error_format` how its errors are reported.
+
+    `takes_ids`: prompts may be token ids, so that its bodies may be larger than texts.
+    """
 
     methods: tuple[str, ...]
     path: str
     handler: Handler
     scope: RouteScope
     error_format: ErrorFormat = NATIVE
+    takes_ids: bool = False
 
 
 ROUTES = (  # searched from the first to the last: what is called most often comes first
     RouteSpec(POST, "/v1/chat/completions", chat.create, USER, chat.ERROR_FORMAT),
-    RouteSpec(POST, "/v1/completions", completions.create, USER, completions.ERROR_FORMAT),
-    RouteSpec(("POST", "PUT"), "/generate", generate.generate, USER, generate.ERROR_FORMAT),
+    RouteSpec(POST, "/v1/completions", completions.create, USER, completions.ERROR_FORMAT, takes_ids=True),
+    RouteSpec(("POST", "PUT"), "/generate", generate.generate, USER, generate.ERROR_FORMAT, takes_ids=True),
     RouteSpec(POST, "/v1/responses", responses.create, USER, responses.ERROR_FORMAT),
     RouteSpec(GET, "/v1/responses/{response_id}", responses.retrieve, USER, responses.ERROR_FORMAT),
     RouteSpec(("DELETE",), "/v1/responses/{response_id}", responses.delete, USER, responses.ERROR_FORMAT),
@@ -84,8 +89,8 @@ ROUTES = (  # searched from the first to the last: what is called most often com
     RouteSpec(POST, "/abort_request", admin.abort_request, USER),
     RouteSpec(POST, "/tokenize", tokens.tokenize, USER),
     RouteSpec(POST, "/v1/tokenize", tokens.tokenize, USER),
-    RouteSpec(POST, "/detokenize", tokens.detokenize, USER),
-    RouteSpec(POST, "/v1/detokenize", tokens.detokenize, USER),
+    RouteSpec(POST, "/detokenize", tokens.detokenize, USER, takes_ids=True),
+    RouteSpec(POST, "/v1/detokenize", tokens.detokenize, USER, takes_ids=True),
     RouteSpec(POST, "/parse_function_call", parsing.parse_function_call, USER),
     RouteSpec(POST, "/separate_reasoning", parsing.separate_reasoning, USER),
     RouteSpec(("GET", "POST"), "/v1/models", models.list_models, USER, OPENAI),
@@ -118,7 +123,15 @@ def build_app(core: EngineCore) -> Starlette:
     routes = [
         Route(
             spec.path,
-            Endpoint(spec.handler, core, spec.error_format, access, spec.scope, spec.path),
+            Endpoint(
+                spec.handler,
+                core,
+                spec.error_format,
+                access,
+                spec.scope,
+                spec.path,
+                max_body_bytes(core.plan, takes_ids=spec.takes_ids),
+            ),
             methods=list(spec.methods),
         )
         for spec in ROUTES

@@ -19,6 +19,7 @@ from runtime.errors import InvalidRequest, PayloadTooLarge, RequestError
 from runtime.request import Chunk
 from serve.access import CLIENT, Access, RouteScope
 from serve.background import background_tasks
+from serve.body_limit import check_containers
 from serve.caller import CALLER, caller_of
 from serve.errors import NATIVE, ErrorFormat, refusal_response
 from serve.output_streams import close_all, read_all
@@ -26,7 +27,7 @@ from serve.output_streams import close_all, read_all
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
 
-MAX_BODY_BYTES = 10_000_000
+MAX_BODY_BYTES = "penstock.max_body_bytes"  # in the scope of every request: of its route
 INLINE_BYTES = 4096  # decoding that many takes up to 3 ms (a batch of many objects); more goes to a thread
 CLIENT_GONE = 499  # for access logs; the client does not read it
 
@@ -48,8 +49,10 @@ class Endpoint:
     access: Access
     route_scope: RouteScope
     path: str  # of the route
+    max_body_bytes: int
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[MAX_BODY_BYTES] = self.max_body_bytes
         response = await self._response(HttpRequest(scope, receive))
         if self.core.metrics is not None:
             self.core.metrics.http[self.path, getattr(response, "status_code", 200)] += 1
@@ -81,24 +84,32 @@ async def read_body(request: HttpRequest, decode: Callable[[bytes], T]) -> T:
     as too many bytes are announced or have arrived.
     """
     require_json(request)
+    limit: int = request.scope[MAX_BODY_BYTES]
     announced = request.headers.get("content-length", "")
-    if announced.isdecimal() and int(announced) > MAX_BODY_BYTES:
-        raise PayloadTooLarge(f"The body has {announced} bytes; at most {MAX_BODY_BYTES} are accepted.")
+    if announced.isdecimal() and int(announced) > limit:
+        raise _too_large(limit)
     parts: list[bytes] = []
     size = 0
     async for part in request.stream():
         size += len(part)
-        if size > MAX_BODY_BYTES:
-            raise PayloadTooLarge(f"The body has more than {MAX_BODY_BYTES} bytes.")
+        if size > limit:
+            raise _too_large(limit)
         parts.append(part)
     body = b"".join(parts)
     return await anyio.to_thread.run_sync(decode, body) if size > INLINE_BYTES else decode(body)
 
 
+def _too_large(limit: int) -> PayloadTooLarge:
+    return PayloadTooLarge(
+        f"The body has more than the {limit} bytes that this route accepts (--max-body-bytes)."
+    )
+
+
 def parse_object(body: bytes) -> dict[str, Any]:
-    """Raises `InvalidRequest` when `body` is not one JSON object in UTF-8."""
+    """Raises `InvalidRequest` when `body` is not one JSON object in UTF-8, `PayloadTooLarge` when it holds too much."""
     if not body:
         raise InvalidRequest("The body is empty; a JSON object is expected.")
+    check_containers(body)
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:

@@ -156,6 +156,7 @@ class ServePlan(Section):
     api_key_file: str | None = None
     cors_allow_origins: tuple[str, ...] = ()  # other than our own
     shutdown_timeout_s: float = 30.0  # for running requests, from the first signal
+    max_body_bytes: int | None = None  # of a request on any route; None: by what the route takes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,6 +58,13 @@ class HttpArgs:
         low=0,
         plan=ServePlan.shutdown_timeout_s,
     )
+    max_body_bytes: int | None = option(
+        None,
+        "Bytes that a request's body may have, on any route. Default: 2,000,000, or 10,000,000 where prompts may be "
+        "token ids; at least 8 for each token of the context.",
+        low=1024,
+        plan=ServePlan.max_body_bytes,
+    )
     served_model_name: str | None = option(
         None,
         "Name of the model in answers and in /v1/models. Default: the value of --model-path.",

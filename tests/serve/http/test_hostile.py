@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -13,9 +14,10 @@ import orjson
 import pytest
 
 import fake_core
-from runtime.errors import EngineClosed, Overloaded
+from runtime.errors import EngineClosed, Overloaded, PayloadTooLarge
 from runtime.tokenizer.tokenizer import Tokenizer
-from serve.endpoint import MAX_BODY_BYTES
+from serve.body_limit import IDS_BYTES, MAX_CONTAINERS, TEXT_BYTES, max_body_bytes
+from serve.endpoint import parse_object
 from served_core import Serve, Served
 
 JSON = {"content-type": "application/json"}
@@ -38,7 +40,7 @@ CHAT, COMPLETION, GENERATE = "/v1/chat/completions", "/v1/completions", "/genera
         b'{"text": "\\ud800"}',
         b'{"text": "\xff"}',
         b"\xef\xbb\xbf{}",
-        b"[" * 100_000,
+        b"[" * 40_000,
         b'{"a":' * 2000 + b"1" + b"}" * 2000,
         b'{"sampling_params": ' + b"[" * 1000 + b"]" * 1000 + b', "text": "a"}',
         b'{"prompt": {}, "text": 5, "messages": 5, "rid": [], "tokens": "x"}',
@@ -126,7 +128,7 @@ async def test_message_says_which_limit_was_passed(served: Served, body: dict[st
 
 async def test_declared_length_over_the_cap_is_refused_unread(served: Served) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", int(served.url.rsplit(":", 1)[1]))
-    head = f"POST {GENERATE} HTTP/1.1\r\nHost: x\r\nContent-Length: {MAX_BODY_BYTES + 1}\r\n"
+    head = f"POST {GENERATE} HTTP/1.1\r\nHost: x\r\nContent-Length: {IDS_BYTES + 1}\r\n"
     head += "Content-Type: application/json\r\n\r\n"
     writer.write(head.encode())
     answer = await reader.read()  # until the server closes: it did not wait for the body
@@ -140,7 +142,7 @@ async def test_chunked_body_over_the_cap_is_refused(served: Served) -> None:
 
     async def parts() -> AsyncIterator[bytes]:
         nonlocal sent
-        while sent < 10 * MAX_BODY_BYTES:
+        while sent < 10 * IDS_BYTES:
             sent += 1_000_000
             yield b" " * 1_000_000
 
@@ -149,7 +151,55 @@ async def test_chunked_body_over_the_cap_is_refused(served: Served) -> None:
         assert response.status_code == 413
     except (httpx.WriteError, httpx.ReadError):
         pass  # the server closed while the client still wrote
-    assert sent < 10 * MAX_BODY_BYTES
+    assert sent < 10 * IDS_BYTES
+
+
+@pytest.mark.parametrize(
+    ("path", "limit"), [(CHAT, TEXT_BYTES), ("/tokenize", TEXT_BYTES), (GENERATE, IDS_BYTES)]
+)
+async def test_body_at_the_limit_is_read_and_one_byte_more_is_not(
+    served: Served, path: str, limit: int
+) -> None:
+    async def parts(body: bytes) -> AsyncIterator[bytes]:
+        yield body[: limit // 2]
+        yield body[limit // 2 :]
+
+    for length, status in ((limit, 400), (limit + 1, 413)):
+        body = b'{"stop": 5}'.ljust(length)
+        response = await served.http.post(path, content=parts(body), headers=JSON)
+        assert response.status_code == status
+        if status == 413:
+            assert f"more than the {limit} bytes" in response.json()["error"]["message"]
+
+
+async def test_limit_of_bodies_is_an_option_and_grows_with_the_context(
+    serve: Serve, tokenizer: Tokenizer
+) -> None:
+    served = await serve(max_body_bytes=2000)
+    for length, status in ((2000, 400), (2001, 413)):
+        response = await served.http.post(GENERATE, content=b"{}".ljust(length), headers=JSON)
+        assert response.status_code == status
+    plan = fake_core.make_plan()
+    large = replace(plan, model=replace(plan.model, context_length=500_000))
+    assert max_body_bytes(large, takes_ids=False) == 4_000_000
+    assert max_body_bytes(large, takes_ids=True) == IDS_BYTES
+
+
+@pytest.mark.parametrize("piece", [b"[],", b'{"a":1},', b'{"":[]},'])
+async def test_body_of_many_small_values_is_refused_unparsed(served: Served, piece: bytes) -> None:
+    body = b'{"text": ["\\"[", ' + piece * MAX_CONTAINERS + b'"a"]}'
+    response = await served.http.post(GENERATE, content=body, headers=JSON)
+    assert (response.status_code, response.json()["error"]["type"]) == (413, "PayloadTooLargeError")
+    assert "lists and objects" in response.json()["error"]["message"]
+
+
+def test_as_many_lists_as_the_limit_are_parsed_and_brackets_in_texts_do_not_count() -> None:
+    lists = b'{"a": [' + b"[]," * (MAX_CONTAINERS - 2) + b"1]}"
+    assert len(parse_object(lists)["a"]) == MAX_CONTAINERS - 1
+    with pytest.raises(PayloadTooLarge):
+        parse_object(lists.replace(b"1]", b"[]]"))
+    text = '[{\\"' * MAX_CONTAINERS
+    assert parse_object(orjson.dumps({"text": text, "b": [text]})) == {"text": text, "b": [text]}
 
 
 async def test_charset_beside_the_media_type_is_fine(served: Served) -> None:
