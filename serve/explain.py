@@ -97,7 +97,9 @@ def _facts(args: Args, path: str) -> tuple[ModelFacts | None, list[str]]:
 
     try:
         directory = locate(path, args.model.revision, args.model.download_dir)
-        return read_facts(directory, args.model.json_model_override_args), []
+        return read_facts(
+            directory, args.model.json_model_override_args, model_impl=args.model.model_impl
+        ), []
     except ConfigurationError as error:
         return None, list(error.refusals)
 

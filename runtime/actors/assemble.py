@@ -34,7 +34,7 @@ def prepare(args: Args, machine: Machine, *, demo_path: str | None = None) -> tu
     path = check(args, machine, demo_path=demo_path)
     weights = args.model.load_format != "dummy"
     directory = locate(path, args.model.revision, args.model.download_dir, weights=weights)
-    facts = read_facts(directory, args.model.json_model_override_args)
+    facts = read_facts(directory, args.model.json_model_override_args, model_impl=args.model.model_impl)
     for sentence in without_effect(args).values():
         logger.warning(sentence)
     plan = resolve(args, machine, facts, demo_path=demo_path)

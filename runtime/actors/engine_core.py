@@ -121,6 +121,8 @@ class EngineCore:
                     if self.metrics is not None:
                         actors.start_soon(watch_loop, self.metrics.loop_lag_s)
                     self._state = "ready"
+                    if self._grammars is not None:
+                        self._grammars.start()
                     started()
         except BaseExceptionGroup as group:
             self._state = "failed"

@@ -29,4 +29,5 @@ class ModelFacts:
     quantization: str | None = (
         None  # the form of its weights, by its name in FORMATS (config/quantization.py)
     )
+    by_transformers: bool = False  # transformers' own modules compute it, not a family of ours
     config: Mapping[str, Any] = field(default_factory=dict)  # the whole config.json, overrides merged in

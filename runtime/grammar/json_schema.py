@@ -23,11 +23,11 @@ from runtime.grammar.errors import InvalidGrammar
 from runtime.grammar.formats import INTEGER_BITS, MAX_LENGTHS, UNLIMITED, format_regex
 
 MAX_DEPTH = 96  # of the JSON text
-MAX_NODES = 20_000  # subschemas, after references are followed, and enum values
+MAX_NODES = 12_000  # subschemas, after references are followed, and enum values
 MAX_ITEMS = 2_000  # minItems and maxItems; over all arrays of a schema:
 MAX_ALL_ITEMS = 20_000
 MAX_TEXT = 100_000  # minLength and maxLength
-MAX_PROPERTIES = 1_000  # minProperties and maxProperties
+MAX_PROPERTIES = 1_000  # minProperties and maxProperties, and names in properties
 MAX_EXACT = 2**53  # integers beyond it are not told apart by floating-point numbers
 MAX_MULTIPLE = 2**32
 MAX_COMPARED = 100_000  # pairs of schemas below oneOf
@@ -373,6 +373,8 @@ class _Writer:
         keyword = pointer.rpartition("/")[2]
         if not isinstance(value, dict):
             raise Unsupported(keyword, pointer, "it must be an object")
+        if len(value) > MAX_PROPERTIES:
+            raise Unsupported(keyword, pointer, f"it may hold up to {MAX_PROPERTIES} names")
         for key in value:
             _check_text(key, pointer)
         return {key: self.schema(item, f"{pointer}/{_escaped(key)}") for key, item in value.items()}

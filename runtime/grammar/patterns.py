@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 MAX_DEPTH = 64
 MAX_REPEAT = 65_535
+MAX_LEAST = 20_000  # characters of the shortest text that matches: a grammar spells out what it leaves no choice about
 MAX_BRANCHES = 64  # into which anchors inside groups are multiplied out
 
 ANYTHING = "(?s:.*)"
@@ -79,7 +80,10 @@ def escape(text: str) -> str:
 
 def _anchored(pattern: str, around: str) -> str:
     written = []
-    for row in _branches(_Parser(pattern).parse()):
+    parsed = _Parser(pattern).parse()
+    if _least(parsed) > MAX_LEAST:
+        raise PatternError(f"it must match a text of up to {MAX_LEAST} characters")
+    for row in _branches(parsed):
         begin, end = around, around
         while row and isinstance(row[0], Start):
             row, begin = row[1:], ""
@@ -91,6 +95,15 @@ def _anchored(pattern: str, around: str) -> str:
         else:
             written.append(begin)
     return written[0] if len(written) == 1 else f"(?:{'|'.join(written)})"
+
+
+def _least(node: Node) -> int:
+    """About the length of the shortest text that matches."""
+    if isinstance(node, Repeat):
+        return node.low * _least(node.item)
+    if isinstance(node, Either):
+        return min(sum(_least(item) for item in row) for row in node.branches)
+    return int(isinstance(node, Text))
 
 
 def _branches(node: Either) -> list[Row]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from runtime.tokenizer.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
+MAX_FIRST_MASK_S = 2.0
 MAX_THREADS = 4  # that compute masks
 # The library's units: fuel is work in its lexer, 14,000 to 50,000 a millisecond; a state takes one to two kilobytes.
 LIMITS: dict[str, Any] = {
@@ -78,6 +80,12 @@ class LLGuidanceBackend:
         matcher = LLMatcher(self._vocabulary, text, log_level=0, limits=self._limits)
         if matcher.is_error():
             raise InvalidGrammar(_first_line(matcher.get_error()))
+        began_s = time.perf_counter()
+        matcher.compute_bitmask()  # here and not beside the steps: the first one prepares much of what others need
+        if matcher.is_error():  # the library then allows the end, as if the output were whole
+            raise InvalidGrammar("no text matches it")
+        if time.perf_counter() - began_s > MAX_FIRST_MASK_S:
+            raise InvalidGrammar("its first token takes too long to find")
         return LLGuidanceMatcher(matcher)
 
     def fill_masks(self, matchers: Sequence[Matcher], masks: NDArray[np.int32]) -> None:
@@ -88,6 +96,9 @@ class LLGuidanceBackend:
         ]
         words = masks.shape[1] * masks.itemsize
         self._executor.unsafe_compute_mask_ptr(rows, masks.ctypes.data, words, len(masks))
+        for matcher, row in rows:
+            if matcher.is_error():  # the library then allows the end, as if the output were whole
+                masks[row] = 0
 
 
 def _first_line(error: str) -> str:

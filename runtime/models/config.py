@@ -32,8 +32,14 @@ ACTIVATIONS = {
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
-def read_facts(path: str, overrides: Mapping[str, Any] | None = None) -> ModelFacts:
+def read_facts(
+    path: str, overrides: Mapping[str, Any] | None = None, *, model_impl: str = "auto"
+) -> ModelFacts:
     """What a local checkpoint says about its model; `overrides` are merged over config.json.
+
+    `model_impl` is "auto" (a family of ours if there is one, else transformers' code), "native" (SGLang's word is
+    "sglang") or "transformers".
+    Torch-free where a family of ours computes the model.
 
     Raises CheckpointError for a directory that is missing or holds no model, for JSON that cannot be read, an
     architecture that is not supported, and values that make no sense.
@@ -47,28 +53,59 @@ def read_facts(path: str, overrides: Mapping[str, Any] | None = None) -> ModelFa
     generation = {}
     if (directory / "generation_config.json").is_file():
         generation = _read_json(directory / "generation_config.json")
-    config = Config(values)
-    config.check()
+    by_transformers = model_impl == "transformers" or (
+        model_impl == "auto" and _architecture(values) not in ARCHITECTURES
+    )
+    numbers = _numbers_of_transformers(values) if by_transformers else _numbers(values)
     bos_ids = _token_ids(values, "bos_token_id") or _token_ids(generation, "bos_token_id")
+    stated = _stated_dtype(Fields(values, "config.json: "))
     return ModelFacts(
-        architecture=config.architecture,
+        **numbers,
+        architecture=_architecture(values),
         path=str(directory),
-        num_layers=config.num_layers,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        hidden_size=config.hidden_size,
-        vocab_size=config.vocab_size,
-        context_length=config.rope().context_length,
-        dtype=config.dtype or stored_dtype(directory) or "float32",
-        eos_ids=_eos_ids(values, generation, config.vocab_size),
+        dtype=stated or stored_dtype(directory) or "float32",
+        eos_ids=_eos_ids(values, generation, numbers["vocab_size"]),
         bos_id=min(bos_ids, default=None),
-        has_sinks=entry(config.architecture).sinks,
+        has_sinks=by_transformers
+        or entry(_architecture(values)).sinks,  # of the others nobody knows beforehand
         weight_bytes=weight_bytes(directory),
         preferred_sampling=_preferred_sampling(generation),
         quantization=stored_quantization(values),
+        by_transformers=by_transformers,
         config=values,
     )
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, int]:
+    """Of a family of ours."""
+    config = Config(values)
+    config.check()
+    return {
+        "num_layers": config.num_layers,
+        "num_heads": config.num_heads,
+        "num_kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        "context_length": config.rope().context_length,
+    }
+
+
+def _numbers_of_transformers(values: Mapping[str, Any]) -> dict[str, int]:
+    """Of a model that transformers computes; imports torch, and runs the model on shapes."""
+    from runtime.models.by_transformers.facts import numbers
+
+    found = numbers(values)
+    names = (
+        "num_layers",
+        "num_heads",
+        "num_kv_heads",
+        "head_dim",
+        "hidden_size",
+        "vocab_size",
+        "context_length",
+    )
+    return {name: getattr(found, name) for name in names}
 
 
 def merge(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,14 +175,6 @@ class Config(Fields):
         """In the words of `ops.activation`."""
         return ACTIVATIONS[self.choice("hidden_act", list(ACTIVATIONS), default="silu")]
 
-    @property
-    def dtype(self) -> str | None:
-        """The dtype of the weights, or None where the configuration does not say."""
-        name = "dtype" if self.values.get("dtype") is not None else "torch_dtype"
-        known = [*DTYPES, *(f"torch.{dtype}" for dtype in DTYPES)]
-        dtype = self.choice(name, [*known, "auto"], default="auto")
-        return None if dtype == "auto" else dtype.removeprefix("torch.")
-
     def layer_types(self) -> list[str] | None:
         """The kind of attention of each layer, where the configuration lists them."""
         kinds = self.values.get("layer_types")
@@ -158,6 +187,14 @@ class Config(Fields):
     def rope(self, layer_type: str | None = None) -> RopeParameters:
         """The rotary embedding of all layers, or of one type."""
         return read_rope_parameters(self, self.head_dim, layer_type)
+
+
+def _stated_dtype(fields: Fields) -> str | None:
+    """The dtype of the weights, or None where the configuration does not say."""
+    name = "dtype" if fields.values.get("dtype") is not None else "torch_dtype"
+    known = [*DTYPES, *(f"torch.{dtype}" for dtype in DTYPES)]
+    dtype = fields.choice(name, [*known, "auto"], default="auto")
+    return None if dtype == "auto" else dtype.removeprefix("torch.")
 
 
 def _architecture(values: Mapping[str, Any]) -> str:

@@ -20,6 +20,7 @@ from runtime.layers.quantization import QuantizationMethod, quantization_method
 from runtime.layers.quantization.grouped import KeptGroups
 from runtime.layers.sharding import Split, Stage, TensorParallelGroup
 from runtime.layers.weight import Prepared, Shard, Weighted
+from runtime.models.by_transformers import load_by_transformers
 from runtime.models.checkpoint import find_weights
 from runtime.models.config import Config
 from runtime.models.decoder import Decoder
@@ -52,6 +53,8 @@ def load_model(
     read is a weight of its own. Raises CheckpointError naming every tensor that is missing, left over or misshapen;
     then no memory was taken yet.
     """
+    if plan.by_transformers:
+        return load_by_transformers(facts, plan, kernels)
     device = torch.device(plan.device)
     config = Config(facts.config)
     tensors = open_tensors(facts, plan) if plan.load_format != "dummy" else None

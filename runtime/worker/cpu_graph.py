@@ -43,7 +43,9 @@ class CpuGraph:
 
     def __init__(self, model: Decoder, cache: KVPool, kernels: Kernels, capacity: int, max_rows: int) -> None:
         launcher, head = kernels.launcher, model.head
-        if launcher is None or head is None or model.dtype not in launcher.dtypes:
+        if head is None:
+            raise NotCapturable("transformers' modules compute this model")
+        if launcher is None or model.dtype not in launcher.dtypes:
             raise NotCapturable(f"the kernels in C++ compute nothing in {model.dtype}")
         self._launcher = launcher
         self._model, self._cache = model, cache  # the graph holds addresses in both

@@ -98,6 +98,10 @@ class ModelWorker:
             self.kernels = compilable(self.kernels)
         layers = setup.rank_info.stage_layers(self.facts.num_layers)
         decoder = load_model(self.facts, model, self.kernels, self.mesh, layers)
+        if model.by_transformers:
+            from runtime.worker.transformers_check import check_against_itself  # imports transformers' models
+
+            check_against_itself(decoder, self.facts, self.device)
         self.weight_bytes = sum(parameter.nbytes for parameter in decoder.parameters())
         self._model: Decoder | None = decoder
         self._pool: KVPool | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from runtime.config.option_spec import Json, always, option, planned
+from runtime.config.option_spec import Json, option, planned
 from runtime.config.plan import ModelPlan, TextPlan
 from runtime.config.quantization import METHODS, UNREADABLE, spellings
 
@@ -103,12 +103,13 @@ class ModelArgs:
         "Load the image or audio part of models whose text part is served alone by default.",
         built=(False,),
     )
-    model_impl: str = always(
+    model_impl: str = option(
         "auto",
-        "Which code runs the model. auto and sglang: ours; transformers: the transformers library's.",
-        choices=("auto", "sglang", "transformers"),
-        built=("auto", "sglang"),
-        reason="every family that is supported has code of ours",
+        "Which code computes the model. native (SGLang's word is sglang): a family of ours; transformers: the "
+        "modules of the transformers library, with our attention, cache and batches; auto: native where there is "
+        "such a family.",
+        choices=("auto", "native", "sglang", "transformers"),
+        plan=ModelPlan.by_transformers,
     )
     delete_ckpt_after_loading: bool = planned(
         False,

@@ -18,27 +18,37 @@ _CAPTURING = (
 
 
 def graph_plan(
-    builder: PlanBuilder, machine: Machine, gpu: Gpu | None, decode_attention: str, max_running: int
+    builder: PlanBuilder,
+    machine: Machine,
+    gpu: Gpu | None,
+    decode_attention: str,
+    max_running: int,
+    *,
+    by_transformers: bool = False,
 ) -> GraphPlan:
+    """`by_transformers`: its modules compute the model, which may look at numbers on the host."""
     args = builder.args.graphs
+    foreign = (
+        "transformers' modules compute this model, and they are run as they are" if by_transformers else ""
+    )
     return build(
         GraphPlan,
-        sizes=_sizes(builder, gpu, decode_attention, max_running),
+        sizes=_sizes(builder, gpu, decode_attention, max_running, foreign),
         padding=builder.follow("disable_cuda_graph_padding", not args.disable_cuda_graph_padding),
         profile=builder.follow("enable_profile_cuda_graph"),
         collect_garbage=builder.follow("enable_cudagraph_gc"),
-        compile_max_rows=_compiled(builder, machine, gpu),
+        compile_max_rows=_compiled(builder, machine, gpu, foreign),
     )
 
 
 def _sizes(
-    builder: PlanBuilder, gpu: Gpu | None, decode_attention: str, max_running: int
+    builder: PlanBuilder, gpu: Gpu | None, decode_attention: str, max_running: int, foreign: str
 ) -> Decision[tuple[int, ...]]:
     args = builder.args.graphs
     if args.disable_cuda_graph:
         _refuse_idle(builder, "--disable-cuda-graph is set too")
         return Decision((), "as asked")
-    reason = _none_here(builder, gpu, decode_attention)
+    reason = foreign or _none_here(builder, gpu, decode_attention)
     if gpu is None or reason:
         _refuse_idle(builder, reason)
         return Decision((), reason)
@@ -82,7 +92,7 @@ def _refuse_idle(builder: PlanBuilder, reason: str) -> None:
             builder.refuse(option, f"{flag} has no effect here: {reason}.")
 
 
-def _compiled(builder: PlanBuilder, machine: Machine, gpu: Gpu | None) -> Decision[int]:
+def _compiled(builder: PlanBuilder, machine: Machine, gpu: Gpu | None, foreign: str) -> Decision[int]:
     """Rows of one token that are compiled for, at most; 0: nothing is."""
     args, parallel = builder.args.graphs, builder.args.parallel
     if not args.enable_torch_compile:
@@ -93,7 +103,9 @@ def _compiled(builder: PlanBuilder, machine: Machine, gpu: Gpu | None) -> Decisi
             )
         return Decision(0, "not asked for")
     needed = ""
-    if parallel.tp_size * parallel.pp_size > 1:
+    if foreign:
+        needed = f"is for families of ours: {foreign}"
+    elif parallel.tp_size * parallel.pp_size > 1:
         needed = "compiles for one rank only so far"
     elif gpu is None and machine.compiler is None:
         needed = "needs a C++ compiler, and there is none here"

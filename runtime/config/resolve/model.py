@@ -37,10 +37,25 @@ def model_plan(builder: PlanBuilder, machine: Machine, facts: ModelFacts) -> Mod
         device=device,
         context_length=_context_length(builder, facts, _device_bytes(device.value, machine)),
         random_seed=_random_seed(builder),
+        by_transformers=_by_transformers(builder, facts),
         mmap=builder.follow("weight_loader_disable_mmap", not args.weight_loader_disable_mmap),
         num_load_threads=_num_load_threads(builder),
         quantization=_quantization(builder, chosen_gpu(device.value, machine), facts),
     )
+
+
+def _by_transformers(builder: PlanBuilder, facts: ModelFacts) -> Decision[bool]:
+    """Which code computes the model; refused is what only families of ours can do."""
+    if not facts.by_transformers:
+        return Decision(False, "there is a family of ours")
+    parallel, why = builder.args.parallel, f"{facts.architecture} is computed by transformers' modules"
+    for option, size in (("tp_size", parallel.tp_size), ("pp_size", parallel.pp_size)):
+        if size > 1:
+            builder.refuse(option, f"--{option.replace('_', '-')} {size}: {why}, on one device only.")
+    if builder.args.quant.quantization is not None or facts.quantization is not None:
+        builder.refuse("quantization", f"{why}, which take no quantized weights here; use a full checkpoint.")
+    asked = builder.args.model.model_impl == "transformers"
+    return Decision(True, "as asked" if asked else "there is no family of ours")
 
 
 def chosen_gpu(device: str, machine: Machine) -> Gpu | None:

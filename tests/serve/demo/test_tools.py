@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
+from random import Random
 from typing import Any
 
+import jsonschema
 import openai
 import pytest
 
 import http_server
+from demo_model.skills.tools import TOOLS as SKILLS
 from serve import Engine
 from serve.app import build_app
 from serve.chat.message import collect
@@ -135,3 +139,54 @@ async def test_what_the_template_writes_is_read_back(engine: Engine) -> None:
     read = collect(OutputParser(settings).feed(output, final=True))
     assert (read.content, read.reasoning) == (message["content"], message["reasoning_content"])
     assert [{"name": call.name, "arguments": json.loads(call.arguments)} for call in read.tool_calls] == calls
+
+
+async def check_required(client: Any, count: int) -> None:
+    """Held-out questions at temperature 1, half of them with thoughts: exactly one call each, valid by its schema."""
+    rng = Random(count)
+
+    async def ask(number: int) -> None:
+        skill = rng.choice(SKILLS)
+        offered = [skill, *rng.sample([other for other in SKILLS if other is not skill], 2)]
+        rng.shuffle(offered)
+        schemas = {tool.name: tool.schema()["parameters"] for tool in offered}
+        answer = await client.chat.completions.create(
+            model="default",
+            messages=[{"role": "user", "content": rng.choice(skill.asked.held).format(**skill.draw(rng))}],
+            tools=[{"type": "function", "function": tool.schema()} for tool in offered],
+            tool_choice="required",
+            parallel_tool_calls=False,
+            temperature=1,
+            seed=number,
+            max_tokens=300,
+            extra_body={"chat_template_kwargs": {"enable_thinking": number % 2 == 1}},
+        )
+        [choice] = answer.choices
+        assert choice.finish_reason == "tool_calls"
+        [call] = choice.message.tool_calls
+        jsonschema.validate(json.loads(call.function.arguments), schemas[call.function.name])
+
+    await asyncio.gather(*(ask(number) for number in range(count)))
+
+
+async def test_required_calls_are_valid_by_their_schemas(client: Any) -> None:
+    await check_required(client, 24)
+
+
+@pytest.mark.slow
+async def test_many_required_calls_are_valid_by_their_schemas(client: Any) -> None:
+    await check_required(client, 200)
+
+
+async def test_named_tool_is_called(client: Any) -> None:
+    answer = await client.chat.completions.create(
+        model="default",
+        messages=[{"role": "user", "content": "Hello!"}],
+        tools=TOOLS,
+        tool_choice={"type": "function", "function": {"name": "get_weather"}},
+        parallel_tool_calls=False,
+        temperature=0,
+    )
+    [call] = answer.choices[0].message.tool_calls
+    assert call.function.name == "get_weather"
+    jsonschema.validate(json.loads(call.function.arguments), TOOLS[0]["function"]["parameters"])

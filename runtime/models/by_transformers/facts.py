@@ -1,0 +1,198 @@
+"""What a model of transformers needs of the cache, found by running it on shapes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from runtime.errors import CheckpointError
+from runtime.models.by_transformers import attention
+from runtime.models.by_transformers.quiet import quiet
+
+KNOWN_OPTIONS = frozenset({"scaling", "sliding_window", "softcap", "s_aux"})
+SERVED_LAYERS = frozenset({"full_attention", "sliding_attention", "attention", "global", "local"})
+TOKENS = 3  # of the trial
+
+
+class Call(NamedTuple):
+    """One call of attention in a pass through the model."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int  # the larger one of keys and values
+    window: int | None
+    causal: bool
+    options: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numbers:
+    """Of the model as a whole."""
+
+    num_layers: int  # calls of attention in one pass
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    vocab_size: int
+    context_length: int
+    windows: Sequence[int | None]  # of each call
+
+
+def config_of(values: Mapping[str, Any]) -> Any:
+    """transformers' configuration of these values of config.json. Raises CheckpointError where it has none."""
+    kind, [name, *_] = str(values.get("model_type")), values["architectures"]
+    if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or kind not in CONFIG_MAPPING:
+        own = " The code that comes with the checkpoint is not run." if "auto_map" in values else ""
+        raise CheckpointError(
+            f"The architecture {name} is not supported: it has no family here, and transformers "
+            f"{transformers.__version__} has no causal language model of that name.{own}"
+        )
+    try:
+        with quiet():
+            config = CONFIG_MAPPING[kind].from_dict(deepcopy(dict(values)))
+    except Exception as error:  # what its validators raise is of many kinds
+        raise CheckpointError(f"config.json: transformers refuses it: {error}") from error
+    if getattr(config, "is_encoder_decoder", False):
+        raise CheckpointError(f"{name} has an encoder, which this route does not serve.")
+    return config
+
+
+def forget_padding(config: Any) -> None:
+    """Nothing is padded; some models would look for the padding token in every batch."""
+    for part in (config, config.get_text_config()):
+        with suppress(Exception):  # some configurations cannot be without
+            part.pad_token_id = None
+
+
+def numbers(values: Mapping[str, Any]) -> Numbers:
+    """Raises CheckpointError, with the reason, for a model that cannot be served in this way."""
+    config = config_of(values)
+    forget_padding(config)
+    name, text = values["architectures"][0], config.get_text_config()
+    kinds = getattr(text, "layer_types", None) or []
+    strange = sorted(set(kinds) - SERVED_LAYERS)
+    if strange:
+        raise _refusal(name, f"layers of the kind {', '.join(strange)}")
+    if getattr(text, "use_bidirectional_attention", False):
+        raise _refusal(name, "attention to later tokens")
+    for parameters in _rope_parameters(text):
+        if parameters.get("rope_type") == "dynamic":
+            raise _refusal(name, "rotary angles that depend on the longest text of a batch")
+    calls = _calls(name, config)
+    windows = [_window(name, text, kinds, index, call) for index, call in enumerate(calls)]
+    if all(window is None for window in windows) and _says_window(text) and not kinds:
+        raise _refusal(name, "a window that its attention is not told")
+    context = getattr(text, "max_position_embeddings", None)
+    if not isinstance(context, int) or context < 1:
+        raise CheckpointError(f"config.json: {name} does not say how many positions it has.")
+    first = calls[0]
+    return Numbers(
+        num_layers=len(calls),
+        num_heads=first.num_heads,
+        num_kv_heads=first.num_kv_heads,
+        head_dim=max(call.head_dim for call in calls),
+        hidden_size=text.hidden_size,
+        vocab_size=text.vocab_size,
+        context_length=context,
+        windows=windows,
+    )
+
+
+def _calls(name: str, config: Any) -> list[Call]:
+    """The calls of attention in one pass, found with tensors that have shapes and no numbers."""
+    attention.register()
+    recorder = _Recorder()
+    try:
+        with quiet(), torch.device("meta"), torch.inference_mode():
+            model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
+            attention.give(model, recorder)
+            if getattr(model, "_can_set_experts_implementation", lambda: False)():
+                model.set_experts_implementation("batched_mm")  # the others look at numbers
+            ids = torch.zeros(1, TOKENS, dtype=torch.int64)
+            model.base_model(input_ids=ids, position_ids=ids, use_cache=False)
+    except CheckpointError:
+        raise
+    except KeyError as error:
+        if error.args == (attention.NAME,):  # looked up in a table of the model's own
+            raise _refusal(name, "attention of its own making") from error
+        raise CheckpointError(
+            f"{name} cannot be served by transformers' code: {error!r} is missing."
+        ) from error
+    except Exception as error:  # its own code, of which anything may come
+        raise CheckpointError(f"{name} cannot be served by transformers' code: {error}") from error
+    calls = recorder.calls
+    if not calls:
+        raise _refusal(name, "attention of its own making, or none")
+    if any(
+        call.num_kv_heads != calls[0].num_kv_heads or call.num_heads != calls[0].num_heads for call in calls
+    ):
+        raise _refusal(name, "layers with different numbers of heads")
+    if not all(call.causal for call in calls):
+        raise _refusal(name, "attention to later tokens")
+    unknown = sorted(set().union(*(call.options for call in calls)) - KNOWN_OPTIONS)
+    if unknown:
+        raise _refusal(name, f"attention with {', '.join(unknown)}")
+    return calls
+
+
+class _Recorder:
+    """Notes the calls of attention and gives what has the right shape."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+        if len(q) != TOKENS or len(k) != TOKENS:
+            raise CheckpointError(f"{type(module).__name__} does not attend to the batch's tokens alone.")
+        self.calls.append(
+            Call(
+                num_heads=q.shape[1],
+                num_kv_heads=k.shape[1],
+                head_dim=max(k.shape[2], v.shape[2]),
+                window=options.get("sliding_window"),
+                causal=getattr(module, "is_causal", True) is not False,
+                options=frozenset(options),
+            )
+        )
+        return q.new_zeros(*q.shape[:2], v.shape[2])
+
+
+def _window(name: str, text: Any, kinds: Sequence[str], index: int, call: Call) -> int | None:
+    """Of one call: what its module says, else what the configuration says of a sliding layer."""
+    if call.window is not None:
+        return call.window
+    if index < len(kinds) and kinds[index] in ("sliding_attention", "local"):
+        if not isinstance(getattr(text, "sliding_window", None), int):
+            raise _refusal(name, "sliding layers of unknown width")
+        return text.sliding_window
+    return None
+
+
+def _says_window(text: Any) -> bool:
+    used = getattr(text, "use_sliding_window", True)
+    return bool(getattr(text, "sliding_window", None)) and used is not False
+
+
+def _rope_parameters(text: Any) -> list[Mapping[str, Any]]:
+    found = getattr(text, "rope_parameters", None) or {}
+    if not isinstance(found, Mapping):
+        return []
+    nested = [each for each in found.values() if isinstance(each, Mapping)]
+    return nested or [found]
+
+
+def _refusal(name: str, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{name} has no family here and cannot be served by transformers' code: it has {what}."
+    )

@@ -1,0 +1,185 @@
+"""A causal language model of transformers as the decoder of a step."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import AutoModelForCausalLM
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from ops.select import Kernels
+from runtime.config.model_facts import ModelFacts
+from runtime.config.plan import ModelPlan
+from runtime.errors import CheckpointError
+from runtime.layers.forward_batch import ForwardBatch
+from runtime.layers.sharding import Stage
+from runtime.models.by_transformers import attention
+from runtime.models.by_transformers.facts import config_of, forget_padding, numbers
+from runtime.models.by_transformers.quiet import quiet
+from runtime.models.decoder import Decoder
+
+DUMMY_SEED = 1234
+MAX_NAMED = 20
+
+
+def load(facts: ModelFacts, plan: ModelPlan, kernels: Kernels) -> TransformersDecoder:
+    """The model on plan.device in plan.dtype, its weights read and converted by transformers.
+
+    Raises CheckpointError for tensors that are missing, left over or misshapen.
+    """
+    attention.register()
+    config, dtype = config_of(facts.config), getattr(torch, plan.dtype)
+    with quiet():
+        if plan.load_format == "dummy":
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(DUMMY_SEED)
+                model = AutoModelForCausalLM.from_config(
+                    config, dtype=dtype, attn_implementation=attention.NAME
+                )
+        else:
+            model = _read(facts, config, dtype)
+    forget_padding(model.config)  # not before: transformers gives its embedding zeros
+    model.eval().requires_grad_(False).to(plan.device)
+    return TransformersDecoder(model, _Attention(kernels, facts))
+
+
+def _read(facts: ModelFacts, config: Any, dtype: torch.dtype) -> Any:
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            facts.path,
+            config=config,
+            dtype=dtype,
+            attn_implementation=attention.NAME,
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
+        )
+        model, info = loaded
+    except Exception as error:  # what its readers raise is of many kinds
+        raise CheckpointError(f"transformers cannot load {facts.path}: {error}") from error
+    problems = [
+        f"{len(found)} {what} ({', '.join(sorted(map(str, found))[:MAX_NAMED])})"
+        for what, key in (
+            ("missing", "missing_keys"),
+            ("not of this model", "unexpected_keys"),
+            ("of the wrong shape", "mismatched_keys"),
+        )
+        if (found := info.get(key))
+    ]
+    if problems:
+        raise CheckpointError(f"The checkpoint does not fit the model: {'; '.join(problems)}.")
+    return model
+
+
+class TransformersDecoder(Decoder):
+    """Its parts are transformers' modules: no graph captures them, and they lie on one device."""
+
+    def __init__(self, model: Any, attend: _Attention) -> None:
+        nn.Module.__init__(self)
+        self.model = model
+        self.embedding = self.norm = self.head = None
+        self.layers = nn.ModuleList()
+        self.hidden_size = model.config.get_text_config().hidden_size
+        self._attend = attend
+        attention.give(model, attend)
+        # The same model with its body replaced by what the body gave: its head, whatever that does to logits.
+        self._given = _Given()
+        head = copy.copy(model)
+        head._modules = {**model._modules, model.base_model_prefix: self._given}
+        self._head = (head,)  # not a child: its parameters are the model's
+
+    def keep(self, stage: Stage) -> None:
+        if not (stage.first and stage.last):
+            raise CheckpointError("A model that transformers computes has no stages (--pp-size 1).")
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """Hidden states [T, E] of the batch's tokens, the final norm applied. Writes the KV of all T."""
+        if not batch.is_plain:
+            raise RuntimeError("A model that transformers computes takes ids at positions of one axis.")
+        self._attend.begin(batch)
+        output = self.model.base_model(
+            input_ids=batch.token_ids[None], position_ids=batch.positions[None], use_cache=False
+        )
+        return output.last_hidden_state[0]
+
+    def embed(self, batch: ForwardBatch) -> Tensor:
+        raise RuntimeError("A model that transformers computes has no stages.")
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [R, E], as `forward` gave them -> float32 [R, V]."""
+        self._given.hidden = hidden[None]
+        [head] = self._head
+        ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
+        return head(input_ids=ids, use_cache=False).logits[0].float()
+
+    def by_itself(self, token_ids: Tensor) -> Tensor:
+        """float32 logits [T, V] of one text, as transformers computes them without anything of ours."""
+        self.model.set_attn_implementation("eager")
+        try:
+            return self.model(input_ids=token_ids[None], use_cache=False).logits[0].float()
+        finally:
+            self.model.set_attn_implementation(attention.NAME)
+
+
+class _Given(nn.Module):
+    """A body that gives the hidden states which it was told."""
+
+    hidden: Tensor
+
+    @property
+    def decoder(self) -> _Given:
+        """What some heads call instead of the body."""
+        return self
+
+    def forward(self, *_: Any, **__: Any) -> _Output:
+        return _Output(last_hidden_state=self.hidden)  # pyright: ignore[reportArgumentType]
+
+
+class _Output(BaseModelOutputWithPast):
+    """A body's output without what only some heads pass on, as None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+class _Attention:
+    """Stores keys and values in the cache and attends over it; calls of a pass are numbered as they come.
+
+    The cache has one size of heads: shorter keys and values are filled up with zeros, which change no score.
+    """
+
+    def __init__(self, kernels: Kernels, facts: ModelFacts) -> None:
+        self._kernels = kernels
+        self._head_dim = facts.head_dim
+        self._windows = numbers(facts.config).windows
+        self._batch: ForwardBatch | None = None
+        self._calls = 0
+
+    def begin(self, batch: ForwardBatch) -> None:
+        self._batch, self._calls = batch, 0
+
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+        batch, index = self._batch, self._calls
+        if batch is None or index >= len(self._windows):
+            raise RuntimeError("Attention was called outside a step, or more often than in the trial.")
+        self._calls += 1
+        cache, scale = batch.cache[index], options.get("scaling", q.shape[-1] ** -0.5)
+        sinks, size = options.get("s_aux"), v.shape[-1]
+        q, k, v = (pad(x, (0, self._head_dim - x.shape[-1])).contiguous() for x in (q, k, v))
+        cache.store(self._kernels, k, v, batch, {})
+        out = cache.attend(
+            self._kernels,
+            q,
+            batch,
+            {},
+            scale=float(scale),
+            window=self._windows[index],
+            soft_cap=options.get("softcap"),
+            sinks=None if sinks is None else sinks.reshape(-1).float(),
+        )
+        return out[..., :size]

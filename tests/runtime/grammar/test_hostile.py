@@ -1,0 +1,58 @@
+"""Grammars that are made to take time or memory: refused, or cheap."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+import grammars
+from runtime.grammar.errors import InvalidGrammar
+
+NAMES = {f"p{index}": {"type": "string"} for index in range(5000)}
+LOOP = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}
+PATTERNS = [{"type": "string", "pattern": f"^{'a' * n}.*b{{{n}}}"} for n in range(1, 12)]
+REFUSED: dict[str, tuple[Any, Any]] = {
+    "parentheses": ("regex", "(" * 30_000 + ")" * 30_000),
+    "brackets": ("json_schema", "[" * 30_000),
+    "nested ebnf": ("ebnf", "root ::= " + "(" * 30_000),
+    "nested lark": ("lark", "start: " + "(" * 30_000),
+    "a million times": ("regex", "(a{1000}){1000}"),
+    "a megabyte": ("json_schema", json.dumps({"enum": ["x" * 100 + str(index) for index in range(10_000)]})),
+    "many names": ("json_schema", json.dumps({"properties": NAMES})),
+    "remote": ("json_schema", json.dumps({"$ref": "http://127.0.0.1:9/schema.json"})),
+    "many products": ("json_schema", json.dumps({"allOf": [{"anyOf": PATTERNS}] * 6})),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_it_is_refused(name: str) -> None:
+    kind, source = REFUSED[name]
+    with pytest.raises(InvalidGrammar):
+        grammars.compiled(kind, source)
+
+
+@pytest.mark.parametrize("regex", ["(a+)+$", "(.*a.*){20}b", "(a?){100}a{100}"])
+def test_expressions_that_take_others_exponential_time_work(regex: str) -> None:
+    matcher = grammars.compiled("regex", regex)
+    assert grammars.accepts(matcher, "a" * 100 + ("b" if "b" in regex else ""))
+
+
+def test_an_enum_of_ten_thousand_values_works() -> None:
+    matcher = grammars.compiled("choice", [f"value {index}" for index in range(10_000)])
+    assert grammars.accepts(matcher, "value 9999")
+    assert not grammars.accepts(matcher, "value 10000")
+
+
+def test_references_in_a_circle_leave_nothing() -> None:
+    with pytest.raises(InvalidGrammar):
+        grammars.compiled("json_schema", json.dumps(LOOP))
+
+
+def test_a_matcher_that_failed_does_not_allow_the_end() -> None:
+    """The library would: an output that is cut off must not look whole."""
+    matcher = grammars.compiled("regex", "[ab]{3}")
+    assert not matcher.consume([5])
+    assert matcher.error
+    assert not grammars.allowed(matcher)
