@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
+import pydantic
 import pytest
 import pytest_asyncio
 
@@ -69,3 +70,16 @@ def test_code_without_await_chats_too():
         pieces = engine.chat_stream(HELLO, max_tokens=8, temperature=0)
         text = "".join(piece.choices[0].delta.content or "" for piece in pieces)
         assert text == answer.choices[0].message.content
+
+
+class City(pydantic.BaseModel):
+    name: str = pydantic.Field(max_length=12)
+    large: bool
+
+
+async def test_pydantic_model_gives_its_object(engine: Engine):
+    whole = await engine.chat("Name a city.", response_format=City, max_tokens=60, seed=1)
+    message = whole.choices[0].message
+    assert message.parsed == City.model_validate_json(message.content)
+    cut = await engine.chat("Name a city.", response_format=City, max_tokens=3)
+    assert (cut.choices[0].finish_reason, cut.choices[0].message.parsed) == ("length", None)

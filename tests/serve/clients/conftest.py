@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +15,15 @@ import pytest
 
 NODE_CLIENTS = ("openai@6", "ai@6", "@ai-sdk/openai-compatible@2", "zod@4")
 INSTALL_TIMEOUT_S = 900
+
+
+@pytest.fixture
+def client_python(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """An interpreter of its own with the packages that the test names: clients exclude each other."""
+    _install([sys.executable, "-m", "venv", str(tmp_path)], tmp_path)
+    python = tmp_path / "bin" / "python"
+    _install([str(python), "-m", "pip", "install", "--quiet", *request.param.split()], tmp_path)
+    return python
 
 
 @pytest.fixture(scope="session")

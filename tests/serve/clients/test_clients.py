@@ -42,12 +42,27 @@ async def url(tmp_path: Path) -> AsyncIterator[str]:
 
 
 async def run(*command: str, url: str, cwd: Path) -> None:
-    arguments = (*command, url, fake_core.MODEL, "plain")
+    arguments = (*command, url, fake_core.MODEL, "structured")
     process = await asyncio.create_subprocess_exec(
         *arguments, cwd=cwd, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
     )
     output, _ = await process.communicate()
     assert process.returncode == 0, output.decode()[-4000:]
+
+
+@pytest.mark.parametrize(
+    ("script", "client_python"),
+    [
+        ("with_litellm", "litellm mcp"),
+        ("with_langchain", "langchain-openai"),
+        ("with_instructor", "instructor"),
+        ("with_pydantic_ai", "pydantic-ai-slim[openai]"),
+        ("with_openai_agents", "openai-agents"),
+    ],
+    indirect=["client_python"],
+)
+async def test_clients_in_python(url: str, client_python: Path, script: str) -> None:
+    await run(str(client_python), str(SCRIPTS / f"{script}.py"), url=url, cwd=SCRIPTS)
 
 
 @pytest.mark.parametrize("script", ["with_openai.mjs", "with_ai.mjs"])
