@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from starlette.applications import Starlette
@@ -13,14 +14,14 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from runtime.errors import RequestError
+from runtime.errors import ConfigurationError, RequestError
 from serve import absent
 from serve.access import Access, RouteScope
 from serve.anthropic import messages
 from serve.body_limit import max_body_bytes
 from serve.endpoint import Endpoint, Handler
 from serve.errors import NATIVE, OPENAI, ErrorFormat, refusal_response
-from serve.native import admin, generate, metrics, parsing, tokens
+from serve.native import admin, generate, metrics, parsing, tokens, vertex
 from serve.ollama import handlers as ollama
 from serve.ollama import models as ollama_models
 from serve.openai import chat, completions, models
@@ -80,15 +81,19 @@ ROUTES = (  # searched from the first to the last: what is called most often com
     RouteSpec(GET, "/get_server_info", admin.server_info, USER),
     RouteSpec(GET, "/server_info", admin.server_info, USER),
     RouteSpec(GET, "/get_load", admin.load, USER),
+    RouteSpec(GET, "/load", admin.server_load, USER),
     RouteSpec(GET, "/metrics", metrics.metrics, PUBLIC),
     RouteSpec(GET, "/ping", admin.health, PUBLIC),
     RouteSpec(POST, "/invocations", chat.create, USER, chat.ERROR_FORMAT),
+    RouteSpec(POST, vertex.PREDICT_ROUTE, vertex.predict, USER, generate.ERROR_FORMAT, takes_ids=True),
     RouteSpec(GET, "/version", admin.version, USER),
     RouteSpec(GET, "/get_weight_version", admin.weight_version, USER),
     RouteSpec(("GET", "POST"), "/flush_cache", admin.flush_cache, ADMIN),
+    RouteSpec(("GET", "POST"), "/freeze_gc", admin.freeze_collector, ADMIN),
     RouteSpec(POST, "/abort_request", admin.abort_request, USER),
     RouteSpec(POST, "/tokenize", tokens.tokenize, USER),
     RouteSpec(POST, "/v1/tokenize", tokens.tokenize, USER),
+    RouteSpec(GET, "/tokenizer_info", tokens.tokenizer_info, USER),
     RouteSpec(POST, "/detokenize", tokens.detokenize, USER, takes_ids=True),
     RouteSpec(POST, "/v1/detokenize", tokens.detokenize, USER, takes_ids=True),
     RouteSpec(POST, "/parse_function_call", parsing.parse_function_call, USER),
@@ -104,10 +109,28 @@ ROUTES = (  # searched from the first to the last: what is called most often com
 )
 
 
-def build_app(core: EngineCore) -> Starlette:
-    """The application that serves `core`: `ROUTES`, and the chat page unless it is switched off.
+def routes_for(environment: Mapping[str, str]) -> tuple[RouteSpec, ...]:
+    """`ROUTES`, with Vertex AI's at the paths that its environment names.
 
-    Raises `ConfigurationError` when the file of keys cannot be used.
+    Raises `ConfigurationError` for a path that is none or that another route has.
+    """
+    predict = environment.get(vertex.PREDICT_VARIABLE) or vertex.PREDICT_ROUTE
+    health = environment.get(vertex.HEALTH_VARIABLE) or "/health"
+    specs = [spec._replace(path=predict) if spec.path == vertex.PREDICT_ROUTE else spec for spec in ROUTES]
+    if health not in ("/health", "/ping"):
+        specs.append(RouteSpec(GET, health, admin.health, PUBLIC))
+    for variable, path in ((vertex.PREDICT_VARIABLE, predict), (vertex.HEALTH_VARIABLE, health)):
+        taken = sum(spec.path == path for spec in specs) > 1
+        if taken or not path.startswith("/") or "{" in path:
+            trouble = "is the path of another route" if taken else "is no path such as /predict"
+            raise ConfigurationError(f"{variable}={path} {trouble}.")
+    return tuple(specs)
+
+
+def build_app(core: EngineCore, environment: Mapping[str, str] = os.environ) -> Starlette:
+    """The application that serves `core`: its routes, and the chat page unless it is switched off.
+
+    Raises `ConfigurationError` when the file of keys cannot be used, or for a path that `environment` names.
     """
     plan = core.plan.serve
     access = Access.of(plan)
@@ -134,7 +157,7 @@ def build_app(core: EngineCore) -> Starlette:
             ),
             methods=list(spec.methods),
         )
-        for spec in ROUTES
+        for spec in routes_for(environment)
     ]
     app = Starlette(
         routes=[*routes, *(page_routes() if plan.chat_page else [])],

@@ -29,6 +29,7 @@ class Tokenizer:
         self, backend: Backend, special: Mapping[str, str], template: ChatTemplate | None = None
     ) -> None:
         self.backend = backend
+        self.special = special  # "eos_token" -> "</s>"
         self.bytes_of: TokenBytes | None = token_bytes_of(backend)
         self.text_limit = text_limit_of(backend)
         self.template = template

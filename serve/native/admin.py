@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
 import serve
+from runtime.config import options
 from runtime.errors import EngineFailure, Forbidden, InvalidRequest, Overloaded, RequestError
 from runtime.request import Request
 from runtime.sampling_params import SamplingParams
@@ -23,6 +25,7 @@ from serve.output_streams import submit_all
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
+    from runtime.config.plan import Plan
 
 HEALTH_TIMEOUT_S = 20.0
 FLUSHED = (
@@ -102,10 +105,19 @@ async def model_info(http: HttpRequest, core: EngineCore) -> ASGIApp:
 async def server_info(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """The whole plan, flattened, and the state of the engine. Secrets are left out."""
     status = core.status()
-    state = {**_public(status), "last_gen_throughput": status.gen_throughput, "load": status.num_used_tokens}
+    plan = core.plan
+    state = {
+        **_public(status),
+        "last_gen_throughput": status.gen_throughput,
+        "load": status.num_used_tokens,
+        "memory_usage": {"token_capacity": status.max_total_tokens},
+        "dp_size": plan.parallel.dp_size,
+        "effective_max_running_requests_per_dp": plan.schedule.max_running,
+    }
     return json_response(
         {
-            **_flattened(core.plan),
+            **_by_option(plan),
+            **_flattened(plan),
             "status": status.state,
             "max_total_num_tokens": status.max_total_tokens,
             "max_req_input_len": core.plan.model.context_length - 1,
@@ -125,6 +137,22 @@ async def weight_version(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 async def load(http: HttpRequest, core: EngineCore) -> ASGIApp:
     return json_response({"load": core.status().num_used_tokens})
+
+
+async def server_load(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    """How many requests are in the server, as vLLM says it."""
+    status = core.status()
+    return json_response({"server_load": status.num_running + status.num_waiting})
+
+
+async def freeze_collector(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    """What lives now is left out of garbage collections from now on, which makes them shorter.
+
+    Call it once, when the server is warm. Of several processes it is the one that schedules.
+    """
+    gc.collect()
+    gc.freeze()
+    return PlainTextResponse("Garbage collection frozen.\n")
 
 
 async def flush_cache(http: HttpRequest, core: EngineCore) -> ASGIApp:
@@ -152,6 +180,12 @@ async def abort_request(http: HttpRequest, core: EngineCore) -> ASGIApp:
     else:
         raise Forbidden("abort_all wants an admin key.", param="abort_all")
     return Response(status_code=200)
+
+
+def _by_option(plan: Plan) -> dict[str, Any]:
+    """What is done about each option, by its name: `max_running_requests`, as clients of SGLang read it."""
+    shown = [option for option in options() if option.spec.plan is not None and not option.spec.secret]
+    return {option.name: _plain(plan.decision(option.spec.plan)[0]) for option in shown}
 
 
 def _flattened(plan: Any) -> dict[str, Any]:

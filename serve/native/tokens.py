@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import anyio.to_thread
 from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp
 
+from runtime.config.template_files import read_json
 from runtime.errors import InvalidRequest
 from runtime.tokenizer.text_limit import LARGE_TEXT_BYTES, give_back_memory
 from serve.chat.request import render
@@ -52,6 +55,24 @@ async def tokenize(http: HttpRequest, core: EngineCore) -> ASGIApp:
 async def detokenize(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """The text of `tokens`, or the texts of a list of them."""
     return json_response(await read_body(http, partial(_detokenize, core)))
+
+
+async def tokenizer_info(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    """The tokenizer's configuration as vLLM answers it: its file without paths, special tokens as text."""
+    return json_response(await anyio.to_thread.run_sync(_tokenizer_info, core))
+
+
+def _tokenizer_info(core: EngineCore) -> dict[str, Any]:
+    tokenizer, path = _tokenizer(core), core.plan.text.tokenizer_path
+    config = read_json(Path(path) / "tokenizer_config.json") if path else {}
+    return {
+        "tokenizer_class": None,
+        **{name: value for name, value in config.items() if not name.endswith(("_file", "_or_path"))},
+        **tokenizer.special,
+        "vocab_size": tokenizer.vocab_size,
+        "max_model_len": core.plan.model.context_length,
+        "chat_template": None if tokenizer.template is None else tokenizer.template.source,
+    }
 
 
 def _tokenize(core: EngineCore, raw: bytes) -> dict[str, Any]:

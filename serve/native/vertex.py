@@ -1,0 +1,67 @@
+"""Vertex AI's prediction route: instances and parameters in, predictions out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.types import ASGIApp
+
+from runtime.errors import InvalidRequest
+from runtime.request import Request
+from serve.decode import Length, decode
+from serve.endpoint import json_response, parse_object, read_all_or_disconnect, read_body
+from serve.native.generate import ERROR_FORMAT, GenerateAnswers
+from serve.native.schema import MAX_PROMPTS, GenerateBody, requests_of
+from serve.output_streams import submit_all
+from serve.sse import EventStream
+
+if TYPE_CHECKING:
+    from runtime.actors.engine_core import EngineCore
+
+PREDICT_ROUTE = "/vertex_generate"  # where the environment does not say another one
+PREDICT_VARIABLE, HEALTH_VARIABLE = "AIP_PREDICT_ROUTE", "AIP_HEALTH_ROUTE"
+PROMPTS = ("text", "input_ids", "input_embeds")
+
+
+@dataclass(slots=True, kw_only=True)
+class PredictBody:
+    """`instances` are prompts, all with `text` or all with `input_ids`; `parameters` any other field of `/generate`."""
+
+    instances: Annotated[list[dict[str, Any]], Length(0, MAX_PROMPTS)]
+    parameters: dict[str, Any] = field(default_factory=dict)
+
+
+async def predict(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    """One prediction for each instance, as `/generate` answers; none for none."""
+    body, requests = await read_body(http, partial(_read, core))
+    if not requests:
+        return json_response([])
+    answers = GenerateAnswers(core, requests, indexed=True)
+    streams = submit_all(core, requests)
+    if body is not None and body.stream:
+        return EventStream(streams, answers, ERROR_FORMAT)
+    chunks = await read_all_or_disconnect(streams, http.receive)
+    return json_response({"predictions": answers.whole(chunks)})
+
+
+def _read(core: EngineCore, raw: bytes) -> tuple[GenerateBody | None, list[Request]]:
+    body = decode(PredictBody, parse_object(raw))
+    if not body.instances:
+        return None, []
+    name = next((name for name in PROMPTS if body.instances[0].get(name)), None)
+    if name is None:
+        raise InvalidRequest("instances.0 must have text or input_ids.", param="instances.0")
+    for index, instance in enumerate(body.instances):
+        path = f"instances.{index}"
+        if not instance.get(name):
+            raise InvalidRequest(f"{path} must have {name}, as the first one.", param=path)
+        if others := instance.keys() - {name}:
+            other = f"{path}.{min(others)}"
+            raise InvalidRequest(f"{other} is not supported beside {name}.", param=other)
+    for key in body.parameters.keys() & set(PROMPTS):
+        raise InvalidRequest(f"parameters.{key} belongs into instances.", param=f"parameters.{key}")
+    generate = decode(GenerateBody, {**body.parameters, name: [each[name] for each in body.instances]})
+    return generate, requests_of(generate, core)
