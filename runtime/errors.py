@@ -64,6 +64,10 @@ class InvalidRequest(RequestError):
     """A value of the wrong type or outside its range, or a combination that makes no sense."""
 
 
+class TakesLong(InvalidRequest):
+    """A chat would hold the event loop for too long: prepare it again in a thread."""
+
+
 class ContextOverflow(InvalidRequest):
     """The prompt (with what is to be generated) is longer than the model or the pool can hold."""
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio.to_thread
@@ -15,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from runtime.actors.output_stream import OutputStream
-from runtime.errors import InvalidRequest, PayloadTooLarge, RequestError
+from runtime.errors import InvalidRequest, PayloadTooLarge, RequestError, TakesLong
 from runtime.request import Chunk
 from serve.access import CLIENT, Access, RouteScope
 from serve.background import background_tasks
@@ -78,7 +80,7 @@ class Endpoint:
 
 
 async def read_body(request: HttpRequest, decode: Callable[[bytes], T]) -> T:
-    """`decode(body)`, in a thread when the body is large.
+    """`decode(body)`, in a thread when the body is large or turns out to take long; `decode` has no effects.
 
     Raises what `decode` raises, `InvalidRequest` unless the body is declared as JSON, and `PayloadTooLarge` as soon
     as too many bytes are announced or have arrived.
@@ -96,7 +98,18 @@ async def read_body(request: HttpRequest, decode: Callable[[bytes], T]) -> T:
             raise _too_large(limit)
         parts.append(part)
     body = b"".join(parts)
-    return await anyio.to_thread.run_sync(decode, body) if size > INLINE_BYTES else decode(body)
+    return await off_loop(partial(decode, body), small=size <= INLINE_BYTES)
+
+
+async def off_loop(work: Callable[[], T], *, small: bool) -> T:
+    """What `work` returns: run at once where it is small, else in a thread, where it begins anew if it takes long.
+
+    It must have no effects.
+    """
+    if small:
+        with suppress(TakesLong):
+            return work()
+    return await anyio.to_thread.run_sync(work)
 
 
 def _too_large(limit: int) -> PayloadTooLarge:

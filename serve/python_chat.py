@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -14,6 +15,7 @@ import orjson
 from runtime.errors import InvalidRequest
 from runtime.sampling_params import NOT_BUILT, parameters
 from serve.chat.request import PreparedChat, prepare
+from serve.endpoint import off_loop
 from serve.openai.answers import AnswerHeader
 from serve.openai.chat import ChatEvents, chat_answer
 from serve.openai.messages import chat_of
@@ -44,7 +46,9 @@ async def chat(core: EngineCore, messages: Messages, options: Mapping[str, Any])
     `parsed` is None where the output was cut off or calls tools. Raises `InvalidRequest` naming the keyword, and
     pydantic's error where the model refuses what its schema allows.
     """
-    _, model, prepared = _read(core, messages, {**options, "stream": False})
+    _, model, prepared = await off_loop(
+        partial(_read, core, messages, {**options, "stream": False}), small=True
+    )
     [chunks] = await read_all(submit_all(core, [prepared.request]))
     header = AnswerHeader.of(core, prepared.request.label, model)
     answer = _as_answer(chat_answer(header, core.tokenizer, prepared, chunks))
@@ -60,7 +64,9 @@ async def chat_stream(
     core: EngineCore, messages: Messages, options: Mapping[str, Any]
 ) -> AsyncGenerator[Answer, None]:
     """The answer's chunks as they come, as the HTTP API streams them. Leaving the loop frees the request."""
-    body, model, prepared = _read(core, messages, {**options, "stream": True})
+    body, model, prepared = await off_loop(
+        partial(_read, core, messages, {**options, "stream": True}), small=True
+    )
     header = AnswerHeader.of(core, prepared.request.label, model)
     events = ChatEvents(header, core.tokenizer, prepared, body.stream_options)
     async with aclosing(core.submit(prepared.request).chunks()) as arrivals:

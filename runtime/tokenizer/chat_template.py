@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
@@ -12,11 +13,17 @@ import jinja2
 import jinja2.ext
 from jinja2 import nodes
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from runtime.errors import ConfigurationError, InvalidRequest
+from runtime.errors import ConfigurationError, InvalidRequest, TakesLong
 from runtime.tokenizer.messages import Accepts, accepted_content, prepare_messages
+from runtime.tokenizer.template_limits import (
+    MAX_BYTES,
+    MAX_SECONDS,
+    MeteredEnvironment,
+    TemplateLimit,
+    metered,
+)
 
 _CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "
 _OURS = frozenset({"messages", "tools", "add_generation_prompt"})
@@ -29,10 +36,13 @@ _FOREIGN = (  # what a template's own mistakes raise on data it does not expect
     ArithmeticError,
     RecursionError,
 )
+LOOP_SECONDS = 0.01  # of rendering on an event loop, which answers nobody meanwhile
 
 
 class ChatTemplate:
-    """A compiled template. Rendering is pure, may take long on hostile input, and belongs in a thread.
+    """A compiled template. Rendering is pure, and bounded in time and memory.
+
+    On an event loop it raises `TakesLong` after some milliseconds; in another thread it has its whole time.
 
     `sources` are jinja texts by name: "default", and perhaps "tool_use" for requests with tools. `special`
     are the tokenizer's special tokens, which templates use by name. Raises ConfigurationError when a text is
@@ -51,7 +61,7 @@ class ChatTemplate:
             try:
                 self._accepts[name] = accepted_content(environment.parse(source))
                 self._compiled[name] = environment.from_string(source)
-            except (jinja2.TemplateError, RecursionError) as error:
+            except (jinja2.TemplateError, RecursionError, SyntaxError, MemoryError) as error:
                 raise ConfigurationError(f"The chat template {name!r} is no valid jinja: {error}.") from error
 
     @property
@@ -106,8 +116,17 @@ class ChatTemplate:
         return "default" if "default" in self._compiled else next(iter(self._compiled))
 
     def _render(self, name: str, variables: Mapping[str, Any]) -> str:
+        on_loop = _on_loop()
         try:
-            return self._compiled[name].render(variables)
+            with metered(LOOP_SECONDS if on_loop else MAX_SECONDS):
+                return self._compiled[name].render(variables)
+        except (TemplateLimit, MemoryError) as limit:
+            kind = TakesLong if on_loop else InvalidRequest
+            raise kind(
+                f"The chat template would take more than {MAX_SECONDS:g} s or {MAX_BYTES >> 20} MiB "
+                "for these messages.",
+                param="messages",
+            ) from limit
         except _Refusal as refusal:
             raise InvalidRequest(
                 f"The chat template refuses these messages: {refusal.reason}", param="messages"
@@ -207,11 +226,20 @@ def _refuse_underscore(name: Any) -> None:
         raise jinja2.exceptions.SecurityError(f"a namespace may not hold {name!r}")
 
 
+def _on_loop() -> bool:
+    """Whether this thread runs an event loop, which waits for us."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
 def _environment() -> jinja2.Environment:
-    environment = ImmutableSandboxedEnvironment(
+    environment = MeteredEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
-    environment.filters["tojson"] = _to_json
+    environment.add_filter("tojson", _to_json)
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     environment.globals["namespace"] = _SafeNamespace
@@ -224,7 +252,7 @@ def _raise_exception(message: object) -> NoReturn:
 
 
 def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
+    return datetime.now().strftime(pattern[:1000])
 
 
 class _Dict:

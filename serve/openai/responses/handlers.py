@@ -9,14 +9,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import anyio.to_thread
 from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp
 
 from runtime.actors.output_stream import OutputStream
 from runtime.errors import InvalidRequest, Overloaded
 from serve.access import CLIENT
-from serve.endpoint import json_response, read_all_or_disconnect, read_body
+from serve.endpoint import json_response, off_loop, read_all_or_disconnect, read_body
 from serve.errors import ErrorFormat, openai_body
 from serve.openai.responses.answer import FRAMING, Response, ResponseEvents
 from serve.openai.responses.call import ResponseCall, call_of
@@ -96,9 +95,8 @@ async def _call_of(core: EngineCore, store: ResponseStore, owner: str, body: Res
                 param="previous_response_id",
             )
     make = partial(call_of, core, body, previous, partial(store.find_item, owner=owner))
-    if previous is None and body.truncation == "disabled" and len(body.input) < MAX_LISTED:
-        return make()
-    return await anyio.to_thread.run_sync(make)
+    small = previous is None and body.truncation == "disabled" and len(body.input) < MAX_LISTED
+    return await off_loop(make, small=small)
 
 
 # --- in the background ---

@@ -10,6 +10,7 @@ import orjson
 import pytest
 
 import fake_core
+from runtime.tokenizer.chat_template import ChatTemplate
 from served_core import Serve, Served
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
@@ -277,3 +278,17 @@ async def test_text_is_escaped_as_json_wants_it(serve: Serve) -> None:
     assert "".join(e["choices"][0]["delta"]["content"] or "" for e in events) == text
     raw = orjson.dumps(events)
     assert orjson.loads(raw) == events
+
+
+async def test_hostile_chat_holds_nobody_up(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a template loops over comes from the client: refused by its cost, in a thread, while others are answered."""
+    source = "{% for i in range(n) %}{% for j in range(n) %}{% endfor %}{% endfor %}{{ messages[0].content }}"
+    monkeypatch.setattr(served.core.tokenizer, "template", ChatTemplate({"default": source}, {}))
+    hostile = asyncio.create_task(chat(served, extra_body={"chat_template_kwargs": {"n": 50_000}}))
+    answered = 0
+    while not hostile.done():
+        await chat(served, extra_body={"chat_template_kwargs": {"n": 2}})
+        answered += 1
+    with pytest.raises(openai.BadRequestError, match="would take more than 1 s or 64 MiB"):
+        await hostile
+    assert answered > 1
