@@ -14,6 +14,7 @@ COMMANDS = {
     "serving": ("serve.bench.serving", "a running server over HTTP: latencies, throughput, goodput"),
     "offline": ("serve.bench.offline", "throughput of the engine in this process"),
     "latency": ("serve.bench.latency", "one batch in this process: prefill, and decode per token"),
+    "schemas": ("serve.bench.schemas", "grammars of JSON schemas: what they accept, what they cost"),
 }
 
 
