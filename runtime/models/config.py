@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +66,6 @@ def read_facts(
         dtype=stated or stored_dtype(directory) or "float32",
         eos_ids=_eos_ids(values, generation, numbers["vocab_size"]),
         bos_id=min(bos_ids, default=None),
-        has_sinks=by_transformers
-        or entry(_architecture(values)).sinks,  # of the others nobody knows beforehand
         weight_bytes=weight_bytes(directory),
         preferred_sampling=_preferred_sampling(generation),
         quantization=stored_quantization(values),
@@ -76,7 +74,7 @@ def read_facts(
     )
 
 
-def _numbers(values: Mapping[str, Any]) -> dict[str, int]:
+def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
     """Of a family of ours."""
     config = Config(values)
     config.check()
@@ -88,23 +86,16 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, int]:
         "hidden_size": config.hidden_size,
         "vocab_size": config.vocab_size,
         "context_length": config.rope().context_length,
+        "has_sinks": entry(config.architecture).sinks,
     }
 
 
-def _numbers_of_transformers(values: Mapping[str, Any]) -> dict[str, int]:
+def _numbers_of_transformers(values: Mapping[str, Any]) -> dict[str, Any]:
     """Of a model that transformers computes; imports torch, and runs the model on shapes."""
     from runtime.models.by_transformers.facts import numbers
 
     found = numbers(values)
-    names = (
-        "num_layers",
-        "num_heads",
-        "num_kv_heads",
-        "head_dim",
-        "hidden_size",
-        "vocab_size",
-        "context_length",
-    )
+    names = (field.name for field in fields(found) if field.name != "windows")
     return {name: getattr(found, name) for name in names}
 
 

@@ -224,10 +224,15 @@ def entry(architecture: str) -> Entry:
     """The entry of an architecture. Raises CheckpointError, with a hint, where there is none."""
     if architecture in ARCHITECTURES:
         return ARCHITECTURES[architecture]
+    raise CheckpointError(unsupported(architecture))
+
+
+def unsupported(architecture: str) -> str:
+    """Why an architecture without a family cannot be computed by one."""
     meant = _misspelt(architecture)
     hint = f" Did you mean {meant}?" if meant else ""
     known = ", ".join(sorted(ARCHITECTURES))
-    raise CheckpointError(f"The architecture {architecture} is not supported.{hint} Supported are: {known}.")
+    return f"The architecture {architecture} is not supported.{hint} Families of ours: {known}."
 
 
 def _misspelt(architecture: str) -> str | None:

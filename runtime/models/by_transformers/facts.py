@@ -18,6 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from runtime.errors import CheckpointError
 from runtime.models.by_transformers import attention
 from runtime.models.by_transformers.quiet import quiet
+from runtime.models.registry import unsupported
 
 KNOWN_OPTIONS = frozenset({"scaling", "sliding_window", "softcap", "s_aux"})
 SERVED_LAYERS = frozenset({"full_attention", "sliding_attention", "attention", "global", "local"})
@@ -46,6 +47,7 @@ class Numbers:
     hidden_size: int
     vocab_size: int
     context_length: int
+    has_sinks: bool
     windows: Sequence[int | None]  # of each call
 
 
@@ -55,8 +57,8 @@ def config_of(values: Mapping[str, Any]) -> Any:
     if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or kind not in CONFIG_MAPPING:
         own = " The code that comes with the checkpoint is not run." if "auto_map" in values else ""
         raise CheckpointError(
-            f"The architecture {name} is not supported: it has no family here, and transformers "
-            f"{transformers.__version__} has no causal language model of that name.{own}"
+            f"{unsupported(name)} transformers {transformers.__version__} has no causal language model of that "
+            f"name either.{own}"
         )
     try:
         with quiet():
@@ -105,6 +107,7 @@ def numbers(values: Mapping[str, Any]) -> Numbers:
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
         context_length=context,
+        has_sinks=any("s_aux" in call.options for call in calls),
         windows=windows,
     )
 
