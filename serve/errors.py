@@ -24,11 +24,13 @@ from runtime.errors import (
     Overloaded,
     RequestError,
     Unauthorized,
+    WorkerFailed,
 )
 
 logger = logging.getLogger("penstock.http")
 
 RETRY_CLOSED_S = 5  # a guess at when another server may be there
+WORKER_GONE = "A process that computed this request is gone, and the request with it; send it again."
 
 _KINDS = {400: InvalidRequest.kind, 401: Unauthorized.kind, 404: NotFound.kind, 405: "MethodNotAllowedError"}
 
@@ -61,7 +63,8 @@ def describe(error: Exception) -> Failure:
         return Failure(error.status, error.kind, error.message, headers=going)
     if isinstance(error, EngineFailure):
         logger.error("a request failed: %s", error.message, exc_info=error.__cause__)
-        return Failure(error.status, error.kind, error.message)
+        message = WORKER_GONE if isinstance(error, WorkerFailed) else error.message
+        return Failure(error.status, error.kind, message)
     logger.error("a request failed unexpectedly", exc_info=error)
     return Failure(EngineFailure.status, EngineFailure.kind, "The server failed to answer this request.")
 

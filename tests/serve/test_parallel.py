@@ -304,3 +304,38 @@ async def test_copy_whose_worker_is_killed_is_started_again_and_the_others_go_on
         assert await outputs(engine) == expected
         assert engine.status().state == "ready"
     assert not workers()
+
+
+@pytest.mark.slow
+async def test_worker_killed_under_load_costs_what_ran_there_and_nothing_else():
+    """Who waited is answered by the other copy; whom it hit learns that, but nothing of ranks and processes."""
+    bodies = [
+        {"input_ids": [5, 6, 7 + i], "sampling_params": {**LONG, "max_new_tokens": 60}} for i in range(24)
+    ]
+    options = {**PLAIN, "dp_size": 2, "tp_size": 2, "max_running_requests": 4}
+    async with (
+        Engine(model_path(), **options) as engine,
+        http_server.serving(build_app(engine.core)) as url,
+        httpx.AsyncClient(base_url=url, timeout=300) as client,
+    ):
+        expected = [(await client.post("/generate", json=body)).json()["output_ids"] for body in bodies]
+        asked = [asyncio.create_task(client.post("/generate", json=body)) for body in bodies]
+        while engine.status().num_running < 8:
+            await asyncio.sleep(0)
+        victim = workers()[1]
+        waited = engine.status().num_waiting
+        victim.kill()
+        answers = await asyncio.gather(*asked)
+        failed = [answer for answer in answers if answer.status_code != 200]
+        assert len(failed) <= 24 - waited
+        for answer in failed:
+            assert answer.status_code == 500
+            assert "A process that computed this request is gone" in answer.text
+            assert "ank" not in answer.text
+            assert str(victim.pid) not in answer.text
+        for answer, ids in zip(answers, expected, strict=True):
+            if answer.status_code == 200:
+                assert answer.json()["output_ids"] == ids
+        while len(engine.core.schedulers) < 2:
+            await asyncio.sleep(0.05)
+        assert engine.status().state == "ready"

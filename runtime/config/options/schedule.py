@@ -23,7 +23,8 @@ class ScheduleArgs:
     max_queued_requests: int | None = option(
         None,
         "Longest waiting queue. A request that finds it full is answered with status 503 and Retry-After; prompts of "
-        "one call are let in together. Default: twice --max-running-requests; no limit for an Engine in Python.",
+        "one call are let in together. Default: 2048, or twice --max-running-requests if that is more; no limit for an "
+        "Engine in Python.",
         low=1,
         sglang="no limit",
         plan=SchedulePlan.max_queued,

@@ -8,6 +8,7 @@ from runtime.config.resolve.plan_builder import Decision, PlanBuilder, build
 
 OPEN_ENDED_TOKENS = 256  # a usual answer of a chat
 QUEUE_FACTOR = 2  # sequences that may wait for each that may run
+MIN_QUEUE = 2048  # or so many, if that is more: clients that send all of a benchmark at once
 DECAY_STEPS = 600  # over which the share reserved for output falls to its minimum
 
 
@@ -66,7 +67,8 @@ def _max_queued(builder: PlanBuilder, running: int) -> Decision[int]:
     asked = builder.args.schedule.max_queued_requests
     if asked is not None:
         return Decision(asked, "as asked")
-    return Decision(QUEUE_FACTOR * running, f"{QUEUE_FACTOR} x the sequences that may run")
+    reason = f"{QUEUE_FACTOR} x the sequences that may run, and no fewer than {MIN_QUEUE}"
+    return Decision(max(QUEUE_FACTOR * running, MIN_QUEUE), reason)
 
 
 def _chunk_tokens(builder: PlanBuilder, gpu: Gpu | None, page_size: int) -> Decision[int | None]:

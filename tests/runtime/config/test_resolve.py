@@ -60,6 +60,20 @@ def test_defaults_without_a_gpu() -> None:
 
 
 @pytest.mark.parametrize(
+    ("machine", "asked", "queued"),
+    [
+        (CPU, {}, 2048),  # a benchmark that sends 2,000 prompts at once
+        (CPU, {"max_running_requests": 8}, 2048),
+        (CPU, {"max_running_requests": 3000}, 6000),
+        (CPU, {"max_queued_requests": 5}, 5),
+        (H200, {}, 4096),
+    ],
+)
+def test_queue_takes_a_whole_benchmark(machine: Machine, asked: dict[str, Any], queued: int) -> None:
+    assert plan(machine, **asked).schedule.max_queued == queued
+
+
+@pytest.mark.parametrize(
     ("name", "chunk", "fraction"),
     [("t4", 2048, 0.807), ("a100", 8192, 0.873), ("h200", 8192, 0.91), ("b200", 16384, 0.82)],
 )
