@@ -24,7 +24,7 @@ class LogprobParams:
     start: int = -1  # first prompt position whose logprob is wanted; -1: of the output only
     top: int = 0  # alternatives per position
     token_ids: tuple[int, ...] = ()  # logprobs of these ids at every position
-    text: bool = False  # decode the ids too
+    text: bool = False  # name the tokens by their text too; in OpenAI APIs: by that alone, else by their ids
 
     def __post_init__(self) -> None:
         if not 0 <= self.top <= MAX_TOP_LOGPROBS:
@@ -57,6 +57,9 @@ class Request:
     logprobs: LogprobParams | None = None
     add_special_tokens: bool = True  # chat templates write their own
     truncate: bool = False  # cut a too long prompt instead of refusing it
+    keep_last: int | None = (
+        None  # so many tokens of the prompt's end; -1: as many as leave room for the output
+    )
     wants_embedding: bool = False
     grammar: Grammar | None = None  # what the output must match; the engine makes the constraint of it
     follows: bool = False  # another prompt of its call was let in: the queue takes this one too, full or not

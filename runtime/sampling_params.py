@@ -21,6 +21,8 @@ MAX_CHOICES = 128
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
 MAX_BIASES = 1024
+MAX_BAD_WORDS = 64
+MAX_BAD_WORD_CHARS = 256
 MAX_INT32 = 2**31 - 1
 TOP_K_OFF = 2**30  # more than any vocabulary holds
 
@@ -250,6 +252,24 @@ class SamplingParams:
             read=_biases,
         ),
     ] = field(default_factory=dict)
+    allowed_token_ids: Annotated[
+        frozenset[int] | None,
+        ParamSpec(
+            help="The only tokens that may be generated, named by their ids; list an end of the text if the output "
+            "may end before its last token.",
+            json=list[int],
+            read=frozenset,
+        ),
+    ] = None
+    bad_words: Annotated[
+        tuple[str, ...],
+        ParamSpec(
+            help=f"Words that are never generated, up to {MAX_BAD_WORDS}, alone and after a space; each must be a "
+            "single token of the model.",
+            json=list[str],
+            read=tuple,
+        ),
+    ] = ()
     json_schema: Annotated[
         str | None,
         ParamSpec(
@@ -337,6 +357,7 @@ class SamplingParams:
                 param="min_new_tokens",
             )
         self._check_stops()
+        self._check_tokens()
         self._check_bias()
 
     def _check_stops(self) -> None:
@@ -346,6 +367,17 @@ class SamplingParams:
             if not 0 < len(text) <= MAX_STOP_CHARS:
                 raise InvalidRequest(
                     f"A stop string must have 1 to {MAX_STOP_CHARS} characters.", param="stop"
+                )
+
+    def _check_tokens(self) -> None:
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise InvalidRequest("allowed_token_ids must not be empty.", param="allowed_token_ids")
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            raise InvalidRequest(f"At most {MAX_BAD_WORDS} bad_words are allowed.", param="bad_words")
+        for word in self.bad_words:
+            if not 0 < len(word) <= MAX_BAD_WORD_CHARS:
+                raise InvalidRequest(
+                    f"One of bad_words must have 1 to {MAX_BAD_WORD_CHARS} characters.", param="bad_words"
                 )
 
     def _check_bias(self) -> None:

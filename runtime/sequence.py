@@ -22,6 +22,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "banned_ids",
         "constraint",
         "finish",
         "ids",
@@ -54,6 +55,7 @@ class Sequence:
         stop_ids: frozenset[int],
         seed: int,
         namespace: Hashable = None,
+        banned_ids: frozenset[int] = frozenset(),
     ) -> None:
         self.request = request
         self.index = index  # which of the request's n choices
@@ -61,6 +63,7 @@ class Sequence:
         self.ids: list[int] = list(ids)
         self.num_prompt = len(self.ids)
         self.max_tokens = max_tokens  # prompt and output together, never more than the context
+        self.banned_ids = banned_ids  # never sampled
         self.stop_ids = stop_ids  # ends the sequence when sampled (empty with ignore_eos)
         self.seed = seed  # 64 bits; with the output position it fixes every random choice
         constraint = request.constraint
@@ -88,6 +91,7 @@ class Sequence:
             stop_ids=self.stop_ids,
             seed=self.seed,
             namespace=self.namespace,
+            banned_ids=self.banned_ids,
         )
 
     @property

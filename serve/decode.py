@@ -108,6 +108,11 @@ class Fields:
         self._nullable = {name for name, hint in hints.items() if _lists_none(hint)}
         self._closed = closed
 
+    @property
+    def names(self) -> Collection[str]:
+        """The declared keys."""
+        return self._checks.keys()
+
     def read(self, value: object, path: str = "") -> dict[str, Any]:
         """The declared keys that are set; `path` is where the object stands. Raises as `decode`."""
         try:

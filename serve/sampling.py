@@ -66,6 +66,11 @@ def sampling_names(api: Api) -> Mapping[str, str]:
     return {p.name: p.names_in(api)[0] for p in parameters() if p.names_in(api)}
 
 
+def sampling_fields(api: Api) -> frozenset[str]:
+    """Every key that is read, or refused by its name."""
+    return frozenset(_fields(api).names)
+
+
 @cache
 def _fields(api: Api) -> Fields:
     hints: dict[str, Any] = {name: p.json for p in parameters() for name in p.names_in(api)}

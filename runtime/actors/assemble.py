@@ -38,6 +38,8 @@ def prepare(args: Args, machine: Machine, *, demo_path: str | None = None) -> tu
     for sentence in without_effect(args).values():
         logger.warning(sentence)
     plan = resolve(args, machine, facts, demo_path=demo_path)
+    if args.schedule.chunked_prefill_size not in (None, -1, plan.schedule.chunk_tokens):
+        logger.info("--chunked-prefill-size: %s.", plan.schedule.reasons["chunk_tokens"])
     return replace(plan, text=_with_local_tokenizer(plan.text, args)), facts
 
 

@@ -6,11 +6,13 @@ import random
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
+from runtime.allowed_tokens import AllowedTokens
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import Plan
 from runtime.errors import ContextOverflow, InvalidRequest
 from runtime.grammar.constraint import Ends
 from runtime.request import Request
+from runtime.sampling_params import SamplingParams
 from runtime.sequence import Sequence
 from runtime.tokenizer.tokenizer import Tokenizer
 
@@ -25,7 +27,7 @@ class InputProcessor:
         self._context_length = plan.model.context_length
         self._vocab_size = facts.vocab_size
         self._eos_ids = facts.eos_ids | (tokenizer.eos_ids if tokenizer else frozenset())
-        self._has_tokenizer = tokenizer is not None
+        self._tokenizer = tokenizer
         self._text_limit = tokenizer.text_limit if tokenizer else None
         self._random = random.Random(plan.model.random_seed)
 
@@ -33,23 +35,37 @@ class InputProcessor:
         """Raise `InvalidRequest` for what is wrong before anything is computed, the ids that were given included."""
         if request.text is None and request.ids is None:
             raise InvalidRequest("Either text or input_ids must be given.", param="text")
+        cuts = request.truncate or request.keep_last is not None
         if request.ids is not None:
             if not request.ids:
                 raise InvalidRequest("The prompt is empty.", param="input_ids")
             # Before every id is looked at: a body holds millions, and this is the loop.
-            if not request.truncate and len(request.ids) > self._context_length:
+            if not cuts and len(request.ids) > self._context_length:
                 raise self._too_long(request, len(request.ids))
             self.check_ids(request.ids)
-        elif request.text is not None and not request.truncate and self._text_limit is not None:
-            self._text_limit.check(request.text, self._context_length)
+        elif self._text_limit is not None and not cuts:
+            self._text_limit.check(request.text or "", self._context_length)
         sampling = request.sampling
-        named = {"stop_token_ids": sampling.stop_token_ids, "logit_bias": sampling.logit_bias}
+        named = {
+            "stop_token_ids": sampling.stop_token_ids,
+            "logit_bias": sampling.logit_bias,
+            "allowed_token_ids": sampling.allowed_token_ids,
+        }
         if request.logprobs is not None:
             named["token_ids_logprob"] = request.logprobs.token_ids
         for param, token_ids in named.items():
-            if token_ids and not all(0 <= token_id < self._vocab_size for token_id in token_ids):
-                raise InvalidRequest(f"Token ids in {param} must be in [0, {self._vocab_size}).", param=param)
-        if not self._has_tokenizer and sampling.stop:
+            wrong = next((each for each in token_ids or () if not 0 <= each < self._vocab_size), None)
+            if wrong is not None:
+                raise InvalidRequest(
+                    f"Token ids in {param} must be in [0, {self._vocab_size}), not {wrong}.", param=param
+                )
+        if sampling.allowed_token_ids is not None and request.grammar is not None:
+            raise InvalidRequest(
+                "allowed_token_ids and a grammar for the output exclude each other.",
+                param="allowed_token_ids",
+            )
+        self._banned_ids(sampling)
+        if self._tokenizer is None and sampling.stop:
             raise InvalidRequest("Stop strings need a tokenizer; this engine has none.", param="stop")
         if request.grammar is not None and request.wants_embedding:
             raise InvalidRequest("An embedding has no grammar.", param=request.grammar.kind)
@@ -66,7 +82,11 @@ class InputProcessor:
 
         Raises `ContextOverflow` or `InvalidRequest`.
         """
+        if request.sampling.allowed_token_ids is not None:
+            allowed = AllowedTokens(request.sampling.allowed_token_ids, self._vocab_size)
+            request = replace(request, constraint=allowed)
         request = self._fit(request, ids)
+        banned_ids = self._banned_ids(request.sampling)
         sampling, ids = request.sampling, request.ids or ()
         ends_anyway = request.grammar is not None  # where a grammar allows nothing more, its output ends
         stop_ids = frozenset() if sampling.ignore_eos and not ends_anyway else self._stop_ids(request)
@@ -80,6 +100,7 @@ class InputProcessor:
                 max_tokens=min(len(ids) + new, self._context_length),
                 stop_ids=stop_ids,
                 seed=(seed + index * CHOICE_STRIDE) & SEED_MASK,
+                banned_ids=banned_ids,
             )
             for index in range(sampling.n)
         ]
@@ -97,8 +118,36 @@ class InputProcessor:
     def _stop_ids(self, request: Request) -> frozenset[int]:
         return self._eos_ids | request.sampling.stop_token_ids
 
+    def _banned_ids(self, sampling: SamplingParams) -> frozenset[int]:
+        """The tokens of `bad_words`, each alone and after a space, as vLLM reads the field."""
+        if not sampling.bad_words:
+            return frozenset()
+        if self._tokenizer is None:
+            raise InvalidRequest("bad_words need a tokenizer; this engine has none.", param="bad_words")
+        words = [word.lstrip() or word for word in sampling.bad_words]
+        spaced = self._tokenizer.encode_batch([f" {word}" for word in words], add_special_tokens=False)
+        alone = self._tokenizer.encode_batch(words, add_special_tokens=False)
+        for word, ids in zip(sampling.bad_words, alone):
+            if len(ids) != 1:
+                raise InvalidRequest(
+                    f"bad_words: {word[:40]!r} is {len(ids)} tokens of this model; only words of a single token can "
+                    "be banned.",
+                    param="bad_words",
+                )
+        return frozenset(ids[0] for ids in (*alone, *spaced) if len(ids) == 1)
+
+    def _kept(self, request: Request, ids: tuple[int, ...]) -> tuple[int, ...]:
+        """The end of a prompt that its request wants cut."""
+        keep = request.keep_last
+        if keep is None:
+            return ids
+        if keep == -1:
+            new = request.sampling.max_new_tokens
+            keep = max(1, self._context_length - (1 if new is None else new))
+        return ids[-keep:]
+
     def _fit(self, request: Request, ids: tuple[int, ...]) -> Request:
-        context, sampling = self._context_length, request.sampling
+        context, sampling, ids = self._context_length, request.sampling, self._kept(request, ids)
         if not ids:
             raise InvalidRequest("The prompt is empty.", param="text")
         if request.wants_embedding:

@@ -60,7 +60,8 @@ class SamplingTables:
         penalised = is_penalised(sequence)
         forbids = _forbids_ends(sequence)
         logprobs = sequence.request.logprobs is not None
-        if penalised or forbids or logprobs or params.logit_bias or sequence.constraint is not None:
+        biased = bool(params.logit_bias or sequence.banned_ids)
+        if penalised or forbids or logprobs or biased or sequence.constraint is not None:
             self._is_special[index] = True
             self._special[index] = sequence
         if penalised:
@@ -147,7 +148,7 @@ def _forbids_ends(sequence: Sequence) -> bool:
 
 
 def _gather_bias(held: list[tuple[int, Sequence]], positions: Longs, vocab_size: int) -> Bias | None:
-    """Logit biases, and -inf on stop ids while an output is shorter than its minimum.
+    """Logit biases, and -inf on banned ids, and on stop ids while an output is shorter than its minimum.
 
     The length of the output is known even where its last tokens are not, so the minimum is exact with steps
     in flight.
@@ -158,7 +159,7 @@ def _gather_bias(held: list[tuple[int, Sequence]], positions: Longs, vocab_size:
     for row, sequence in held:
         params = sequence.sampling
         too_short = positions[row] < params.min_new_tokens and _forbids_ends(sequence)
-        forbidden = sequence.stop_ids if too_short else frozenset()
+        forbidden = sequence.banned_ids | sequence.stop_ids if too_short else sequence.banned_ids
         for token_id, value in params.logit_bias.items():
             if token_id not in forbidden:
                 rows.append(row)

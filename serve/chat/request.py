@@ -40,6 +40,8 @@ class ChatRequest:
     separate_reasoning: bool = True
     stream_reasoning: bool = True
     logprobs: LogprobParams | None = None
+    add_special_tokens: bool = False  # the chat template writes its own
+    keep_last: int | None = None  # as in `Request`
     label: str = field(default_factory=lambda: uuid4().hex)
 
 
@@ -54,6 +56,12 @@ class PreparedChat:
     def parses(self) -> bool:
         """Whether the output may be more than the answer's text."""
         return self.settings.parses
+
+    @property
+    def logprobs_as_ids(self) -> bool:
+        """Whether log-probabilities name tokens by their ids."""
+        wanted = self.request.logprobs
+        return wanted is not None and not wanted.text
 
     def new_parser(self) -> OutputParser:
         """The parser of one choice."""
@@ -80,7 +88,8 @@ def prepare(core: EngineCore, chat: ChatRequest) -> PreparedChat:
         text=prompt,
         sampling=sampling,
         logprobs=chat.logprobs,
-        add_special_tokens=False,
+        add_special_tokens=chat.add_special_tokens,
+        keep_last=chat.keep_last,
         truncate=serve.allow_auto_truncate,
         shown_special_ids=shown_special_ids(core.tokenizer, settings),
         grammar=grammar_of_chat(core, chat.grammar, choice, settings, parallel=chat.parallel_tool_calls),

@@ -33,12 +33,12 @@ MAX_CONTEXTS = 8  # of tokens in one text: who only counts may send more than th
 class TokenizeBody:
     prompt: str | Annotated[list[str], Length(1, MAX_PROMPTS)]
     add_special_tokens: bool = True
+    return_token_strs: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
 class TokenizeChatBody(ChatBody):
-    add_special_tokens: bool = False  # the chat template writes its own
-    add_generation_prompt: bool = True
+    return_token_strs: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -81,12 +81,12 @@ def _tokenize(core: EngineCore, raw: bytes) -> dict[str, Any]:
     if value.get("messages") is not None and value.get("prompt") is None:
         chat = decode(TokenizeChatBody, value)
         asked = chat_of(chat)
-        asked.add_generation_prompt = chat.add_generation_prompt
         text = render(core, asked)
-        texts, is_list, special = [text], False, chat.add_special_tokens
+        texts, is_list, special, strings = [text], False, chat.add_special_tokens, chat.return_token_strs
     else:
         body = decode(TokenizeBody, value)
         is_list, special = isinstance(body.prompt, list), body.add_special_tokens
+        strings = body.return_token_strs
         texts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
     for text in texts:
         if tokenizer.text_limit is not None:
@@ -95,10 +95,12 @@ def _tokenize(core: EngineCore, raw: bytes) -> dict[str, Any]:
     if len(raw) > LARGE_TEXT_BYTES:
         give_back_memory()
     counts = [len(ids) for ids in found]
+    pieces = [[tokenizer.backend.token(token_id) for token_id in ids] for ids in found] if strings else [None]
     return {
         "tokens": found if is_list else found[0],
         "count": counts if is_list else counts[0],
         "max_model_len": core.plan.model.context_length,
+        "token_strs": pieces if strings and is_list else pieces[0],
     }
 
 

@@ -68,7 +68,7 @@ def _response(
 
 
 def _read(core: EngineCore, raw: bytes) -> _Call:
-    body = decode_body(ChatBody, raw)
+    body = decode_body(ChatBody, raw, core.plan.serve)
     model = check_model(core, body.model)
     return _Call(body, model, prepare(core, chat_of(body)))
 
@@ -92,7 +92,7 @@ def chat_answer(
             {
                 "index": chunk.index,
                 "message": _message(message),
-                "logprobs": chat_logprobs(chunk.logprobs, tokenizer)
+                "logprobs": chat_logprobs(chunk.logprobs, tokenizer, as_ids=prepared.logprobs_as_ids)
                 if chunk.logprobs and tokenizer
                 else None,
                 "finish_reason": prepared.finish_kind(finish, parser),
@@ -200,7 +200,9 @@ class ChatEvents:
     def _logprobs(self, chunk: Chunk) -> bytes:
         if chunk.logprobs is None or self._tokenizer is None:
             return b"null"
-        return orjson.dumps(chat_logprobs(chunk.logprobs, self._tokenizer))
+        return orjson.dumps(
+            chat_logprobs(chunk.logprobs, self._tokenizer, as_ids=self._prepared.logprobs_as_ids)
+        )
 
     def _open(self, index: int) -> bytes:
         """An event of one choice up to its text."""
@@ -228,7 +230,7 @@ class ChatEvents:
         return self._start + orjson.dumps(choice) + self._event_end(chunk)
 
     def _event_end(self, chunk: Chunk | None) -> bytes:
-        if chunk is None or not self._options.continuous_usage_stats:
+        if chunk is None or not self._options.in_every_event:
             return self._end
         return event_end(self._usage.so_far(0, chunk.index, chunk.usage))
 

@@ -22,7 +22,7 @@ from serve.native.schema import check_choices, labels_of
 from serve.openai.answers import AnswerHeader, UsageCount, event_end
 from serve.openai.logprobs import CompletionLogprobs
 from serve.openai.models import check_model
-from serve.openai.requests import decode_body, sampling_of
+from serve.openai.requests import decode_body, keep_last_of, sampling_of
 from serve.openai.schema import NAMES, CompletionBody, StreamOptions
 from serve.output_streams import submit_all
 from serve.sse import EventStream
@@ -73,7 +73,7 @@ def _response(answers: CompletionAnswers, chunks: Sequence[Sequence[Chunk]]) -> 
 
 
 def _read(core: EngineCore, raw: bytes) -> _Call:
-    body = decode_body(CompletionBody, raw)
+    body = decode_body(CompletionBody, raw, core.plan.serve)
     tokenizer = core.tokenizer
     if tokenizer is None:
         raise InvalidRequest("This server has no tokenizer; use /generate with input_ids.", param="prompt")
@@ -83,6 +83,10 @@ def _read(core: EngineCore, raw: bytes) -> _Call:
         raise InvalidRequest("best_of is not built yet; leave it out or make it n.", param="best_of")
     if sampling.max_new_tokens == 0 and not body.echo:
         raise InvalidRequest("max_tokens must be at least 1 unless echo is true.", param="max_tokens")
+    if body.echo and body.truncate_prompt_tokens is not None:
+        raise InvalidRequest(
+            "echo and truncate_prompt_tokens exclude each other.", param="truncate_prompt_tokens"
+        )
     prompts, is_batch = _prompts(body)
     check_choices(len(prompts), sampling.n)
     logprobs = _logprobs(body)
@@ -96,6 +100,8 @@ def _read(core: EngineCore, raw: bytes) -> _Call:
             grammar=body.grammar,
             logprobs=logprobs,
             truncate=core.plan.serve.allow_auto_truncate,
+            keep_last=keep_last_of(body),
+            add_special_tokens=body.add_special_tokens,
             label=label,
         )
         for prompt, label in zip(prompts, labels, strict=True)
@@ -122,7 +128,9 @@ def _prompts(body: CompletionBody) -> tuple[Sequence[str | list[int]], bool]:
 def _logprobs(body: CompletionBody) -> LogprobParams | None:
     if body.logprobs is None:
         return None
-    return LogprobParams(start=0 if body.echo else -1, top=body.logprobs, text=True)
+    return LogprobParams(
+        start=0 if body.echo else -1, top=body.logprobs, text=not body.return_tokens_as_token_ids
+    )
 
 
 # --- the answer ---
@@ -210,7 +218,7 @@ class CompletionAnswers:
         return b"," + orjson.dumps(fields)[1:]
 
     def _event_end(self, request_index: int, chunk: Chunk) -> bytes:
-        if self._options.continuous_usage_stats:
+        if self._options.in_every_event:
             return event_end(self._usage.so_far(request_index, chunk.index, chunk.usage))
         return self._end
 
@@ -231,8 +239,8 @@ class CompletionAnswers:
         if pieces is None:
             pieces = self._logprobs[number] = CompletionLogprobs(
                 tokenizer,
-                top=request.logprobs.top,
                 skip_special_tokens=request.sampling.skip_special_tokens,
+                as_ids=not request.logprobs.text,
             )
         return pieces.piece(_joined(chunk.prompt_logprobs, chunk.logprobs), text)
 

@@ -14,20 +14,24 @@ if TYPE_CHECKING:
 LOWEST = -9999.0  # stands for minus infinity, which JSON has not
 
 
-def chat_logprobs(logprobs: Logprobs, tokenizer: Tokenizer) -> dict[str, Any]:
-    """`{"content": [{token, bytes, logprob, top_logprobs}]}`."""
+def chat_logprobs(logprobs: Logprobs, tokenizer: Tokenizer, *, as_ids: bool = False) -> dict[str, Any]:
+    """`{"content": [{token, bytes, logprob, top_logprobs}]}`; tokens as `token_id:5` with `as_ids`."""
     content = []
     for index, (logprob, token_id) in enumerate(logprobs.chosen):
         alternatives = logprobs.top[index] if logprobs.top else None
-        top = [_chat_token(tokenizer, token, value) for value, token in alternatives or ()]
-        content.append({**_chat_token(tokenizer, token_id, logprob), "top_logprobs": top})
+        top = [_chat_token(tokenizer, token, value, as_ids) for value, token in alternatives or ()]
+        content.append({**_chat_token(tokenizer, token_id, logprob, as_ids), "top_logprobs": top})
     return {"content": content, "refusal": None}
 
 
-def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float | None) -> dict[str, Any]:
+def _name(tokenizer: Tokenizer, token_id: int, as_ids: bool) -> str:
+    return f"token_id:{token_id}" if as_ids else tokenizer.token_text(token_id)
+
+
+def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float | None, as_ids: bool) -> dict[str, Any]:
     raw = tokenizer.token_bytes(token_id)
     return {
-        "token": tokenizer.token_text(token_id),
+        "token": _name(tokenizer, token_id, as_ids),
         "bytes": None if raw is None else list(raw),
         "logprob": _finite(logprob),
     }
@@ -44,9 +48,9 @@ class CompletionLogprobs:
     has the offset of that character; one that the text leaves out (a special token) that of what follows.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, top: int, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool, as_ids: bool = False) -> None:
         self._tokenizer = tokenizer
-        self._top = top
+        self._as_ids = as_ids
         self._left_out = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
@@ -59,8 +63,8 @@ class CompletionLogprobs:
         return {
             "text_offset": [self._text_offset(token_id, text) for token_id in ids],
             "token_logprobs": [None if value is None else _finite(value) for value, _ in logprobs.chosen],
-            "tokens": [self._tokenizer.token_text(token_id) for token_id in ids],
-            "top_logprobs": self._alternatives(logprobs) if self._top else None,
+            "tokens": [_name(self._tokenizer, token_id, self._as_ids) for token_id in ids],
+            "top_logprobs": self._alternatives(logprobs),
         }
 
     def _text_offset(self, token_id: int, text: str) -> int:
@@ -77,12 +81,12 @@ class CompletionLogprobs:
         """Per token the best ones and the token itself; null where nothing precedes it."""
         found: list[Mapping[str, float] | None] = []
         for index, (value, token_id) in enumerate(logprobs.chosen):
-            pairs = logprobs.top[index] if logprobs.top else None
+            pairs = logprobs.top[index] if logprobs.top else ()
             if value is None or pairs is None:
                 found.append(None)
                 continue
             named: dict[str, float] = {}
             for logprob, token in [*pairs, (value, token_id)]:
-                named.setdefault(self._tokenizer.token_text(token), _finite(logprob))
+                named.setdefault(_name(self._tokenizer, token, self._as_ids), _finite(logprob))
             found.append(named)
         return found

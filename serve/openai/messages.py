@@ -10,6 +10,7 @@ from runtime.errors import InvalidRequest
 from runtime.request import LogprobParams
 from serve.chat.request import ChatRequest
 from serve.chat.thinking import thinking_switch
+from serve.openai.requests import keep_last_of
 from serve.openai.schema import ChatBody, Message
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -30,6 +31,9 @@ def chat_of(body: ChatBody) -> ChatRequest:
         separate_reasoning=body.separate_reasoning,
         stream_reasoning=body.stream_reasoning,
         logprobs=_logprobs(body),
+        add_generation_prompt=body.add_generation_prompt,
+        add_special_tokens=body.add_special_tokens,
+        keep_last=keep_last_of(body),
         label=body.rid or uuid4().hex,
     )
 
@@ -92,7 +96,7 @@ def _template_kwargs(body: ChatBody) -> Mapping[str, Any]:
 
 def _logprobs(body: ChatBody) -> LogprobParams | None:
     if body.logprobs:
-        return LogprobParams(top=body.top_logprobs or 0, text=True)
+        return LogprobParams(top=body.top_logprobs or 0, text=not body.return_tokens_as_token_ids)
     if body.top_logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true.", param="top_logprobs")
     return None

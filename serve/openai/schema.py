@@ -1,6 +1,6 @@
 """Bodies of the OpenAI endpoints. Keys that are not named here are ignored, as clients expect.
 
-Accepted without effect: `user` (an identifier for abuse reports; this server writes none).
+Accepted without effect: `user` (an identifier for abuse reports; this server writes none), and `WITHOUT_EFFECT`.
 """
 
 from __future__ import annotations
@@ -11,18 +11,39 @@ from typing import Annotated, Any, ClassVar
 
 from runtime.grammar.spec import Grammar
 from runtime.request import MAX_TOP_LOGPROBS
-from runtime.sampling_params import Api
+from runtime.sampling_params import MAX_INT32, Api
 from serve.decode import Length, NotBuilt, Range
 from serve.native.schema import MAX_PROMPTS, Label
 from serve.sampling import sampling_names
 
 MAX_MESSAGES = 4096
+# What clients send to OpenAI, and vLLM's scheduler, that changes no answer here.
+WITHOUT_EFFECT = frozenset(
+    {
+        "include_reasoning",
+        "length_penalty",
+        "metadata",
+        "modalities",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "request_id",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "verbosity",
+    }
+)
 
 
 @dataclass(slots=True, kw_only=True)
 class StreamOptions:
     include_usage: bool = False
     continuous_usage_stats: bool = False
+
+    @property
+    def in_every_event(self) -> bool:
+        """Whether each event says what was used so far."""
+        return self.include_usage and self.continuous_usage_stats
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,6 +77,12 @@ class OpenAIBody:
     cache_salt: NotBuilt = None
     extra_key: NotBuilt = None
     return_token_ids: NotBuilt = None
+    truncate_prompt_tokens: Annotated[int, Range(-1, MAX_INT32)] | None = None
+    return_tokens_as_token_ids: bool = False
+    prompt_logprobs: NotBuilt = None
+    use_beam_search: NotBuilt = None
+    kv_transfer_params: NotBuilt = None
+    vllm_xargs: NotBuilt = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,6 +102,7 @@ class CompletionBody(OpenAIBody):
     logprobs: Annotated[int, Range(0, MAX_TOP_LOGPROBS)] | None = None
     best_of: int | None = None
     suffix: NotBuilt = None
+    add_special_tokens: bool = True
 
 
 @dataclass(slots=True, kw_only=True)
@@ -142,6 +170,12 @@ class ChatBody(OpenAIBody):
     prediction: NotBuilt = None
     web_search_options: NotBuilt = None
     input_ids: NotBuilt = None
+    echo: NotBuilt = None
+    chat_template: NotBuilt = None
+    documents: NotBuilt = None
+    mm_processor_kwargs: NotBuilt = None
+    add_generation_prompt: bool = True
+    add_special_tokens: bool = False  # the chat template writes its own
 
 
 # The engine's names for parameters, in the words of these endpoints, which share them.

@@ -89,6 +89,12 @@ class HttpArgs:
         "Cut prompts and output lengths that exceed the context instead of answering with status 400.",
         plan=ServePlan.allow_auto_truncate,
     )
+    refuse_unknown_fields: bool = option(
+        False,
+        "Answer OpenAI requests with a field that no API knows with status 400. Default: such a field is ignored, and "
+        "logged once.",
+        plan=ServePlan.refuse_unknown_fields,
+    )
     warmups: str | None = planned(
         None, "Names of warm-up functions, separated by commas, that run before the server is ready."
     )

@@ -38,8 +38,8 @@ class ScheduleArgs:
     )
     chunked_prefill_size: int | None = option(
         None,
-        "Prompt tokens computed in one step; a longer prompt is cut into pieces of this size, a multiple of "
-        "the page size. -1 never cuts. Default: 4096 without a GPU, 2048 to 16384 by GPU memory.",
+        "Prompt tokens computed in one step; a longer prompt is cut into pieces of this size, "
+        "rounded up to whole pages. -1 never cuts. Default: 4096 without a GPU, 2048 to 16384 by GPU memory.",
         low=-1,
         plan=SchedulePlan.chunk_tokens,
     )

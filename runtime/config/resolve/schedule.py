@@ -76,11 +76,9 @@ def _chunk_tokens(builder: PlanBuilder, gpu: Gpu | None, page_size: int) -> Deci
     if asked is not None and asked <= 0:
         return Decision(None, "as asked: prompts are never cut")
     if asked is not None:
-        if asked % page_size:
-            builder.refuse(
-                "chunked_prefill_size",
-                f"--chunked-prefill-size {asked} must be a multiple of the page size, {page_size}.",
-            )
+        whole = -(-asked // page_size) * page_size
+        if whole != asked:
+            return Decision(whole, f"{asked} rounded up to whole pages of {page_size}")
         return Decision(asked, "as asked")
     if gpu is None:
         size, reason = 4096, "the default without a GPU"

@@ -132,6 +132,8 @@ def serve_plan(builder: PlanBuilder, model_path: str, demo_path: str | None) -> 
         api_key_file=builder.follow("api_key_file"),
         cors_allow_origins=builder.follow("cors_allow_origins"),
         shutdown_timeout_s=builder.follow("shutdown_timeout"),
+        max_body_bytes=builder.follow("max_body_bytes"),
+        refuse_unknown_fields=builder.follow("refuse_unknown_fields"),
     )
 
 

@@ -44,6 +44,8 @@ def request(
         (request(3, stop_token_ids=frozenset({512})), "stop_token_ids"),
         (request(3, logit_bias={512: 1.0}), "logit_bias"),
         (request(3, logprobs=LogprobParams(token_ids=(512,))), "token_ids_logprob"),
+        (request(3, allowed_token_ids=frozenset({512})), "allowed_token_ids"),
+        (request(3, bad_words=("x",)), "bad_words"),
         (request(3, stop=("x",)), "stop"),
         (Request(ids=(3,), wants_embedding=True, sampling=SamplingParams(n=2)), "n"),
         (Request(ids=(3,), wants_embedding=True, logprobs=LogprobParams()), "return_logprob"),
@@ -95,3 +97,31 @@ def test_an_embedding_leaves_no_room_for_output():
     ids = tuple([3] * 512)
     _, [sequence] = PROCESSOR.prepare(Request(ids=ids, wants_embedding=True), ids)
     assert sequence.max_tokens == sequence.num_prompt == 512
+
+
+def test_end_of_a_prompt_is_kept() -> None:
+    long = tuple(range(10, 110)) * 10
+    for keep, new, kept in (
+        (5, 16, long[-5:]),
+        (-1, 12, long[-500:]),
+        (-1, None, long[-511:]),
+        (4000, 16, None),
+    ):
+        asked = Request(ids=long, keep_last=keep, sampling=SamplingParams(max_new_tokens=new))
+        PROCESSOR.check(asked)
+        if kept is None:
+            with pytest.raises(ContextOverflow):
+                PROCESSOR.prepare(asked, long)
+        else:
+            found, [sequence] = PROCESSOR.prepare(asked, long)
+            assert found.ids == tuple(sequence.ids) == kept
+
+
+def test_allowed_tokens_make_a_mask() -> None:
+    asked = request(3, allowed_token_ids=frozenset({0, 31, 32, 511}))
+    found, _ = PROCESSOR.prepare(asked, (3,))
+    assert found.constraint is not None
+    bitmask = found.constraint.host_data_after(0, ()).result().bitmask
+    assert bitmask is not None
+    assert (str(bitmask.dtype), len(bitmask)) == ("int32", 16)
+    assert [token for token in range(512) if bitmask[token // 32] >> (token % 32) & 1] == [0, 31, 32, 511]

@@ -139,6 +139,12 @@ async def test_messages_are_tokenized_through_the_template(served: Served) -> No
     assert text == "<|im_start|>user\nHi<|im_end|>\n"
 
 
+async def test_tokens_are_shown_as_the_tokenizer_writes_them(served: Served) -> None:
+    found = await served.post("/tokenize", prompt=["a b", "a"], return_token_strs=True)
+    assert ["".join(strings) for strings in found["token_strs"]] == ["aĠb", "a"]
+    assert (await served.post("/tokenize", prompt="a"))["token_strs"] is None
+
+
 @pytest.mark.parametrize("tokens", [[99999], [-1], [[5], [512]]])
 async def test_ids_beyond_the_vocabulary_are_refused(served: Served, tokens: list[int]) -> None:
     response = await served.http.post("/detokenize", json={"tokens": tokens})

@@ -235,6 +235,13 @@ async def test_model_is_known_by_name_and_path(served: Served) -> None:
         ({"messages": [called('{"a":' * 9000)]}, "messages.0.tool_calls.0.function.arguments"),
         ({"messages": [called("[" * 99_000)]}, "messages.0.tool_calls.0.function.arguments"),
         ({"extra_body": {"input_ids": [1]}}, "input_ids"),
+        ({"extra_body": {"prompt_logprobs": 0}}, "prompt_logprobs"),
+        ({"extra_body": {"use_beam_search": True}}, "use_beam_search"),
+        ({"extra_body": {"echo": True}}, "echo"),
+        ({"extra_body": {"chat_template": "{{ messages }}"}}, "chat_template"),
+        ({"extra_body": {"truncate_prompt_tokens": 0}}, "truncate_prompt_tokens"),
+        ({"extra_body": {"allowed_token_ids": []}}, "allowed_token_ids"),
+        ({"extra_body": {"bad_words": [""]}}, "bad_words"),
     ],
 )
 async def test_wrong_parameter_is_named(served: Served, options: dict[str, Any], param: str) -> None:
@@ -292,3 +299,25 @@ async def test_hostile_chat_holds_nobody_up(served: Served, monkeypatch: pytest.
     with pytest.raises(openai.BadRequestError, match="would take more than 1 s or 64 MiB"):
         await hostile
     assert answered > 1
+
+
+async def test_template_may_be_told_not_to_open_the_answer(served: Served) -> None:
+    await chat(served, extra_body={"add_generation_prompt": False, "truncate_prompt_tokens": -1})
+    [request] = served.core.submitted
+    assert request.text == "<|im_start|>user\nHello<|im_end|>\n"
+    assert request.keep_last == -1
+
+
+async def test_unknown_field_is_logged_once(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        await chat(served, max_tokens=1, store=True, extra_body={"temprature": 1})
+    [line] = [record.getMessage() for record in caplog.records if record.name == "penstock.http"]
+    assert "'temprature'" in line
+
+
+async def test_unknown_field_is_refused_on_demand(serve: Serve) -> None:
+    served = await serve(refuse_unknown_fields=True)
+    await chat(served, max_tokens=1, store=True, seed=1, logit_bias={"5": 1}, extra_body={"top_k": 3})
+    with pytest.raises(openai.BadRequestError, match="did you mean temperature") as caught:
+        await chat(served, extra_body={"temprature": 1})
+    assert caught.value.param == "temprature"

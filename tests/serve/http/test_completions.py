@@ -121,7 +121,38 @@ async def test_logprobs_name_the_chosen_token_beside_the_best(served: Served) ->
     assert logprobs.tokens == ["On"]
     assert logprobs.top_logprobs[0]["On"] == -0.25
     assert len(logprobs.top_logprobs[0]) == 2
-    assert (await complete(served, logprobs=0, max_tokens=1)).choices[0].logprobs.top_logprobs is None
+    assert (await complete(served, logprobs=0, max_tokens=1)).choices[0].logprobs.top_logprobs == [
+        {"On": -0.25}
+    ]
+
+
+async def test_usage_in_every_event_needs_usage_at_all(served: Served) -> None:
+    options = {"include_usage": False, "continuous_usage_stats": True}
+    stream = await complete(served, stream=True, max_tokens=3, stream_options=options)
+    assert [event.usage async for event in stream] == [None] * 3
+
+
+async def test_logprobs_may_name_tokens_by_their_ids(served: Served) -> None:
+    asked = {"max_tokens": 1, "extra_body": {"return_tokens_as_token_ids": True}}
+    logprobs = (await complete(served, logprobs=1, **asked)).choices[0].logprobs
+    [token_id] = served.core.tokenizer.encode_batch(["On"], add_special_tokens=False)[0]
+    assert logprobs.tokens == [f"token_id:{token_id}"]
+    assert logprobs.top_logprobs == [{f"token_id:{token_id}": -0.25}]
+
+
+async def test_end_of_a_long_prompt_may_be_kept(served: Served) -> None:
+    await complete(
+        served, max_tokens=1, extra_body={"truncate_prompt_tokens": 3, "add_special_tokens": False}
+    )
+    [request] = served.core.submitted
+    assert (request.keep_last, request.add_special_tokens) == (3, False)
+    for options, param in (
+        ({"extra_body": {"truncate_prompt_tokens": 0}}, "truncate_prompt_tokens"),
+        ({"extra_body": {"truncate_prompt_tokens": 3}, "echo": True}, "truncate_prompt_tokens"),
+    ):
+        with pytest.raises(openai.BadRequestError) as caught:
+            await complete(served, **options)
+        assert caught.value.param == param
 
 
 async def test_metaspace_offsets_begin_at_the_shown_text(serve: Serve, tmp_path: Any) -> None:
