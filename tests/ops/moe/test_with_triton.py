@@ -54,7 +54,7 @@ def test_logits_that_are_no_numbers_choose_experts_that_exist() -> None:
             "tl.where(left == top, ids, EXPERTS - 1)",
             "tl.where(left >= top - 1, ids, EXPERTS - 1)",
         ),
-        ("a few tokens", "scores = scores / tl.sum(scores, axis=0)", "scores = scores * 1.0"),
+        ("a few tokens", "scores = scores / (tl.sum(scores, axis=0) + 1e-20)", "scores = scores * 1.0"),
         ("scores as they are", "tl.sum(tl.exp(x - peak), axis=0)", "tl.sum(tl.exp(found - peak), axis=0)"),
         ("a few tokens", "order + place + rank, base + lanes", "order + place + rank, place + rank"),
         ("a few tokens", "expert.to(tl.int64) * OUT + columns", "0 * expert.to(tl.int64) + columns"),
