@@ -17,8 +17,8 @@ from runtime.layers.weight import Shard, frozen, parameter, whole
 class LMHead(nn.Module):
     """hidden [R, E] -> float32 logits [R, V], with weights of its own or the embedding's (`tied`).
 
-    Logits are multiplied by `scale`, then bounded to soft_cap * tanh(logit / soft_cap). Cut over ranks, each
-    computes the logits of its part of the vocabulary; rank 0 gets all of them and the others their own.
+    Logits are multiplied by `scale`, then bounded to soft_cap * tanh(logit / soft_cap), and a `bias` is added. Cut over
+    ranks, each computes the logits of its part of the vocabulary; rank 0 gets all of them and the others their own.
     """
 
     def __init__(
@@ -28,11 +28,13 @@ class LMHead(nn.Module):
         build: Build,
         *,
         tied: bool,
+        bias: bool = False,
         scale: float | None = None,
         soft_cap: float | None = None,
     ) -> None:
         super().__init__()
         self.name = name
+        self.has_bias = bias
         self.scale = scale
         self.soft_cap = soft_cap
         self.kernels = build.kernels
@@ -45,6 +47,7 @@ class LMHead(nn.Module):
 
     def allocate(self) -> None:
         self.weight = None if self.tied else parameter(self._ids.size, self._embedding[0].size)
+        self.bias = parameter(self._ids.size) if self.has_bias else None
 
     def split(self, group: TensorParallelGroup) -> None:
         """Keep this rank's part of the vocabulary."""
@@ -55,6 +58,8 @@ class LMHead(nn.Module):
     def shards(self) -> Iterator[Shard]:
         if self.weight is not None:
             yield whole(f"{self.name}.weight", self.weight, ("vocab", None), self._ids)
+        if self.bias is not None:
+            yield whole(f"{self.name}.bias", self.bias, ("vocab",), self._ids)
 
     def prepare(self) -> None:
         if self.weight is not None:
@@ -71,11 +76,12 @@ class LMHead(nn.Module):
     @property
     def is_plain(self) -> bool:
         """Whether logits are products and nothing more, all of them on this rank."""
-        return self._group is None and self.scale is None and self.soft_cap is None
+        return self._group is None and self.scale is None and self.soft_cap is None and self.bias is None
 
     def forward(self, hidden: Tensor) -> Tensor:
         products = self.kernels.logits(hidden, self.prepared)
         logits = self.kernels.as_logits(products, scale=self.scale, soft_cap=self.soft_cap)
+        logits = logits if self.bias is None else logits + self.bias
         return logits if self._group is None else _gather(logits, self._ids.full, self._group)
 
 

@@ -36,3 +36,38 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """x [T, E] -> [T, E]."""
         return self.down(self.kernels.gate(self.gate_up(x, batch), self.activation), batch)
+
+
+class MLP(nn.Module):
+    """down(activation(up(x))): without a gate. `names` are those of up and down."""
+
+    def __init__(
+        self,
+        name: str,
+        size: int,
+        inner_size: int,
+        activation: str,
+        build: Build,
+        *,
+        names: tuple[str, str] = ("up_proj", "down_proj"),
+        bias: bool = False,
+        transposed: bool = False,
+    ) -> None:
+        super().__init__()
+        self.activation = activation
+        self.kernels = build.kernels
+        up, down = names
+        self.up = Linear(
+            size, [SubLayer(f"{name}.{up}", inner_size, "mlp", transposed=transposed)], build, bias=bias
+        )
+        self.down = Linear(
+            inner_size,
+            [SubLayer(f"{name}.{down}", size, transposed=transposed)],
+            build,
+            bias=bias,
+            in_axis="mlp",
+        )
+
+    def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """x [T, E] -> [T, E]."""
+        return self.down(self.kernels.activate(self.up(x, batch), self.activation), batch)

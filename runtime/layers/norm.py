@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from runtime.layers.build import Build
 from runtime.layers.sharding import TensorParallelGroup, shard_range, whole_range
-from runtime.layers.weight import Shard, parameter, whole
+from runtime.layers.weight import Shard, frozen, parameter, whole
 
 
 class RMSNorm(nn.Module):
@@ -38,7 +38,8 @@ class RMSNorm(nn.Module):
 class LayerNorm(nn.Module):
     """Centres and normalises the last dimension; without a `weight` in the checkpoint it does nothing more.
 
-    With `heads` each of them has a weight of its own, [H, D] for H heads of `size` D.
+    `unit_offset` scales by 1 + weight. With `heads` each of them has a weight of its own, [H, D] for H heads of `size`
+    D, which the checkpoint holds in one tensor, or where `name` has a place for a head's number in one for each.
     """
 
     def __init__(
@@ -51,17 +52,23 @@ class LayerNorm(nn.Module):
         weight: bool = True,
         bias: bool = True,
         heads: int | None = None,
+        unit_offset: bool = False,
     ) -> None:
         super().__init__()
         self.name = name
         self.eps = eps
         self.kernels = build.kernels
         self.size = size
+        self.unit_offset = unit_offset
+        self.has_bias = bias
         self._heads = None if heads is None else whole_range(heads)
         self._axis = "heads"
-        self.weight = parameter(size) if heads is None else parameter(heads, size)
-        self.bias = parameter(size) if bias else None
         self._default = None if weight else 1.0
+        self.allocate()
+
+    def allocate(self) -> None:
+        self.weight = parameter(self.size) if self._heads is None else parameter(self._heads.size, self.size)
+        self.bias = parameter(self.size) if self.has_bias else None
 
     def of_kv_heads(self) -> LayerNorm:
         """The same, its heads those of keys."""
@@ -72,15 +79,23 @@ class LayerNorm(nn.Module):
         """Keep the weights of this rank's heads."""
         if self._heads is not None:
             self._heads = shard_range(self._axis, self._heads.full, 1, group.rank, group.size)
-            self.weight = parameter(self._heads.size, self.size)
+            self.allocate()
 
     def shards(self) -> Iterator[Shard]:
-        if self._heads is not None:
-            yield whole(f"{self.name}.weight", self.weight, (self._axis, None), self._heads)
-        else:
+        if self._heads is None:
             yield whole(f"{self.name}.weight", self.weight, (None,))._replace(default=self._default)
+        elif "{}" in self.name:
+            for row in range(self._heads.size):
+                name = self.name.format(self._heads.start + row)
+                yield Shard(f"{name}.weight", self.weight, row, 1, (None,), (whole_range(self.size),))
+        else:
+            yield whole(f"{self.name}.weight", self.weight, (self._axis, None), self._heads)
         if self.bias is not None:
             yield whole(f"{self.name}.bias", self.bias, (None,))
+
+    def prepare(self) -> None:
+        if self.unit_offset:
+            self.weight = frozen(self.weight + 1)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.kernels.layer_norm(x, self.weight, self.bias, self.eps)

@@ -79,6 +79,8 @@ def assemble(
     layer: Callable[[int], nn.Module],
     *,
     norm: Norm | None = None,
+    embedding_name: str = "model.embed_tokens",
+    head_bias: bool = False,
     unit_offset: bool = False,
     embedding_scale: float | None = None,
     logits_scale: float | None = None,
@@ -88,9 +90,7 @@ def assemble(
 
     `unit_offset` is that of the final norm, in whose place another `norm` may be given; `soft_cap` that of the logits.
     """
-    embedding = Embedding(
-        "model.embed_tokens", config.vocab_size, config.hidden_size, build, scale=embedding_scale
-    )
+    embedding = Embedding(embedding_name, config.vocab_size, config.hidden_size, build, scale=embedding_scale)
     return Decoder(
         embedding,
         [layer(index) for index in range(config.num_layers)],
@@ -100,6 +100,7 @@ def assemble(
             embedding,
             build,
             tied=config.flag("tie_word_embeddings"),
+            bias=head_bias,
             scale=logits_scale,
             soft_cap=soft_cap,
         ),

@@ -9,7 +9,7 @@ from torch import nn
 from runtime.layers.attention import Attention
 from runtime.layers.block import PreNormBlock
 from runtime.layers.build import Build
-from runtime.layers.mlp import GatedMLP
+from runtime.layers.mlp import MLP, GatedMLP
 from runtime.layers.norm import RMSNorm
 from runtime.models.config import Config
 from runtime.models.decoder import Decoder, assemble
@@ -46,6 +46,12 @@ def mlp(
     """The MLP of layer `index`, with the configuration's activation unless told; `options` are those of `GatedMLP`."""
     name, activation = f"model.layers.{index}.mlp", activation or config.activation
     return GatedMLP(name, config.hidden_size, config.intermediate_size, activation, build, **options)
+
+
+def plain_mlp(config: Config, index: int, build: Build, **options: Any) -> MLP:
+    """The MLP of layer `index` where it has no gate; `options` are those of `MLP`."""
+    name, sizes = f"model.layers.{index}.mlp", (config.hidden_size, config.intermediate_size)
+    return MLP(name, *sizes, config.activation, build, **options)
 
 
 def block(

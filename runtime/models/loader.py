@@ -117,7 +117,11 @@ def _method(
 
 def open_tensors(facts: ModelFacts, plan: ModelPlan) -> TensorFiles | QuantizedTensors:
     """The checkpoint's tensors as the model knows them, dequantised as they are read where they are quantised."""
-    files = TensorFiles(find_weights(Path(facts.path), plan.load_format), mmap=plan.mmap)
+    files = TensorFiles(
+        find_weights(Path(facts.path), plan.load_format),
+        mmap=plan.mmap,
+        rename=entry(facts.architecture).tensor_name,
+    )
     if facts.quantization is None:
         return files
     return QuantizedTensors(files, quantization_fields(facts.config))

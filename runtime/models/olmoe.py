@@ -16,7 +16,9 @@ from runtime.models.qwen3_moe import top_k
 def decoder(config: Config, build: Build) -> Decoder:
     """All layers look at all positions."""
     if config.values.get("clip_qkv") is not None:
-        raise CheckpointError("config.json: clip_qkv is not supported.")
+        raise CheckpointError(
+            "config.json: clip_qkv is not supported natively: use --model-impl transformers."
+        )
     num_experts = config.integer("num_experts")
 
     def layer(index: int) -> PreNormBlock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -26,6 +27,7 @@ class Entry:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)  # the family's name of a value -> the usual one
     sinks: bool = False  # its attention has learned sinks
+    tensors: Mapping[str, str | None] = field(default_factory=dict)  # see `tensor_name`
     spelling: str | None = None  # a function in `spellings.py` that brings older files into the usual form
 
     def values(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -37,6 +39,17 @@ class Entry:
             if read.get(own) is not None:
                 read[usual] = read[own]
         return {**self.defaults, **read}
+
+    def tensor_name(self, stored: str) -> str | None:
+        """What the family calls a checkpoint's tensor; None for one that it does not need.
+
+        `tensors` holds regular expressions of the beginnings of names, and what stands in their places or None.
+        """
+        for pattern, ours in self.tensors.items():
+            found = re.match(pattern, stored)
+            if found is not None:
+                return None if ours is None else found.expand(ours) + stored[found.end() :]
+        return stored
 
     def decoder(self) -> BuildDecoder:
         """The family's function that builds the whole model, its parameters not yet filled."""
@@ -104,7 +117,23 @@ _ERNIE = {
     "tie_word_embeddings": True,
 }
 
+_COHERE = {
+    "logit_scale": 0.0625,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
+
+_LAYER_NORM = {"layer_norm_eps": "rms_norm_eps"}
+
 ARCHITECTURES: Mapping[str, Entry] = {
+    "ArceeForCausalLM": Entry(
+        "arcee", {"hidden_act": "relu2", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
+    ),
+    "CohereForCausalLM": Entry("cohere", {**_COHERE, "rope_theta": 500000.0}, renamed=_LAYER_NORM),
+    "Cohere2ForCausalLM": Entry(
+        "cohere2", {**_COHERE, "sliding_window": 4096}, renamed=_LAYER_NORM, spelling="cohere2"
+    ),
     "Ernie4_5ForCausalLM": Entry("ernie4_5", _ERNIE),
     "Exaone4ForCausalLM": Entry(
         "exaone4",
@@ -118,6 +147,25 @@ ARCHITECTURES: Mapping[str, Entry] = {
     "Gemma3ForCausalLM": Entry("gemma3", _GEMMA_3, spelling="gemma3"),
     "Glm4ForCausalLM": Entry("glm4", {**_GLM, "rms_norm_eps": 1.5625e-07}),
     "GlmForCausalLM": Entry("glm", {**_GLM, "rms_norm_eps": 1.5625e-07}),
+    "GPTNeoXForCausalLM": Entry(
+        "gpt_neox",
+        {
+            "attention_bias": True,
+            "hidden_act": "gelu",
+            "max_position_embeddings": 2048,
+            "partial_rotary_factor": 0.25,
+            "rms_norm_eps": 1e-5,
+        },
+        renamed={
+            **_LAYER_NORM,
+            "rotary_emb_base": "rope_theta",
+            "rotary_pct": "partial_rotary_factor",
+        },
+        tensors={
+            r"embed_out\.": "lm_head.",
+            r"gpt_neox\.layers\.\d+\.attention\.(masked_)?bias$": None,  # the causal mask
+        },
+    ),
     "GptOssForCausalLM": Entry(
         "gpt_oss",
         {
@@ -163,6 +211,17 @@ ARCHITECTURES: Mapping[str, Entry] = {
             "rope_theta": 1000000.0,
         },
     ),
+    "NemotronForCausalLM": Entry(
+        "nemotron",
+        {
+            "hidden_act": "relu2",
+            "max_position_embeddings": 4096,
+            "partial_rotary_factor": 0.5,
+            "rms_norm_eps": 1e-5,
+        },
+        renamed={"norm_eps": "rms_norm_eps", "rope_percent": "partial_rotary_factor"},
+    ),
+    "OlmoForCausalLM": Entry("olmo", {"max_position_embeddings": 2048}),
     "Olmo2ForCausalLM": Entry("olmo2", {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}),
     "Olmo3ForCausalLM": Entry(
         "olmo3",
@@ -178,6 +237,16 @@ ARCHITECTURES: Mapping[str, Entry] = {
             "rms_norm_eps": 1e-5,
         },
         renamed={"num_local_experts": "num_experts"},
+    ),
+    "PhiForCausalLM": Entry(
+        "phi",
+        {
+            "hidden_act": "gelu_new",
+            "max_position_embeddings": 2048,
+            "partial_rotary_factor": 0.5,
+            "rms_norm_eps": 1e-5,
+        },
+        renamed=_LAYER_NORM,
     ),
     "Phi3ForCausalLM": Entry(
         "phi3",
@@ -207,6 +276,28 @@ ARCHITECTURES: Mapping[str, Entry] = {
             "max_position_embeddings": 524288,
             "num_key_value_heads": 8,
         },
+    ),
+    "StableLmForCausalLM": Entry(
+        "stablelm",
+        {
+            "max_position_embeddings": 4096,
+            "num_key_value_heads": 32,
+            "partial_rotary_factor": 0.25,
+            "rms_norm_eps": 1e-5,
+        },
+        renamed={**_LAYER_NORM, "rope_pct": "partial_rotary_factor"},
+    ),
+    "Starcoder2ForCausalLM": Entry(
+        "starcoder2",
+        {
+            "hidden_act": "gelu_pytorch_tanh",
+            "max_position_embeddings": 4096,
+            "num_key_value_heads": 2,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+            "use_bias": True,
+        },
+        renamed={"norm_epsilon": "rms_norm_eps"},
     ),
     "SmolLM3ForCausalLM": Entry(
         "smollm3",

@@ -41,11 +41,19 @@ class TensorFiles:
     """The tensors of a checkpoint by name: shapes known at once, contents read one at a time.
 
     With `mmap` the pages of the files are mapped, without it each tensor is read with plain reads. Raises
-    CheckpointError for a damaged file and for a name that occurs in two files.
+    CheckpointError for a damaged file and for a name that occurs in two files. `rename` gives what a stored tensor is
+    called here, or None for one that is passed over.
     """
 
-    def __init__(self, weights: WeightFiles, *, mmap: bool = True) -> None:
+    def __init__(
+        self,
+        weights: WeightFiles,
+        *,
+        mmap: bool = True,
+        rename: Callable[[str], str | None] = lambda stored: stored,
+    ) -> None:
         self._mmap = mmap
+        self._stored: dict[str, str] = {}  # a tensor's name here -> that in its file
         self._files: Sequence[_File] = [
             _SafetensorsFile(file) if weights.format == "safetensors" else _TorchFile(file)
             for file in weights.files
@@ -53,20 +61,24 @@ class TensorFiles:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._file_of: dict[str, _File] = {}
         for file in self._files:
-            for name, shape in file.shapes().items():
+            for stored, shape in file.shapes().items():
+                name = rename(stored)
+                if name is None:
+                    continue
                 if name in self.shapes:
                     raise CheckpointError(f"The tensor {name} stands in two weight files.")
+                self._stored[name] = stored
                 self.shapes[name] = shape
                 self._file_of[name] = file
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
         """The dtype of each tensor by its name. Raises CheckpointError for one that cannot be read."""
-        return {name: file.dtype(name) for name, file in self._file_of.items()}
+        return {name: file.dtype(self._stored[name]) for name, file in self._file_of.items()}
 
     def read(self, name: str) -> Tensor:
         """One tensor, whole."""
-        return self._file_of[name].read(name, mmap=self._mmap)
+        return self._file_of[name].read(self._stored[name], mmap=self._mmap)
 
     def read_all(
         self, take: Callable[[str, Sequence[Tensor]], None], cuts: Cuts, num_threads: int = 1
@@ -76,9 +88,12 @@ class TensorFiles:
         Of a cut tensor only those parts are read, or, where a file cannot be read in parts, held on to.
         """
 
+        names = {self._stored[name]: name for name in cuts}
+        stored_cuts = {stored: cuts[name] for stored, name in names.items()}
+
         def read(file: _File) -> None:
-            for name, parts in file.tensors(cuts, mmap=self._mmap):
-                take(name, parts)
+            for stored, parts in file.tensors(stored_cuts, mmap=self._mmap):
+                take(names[stored], parts)
 
         if num_threads <= 1:
             for file in self._files:

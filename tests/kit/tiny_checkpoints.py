@@ -14,24 +14,33 @@ from typing import Any
 
 import torch
 from transformers import (
+    ArceeConfig,
     AutoModelForCausalLM,
+    Cohere2Config,
+    CohereConfig,
     Ernie4_5Config,
     Exaone4Config,
     Gemma3TextConfig,
     Glm4Config,
     GlmConfig,
+    GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
     HunYuanDenseV1Config,
     MinistralConfig,
     MixtralConfig,
+    NemotronConfig,
     Olmo2Config,
     Olmo3Config,
+    OlmoConfig,
     OlmoeConfig,
+    PhiConfig,
     PreTrainedModel,
     Qwen2MoeConfig,
     SeedOssConfig,
     SmolLM3Config,
+    StableLmConfig,
+    Starcoder2Config,
 )
 from transformers.models.gemma import GemmaConfig
 from transformers.models.gemma2 import Gemma2Config
@@ -44,6 +53,9 @@ from transformers.models.qwen3 import Qwen3Config
 from transformers.models.qwen3_moe import Qwen3MoeConfig
 
 CONFIGS = {
+    "arcee": ArceeConfig,
+    "cohere": CohereConfig,
+    "cohere2": Cohere2Config,
     "ernie4_5": Ernie4_5Config,
     "exaone4": Exaone4Config,
     "gemma": GemmaConfig,
@@ -51,6 +63,7 @@ CONFIGS = {
     "gemma3": Gemma3TextConfig,
     "glm": GlmConfig,
     "glm4": Glm4Config,
+    "gpt_neox": GPTNeoXConfig,
     "gpt_oss": GptOssConfig,
     "granite": GraniteConfig,
     "hunyuan_v1_dense": HunYuanDenseV1Config,
@@ -59,9 +72,12 @@ CONFIGS = {
     "ministral": MinistralConfig,
     "mistral": MistralConfig,
     "mixtral": MixtralConfig,
+    "nemotron": NemotronConfig,
+    "olmo": OlmoConfig,
     "olmo2": Olmo2Config,
     "olmo3": Olmo3Config,
     "olmoe": OlmoeConfig,
+    "phi": PhiConfig,
     "phi3": Phi3Config,
     "qwen2": Qwen2Config,
     "qwen2_moe": Qwen2MoeConfig,
@@ -69,6 +85,8 @@ CONFIGS = {
     "qwen3_moe": Qwen3MoeConfig,
     "seed_oss": SeedOssConfig,
     "smollm3": SmolLM3Config,
+    "stablelm": StableLmConfig,
+    "starcoder2": Starcoder2Config,
 }
 SHAPE = {
     "hidden_size": 32,
@@ -86,7 +104,23 @@ SHAPE = {
 }
 PUBLISHED_AS = {"internlm3": "InternLM3ForCausalLM"}  # which transformers saves as Llama
 FULL, SLIDING = "full_attention", "sliding_attention"
+WIDE = {"hidden_size": 64, "head_dim": 16}  # for families whose heads always fill the hidden size
+EPS = {"layer_norm_eps": 1e-3}
 OWN = {  # of a family
+    "cohere": {**WIDE, **EPS, "logit_scale": 0.5},
+    "cohere2": {
+        **WIDE,
+        **EPS,
+        "logit_scale": 0.5,
+        "sliding_window": 9,
+        "layer_types": [SLIDING, FULL, SLIDING],
+    },
+    "gpt_neox": {**WIDE, **EPS, "num_key_value_heads": 4},
+    "nemotron": {"norm_eps": 1e-3},
+    "olmo": WIDE,
+    "phi": {**WIDE, **EPS},
+    "stablelm": {**WIDE, **EPS},
+    "starcoder2": {**WIDE, "norm_epsilon": 1e-3},
     "exaone4": {"sliding_window": 9, "layer_types": [SLIDING, FULL, SLIDING]},
     "gemma2": {
         "sliding_window": 9,

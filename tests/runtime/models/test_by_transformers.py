@@ -69,11 +69,11 @@ async def test_tokens_of_many_more_are_those_of_transformers(model_type: str) ->
 
 
 async def test_a_model_without_a_family_needs_no_option() -> None:
-    path = transformers_models.checkpoint("gpt_neox")
+    path = transformers_models.checkpoint("persimmon")
     assert read_facts(path).by_transformers
-    assert await served(path) == transformers_models.greedy("gpt_neox")
+    assert await served(path) == transformers_models.greedy("persimmon")
     assert not read_facts(tiny_checkpoints.cached()).by_transformers
-    with pytest.raises(CheckpointError, match="GPTNeoXForCausalLM is not supported"):
+    with pytest.raises(CheckpointError, match="PersimmonForCausalLM is not supported"):
         read_facts(path, model_impl="native")
 
 
@@ -133,9 +133,9 @@ def test_a_name_that_nobody_knows_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("change", ["missing", "renamed", "misshapen"])
 async def test_tensors_that_do_not_fit_are_named(change: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    shutil.copytree(transformers_models.checkpoint("gpt_neox"), folder)
+    shutil.copytree(transformers_models.checkpoint("persimmon"), folder)
     tensors = load_file(folder / "model.safetensors")
-    name = "gpt_neox.layers.1.mlp.dense_h_to_4h.weight"
+    name = "model.layers.1.mlp.dense_h_to_4h.weight"
     tensor = tensors.pop(name)
     if change == "renamed":
         tensors[name + "s"] = tensor
@@ -150,18 +150,18 @@ async def test_tensors_that_do_not_fit_are_named(change: str, tmp_path: Path) ->
 @pytest.mark.parametrize("options", [{"tp_size": 2}, {"pp_size": 2}, {"quantization": "w8a8_int8"}])
 async def test_what_only_families_of_ours_can_do_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match="transformers' modules"):
-        async with Engine(transformers_models.checkpoint("gpt_neox"), **OPTIONS, **options):
+        async with Engine(transformers_models.checkpoint("persimmon"), **OPTIONS, **options):
             pass
 
 
 async def test_a_model_that_mixes_tokens_elsewhere_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its trial before serving notices; here the norm of the first layer sees the token before."""
-    from transformers.models.gpt_neox import modeling_gpt_neox
+    from transformers.models.persimmon import modeling_persimmon
 
-    forward = modeling_gpt_neox.GPTNeoXMLP.forward
+    forward = modeling_persimmon.PersimmonMLP.forward
     monkeypatch.setattr(
-        modeling_gpt_neox.GPTNeoXMLP, "forward", lambda self, x: forward(self, x.roll(1, 1) + x)
+        modeling_persimmon.PersimmonMLP, "forward", lambda self, x: forward(self, x.roll(1, 1) + x)
     )
     with pytest.raises(CheckpointError, match="logits differ"):
-        async with Engine(transformers_models.checkpoint("gpt_neox"), **OPTIONS):
+        async with Engine(transformers_models.checkpoint("persimmon"), **OPTIONS):
             pass

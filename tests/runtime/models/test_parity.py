@@ -132,7 +132,78 @@ SCALED = {
 }
 FUSED = {"qkv in one tensor": each("attention.qkv", lambda linear: linear.weight[32:48].zero_())}
 
+NO_BIAS = {
+    "qkv bias": no_qkv_bias,
+    "out bias": no_out_bias,
+    "up bias": each("mlp.up", lambda linear: linear.bias.zero_()),
+    "down bias": each("mlp.down", lambda linear: linear.bias.zero_()),
+}
+CENTRED = {"norm": plain_norm, "norm's bias": each("attention_norm", lambda norm: norm.bias.zero_())}
+PARTIAL = rope("default", partial_rotary_factor=1.0)
+
+
+def no_logits_scale(model: Decoder) -> None:
+    head: Any = model.head
+    head.scale = None
+
+
+def no_head_bias(model: Decoder) -> None:
+    head: Any = model.head
+    head.bias = None
+
+
 VARIANTS = {
+    "arcee": Variant("arcee", mutations={"square": put("mlp", activation="relu")}),
+    "arcee-biases": Variant("arcee", {"attention_bias": True, "mlp_bias": True}, NO_BIAS),
+    "cohere": Variant(
+        "cohere",
+        mutations={"neighbours": halves, "scale of logits": no_logits_scale, "norm": plain_norm},
+    ),
+    "cohere-qk-norm": Variant("cohere", {"use_qk_norm": True}, {"qk norm": no_qk_norm}),
+    "cohere2": Variant(
+        "cohere2",
+        mutations={"window": no_window, "no rotation": rotated, "scale of logits": no_logits_scale},
+    ),
+    "gpt_neox": Variant(
+        "gpt_neox",
+        mutations={**CENTRED, **NO_BIAS, "norm of the MLP": drop("mlp_norm")},
+        overrides={"partial rotation": PARTIAL, "in parallel": {"use_parallel_residual": False}},
+    ),
+    "gpt_neox-in-turn": Variant(
+        "gpt_neox",
+        {"use_parallel_residual": False, "attention_bias": False},
+        {"activation": put("mlp", activation="silu")},
+        {"in turn": {"use_parallel_residual": True}},
+    ),
+    "nemotron": Variant(
+        "nemotron",
+        mutations={
+            **CENTRED,
+            "1 + weight": each("attention_norm", lambda norm: norm.weight.sub_(1)),
+            "square": put("mlp", activation="relu"),
+        },
+        overrides={"partial rotation": PARTIAL},
+    ),
+    "nemotron-biases": Variant("nemotron", {"attention_bias": True, "mlp_bias": True}, NO_BIAS),
+    "olmo": Variant(
+        "olmo",
+        mutations={"norm": each("attention_norm", lambda norm: norm.weight.fill_(2))},
+    ),
+    "olmo-biases": Variant("olmo", {"attention_bias": True}, {"qkv bias": no_qkv_bias}),
+    "phi": Variant(
+        "phi",
+        mutations={**CENTRED, **NO_BIAS, "bias of logits": no_head_bias},
+        overrides={"partial rotation": PARTIAL},
+    ),
+    "phi-qk-norm": Variant("phi", {"qk_layernorm": True}, {"qk norm": no_qk_norm}),
+    "stablelm": Variant("stablelm", mutations=CENTRED, overrides={"partial rotation": PARTIAL}),
+    "stablelm-2-12b": Variant(
+        "stablelm",
+        {"use_parallel_residual": True, "qk_layernorm": True, "use_qkv_bias": True},
+        {"qk norm": no_qk_norm, "qkv bias": no_qkv_bias},
+    ),
+    "starcoder2": Variant("starcoder2", {"sliding_window": 7}, {**CENTRED, **NO_BIAS, "window": no_window}),
+    "starcoder2-no-biases": Variant("starcoder2", {"use_bias": False, "tie_word_embeddings": False}),
     "gemma": Variant("gemma", mutations=SCALED),
     "gemma-untied-one-kv-head": Variant("gemma", {"tie_word_embeddings": False, "num_key_value_heads": 1}),
     "gemma-biases": Variant(
