@@ -49,8 +49,8 @@ class Client:
 
 
 # Whose request the running task answers; an engine called from Python answers its own process.
-_OWNER = Client(is_admin=True)
-CLIENT: ContextVar[Client] = ContextVar("penstock_client", default=_OWNER)
+THIS_PROCESS = Client(is_admin=True)
+CLIENT: ContextVar[Client] = ContextVar("penstock_client", default=THIS_PROCESS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,9 @@ import anyio
 from runtime.actors.output_stream import OutputStream
 from runtime.errors import first_error
 from runtime.request import Chunk, Request
-from serve.access import CLIENT
+from serve.access import CLIENT, THIS_PROCESS
 from serve.caller import CALLER
+from serve.work_budget import check_logprobs
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
@@ -22,9 +23,13 @@ def submit_all(core: EngineCore, requests: Sequence[Request]) -> list[OutputStre
     """One output stream per request of the client that this task answers.
 
     When one is refused, those before it are aborted and the refusal is raised. The requests are one call's: where
-    there is room for the first, all are taken.
+    there is room for the first, all are taken. What asks for too many log-probabilities is refused, unless this
+    process asks for itself.
     """
-    owner, caller = CLIENT.get().name, CALLER.get()
+    client, caller = CLIENT.get(), CALLER.get()
+    owner = client.name
+    if client is not THIS_PROCESS:
+        check_logprobs(requests, core.plan.model.context_length)
     streams: list[OutputStream] = []
     try:
         for index, request in enumerate(requests):

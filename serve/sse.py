@@ -34,6 +34,7 @@ from serve.output_streams import close_all, run_each
 PING_S = 15.0
 PING = ServerSentEvent(comment="ping", sep="\n").encode()
 DONE = b"data: [DONE]\n\n"
+MAX_UNREAD_BYTES = 512 * 1024  # in memory, about 14,000 tokens, for each stream whose client does not keep up
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,9 @@ class EventStream:
         """Relay every chunk. Returns the error that ended it early; an OSError when the client is gone."""
 
         async def read(index: int) -> None:
-            async with aclosing(self._streams[index].chunks(partial(self._push, index))) as arrivals:
+            async with aclosing(
+                self._streams[index].chunks(partial(self._push, index), MAX_UNREAD_BYTES)
+            ) as arrivals:
                 async for chunks in arrivals:
                     async with self._encoding:
                         if chunks[0].prompt_logprobs is None:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 
-from runtime.errors import PenstockError
+from runtime.errors import InvalidRequest, PenstockError
 from runtime.request import Chunk, Logprobs
 
 Push = Callable[[Chunk], bool]
 MAX_UNREAD_BYTES = 16 * 1024 * 1024  # of a stream whose reader does not keep up; then the request is aborted
+MAX_WHOLE_BYTES = 256 * 1024 * 1024  # of an output that is read whole; then the request fails
 ID_BYTES = 32  # of a Python integer in a list
 LOGPROB_BYTES = 96  # of a pair of a float and an integer
+TOO_LARGE = (
+    f"The output takes more than {MAX_WHOLE_BYTES // 1024**2} MB: stream it, or ask for fewer tokens, choices or "
+    "log-probabilities."
+)
 
 
 class OutputStream:
@@ -24,6 +29,7 @@ class OutputStream:
     __slots__ = (
         "_abort",
         "_error",
+        "_max_unread_bytes",
         "_num_open",
         "_push",
         "_push_error",
@@ -40,6 +46,7 @@ class OutputStream:
         self._num_open = num_choices
         self._unread: dict[int, _Coalesced] = {}
         self._unread_bytes = 0
+        self._max_unread_bytes = MAX_UNREAD_BYTES
         self._error: PenstockError | None = None
         self._push: Push | None = None
         self._push_error: Exception | None = None  # what a push raised
@@ -67,16 +74,21 @@ class OutputStream:
             unread.add(chunk)
         if chunk.finish is not None:
             self._num_open -= 1
-        if self._whole:
-            if self._num_open == 0:
-                self._wake()
-            return
+        had_bytes = self._unread_bytes
         self._unread_bytes += len(chunk.text) + ID_BYTES * len(chunk.ids)
         if chunk.logprobs is not None:
             self._unread_bytes += _num_bytes(chunk.logprobs)
         if chunk.prompt_logprobs is not None:
             self._unread_bytes += _num_bytes(chunk.prompt_logprobs)
-        if self._unread_bytes > MAX_UNREAD_BYTES:
+        if self._whole:
+            if self._unread_bytes > MAX_WHOLE_BYTES and not self.finished:
+                self._abort(self.request_id)
+                self.fail(InvalidRequest(TOO_LARGE))
+            if self._num_open == 0:
+                self._wake()
+            return
+        # What the reader had no chance to take yet, such as the logprobs of a whole prompt, is not its fault.
+        if had_bytes > self._max_unread_bytes:
             self._abort(self.request_id)
         self._wake()
 
@@ -103,14 +115,19 @@ class OutputStream:
 
     # --- the reading side: a handler ---
 
-    async def chunks(self, push: Push | None = None) -> AsyncGenerator[list[Chunk], None]:
+    async def chunks(
+        self, push: Push | None = None, max_unread_bytes: int | None = None
+    ) -> AsyncGenerator[list[Chunk], None]:
         """Everything that arrived since the last look, at most one chunk per choice, until the last one ends.
 
         While this waits, `push` is offered each chunk as it comes, which saves waking the reader's task; what it
-        takes (True) does not come here, and what it raises is raised here. It must not wait.
+        takes (True) does not come here, and what it raises is raised here. It must not wait. A reader that leaves more
+        than `max_unread_bytes` (`MAX_UNREAD_BYTES`) waiting ends the request.
         Raises the request's error (`RequestError`, `Overloaded`, `EngineFailure`).
         """
         self._push = push
+        if max_unread_bytes is not None:
+            self._max_unread_bytes = max_unread_bytes
         try:
             while True:
                 if not self._unread and not self.finished:

@@ -21,6 +21,7 @@ from serve.errors import ErrorFormat, native_body
 from serve.native.schema import GenerateBody, requests_of
 from serve.output_streams import submit_all
 from serve.sse import EventStream
+from serve.work_budget import check_repeated
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
@@ -37,7 +38,9 @@ async def generate(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """Prompt or prompts in, text and token ids out, whole or streamed."""
     body, requests = await read_body(http, partial(_read, core))
     single = not body.is_batch and requests[0].sampling.n == 1
-    answers = GenerateAnswers(core, requests, indexed=not single)
+    if body.stream and not body.incremental:
+        check_repeated(requests, core.plan.model.context_length)
+    answers = GenerateAnswers(core, requests, indexed=not single, incremental=body.incremental)
     streams = submit_all(core, requests)
     if body.stream:
         return EventStream(streams, answers, ERROR_FORMAT)
@@ -54,18 +57,26 @@ def _read(core: EngineCore, raw: bytes) -> tuple[GenerateBody, list[Request]]:
 
 def _response(answers: GenerateAnswers, chunks: Sequence[Sequence[Chunk]], single: bool) -> Response:
     found = answers.whole(chunks)
-    return json_response(found[0] if single else found)
+    if single:
+        return json_response(found[0])
+    # One by one: writing JSON holds the interpreter, and so everybody's streams, until it is done.
+    parts = [orjson.dumps(answer) for answer in found]
+    return Response(b"[" + b",".join(parts) + b"]", media_type="application/json")
 
 
 class GenerateAnswers:
     """Makes the answers of one call to `/generate`, or to `Engine.generate`.
 
-    `indexed`: events carry the number of their choice, counted prompt by prompt.
+    `indexed`: events carry the number of their choice, counted prompt by prompt. `incremental`: they hold what is
+    new since the last one, instead of all text and all log-probabilities so far.
     """
 
-    def __init__(self, core: EngineCore, requests: Sequence[Request], *, indexed: bool) -> None:
+    def __init__(
+        self, core: EngineCore, requests: Sequence[Request], *, indexed: bool, incremental: bool = False
+    ) -> None:
         self._requests = requests
         self._indexed = indexed
+        self._incremental = incremental
         self._weight_version = core.plan.serve.weight_version
         self._token_text = core.tokenizer.token_text if core.tokenizer else None
         self._started_s = time.perf_counter()
@@ -105,6 +116,8 @@ class GenerateAnswers:
         if growing is None:
             tail = self._tail(request, request_index * request.sampling.n + chunk.index)
             growing = self._growing[request_index, chunk.index] = _Growing(tail)
+        elif self._incremental:
+            growing.clear()
         growing.add_text(chunk.text)
         if request.logprobs is not None:
             growing.add_lists(self._logprobs(request, chunk))
@@ -186,6 +199,12 @@ class _Growing:
         self.tail = tail
         self.text = bytearray()  # a JSON string without its quotes
         self.lists: dict[str, bytearray] = {}  # JSON lists without their brackets
+
+    def clear(self) -> None:
+        """Forget what was written, but for which lists there are."""
+        self.text.clear()
+        for items in self.lists.values():
+            items.clear()
 
     def add_text(self, text: str) -> None:
         self.text += orjson.dumps(text)[1:-1]

@@ -31,6 +31,7 @@ class GenerateBody:
     sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
     rid: Label | list[Label] | None = None
     stream: bool = False
+    incremental: bool = False  # events hold the new text and log-probabilities only
     return_logprob: bool | list[bool] = False
     logprob_start_len: int | list[int] = -1
     top_logprobs_num: int | list[int] = 0

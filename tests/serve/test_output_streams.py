@@ -28,12 +28,12 @@ async def test_refused_request_aborts_those_before_it():
     core = fake_core.FakeCore(None, held=True)
     submit, count = core.submit, 0
 
-    def submit_two(request: Request) -> Any:
+    def submit_two(request: Request, *caller: Any) -> Any:
         nonlocal count
         count += 1
         if count == 3:
             raise Overloaded("Too much is waiting.")
-        return submit(request)
+        return submit(request, *caller)
 
     core.submit = submit_two
     with pytest.raises(Overloaded):

@@ -6,7 +6,7 @@ import pytest
 
 from runtime.actors import output_stream as output_stream_module
 from runtime.actors.output_stream import OutputStream
-from runtime.errors import StepFailed
+from runtime.errors import InvalidRequest, StepFailed
 from runtime.request import Chunk, Finish, Logprobs, Usage
 
 END = Finish("length", length=3)
@@ -83,9 +83,39 @@ async def test_reader_that_does_not_keep_up_is_aborted(monkeypatch: pytest.Monke
     output, aborted = make_output()
     for _ in range(10):
         output.put(chunk("a"))
+    output.put(chunk("a"))  # the one that passes the limit may have come alone, and be large
     assert not aborted
     output.put(chunk("a"))
     assert aborted == [output.request_id]
+
+
+async def test_a_reader_may_set_a_smaller_limit_and_one_large_chunk_passes_it():
+    output, aborted = make_output()
+    arrivals = output.chunks(None, 1000)
+    output.put(chunk("a" * 5000))
+    [first] = await anext(arrivals)
+    assert (len(first.text), aborted) == (5000, [])
+    for _ in range(3):
+        output.put(chunk("a" * 600))
+    assert aborted == [output.request_id]
+    await arrivals.aclose()
+
+
+async def test_an_output_that_is_read_whole_is_bounded_too(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(output_stream_module, "MAX_WHOLE_BYTES", 1000)
+    for num, fails in ((5, False), (6, True)):
+        output, aborted = make_output()
+        reader = asyncio.create_task(output.whole())
+        await asyncio.sleep(0)
+        for _ in range(num):
+            output.put(chunk("a" * (200 - output_stream_module.ID_BYTES))._replace(logprobs=None))
+        assert bool(aborted) == fails
+        output.put(chunk("", END, ids=()))
+        if fails:
+            with pytest.raises(InvalidRequest, match="stream it"):
+                await reader
+        else:
+            assert len((await reader)[0].ids) == num
 
 
 async def test_ids_and_logprobs_without_text_are_bounded_too(monkeypatch: pytest.MonkeyPatch):
@@ -95,7 +125,7 @@ async def test_ids_and_logprobs_without_text_are_bounded_too(monkeypatch: pytest
         limit = 100_000 // (10 * output_stream_module.ID_BYTES)
         if wanted is not None:
             limit //= 8  # 21 pairs for each id
-        for _ in range(limit + 1):
+        for _ in range(limit + 2):
             output.put(chunk("", ids=(7,) * 10)._replace(logprobs=wanted))
         assert aborted[:1] == [output.request_id]
 
