@@ -111,6 +111,13 @@ class Overloaded(PenstockError):
         super().__init__(message)
 
 
+class TooManyRequests(Overloaded):
+    """This client has too many requests open, whatever the others do."""
+
+    status = 429
+    kind = "TooManyRequestsError"
+
+
 class WrongEventLoop(PenstockError):
     """An `Engine` lives on the loop that started it; calls from another one would wait for ever."""
 

@@ -24,6 +24,7 @@ from serve.errors import NATIVE, OPENAI, ErrorFormat, refusal_response
 from serve.native import admin, generate, metrics, parsing, tokens, vertex
 from serve.ollama import handlers as ollama
 from serve.ollama import models as ollama_models
+from serve.open_calls import OpenCalls
 from serve.openai import chat, completions, models
 from serve.openai.responses import handlers as responses
 from serve.openai.responses.store import ResponseStore
@@ -133,7 +134,7 @@ def build_app(core: EngineCore, environment: Mapping[str, str] = os.environ) -> 
     Raises `ConfigurationError` when the file of keys cannot be used, or for a path that `environment` names.
     """
     plan = core.plan.serve
-    access = Access.of(plan)
+    access, open_calls = Access.of(plan), OpenCalls(plan.max_open_calls)
 
     async def refusal(request: HttpRequest, error: Exception) -> Response:
         """What no route answers: unknown paths and methods, which clients without a key need not learn of."""
@@ -154,6 +155,7 @@ def build_app(core: EngineCore, environment: Mapping[str, str] = os.environ) -> 
                 spec.scope,
                 spec.path,
                 max_body_bytes(core.plan, takes_ids=spec.takes_ids),
+                open_calls,
             ),
             methods=list(spec.methods),
         )

@@ -17,13 +17,14 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from runtime.actors.output_stream import OutputStream
-from runtime.errors import InvalidRequest, PayloadTooLarge, RequestError, TakesLong
+from runtime.errors import InvalidRequest, PayloadTooLarge, RequestError, TakesLong, TooManyRequests
 from runtime.request import Chunk
-from serve.access import CLIENT, Access, RouteScope
+from serve.access import CLIENT, Access, Client, RouteScope
 from serve.background import background_tasks
 from serve.body_limit import check_containers
 from serve.caller import CALLER, caller_of
 from serve.errors import NATIVE, ErrorFormat, refusal_response
+from serve.open_calls import OpenCalls
 from serve.output_streams import close_all, read_all
 
 if TYPE_CHECKING:
@@ -52,28 +53,47 @@ class Endpoint:
     route_scope: RouteScope
     path: str  # of the route
     max_body_bytes: int
+    open_calls: OpenCalls
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[MAX_BODY_BYTES] = self.max_body_bytes
-        response = await self._response(HttpRequest(scope, receive))
-        if self.core.metrics is not None:
-            self.core.metrics.http[self.path, getattr(response, "status_code", 200)] += 1
-        await response(scope, receive, send)
+        try:
+            client = self.access.admit(scope, self.route_scope)
+        except RequestError as refused:
+            await self._send(self._refusal(scope, refused), scope, receive, send)
+            return
+        if self.route_scope is not RouteScope.USER:
+            await self._answer(client, scope, receive, send)
+            return
+        try:
+            with self.open_calls.one_of(client, scope):
+                await self._answer(client, scope, receive, send)
+        except TooManyRequests as refused:  # before an answer has begun: `_answer` raises none
+            await self._send(self.error_format.response(refused), scope, receive, send)
+
+    async def _answer(self, client: Client, scope: Scope, receive: Receive, send: Send) -> None:
+        CLIENT.set(client)
+        request = HttpRequest(scope, receive)
+        CALLER.set(caller_of(request.headers, self.core.plan.observe))
+        await self._send(await self._response(request), scope, receive, send)
 
     async def _response(self, request: HttpRequest) -> ASGIApp:
-        try:
-            CLIENT.set(self.access.admit(request.scope, self.route_scope))
-        except RequestError as refused:
-            if self.error_format is not NATIVE:
-                return self.error_format.response(refused)
-            return refusal_response(request.url.path, refused)
-        CALLER.set(caller_of(request.headers, self.core.plan.observe))
         try:
             return await self.handler(request, self.core)
         except (ClientGoneError, ClientDisconnect):
             return Response(status_code=CLIENT_GONE)
         except Exception as error:  # any error fails this request and nothing else
             return self.error_format.response(error)
+
+    def _refusal(self, scope: Scope, refused: RequestError) -> Response:
+        if self.error_format is not NATIVE:
+            return self.error_format.response(refused)
+        return refusal_response(scope["path"], refused)
+
+    async def _send(self, response: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.core.metrics is not None:
+            self.core.metrics.http[self.path, getattr(response, "status_code", 200)] += 1
+        await response(scope, receive, send)
 
 
 # --- the body ---

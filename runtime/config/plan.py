@@ -158,6 +158,7 @@ class ServePlan(Section):
     cors_allow_origins: tuple[str, ...] = ()  # other than our own
     shutdown_timeout_s: float = 30.0  # for running requests, from the first signal
     refuse_unknown_fields: bool = False  # of OpenAI bodies; else they are ignored
+    max_open_calls: int | None = None  # of one client; None: no limit
     max_body_bytes: int | None = None  # of a request on any route; None: by what the route takes
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
+from itertools import chain, zip_longest
 
 from runtime.errors import ConfigurationError
 from runtime.kv_cache.prefix_cache import PrefixCache
@@ -18,13 +18,19 @@ Policy = Callable[[list[Sequence], PrefixCache], list[Sequence]]
 
 
 class WaitingQueue:
-    """Sequences that are not running: retracted ones first, then the others as the policy says."""
+    """Sequences that are not running: retracted ones first, then the others as the policy says.
+
+    Where several clients wait, they take turns, each with its sequences in the policy's order.
+    """
 
     def __init__(self, policy: str, cache: PrefixCache) -> None:
         self._sort = _policy(policy)
         self._cache = cache
         self._retracted: deque[Sequence] = deque()
         self._queued: dict[Sequence, None] = {}  # an ordered set
+        self._owners: Counter[str] = Counter()  # how many each has in it
+        self._last_turns: dict[str, int] = {}  # by owner: when one of its sequences left it
+        self._num_turns = 0
 
     def __len__(self) -> int:
         return len(self._retracted) + len(self._queued)
@@ -37,6 +43,7 @@ class WaitingQueue:
 
     def add(self, sequence: Sequence) -> None:
         self._queued[sequence] = None
+        self._owners[sequence.request.owner] += 1
 
     def put_back(self, sequence: Sequence) -> None:
         """A running sequence returns to the head."""
@@ -45,18 +52,41 @@ class WaitingQueue:
     def remove(self, sequence: Sequence) -> None:
         if sequence in self._queued:
             del self._queued[sequence]
+            self._take_turn(sequence.request.owner)
         else:
             self._retracted.remove(sequence)
 
     def clear(self) -> None:
         self._retracted.clear()
         self._queued.clear()
+        self._owners.clear()
 
     def ordered(self) -> Iterable[Sequence]:
         """In the order of admission. The queue must not change while this is read."""
-        if self._sort is None or len(self._queued) < 2:
+        if len(self._queued) < 2:
             return self
-        return chain(self._retracted, self._sort(list(self._queued), self._cache))
+        queued = list(self._queued)
+        if self._sort is not None:
+            queued = self._sort(queued, self._cache)
+        elif len(self._owners) < 2:
+            return self
+        return chain(self._retracted, self._in_turns(queued) if len(self._owners) > 1 else queued)
+
+    def _in_turns(self, queued: list[Sequence]) -> Iterator[Sequence]:
+        """One of each owner again and again; who had its last turn longest ago comes first."""
+        by_owner: dict[str, list[Sequence]] = {}
+        for sequence in queued:
+            by_owner.setdefault(sequence.request.owner, []).append(sequence)
+        owners = sorted(by_owner, key=lambda owner: self._last_turns.get(owner, 0))
+        rounds = zip_longest(*(by_owner[owner] for owner in owners))
+        return (sequence for each in rounds for sequence in each if sequence is not None)
+
+    def _take_turn(self, owner: str) -> None:
+        self._num_turns += 1
+        self._last_turns[owner] = self._num_turns
+        self._owners[owner] -= 1
+        if not self._owners[owner]:
+            del self._owners[owner]
 
 
 def _policy(name: str) -> Policy | None:

@@ -8,7 +8,7 @@ import pytest
 
 import fake_core
 from runtime.errors import Overloaded
-from runtime.request import Request
+from runtime.request import NOBODY, Caller, Request
 from serve.endpoint import ClientGoneError, read_all_or_disconnect
 from serve.output_streams import read_all, submit_all
 
@@ -28,12 +28,12 @@ async def test_refused_request_aborts_those_before_it():
     core = fake_core.FakeCore(None, held=True)
     submit, count = core.submit, 0
 
-    def submit_two(request: Request, *caller: Any) -> Any:
+    def submit_two(request: Request, caller: Caller = NOBODY) -> Any:
         nonlocal count
         count += 1
         if count == 3:
             raise Overloaded("Too much is waiting.")
-        return submit(request, *caller)
+        return submit(request, caller)
 
     core.submit = submit_two
     with pytest.raises(Overloaded):

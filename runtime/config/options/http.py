@@ -58,6 +58,13 @@ class HttpArgs:
         low=0,
         plan=ServePlan.shutdown_timeout_s,
     )
+    max_open_calls_per_client: int | None = option(
+        None,
+        "Calls that one client may have open at once: one key, or one address where no key is shown; more are "
+        "answered with status 429. Default: no limit.",
+        low=1,
+        plan=ServePlan.max_open_calls,
+    )
     max_body_bytes: int | None = option(
         None,
         "Bytes that a request's body may have, on any route. Default: 2,000,000, or 10,000,000 where prompts may be "

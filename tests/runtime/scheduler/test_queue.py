@@ -5,6 +5,7 @@ import pytest
 from fake_runner import Drive, make_plan, make_sequence
 from runtime.errors import ConfigurationError
 from runtime.kv_cache.prefix_cache import PrefixCache
+from runtime.request import Request
 from runtime.scheduler.queue import WaitingQueue
 from runtime.sequence import Sequence
 
@@ -54,6 +55,32 @@ def test_dfs_weight_takes_the_heaviest_branch_with_all_below_it():
     cache = cache_with([1, 2, 3], [1, 5], [7, 8])
     prompts = [[7, 8, 9], [1, 2, 3, 9], [1, 5, 9], [1, 2, 3, 4], [6, 6]]
     assert ordered("dfs-weight", cache, [make_sequence(p) for p in prompts]) == [1, 3, 2, 0, 4]
+
+
+def owned(owner: str, prompt: list[int]) -> Sequence:
+    return make_sequence(prompt, request=Request(ids=tuple(prompt), owner=owner))
+
+
+def test_clients_take_turns_and_keep_the_order_of_the_policy_among_their_own():
+    sequences = [owned("a", [9, i]) for i in range(4)] + [owned("b", [9]), owned("b", [1, 2, 3, 4])]
+    assert ordered("fcfs", cache_with(), sequences) == [0, 4, 1, 5, 2, 3]
+    assert ordered("lpm", cache_with([1, 2, 3]), sequences) == [5, 0, 4, 1, 2, 3]
+
+
+def test_a_client_with_a_long_queue_does_not_take_every_free_slot():
+    queue = WaitingQueue("fcfs", cache_with())
+    for i in range(6):
+        queue.add(owned("a", [i]))
+    taken = []
+    for step in range(8):
+        if step == 2:
+            for i in range(2):
+                queue.add(owned("b", [i]))
+        first = next(iter(queue.ordered()))
+        queue.remove(first)
+        taken.append(first.request.owner)
+    assert "".join(taken) == "aababaaa"
+    assert not len(queue)
 
 
 @pytest.mark.parametrize("policy", ["lpm", "dfs-weight"])

@@ -157,6 +157,91 @@ async def test_named_keys_open_and_end_their_own_requests_only(serve: Serve, key
     assert served.core.num_open == 0
 
 
+MESSAGES = {"model": "tiny-model", "messages": [{"role": "user", "content": "a"}]}
+GENERATING: dict[str, dict[str, Any]] = {
+    "/generate": {"text": "a"},
+    "/v1/completions": {"prompt": "a"},
+    "/v1/chat/completions": MESSAGES,
+    "/invocations": {**MESSAGES, "stream": True},
+    "/v1/responses": {"model": "tiny-model", "input": "a"},
+    "/v1/messages": {**MESSAGES, "max_tokens": 4},
+    "/api/chat": MESSAGES,
+    "/api/generate": {"model": "tiny-model", "prompt": "a"},
+}
+
+
+async def test_every_request_carries_the_key_that_sent_it(serve: Serve, key_file: str) -> None:
+    served = await serve(api_key_file=key_file)
+    for path, body in GENERATING.items():
+        for name in ("ada", "bob"):
+            response = await served.http.post(path, json=body, headers=bearer(f"{name}-key"))
+            assert response.status_code == 200, response.text
+            assert served.core.submitted[-1].owner == name, path
+    assert len(served.core.submitted) == 2 * len(GENERATING)
+
+
+async def test_response_of_another_key_is_neither_cancelled_nor_deleted(serve: Serve, key_file: str) -> None:
+    served = await serve(api_key_file=key_file, held=True)
+    body = {"model": "tiny-model", "input": "a", "background": True}
+    made = await served.http.post("/v1/responses", json=body, headers=bearer("ada-key"))
+    path = f"/v1/responses/{made.json()['id']}"
+    for method, tail in (("POST", "/cancel"), ("DELETE", ""), ("GET", ""), ("GET", "/input_items")):
+        for key in ("bob-key", "root-key"):
+            response = await served.http.request(method, path + tail, headers=bearer(key))
+            assert response.status_code == 404, (method, tail)
+    assert (served.core.num_open, served.core.aborted) == (1, [])
+    assert (await served.http.post(path + "/cancel", headers=bearer("ada-key"))).json()[
+        "status"
+    ] == "cancelled"
+    assert len(served.core.aborted) == 1
+
+
+async def test_one_client_may_have_so_many_calls_open_and_no_more(serve: Serve, key_file: str) -> None:
+    served = await serve(api_key_file=key_file, held=True, max_open_calls=2)
+
+    async def ask(key: str, path: str = "/generate", **body: Any) -> Any:
+        return await served.http.post(path, json={"text": "a", **body}, headers=bearer(key))
+
+    async def open_calls(num: int) -> None:
+        while served.core.num_open < num:
+            await asyncio.sleep(0)
+
+    first = [asyncio.create_task(ask("ada-key", stream=stream)) for stream in (True, False)]
+    await open_calls(2)
+    for path in ("/generate", "/v1/chat/completions", "/v1/messages", "/api/chat"):
+        refused = await ask("ada-key", path)
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1"), path
+        assert "--max-open-calls-per-client" in refused.text
+    other = asyncio.create_task(ask("bob-key"))
+    await open_calls(3)
+    assert (await served.http.get("/health")).status_code == 200
+    while served.core.num_open:
+        served.core.step()
+        await asyncio.sleep(0)
+    assert [(await task).status_code for task in (*first, other)] == [200] * 3
+    last = asyncio.create_task(ask("ada-key", stream=True))
+    await open_calls(1)
+    last.cancel()  # who leaves makes room
+    await asyncio.wait([last])
+    while served.core.num_open:
+        await asyncio.sleep(0)
+    served.core.held = False
+    for _ in range(3):
+        assert (await ask("ada-key")).status_code == 200
+
+
+async def test_without_keys_the_address_counts(serve: Serve) -> None:
+    served = await serve(held=True, max_open_calls=1)
+    asked = asyncio.create_task(served.post("/generate", text="a"))
+    while not served.core.num_open:
+        await asyncio.sleep(0)
+    assert (await served.http.post("/generate", json={"text": "a"})).status_code == 429
+    while served.core.num_open:
+        served.core.step()
+        await asyncio.sleep(0)
+    await asked
+
+
 async def test_stranger_without_a_key_ends_only_what_it_can_name(serve: Serve) -> None:
     served = await serve(held=True, **BEYOND)
     asked = asyncio.create_task(served.post("/generate", text=["a", "b"], rid="mine"))
