@@ -9,6 +9,7 @@ from typing import Any, get_args, get_origin
 
 from runtime.config import Json, Option, Outcome, options, shown
 from runtime.sampling_params import APIS, NOT_BUILT, Parameter, parameters
+from serve.outcomes import counts, outcome
 
 WIDTH = 100
 _METAVARS = {int: "N", float: "X", str: "TEXT", Json: "JSON"}
@@ -27,6 +28,11 @@ _DOCUMENT = """\
 Every option of `penstock` (`python -m serve`), written by `python -m serve explain --table markdown`. On the
 command line an option is a flag, in a `--config` file a key with dashes or underscores, in Python a keyword
 with underscores: `--page-size 16`, `page-size: 16`, `page_size=16`.
+
+*Outcome* is what becomes of the option on a CPU, on a machine with eight H100 and on one with eight B200, found by
+trying each of its values on descriptions of them (`penstock explain --machine h100` does the same for a whole command
+line): {works} work there, or with the values that are not listed; {always so} are *always so*, {no effect} have *no
+effect*, {not supported} are *not supported* so far. A start refuses what its machine lacks, by name.
 
 What an option marked *not built yet* asks for is refused with a clear message, and so are such values. *No
 effect* marks what is accepted for compatibility only, *always so* what asks for something that is so anyway.
@@ -60,9 +66,11 @@ def help_text() -> str:
 
 def markdown() -> str:
     """The whole of docs/arguments.md."""
-    parts = [_DOCUMENT]
+    words = {name: str(count) for name, count in counts().items()}
+    parts = [_DOCUMENT.format_map(words)]
     for title, group in _by_group():
-        parts.append(f"## {title}\n\n| option | values | default | what it does |\n|---|---|---|---|")
+        header = "| option | values | default | outcome | what it does |\n|---|---|---|---|---|"
+        parts.append(f"## {title}\n\n{header}")
         parts += [_row(option) for option in group]
         parts.append("")
     return "\n".join(parts)
@@ -146,7 +154,8 @@ def _row(option: Option) -> str:
     values = _values(option).strip("{}").replace(",", ", ") or "flag"
     default = "" if option.default is None else f"`{shown(option, option.default)}`"
     text = f"{option.spec.help}{_outcome_note(option)}"
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in (spellings, values, default, text)) + " |"
+    cells = (spellings, values, default, outcome(option), text)
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def _spellings(option: Option) -> list[str]:

@@ -1,0 +1,122 @@
+"""What becomes of every option on a CPU, on eight H100 and on eight B200: tried on descriptions of such machines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from ops.machine import Machine
+from runtime.config import Args, Json, Option, Outcome, options
+from runtime.config.resolve import ANY_MODEL, decide
+from runtime.errors import ConfigurationError
+
+WITHOUT_TRIAL = {
+    Outcome.PLANNED: "not supported",
+    Outcome.ALWAYS: "always so",
+    Outcome.INERT: "no effect",
+}
+BY_ITSELF = {"config"}  # a file with other options
+_NODES = {"nnodes": 2, "tp_size": 2, "dist_init_addr": "first:5000"}
+# Options without which others have no meaning.
+_COMPANIONS: Mapping[str, Mapping[str, Any]] = {
+    "torch_compile_max_bs": {"enable_torch_compile": True},
+    "max_micro_batch_size": {"pp_size": 2},
+    "node_rank": _NODES,
+    "dist_init_addr": _NODES,
+    "nccl_port": _NODES,
+    "nnodes": _NODES,
+}
+# Values of options that take no other text.
+_EXAMPLES: Mapping[str, Any] = {
+    "chat_template": "chat.jinja",
+    "max_total_tokens": 64,
+    "cuda_graph_bs": (3,),
+    "device": "cpu",
+    "dist_init_addr": "other:5000",
+    "prompt_tokens_buckets": ("tse", "1000", "2", "8"),
+    "generation_tokens_buckets": ("customer", "10", "20"),
+    "model_loader_extra_config": {"enable_multithread_load": True},
+    "constrained_json_whitespace_pattern": " ?",
+}
+
+
+@cache
+def machines() -> Mapping[str, Machine]:
+    """The machines, by what they are called in the table."""
+    cpu = replace(Machine.named("cpu"), compiler="/usr/bin/c++")
+    found = {"CPU": cpu}
+    for title in ("H100", "B200"):
+        one = Machine.named(title.lower())
+        found[title] = replace(one, gpus=one.gpus * 8)
+    return found
+
+
+def outcome(option: Option) -> str:
+    """In words: "works", "no effect", "always so", "not supported", or on which machine which value is refused."""
+    if option.spec.outcome in WITHOUT_TRIAL:
+        return WITHOUT_TRIAL[option.spec.outcome]
+    if option.name in BY_ITSELF:
+        return "works"
+    tried = list(_values(option))
+    refused = {
+        title: [each for each in tried if refusals(option, each, machine)]
+        for title, machine in machines().items()
+    }
+    if not any(refused.values()):
+        return "works"
+    without = [title for title, values in refused.items() if len(values) == len(tried)]
+    parts = ["works" if not without else f"works on {' and '.join(t for t in refused if t not in without)}"]
+    parts += [f"not {title}" for title in without]
+    parts += [
+        f"not {title}: {', '.join(map(str, values))}"
+        for title, values in refused.items()
+        if values and title not in without
+    ]
+    return "; ".join(parts)
+
+
+def refusals(option: Option, value: Any, machine: Machine) -> str:
+    """Why the option with this value, and what it takes beside it, is refused there; empty where it is not."""
+    keywords = {"model_path": "some/model", **_COMPANIONS.get(option.name, {}), option.name: value}
+    try:
+        _, builder = decide(Args.of(**keywords), machine, ANY_MODEL)
+    except ConfigurationError as refused:
+        return str(refused)
+    return builder.refusals.get(option.name, "")
+
+
+def _values(option: Option) -> Iterator[Any]:
+    """Values of the option other than the default: all that can be listed, else one."""
+    spec = option.spec
+    known = spec.choices if spec.built is None else [each for each in spec.built if each is not None]
+    listed = [each for each in known if each != option.default and (not spec.choices or each in spec.choices)]
+    if option.name in _EXAMPLES:
+        yield _EXAMPLES[option.name]
+    elif listed:
+        yield from [(each,) if option.many else each for each in listed]
+    else:
+        one = _one(option)
+        yield (one,) if option.many else one
+
+
+def _one(option: Option) -> Any:
+    spec = option.spec
+    if option.type is bool:
+        return not option.default
+    if option.type is Json:
+        return {"temperature": 0.5}
+    if option.type is str:
+        return "something"
+    low = spec.low if spec.low is not None else spec.above if spec.above is not None else 0
+    step = 1 if option.type is int else 0.125
+    return option.type(next(each for each in (low + step, low + 2 * step) if each != option.default))
+
+
+def counts() -> Mapping[str, int]:
+    """How many options work somewhere, and how many are of each other kind."""
+    found = dict.fromkeys(("works", *WITHOUT_TRIAL.values()), 0)
+    for option in options():
+        found[WITHOUT_TRIAL.get(option.spec.outcome, "works")] += 1
+    return found
