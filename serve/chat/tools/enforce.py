@@ -26,8 +26,20 @@ _PLAIN_KEYS = {
 }  # fmt: skip
 _SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$/]")  # in regular expressions
 _ANY_OBJECT = {"type": "object"}
+# Arguments of a call in Python that need not match a schema.
+_ANY_PYTHON = r"""any_arguments: (KEY "=" any_value (GAP KEY "=" any_value)*)?
+any_value: STRING | NUMBER | WORD | "[" any_items? "]" | "(" any_items? ")" | "{" any_pairs? "}"
+any_items: any_value (GAP any_value)* GAP?
+any_pairs: STRING COLON any_value (GAP STRING COLON any_value)* GAP?
+KEY: /[A-Za-z_][A-Za-z_0-9]{0,127}/
+STRING: /"([^"\\]|\\(?s:.))*"|'([^'\\]|\\(?s:.))*'/
+NUMBER: /-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?/
+WORD: /True|False|None|true|false|null/
+GAP: /[ \n]{0,8},[ \n]{0,8}/
+COLON: /[ \n]{0,8}:[ \n]{0,8}/"""
 
 HARMONY_CALL = ("<|channel|>commentary to=functions.", " <|constrain|>json<|message|>")
+_HARMONY_FINAL = "<|channel|>final<|message|>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +56,10 @@ class Marks:
         pieces = re.split("(" + "|".join(map(re.escape, sorted(marks, key=len, reverse=True))) + ")", text)
         return " ".join(self._term(piece) for piece in pieces if piece)
 
+    def head(self, text: str) -> str:
+        """What of the text stands before the first of these tokens."""
+        return text[: min((text.index(mark) for mark in self.ids if mark in text), default=len(text))]
+
     def _term(self, piece: str) -> str:
         return f"<[{self.ids[piece]}]>" if piece in self.ids else json.dumps(piece, ensure_ascii=False)
 
@@ -57,41 +73,51 @@ def calls_grammar(
     think: ReasoningFormat | None = None,
     answer: str | None = None,
 ) -> str:
-    """Lark for outputs with these calls. Raises `InvalidRequest` where the format cannot be enforced.
+    """Lark for outputs with these calls. Raises `InvalidRequest` for what cannot be enforced.
 
     Where no call must be made, calls stand in free text, or, with `answer`, the output is calls alone or JSON of that
     schema. `think`: a block of reasoning may come first. `form` None is Harmony.
     """
     rules: list[str] = []
     if form is None:
-        calls = _harmony(choice.tools, marks, rules)
+        body = _harmony(choice, marks, rules, answer)
     else:
-        if form.rendered is None:
-            raise _unable(choice)
-        before, between, behind = (marks.terms(text) for text in form.rendered_all)
-        more = f"({between} call)*" if parallel else ""
-        rules.append(f"calls: {before} call {more} {behind}")
         _calls(form, choice, marks, rules)
-        calls = "calls"
-    body = f"LEAD? {calls}"
-    if answer is not None:
-        body = f"LEAD? ({calls} | %json {answer})"
-    elif not choice.must_call:
-        body = _in_text(form, choice, marks, rules)
+        rules.append(f"further: ({_either('next', choice)})*" if parallel else 'further: ""')
+        rules.append(f"more: further {marks.terms(form.rendered_all[2])}")
+        rules.append(f"calls: ({_either('first', choice)}) more")
+        body = "LEAD? calls"
+        if answer is not None:
+            body = f"LEAD? (calls | %json {answer})"
+        elif not choice.must_call:
+            body = _in_text(form, choice, marks, rules)
     lines = [f"start: {_thinking(think, marks, rules)} {body}", *rules, r"LEAD: /\n{1,4}/"]
     return "\n".join(lines) + "\n"
 
 
+def _either(rule: str, choice: ToolChoice) -> str:
+    return " | ".join(f"{rule}_{index}" for index in range(len(choice.tools)))
+
+
 def _calls(form: ToolFormat, choice: ToolChoice, marks: Marks, rules: list[str]) -> None:
-    """A rule for a call, and one for each tool's."""
-    rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(choice.tools))))
+    """For each tool: the first call, a further one, and what follows their beginnings.
+
+    All that stands before the arguments is one text, so that what may follow a call is told apart by its first
+    different character.
+    """
+    all_before, between, _ = form.rendered_all
     for index, tool in enumerate(choice.tools):
-        before, behind = form.rendered(tool.name) if form.rendered else ("", "")
+        before, behind = form.rendered(tool.name)
         enforced = choice.must_call or tool.strict
+        python = form.arguments == "python"
         arguments = (
-            _python(tool, index, rules) if form.arguments == "python" else _json(tool, enforced=enforced)
+            _python(tool, index, rules, enforced=enforced) if python else _json(tool, enforced=enforced)
         )
-        rules.append(f"call_{index}: {marks.terms(before)} {arguments} {marks.terms(behind)}")
+        rules.append(f"rest_{index}: {arguments} {marks.terms(behind)}")
+        rules.append(f"first_{index}: {marks.terms(all_before + before)} rest_{index}")
+        rules.append(f"next_{index}: {marks.terms(between + before)} rest_{index}")
+    if form.arguments == "python" and not all(choice.must_call or tool.strict for tool in choice.tools):
+        rules.append(_ANY_PYTHON)
 
 
 def _json(tool: Tool, *, enforced: bool) -> str:
@@ -99,8 +125,10 @@ def _json(tool: Tool, *, enforced: bool) -> str:
     return "%json " + json.dumps({**schema, "x-guidance": _STYLE})
 
 
-def _python(tool: Tool, index: int, rules: list[str]) -> str:
+def _python(tool: Tool, index: int, rules: list[str], *, enforced: bool) -> str:
     """key=value, ...: the required ones in their order, then those of the others that are wanted."""
+    if not enforced:
+        return "any_arguments"
     schema = tool.parameters
     if strange := sorted(schema.keys() - _PLAIN_KEYS):
         raise InvalidRequest(
@@ -130,39 +158,86 @@ def _python(tool: Tool, index: int, rules: list[str]) -> str:
     return "(" + " | ".join(starts) + ")?"
 
 
-def _harmony(tools: Sequence[Tool], marks: Marks, rules: list[str]) -> str:
-    """One call on the commentary channel, after thoughts if the model has any; the end of the turn follows."""
-    rules.append(
-        f"calls: ({marks.terms('<|channel|>analysis<|message|>')} ANYTHING {marks.terms('<|end|><|start|>')} "
-        f'"assistant")? call'
-    )
+def _harmony(choice: ToolChoice, marks: Marks, rules: list[str], answer: str | None) -> str:
+    """Thoughts if the model has any, then one call or the final answer. Where neither must be, all messages are free
+    but for the calls."""
+    turn = f'{marks.terms("<|end|><|start|>")} "assistant"'
+    rules.append(f"thought: {marks.terms('<|channel|>analysis<|message|>')} ANYTHING {turn}")
     rules.append(r"ANYTHING: /(?s:.*)/")
-    rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(tools))))
-    for index, tool in enumerate(tools):
+    rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(choice.tools))))
+    for index, tool in enumerate(choice.tools):
         before = f"{HARMONY_CALL[0]}{tool.name}{HARMONY_CALL[1]}"
-        rules.append(f"call_{index}: {marks.terms(before)} {_json(tool, enforced=True)}")
-    return "calls"
+        arguments = _json(tool, enforced=choice.must_call or tool.strict)
+        rules.append(f"call_{index}: {marks.terms(before)} {arguments}")
+    if choice.must_call:
+        return "thought? call"
+    if answer is not None:
+        return f"thought? (call | {marks.terms(_HARMONY_FINAL)} %json {answer})"
+    if "<|channel|>" not in marks.ids or "<|message|>" not in marks.ids:
+        raise InvalidRequest(
+            'Strict tools need Harmony\'s marks to be tokens of this model; use tool_choice "required".',
+            param="tools",
+        )
+    channel, body = marks.terms("<|channel|>"), marks.terms("<|message|>")
+    rules.append(f'message: {channel} ("analysis" | "commentary" | "final") {body} ANYTHING | call')
+    return f"message ({turn} message)*"
 
 
-def _in_text(form: ToolFormat | None, choice: ToolChoice, marks: Marks, rules: list[str]) -> str:
-    """Free text in which calls are held to their schemas once they have begun."""
-    if form is None:
-        raise _unable(choice)
-    openers = tuple(dict.fromkeys(form.section_open + form.call_open))
+def _in_text(form: ToolFormat, choice: ToolChoice, marks: Marks, rules: list[str]) -> str:
+    """Free text in which calls are held to their schemas once they have begun.
+
+    Where a token alone begins a call, text ends there. Elsewhere the text up to a call's beginning is a lazy lexeme: it
+    ends with the first such beginning, from which on only a call is allowed.
+    """
+    openers = form.section_open + form.call_open
+    if form.arguments == "python" and "[" in form.call_open:
+        return _in_python_text(form, choice, marks, rules)
+    begins = [_escaped(mark) for mark in openers if mark not in form.vague]
+    begins += [rf"{_escaped(mark)}\s*\[?\s*\{{" for mark in form.vague]
     if form.bare:
-        rules.append(r"FREE: /[^\s{\[](?s:.*)/" + _without(openers))
-        return "(LEAD? calls | FREE)"
-    begin = form.rendered_all[0] or (form.rendered(choice.tools[0].name)[0] if form.rendered else "")
-    if not any(begin.startswith(mark) for mark in marks.ids):
-        raise _unable(choice)  # text cannot be told from the beginning of a call
-    rules.append("FREE: /(?s:.*)/" + _without(openers))
-    return "FREE (calls FREE)*"
+        rules.append(r"FREE: /[^\s{\[](?s:.*)/" + _without(begins))
+        return "LEAD? (calls | FREE)"
+    rules.append("FREE: /(?s:.*)/" + _without(begins))
+    return f"({_from_mark(form, choice, marks, rules)})* FREE"
 
 
-def _without(texts: Sequence[str]) -> str:
-    """Lark for "and none of these in it"."""
-    found = "|".join(_SPECIAL.sub(r"\\\g<0>", text) for text in texts)
-    return f" & ~/(?s:.*)({found})(?s:.*)/" if texts else ""
+def _in_python_text(form: ToolFormat, choice: ToolChoice, marks: Marks, rules: list[str]) -> str:
+    """Where a list begins with the name of a tool and a parenthesis, a call does; a bracket alone is text."""
+    names = "|".join(_escaped(tool.name) for tool in choice.tools)
+    rules.append("FREE: /(?s:.*)/" + _without([rf"\[\s*({names})\("]))
+    rules.append('listed: further "]"')
+    ways: list[str] = []
+    for index, tool in enumerate(choice.tools):
+        rules.append(rf"until_{index}[lazy]: /(?s:.*)\[\s*{_escaped(tool.name)}\(/")
+        ways.append(f"until_{index} rest_{index} listed")
+    if any(form.rendered_all[0].startswith(mark) for mark in marks.ids):
+        ways.append("FREE calls")
+    return f"({' | '.join(ways)})* FREE"
+
+
+def _from_mark(form: ToolFormat, choice: ToolChoice, marks: Marks, rules: list[str]) -> str:
+    """Text and the calls behind it, where the format's own mark begins them."""
+    begins = [form.rendered_all[0] + form.rendered(tool.name)[0] for tool in choice.tools]
+    mark = next(mark for mark in form.section_open + form.call_open if begins[0].startswith(mark))
+    if mark in marks.ids:
+        return "FREE calls"
+    head = marks.head(mark)
+    if head == mark:
+        rules.append(f"until[lazy]: /(?s:.*){_escaped(head)}/")
+    else:  # it holds a token, where text ends
+        rules.append(f"until: /(?s:.*){_escaped(head)}/")
+    firsts = [f"{marks.terms(begin[len(head) :])} rest_{index}" for index, begin in enumerate(begins)]
+    return f"until ({' | '.join(firsts)}) more"
+
+
+def _escaped(text: str) -> str:
+    """As a regular expression of Lark's."""
+    return _SPECIAL.sub(r"\\\g<0>", text)
+
+
+def _without(found: Sequence[str]) -> str:
+    """Lark for "and nothing in it that matches one of these expressions"."""
+    return f" & ~/(?s:.*)({'|'.join(dict.fromkeys(found))})(?s:.*)/" if found else ""
 
 
 def _thinking(think: ReasoningFormat | None, marks: Marks, rules: list[str]) -> str:
@@ -172,18 +247,5 @@ def _thinking(think: ReasoningFormat | None, marks: Marks, rules: list[str]) -> 
     if close not in marks.ids:
         return ""  # then it has to begin with its answer
     rules.append(f"think: {marks.terms(think.open.strip())} THOUGHT {marks.terms(close)}")
-    rules.append("THOUGHT: /(?s:.*)/" + _without((close,)))
+    rules.append("THOUGHT: /(?s:.*)/" + _without([_escaped(close)]))
     return "think?"
-
-
-def _unable(choice: ToolChoice) -> InvalidRequest:
-    if choice.must_call:
-        return InvalidRequest(
-            'Calls cannot be enforced in the format of this model; use tool_choice "auto".',
-            param="tool_choice",
-        )
-    return InvalidRequest(
-        'Strict tools cannot be enforced beside text in the format of this model; use tool_choice "required", or '
-        "leave strict out.",
-        param="tools",
-    )

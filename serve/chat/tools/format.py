@@ -39,9 +39,10 @@ class ToolFormat:
     call_close: tuple[str, ...] = ()
     separators: tuple[str, ...] = ()  # between two calls
     bare: bool = False  # a call may also begin the output without any mark
-    # For enforcing calls by grammar: the texts around the arguments of a call to a tool; None: not expressible.
-    rendered: Callable[[str], Rendered] | None = None
+    # For enforcing calls by grammar: the texts around the arguments of a call to a tool.
+    rendered: Callable[[str], Rendered]
     rendered_all: tuple[str, str, str] = ("", "", "")  # before, between and behind all calls
+    vague: tuple[str, ...] = ()  # opening marks that are words as well, without an object behind them
     arguments: str = "json"  # or how parameters are written instead
     parameters: Any = None  # of the format's family, where arguments are not JSON
     shown: tuple[str, ...] = field(default=())  # marks beside those above that must stay in the text

@@ -7,11 +7,12 @@ import re
 from serve.chat.scan.json_text import MAX_NAME_CHARS, quoted
 from serve.chat.scan.source import Marks, Reader
 from serve.chat.tools.format import CallContext, ToolFormat
-from serve.chat.tools.json_calls import plain_name
+from serve.chat.tools.json_calls import plain_name, read_arguments
 
 MAX_DEPTH = 32
 QUOTE = '<|"|>'
 
+_JSON = Marks(('{"',))
 _CALL, _BRACE, _QUOTE = Marks(("call:",)), Marks(("{",)), Marks((QUOTE,))
 _COLON = Marks((":",))
 _AFTER_WORD = re.compile(r"[,{}\[\]<]")
@@ -30,7 +31,11 @@ def _read(context: CallContext) -> Reader[bool]:
     source.give_back("{")
     source.traced()
     output.start(name[0])
-    yield from _collection(context, MAX_DEPTH)
+    if (yield from source.one_of(_JSON)) is None:
+        yield from _collection(context, MAX_DEPTH)
+    else:  # its own keys are bare
+        source.give_back('{"')
+        yield from read_arguments(context)
     return True
 
 
@@ -100,4 +105,5 @@ GEMMA4 = ToolFormat(
     call_close=("<tool_call|>",),
     read=_read,
     shown=(QUOTE,),
+    rendered=lambda name: (f"<|tool_call>call:{name}", "<tool_call|>"),
 )

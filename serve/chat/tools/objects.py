@@ -10,13 +10,10 @@ def _arguments(name: str) -> Rendered:
     return f'{{"name": "{name}", "arguments": ', "}"
 
 
-def _parameters(name: str) -> Rendered:
-    return f'{{"name": "{name}", "parameters": ', "}"
-
-
 JSON = ToolFormat(
     section_open=("```json",),
     section_close=("```",),
+    vague=("```json",),
     bare=True,
     read=json_list(only_offered=True),
     rendered=_arguments,
@@ -33,6 +30,7 @@ GRANITE = ToolFormat(  # 3.0 has <|tool_call|>, later ones <tool_call>, 4.0 writ
 
 PHI4 = ToolFormat(
     call_open=("functools", "<|tool_call|>"),
+    vague=("functools",),
     call_close=("<|/tool_call|>",),
     read=json_list(or_object=False),
     rendered=_arguments,
@@ -60,8 +58,11 @@ INTERNLM = ToolFormat(
     call_open=("<|plugin|>",),
     call_close=("<|action_end|>",),
     read=json_list(),
-    rendered=_parameters,
-    rendered_all=("<|action_start|><|plugin|>\n", "", "<|action_end|>"),
+    rendered=lambda name: (
+        f'<|action_start|><|plugin|>\n{{"name": "{name}", "parameters": ',
+        "}<|action_end|>",
+    ),
+    rendered_all=("", "\n", ""),
 )
 
 COMMAND_R = ToolFormat(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from random import Random
 from typing import Any
 
@@ -12,6 +13,7 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer as Library
 
 from runtime.errors import InvalidRequest
+from serve.chat.harmony import MARKS as HARMONY_MARKS
 from serve.chat.message import AssistantMessage, collect
 from serve.chat.parser import OutputParser, ParserSettings
 from serve.chat.reasoning.table import FORMATS as REASONING
@@ -36,10 +38,40 @@ TOOLS = [
     {"type": "function", "function": {"name": "stop"}},
 ]
 OFFERED = read_tools(TOOLS)
-ENFORCED = [name for name, form in FORMATS.items() if form.rendered is not None]
-each_format = pytest.mark.parametrize("name", ENFORCED)
+each_format = pytest.mark.parametrize("name", FORMATS)
 END = 2
 THINK = Marks({"<think>": 4090, "</think>": 4091, "<tool_call>": 4092, "</tool_call>": 4093})
+
+
+class Bytes:
+    """A tokenizer whose tokens are bytes and these marks."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+    eos_token_id = 256
+
+    def __init__(self, *marks: str) -> None:
+        self.marks = Marks({mark: 257 + index for index, mark in enumerate(marks)})
+        self.tokens = [*(bytes([byte]) for byte in range(256)), b"<end>", *(mark.encode() for mark in marks)]
+        self.special_token_ids = list(range(256, len(self.tokens)))
+        self.library = LLTokenizer(self, n_vocab=len(self.tokens), eos_token=256)  # pyright: ignore[reportArgumentType]
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return list(text.encode() if isinstance(text, str) else text)
+
+    def fits(self, grammar: str, text: str) -> bool:
+        """Whether the whole text may be written, and may end there."""
+        pieces = (
+            re.split("(" + "|".join(map(re.escape, self.marks.ids)) + ")", text) if self.marks.ids else [text]
+        )
+        ids = [
+            token_id
+            for piece in pieces
+            for token_id in ([self.marks.ids[piece]] if piece in self.marks.ids else piece.encode())
+        ]
+        matcher = LLMatcher(self.library, grammar)
+        assert not matcher.is_error(), matcher.get_error()
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
 @pytest.fixture(scope="module")
@@ -151,10 +183,89 @@ def test_harmonys_call_follows_its_thoughts(tokens: LLTokenizer) -> None:
     assert not accepts(tokens, grammar, "<|channel|>final<|message|>No.")
 
 
+FREE_TEXTS = ("", "Just text, with < and {} and [1, look] in it.", "\n\nlook(at=1) <tool", "a functools [x]")
+
+
+@pytest.mark.parametrize("marks", [True, False], ids=["tokens", "text"])
+@each_format
+def test_strict_tools_stand_in_free_text_in_every_format(name: str, marks: bool) -> None:
+    """Plain answers stay free, and of two calls neither may break its schema, wherever they stand."""
+    form = FORMATS[name]
+    shown = [mark for mark in form.marks if mark[0] in "<[" and mark != "["] if marks else []
+    model = Bytes(*dict.fromkeys(shown))
+    grammar = calls_grammar(form, read_choice("auto", OFFERED), model.marks, parallel=True)
+    for text in FREE_TEXTS[1:] if form.bare else FREE_TEXTS:
+        assert model.fits(grammar, text), text
+    before, between, behind = form.rendered_all
+
+    def calls(days: int, last: str = "") -> str:
+        arguments = f'{{"city": "Rome", "days": {days}}}'
+        loose = '{"any": [1, null]}'
+        if form.arguments == "python":
+            arguments, loose = f'days={days}, city="Rome"', "any=[1, None, {'k': (True, -1.5)}]"
+        written = [arguments.join(form.rendered("look")), loose.join(form.rendered("stop"))]
+        return before + between.join([*written, written[0]]) + behind + last
+
+    text = "" if form.bare else "Let me look.\n"
+    assert model.fits(grammar, text + calls(3))
+    message = read(name, text + calls(3))
+    assert [call.name for call in message.tool_calls] == ["look", "stop", "look"]
+    for call in message.tool_calls:
+        json.loads(call.arguments)
+    assert not model.fits(grammar, text + calls(30))
+    assert not model.fits(grammar, text + calls(3, "\n" + calls(30)))
+    if not form.bare:
+        assert model.fits(grammar, text + calls(3, "\nAnd more.\n" + calls(4)))
+        assert not model.fits(grammar, text + calls(3, "\nAnd more.\n" + calls(30)))
+
+
+@each_format
+def test_calls_that_were_drawn_beside_text_are_valid(
+    name: str, tokens: LLTokenizer, library: Library
+) -> None:
+    rng = Random(name)
+    grammar = calls_grammar(FORMATS[name], read_choice("auto", OFFERED), THINK, parallel=True)
+    for _ in range(3):
+        message = read(name, write(tokens, library, grammar, rng))
+        for call in message.tool_calls:
+            if call.name == "look":
+                jsonschema.validate(json.loads(call.arguments), PARAMETERS)
+
+
+def test_harmonys_messages_are_free_but_for_the_calls() -> None:
+    model = Bytes(*HARMONY_MARKS)
+    grammar = calls_grammar(None, read_choice("auto", OFFERED), model.marks, parallel=True)
+    thought = "<|channel|>analysis<|message|>Let me {see}.<|end|><|start|>assistant"
+    header = "<|channel|>commentary to=functions.look <|constrain|>json<|message|>"
+    assert model.fits(grammar, thought + "<|channel|>final<|message|>No.")
+    assert model.fits(grammar, thought + header + '{"city": "Rome", "days": 3}')
+    assert not model.fits(grammar, thought + header + '{"city": "Rome", "days": 30}')
+    assert not model.fits(grammar, thought + header + "What?")
+    assert not model.fits(grammar, "No.")
+    with pytest.raises(InvalidRequest, match="tokens"):
+        calls_grammar(None, read_choice("auto", OFFERED), Marks({}), parallel=True)
+
+
+def test_harmonys_answer_in_json_stands_on_its_channel() -> None:
+    model = Bytes(*HARMONY_MARKS)
+    chosen = read_choice("auto", OFFERED)
+    grammar = calls_grammar(None, chosen, model.marks, parallel=True, answer='{"type": "integer"}')
+    assert model.fits(grammar, "<|channel|>final<|message|>7")
+    assert not model.fits(grammar, "7")
+
+
+def test_mark_may_hold_a_token() -> None:
+    """<｜DSML｜function_calls>, where only what stands between the bars is one."""
+    model, form = Bytes("｜DSML｜"), FORMATS["deepseekv32"]
+    grammar = calls_grammar(form, read_choice("auto", OFFERED), model.marks, parallel=True)
+    before, _, behind = form.rendered_all
+    call = '{"city": "Rome", "days": 3}'.join(form.rendered("look"))
+    assert model.fits(grammar, "1 < 2.\n" + before + call + behind + " a < b")
+    assert not model.fits(grammar, "1 < 2.\n" + before + call.replace("3", "30") + behind)
+
+
 def test_what_cannot_be_enforced_is_refused() -> None:
-    for name, choice in (("gemma4", "required"), ("gemma4", "auto"), ("pythonic", "auto")):
-        with pytest.raises(InvalidRequest, match="cannot be enforced"):
-            calls_grammar(FORMATS[name], read_choice(choice, OFFERED), Marks({}), parallel=True)
-    odd = read_tools([{"function": {"name": "f", "parameters": {"minProperties": 1}}}])
-    with pytest.raises(InvalidRequest, match="minProperties"):
-        calls_grammar(FORMATS["pythonic"], read_choice("required", odd), Marks({}), parallel=True)
+    odd = read_tools([{"function": {"name": "f", "strict": True, "parameters": {"minProperties": 1}}}])
+    for choice in ("required", "auto"):
+        with pytest.raises(InvalidRequest, match="minProperties"):
+            calls_grammar(FORMATS["pythonic"], read_choice(choice, odd), Marks({}), parallel=True)
