@@ -71,10 +71,17 @@ FORMATS: Mapping[str, str] = {
     "iri-reference": f"(?:{_SCHEME}:{_HIER}|{_RELATIVE}){_TAIL}",
     "json-pointer": _POINTER,
     "relative-json-pointer": f"(?:0|[1-9][0-9]{{0,8}})(?:#|{_POINTER})",
+    "ipv4network": f"{_IPV4}(?:/(?:3[0-2]|[12]?[0-9]))?",
+    "ipv4interface": f"{_IPV4}(?:/(?:3[0-2]|[12]?[0-9]))?",
+    "ipv6network": f"{_ipv6()}(?:/(?:12[0-8]|1[01][0-9]|[1-9]?[0-9]))?",
+    "ipv6interface": f"{_ipv6()}(?:/(?:12[0-8]|1[01][0-9]|[1-9]?[0-9]))?",
+    "ipvanyaddress": f"(?:{_IPV4}|{_ipv6()})",
+    "base64": "(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?",
+    "base64url": "(?:[A-Za-z0-9_-]{4})*(?:[A-Za-z0-9_-]{2}==|[A-Za-z0-9_-]{3}=)?",
     "byte": "(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?",
 }
 MAX_LENGTHS: Mapping[str, int] = {"hostname": 253, "idn-hostname": 253, "email": 254, "idn-email": 254}
-# Of OpenAPI: bounds of numbers, and names that limit nothing.
+# Of OpenAPI and pydantic: bounds of numbers, and names that limit nothing that a text could show.
 INTEGER_BITS: Mapping[str, int] = {
     "int8": 8,
     "int16": 16,
@@ -84,7 +91,10 @@ INTEGER_BITS: Mapping[str, int] = {
     "uint16": 16,
     "uint32": 32,
 }
-UNLIMITED = frozenset({"float", "double", "decimal", "password", "unknown"})
+UNLIMITED = frozenset(
+    {"float", "double", "decimal", "password", "unknown", "binary", "path", "file-path", "directory-path"}
+    | {"string", "text", "textarea", "markdown", "html", "json", "xml", "code", "multi-line"}
+)
 
 
 @cache

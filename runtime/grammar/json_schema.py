@@ -13,14 +13,15 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from fractions import Fraction
 from typing import Any
-from urllib.parse import unquote
 
-from runtime.grammar import patterns
-from runtime.grammar.disjoint import are_disjoint
+from runtime.grammar import conditions, patterns
 from runtime.grammar.errors import InvalidGrammar
 from runtime.grammar.formats import INTEGER_BITS, MAX_LENGTHS, UNLIMITED, format_regex
+from runtime.grammar.opposites import NoOppositeError, opposite
+from runtime.grammar.references import References, Unsupported
 
 MAX_DEPTH = 96  # of the JSON text
 MAX_NODES = 12_000  # subschemas, after references are followed, and enum values
@@ -30,41 +31,36 @@ MAX_TEXT = 100_000  # minLength and maxLength
 MAX_PROPERTIES = 1_000  # minProperties and maxProperties, and names in properties
 MAX_EXACT = 2**53  # integers beyond it are not told apart by floating-point numbers
 MAX_MULTIPLE = 2**32
-MAX_COMPARED = 100_000  # pairs of schemas below oneOf
+MAX_ALTERNATIVES = 256  # of oneOf
+LEAST_STEP = 1e-15  # behind an exclusive limit near 0
 NODES_BETWEEN_PAUSES = 64
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 # Keywords of some draft that limit values and that nothing here enforces.
 UNSUPPORTED: Mapping[str, str] = {
-    "not": "",
-    "if": "",
     "contains": "",
     "minContains": "",
     "maxContains": "",
     "uniqueItems": "use enum for the whole array, or maxItems 1",
-    "propertyNames": "use patternProperties with additionalProperties false",
-    "dependencies": "",
-    "dependentRequired": "",
-    "dependentSchemas": "",
     "unevaluatedItems": "use items false",
-    "unevaluatedProperties": "use additionalProperties false",
     "$dynamicRef": "use $ref",
     "$recursiveRef": "use $ref",
     "extends": "use allOf",
     "disallow": "",
     "divisibleBy": "use multipleOf",
 }
+# Those that are written with other keywords, as far as these can say it: see `conditions`.
+CONDITIONS: Mapping[str, str] = {
+    "not": "",
+    "if": "",
+    "propertyNames": "use patternProperties with additionalProperties false",
+    "dependencies": "",
+    "dependentRequired": "",
+    "dependentSchemas": "",
+    "unevaluatedProperties": "use additionalProperties false",
+}
 NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 Schema = dict[str, Any]
-
-
-class Unsupported(InvalidGrammar):
-    """A keyword is malformed or cannot be enforced; names it and where it stands."""
-
-    def __init__(self, keyword: str, pointer: str, reason: str) -> None:
-        super().__init__(f"{keyword} at {pointer or '/'}: {reason}")
-        self.keyword = keyword
-        self.pointer = pointer
 
 
 def parse(source: str) -> Any:
@@ -78,7 +74,7 @@ def parse(source: str) -> Any:
 
 def for_backend(schema: Any) -> Schema | bool:
     """The schema with nothing in it but what is enforced exactly. Raises `Unsupported`."""
-    return _Writer(schema).write()
+    return _Writer(schema, References(schema)).write()
 
 
 def _refuse_constant(name: str) -> None:
@@ -113,24 +109,15 @@ class _Writer:
     """Walks a schema once, and every place that a reference leads to once."""
 
     root: Any
-    names: dict[str, str] = field(default_factory=dict)  # of the definitions, by the pointers to them
-    pending: list[str] = field(default_factory=list)  # pointers still to be written
+    references: References
     num_nodes: int = 0
     num_items: int = 0
-    num_compared: int = 0
     multiple: Fraction = Fraction(1)  # the product of all different multipleOf
     multiples: set[Fraction] = field(default_factory=set)
-    root_id: str = ""
 
     def write(self) -> Schema | bool:
-        if isinstance(self.root, dict):
-            found = self.root.get("$id", self.root.get("id"))
-            self.root_id = found.rstrip("#") if isinstance(found, str) else ""
         written = self.schema(self.root, "")
-        definitions: Schema = {}
-        while self.pending:
-            pointer = self.pending.pop()
-            definitions[self.names[pointer]] = self.schema(self.resolve(pointer), pointer)
+        definitions = self.references.definitions(self.schema)
         if not definitions:
             return written
         if isinstance(written, bool) or "$ref" in written:
@@ -147,49 +134,6 @@ class _Writer:
             raise Unsupported("schema", pointer, f"it has more than {MAX_NODES} parts")
         if before // NODES_BETWEEN_PAUSES != self.num_nodes // NODES_BETWEEN_PAUSES:
             time.sleep(0)
-
-    def resolve(self, pointer: str) -> Any:
-        """What a JSON pointer leads to. Raises `Unsupported`."""
-        found = self.root
-        for part in pointer.split("/")[1:]:
-            key = part.replace("~1", "/").replace("~0", "~")
-            if isinstance(found, dict) and key in found:
-                found = found[key]
-            elif isinstance(found, list) and key.isdecimal() and len(key) < 8 and int(key) < len(found):
-                found = found[int(key)]
-            else:
-                raise Unsupported(
-                    "$ref", f"/{pointer.lstrip('/')}", "there is nothing in the schema at this place"
-                )
-        return found
-
-    def target(self, reference: Any, pointer: str) -> str:
-        """The pointer that a reference holds."""
-        if not isinstance(reference, str):
-            raise Unsupported("$ref", pointer, "it must be a string")
-        if self.root_id and reference.startswith(self.root_id + "#"):
-            reference = reference[len(self.root_id) :]
-        if reference in ("#", "#/"):
-            return ""
-        if not reference.startswith("#/"):
-            raise Unsupported("$ref", pointer, "only references into the schema itself (#/...) are followed")
-        return unquote(reference[1:], errors="strict") if "%" in reference else reference[1:]
-
-    def peek(self, schema: Any) -> Any:
-        """What a reference alone leads to, for comparing: 16 steps at most."""
-        self.num_compared += 1
-        if self.num_compared > MAX_COMPARED:
-            raise Unsupported("oneOf", "", "its schemas are too many to compare")
-        if self.num_compared % NODES_BETWEEN_PAUSES == 0:
-            time.sleep(0)
-        for _ in range(16):
-            if not (isinstance(schema, dict) and "$ref" in schema):
-                break
-            try:
-                schema = self.resolve(self.target(schema["$ref"], ""))
-            except (Unsupported, UnicodeDecodeError):
-                break
-        return schema
 
     # --- a schema ---
 
@@ -218,8 +162,6 @@ class _Writer:
             if keyword not in schema or (keyword == "uniqueItems" and _is_unique_anyway(schema)):
                 continue
             if keyword in ("minContains", "maxContains") and "contains" not in schema:
-                continue
-            if keyword == "if" and not schema.keys() & {"then", "else"}:
                 continue
             reason = "it cannot be enforced" + (f"; {advice}" if advice else "")
             raise Unsupported(keyword, f"{pointer}/{keyword}", reason)
@@ -294,10 +236,26 @@ class _Writer:
         ):  # of draft 4: about the limit beside it
             return {}
         _check_number(value, keyword, pointer)
-        exclusive = "exclusive" + keyword.capitalize()
+        limit = "minimum" if keyword.endswith("inimum") else "maximum"
+        exclusive = f"exclusive{limit.capitalize()}"
         if schema.get(exclusive) is True:
-            return {exclusive: value}
-        return {keyword: value}
+            keyword = exclusive
+        beside = schema.get(exclusive if keyword == limit else limit)
+        if schema.get("type") == "integer":
+            return {keyword: value}
+        if keyword == limit and not _is_number(beside):
+            return _limited(limit, value)
+        # 1.00000000000000000001 is above 1, but what reads it makes 1 of it: the next number is the limit.
+        both = {
+            keyword: value,
+            **({exclusive if keyword == limit else limit: beside} if _is_number(beside) else {}),
+        }
+        upwards = limit == "minimum"
+        limits = [
+            _next(each, math.inf if upwards else -math.inf) if name == exclusive else each
+            for name, each in both.items()
+        ]
+        return _limited(limit, max(limits) if upwards else min(limits))
 
     def multiple_of(self, value: Any, pointer: str, schema: Schema) -> Schema:
         _check_number(value, "multipleOf", pointer)
@@ -414,21 +372,52 @@ class _Writer:
 
     def one_of(self, value: Any, pointer: str, schema: Schema) -> Schema:
         """As anyOf, where no two of them can hold at once."""
-        options = self._list(value, pointer)
-        kinds = [self.peek(option) for option in value]
-        if len(kinds) > 256:
-            raise Unsupported("oneOf", pointer, "it may have up to 256 schemas")
-        for index, one in enumerate(kinds):
-            self.pause(pointer, 1 + len(kinds) // 16)
-            for other in range(index + 1, len(kinds)):
-                if not are_disjoint(one, kinds[other], self.peek):
-                    raise Unsupported(
-                        "oneOf",
-                        pointer,
-                        f"its schemas {index} and {other} may both hold; use anyOf, or different types, or a "
-                        "required property with a const of its own in each",
-                    )
+        if not isinstance(value, list) or not value or len(value) > MAX_ALTERNATIVES:
+            raise Unsupported("oneOf", pointer, f"it must be a list of 1 to {MAX_ALTERNATIVES} schemas")
+        self.pause(pointer, len(value) * len(value) // 32)
+        found = conditions.exclusive(value, self.references.peek)
+        if isinstance(found, tuple):
+            raise Unsupported(
+                "oneOf",
+                pointer,
+                f"its schemas {found[0]} and {found[1]} may both hold; use anyOf, or different types, or a property "
+                "with a const of its own in each",
+            )
+        options = [
+            {"allOf": [option, *[self.schema(part, pointer) for part in parts]]} if parts else option
+            for option, parts in zip(self._list(value, pointer), found, strict=True)
+        ]
         return {"allOf": [{"anyOf": options}]} if "anyOf" in schema else {"anyOf": options}
+
+    def condition(self, value: Any, pointer: str, schema: Schema) -> Schema:
+        """A keyword that others can say."""
+        keyword, peek, known = pointer.rpartition("/")[2], self.references.peek, (*_WRITERS, *UNSUPPORTED)
+        try:
+            if keyword == "not":
+                found = opposite(value, peek, known)
+            elif keyword == "if":
+                return self.conditional(schema, pointer, opposite(value, peek, known))
+            elif keyword == "propertyNames":
+                found = conditions.names(value, peek)
+            elif keyword == "unevaluatedProperties":
+                found = conditions.unevaluated(schema, peek)
+            else:
+                found = conditions.dependent(value)
+        except NoOppositeError as error:
+            advice = CONDITIONS[keyword] or f"{error} in it cannot be turned round"
+            raise Unsupported(keyword, pointer, f"it cannot be enforced; {advice}") from None
+        return {"allOf": [self.schema(found, pointer)]}
+
+    def conditional(self, schema: Schema, pointer: str, otherwise: Any) -> Schema:
+        """`if`, `then` and `else`, with what the condition refuses."""
+        if not schema.keys() & {"then", "else"}:
+            return {}
+        beside = pointer.rpartition("/")[0]
+        branches = [
+            {"allOf": [self.schema(part, pointer), self.schema(schema.get(name, True), f"{beside}/{name}")]}
+            for name, part in (("then", schema["if"]), ("else", otherwise))
+        ]
+        return {"allOf": [{"anyOf": branches}]}
 
     def _list(self, value: Any, pointer: str) -> list[Any]:
         if not isinstance(value, list) or not value:
@@ -436,12 +425,7 @@ class _Writer:
         return [self.schema(item, f"{pointer}/{index}") for index, item in enumerate(value)]
 
     def ref(self, value: Any, pointer: str, schema: Schema) -> Schema:
-        target = self.target(value, pointer)
-        self.resolve(target)
-        if target not in self.names:
-            self.names[target] = f"d{len(self.names)}"
-            self.pending.append(target)
-        return {"$ref": f"#/$defs/{self.names[target]}"}
+        return {"$ref": f"#/$defs/{self.references.name(value, pointer)}"}
 
 
 Writer = Callable[[_Writer, Any, str, Schema], Schema]
@@ -466,6 +450,7 @@ _WRITERS: Mapping[str, Writer] = {
     "allOf": _Writer.all_of,
     "oneOf": _Writer.one_of,
     "$ref": _Writer.ref,
+    **dict.fromkeys(CONDITIONS, _Writer.condition),
 }
 SUPPORTED = tuple(_WRITERS)
 _NO_NUMBER: Schema = {"type": ["null", "boolean", "string", "array", "object"]}
@@ -486,11 +471,31 @@ def _pattern(value: Any, keyword: str, pointer: str) -> str:
         raise Unsupported(keyword, pointer, str(error)) from None
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
 def _check_number(value: Any, keyword: str, pointer: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if not _is_number(value):
         raise Unsupported(keyword, pointer, "it must be a number")
     if isinstance(value, int) and abs(value) > MAX_EXACT:
         raise Unsupported(keyword, pointer, "integers beyond 2^53 are not enforced exactly")
+
+
+def _limited(keyword: str, limit: float) -> Schema:
+    """A minimum or maximum, with the numbers that the library leaves out: to 4.9 of 4.95, seen from 0."""
+    digits, _, behind = format(Decimal(repr(limit)), "f").lstrip("-").partition(".")
+    if (limit > 0) == (keyword == "minimum") or len(behind) < 2:
+        return {keyword: limit}
+    left_out = [math.copysign(float(f"{digits}.{behind[:end]}"), limit) for end in range(1, len(behind))]
+    return {"allOf": [{"anyOf": [{keyword: limit}, {"enum": [value for value in left_out if value]}]}]}
+
+
+def _next(value: float, towards: float) -> float:
+    """The floating-point number beside it, or near 0 one whose decimals are few."""
+    found = math.nextafter(value, towards)
+    step = math.copysign(LEAST_STEP, towards)
+    return found if abs(found - value) >= LEAST_STEP else value + step
 
 
 def _check_text(text: str, pointer: str) -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import datetime
+import ipaddress
 import json
-from typing import Any
+import uuid
+from decimal import Decimal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import jsonschema
 import pytest
 from jsonschema.validators import validator_for
+from pydantic import BaseModel, Field
 
 import grammars
 from runtime.grammar.errors import InvalidGrammar
@@ -76,6 +82,24 @@ SCHEMAS: list[Any] = [
     {"$defs": {"x": {"type": "integer"}}, "$ref": "#/$defs/x", "minimum": 3},
     {"$schema": "http://json-schema.org/draft-07/schema#", "type": "array", "items": [{"type": "integer"}],
      "additionalItems": False},
+    {"not": {"required": ["a"]}}, {"type": "object", "not": {"required": ["a", "b"]}}, {"not": {"type": "object"}},
+    {"not": {"const": "a"}}, {"type": "string", "not": {"enum": ["a", "ab", "", "é"]}},
+    {"not": {"enum": [1, True, None]}},
+    {"type": "object", "not": {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}}, {"not": {"minimum": 3}},
+    {"type": "number", "not": {"enum": [1, 2, 5]}}, {"not": {"minLength": 2}}, {"not": {"not": {"type": "integer"}}},
+    {"oneOf": [{"required": ["a"]}, {"required": ["b"]}], "type": "object"},
+    {"oneOf": [{"type": "object", "properties": {"kind": {"const": "one"}, "v": {"type": "integer"}}},
+               {"type": "object", "properties": {"kind": {"const": "two"}}}]},
+    {"type": "object", "dependentRequired": {"a": ["b"]}},
+    {"$schema": "http://json-schema.org/draft-07/schema#", "dependencies": {"a": ["b"]}, "type": "object"},
+    {"dependentSchemas": {"a": {"properties": {"b": {"type": "string"}}, "required": ["b"]}}},
+    {"type": "object", "if": {"properties": {"a": {"const": "x"}}, "required": ["a"]}, "then": {"required": ["b"]},
+     "else": {"required": ["c"]}},
+    {"type": "object", "propertyNames": {"pattern": "^a"}}, {"type": "object", "propertyNames": {"enum": ["a", "b"]}},
+    {"type": "object", "propertyNames": {"minLength": 1, "maxLength": 1}, "additionalProperties": {"type": "integer"}},
+    {"allOf": [{"properties": {"a": {}}}], "properties": {"b": {}}, "unevaluatedProperties": False, "type": "object"},
+    {"type": "number", "maximum": 4.95}, {"type": "number", "exclusiveMaximum": 1},
+    {"type": "number", "minimum": -0.95},
 ]  # fmt: skip
 
 
@@ -157,7 +181,13 @@ def test_keywords_that_nothing_enforces_are_refused_by_name_and_place(keyword: s
         ({"minLength": True}, "/minLength"),
         ({"required": True}, "/required"),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "/oneOf"),
-        ({"oneOf": [{"required": ["a"]}, {"required": ["b"]}]}, "/oneOf"),
+        ({"oneOf": [{"required": ["a"]}, {"required": ["a"]}]}, "/oneOf"),
+        ({"not": {"pattern": "a"}}, "/not"),
+        ({"not": {"items": {"type": "integer"}}}, "/not"),
+        ({"if": {"format": "date"}, "then": True}, "/if"),
+        ({"if": {"required": ["a"]}, "then": {"contains": {}}}, "/then/contains"),
+        ({"propertyNames": {"format": "date"}}, "/propertyNames"),
+        ({"anyOf": [{"properties": {"a": {}}}], "unevaluatedProperties": False}, "/unevaluatedProperties"),
         ({"type": "object", "minProperties": 2}, "/minProperties"),
         ({"items": [3]}, "/items/0"),
         ({"anyOf": []}, "/anyOf"),
@@ -196,8 +226,30 @@ def test_a_schema_that_no_finite_value_satisfies_accepts_nothing(schema: Any) ->
         assert not grammars.accepts(matcher, json.dumps(value, ensure_ascii=False))
 
 
+@pytest.mark.parametrize(
+    ("schema", "inside", "outside"),
+    [
+        ({"exclusiveMinimum": 1}, "1.0000001", "1.00000000000000000000001"),
+        ({"exclusiveMaximum": 5}, "4.9", "4.99999999999999999999999999999"),
+        ({"exclusiveMaximum": 5, "maximum": 7}, "4.99", "5.0"),
+        ({"maximum": 4.95}, "4.9", "4.951"),
+        ({"minimum": -4.95}, "-4.9", "-4.951"),
+        ({"exclusiveMinimum": -1}, "-0.99", "-0.99999999999999999999999999999"),
+        ({"exclusiveMinimum": 0}, "0.5", "0.0000000000000000000000000000"),
+    ],
+)
+def test_limits_hold_for_the_number_that_a_text_is_read_as(schema: Any, inside: str, outside: str) -> None:
+    """Digits that a floating-point number does not hold change nothing; short ones near a limit are not lost."""
+    schema = {"type": "number", **schema}
+    matcher = grammars.compiled("json_schema", schema)
+    assert validator_of(schema).is_valid(json.loads(inside))
+    assert not validator_of(schema).is_valid(json.loads(outside))
+    assert grammars.accepts(matcher, inside)
+    assert not grammars.accepts(matcher, outside)
+
+
 def test_options_of_the_library_in_a_schema_have_no_effect() -> None:
-    for inner in ({"not": {}}, {"uniqueItems": True}, {"format": "colour"}):
+    for inner in ({"contains": {}}, {"uniqueItems": True}, {"format": "colour"}):
         with pytest.raises(Unsupported):
             for_backend({**inner, "x-guidance": {"lenient": True}})
     matcher = grammars.compiled("json_schema", {"type": "object", "x-guidance": {"item_separator": "x"}})
@@ -228,3 +280,44 @@ def test_references_lead_where_they_say_however_often_they_are_used() -> None:
     matcher = grammars.compiled("json_schema", schema)
     assert grammars.accepts(matcher, '[{"left": {"v": 1}, "v": 2}]')
     assert not grammars.accepts(matcher, '[{"left": {"w": 1}, "v": 2}]')
+
+
+class Cat(BaseModel):
+    kind: Literal["cat"] = "cat"
+    name: str
+
+
+class Dog(BaseModel):
+    kind: Literal["dog"] = "dog"
+    name: str | None = None
+
+
+class Everything(BaseModel):
+    pet: Annotated[Cat | Dog, Field(discriminator="kind")]
+    when: datetime.datetime
+    ids: dict[Literal["a", "b"], uuid.UUID] = {}
+    price: Decimal = Decimal(1)
+    chance: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    network: ipaddress.IPv4Network | ipaddress.IPv6Network | None = None
+    path: Path | None = None
+    data: bytes = b""
+    pair: tuple[int, str] = (1, "x")
+    kids: list[Everything] = []
+
+
+def test_what_pydantic_writes_works() -> None:
+    matcher = grammars.compiled("json_schema", Everything.model_json_schema())
+    whole = Everything(pet=Dog(name="x"), when="2024-02-29T12:30:00Z", ids={"a": uuid.UUID(int=5)})  # pyright: ignore
+    whole.kids.append(whole.model_copy(update={"pet": Cat(name="é"), "kids": []}))
+    assert grammars.accepts(matcher, whole.model_dump_json())
+    assert not grammars.accepts(matcher, whole.model_dump_json().replace('"dog"', '"cow"'))
+    assert not grammars.accepts(
+        matcher, whole.model_dump_json().replace('"kind":"dog",', "")
+    )  # says nothing apart
+    num_ended = 0
+    for seed in range(20):
+        text = grammars.random_output(matcher, seed, max_tokens=400)
+        if text is not None:
+            num_ended += 1
+            assert validator_of(Everything.model_json_schema()).is_valid(json.loads(text)), text
+    assert num_ended

@@ -1,0 +1,95 @@
+"""References of a JSON schema: they lead into the schema itself, or nowhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import unquote
+
+from runtime.grammar.errors import InvalidGrammar
+
+MAX_COMPARED = 100_000  # looks behind references, for comparing schemas and for their opposites
+MAX_STEPS = 16  # of references that lead to references alone
+LOOKS_BETWEEN_PAUSES = 64
+
+
+class Unsupported(InvalidGrammar):
+    """A keyword is malformed or cannot be enforced; names it and where it stands."""
+
+    def __init__(self, keyword: str, pointer: str, reason: str) -> None:
+        super().__init__(f"{keyword} at {pointer or '/'}: {reason}")
+        self.keyword = keyword
+        self.pointer = pointer
+
+
+class References:
+    """Of one schema: the places that it leads to, each named once, and those that are still to be written."""
+
+    def __init__(self, root: Any) -> None:
+        found = root.get("$id", root.get("id")) if isinstance(root, dict) else None
+        self._root = root
+        self._root_id = found.rstrip("#") if isinstance(found, str) else ""
+        self._names: dict[str, str] = {}  # of the definitions, by the pointers to them
+        self._pending: list[str] = []
+        self._num_compared = 0
+
+    def name(self, reference: Any, pointer: str) -> str:
+        """What its target is called among the definitions. Raises `Unsupported`."""
+        target = self._target(reference, pointer)
+        self._resolve(target)
+        if target not in self._names:
+            self._names[target] = f"d{len(self._names)}"
+            self._pending.append(target)
+        return self._names[target]
+
+    def definitions(self, write: Callable[[Any, str], Any]) -> dict[str, Any]:
+        """All that is named, and named meanwhile, by names; `write` is given what stands there and its pointer."""
+        found: dict[str, Any] = {}
+        while self._pending:
+            pointer = self._pending.pop()
+            found[self._names[pointer]] = write(self._resolve(pointer), pointer)
+        return found
+
+    def peek(self, schema: Any) -> Any:
+        """What a reference alone leads to, for comparing: 16 steps at most."""
+        self._num_compared += 1
+        if self._num_compared > MAX_COMPARED:
+            raise Unsupported("schema", "", "there is too much in it to compare")
+        if self._num_compared % LOOKS_BETWEEN_PAUSES == 0:
+            time.sleep(0)
+        for _ in range(MAX_STEPS):
+            if not (isinstance(schema, dict) and "$ref" in schema):
+                break
+            try:
+                schema = self._resolve(self._target(schema["$ref"], ""))
+            except (Unsupported, UnicodeDecodeError):
+                break
+        return schema
+
+    def _resolve(self, pointer: str) -> Any:
+        """What a JSON pointer leads to. Raises `Unsupported`."""
+        found = self._root
+        for part in pointer.split("/")[1:]:
+            key = part.replace("~1", "/").replace("~0", "~")
+            if isinstance(found, dict) and key in found:
+                found = found[key]
+            elif isinstance(found, list) and key.isdecimal() and len(key) < 8 and int(key) < len(found):
+                found = found[int(key)]
+            else:
+                raise Unsupported(
+                    "$ref", f"/{pointer.lstrip('/')}", "there is nothing in the schema at this place"
+                )
+        return found
+
+    def _target(self, reference: Any, pointer: str) -> str:
+        """The pointer that a reference holds."""
+        if not isinstance(reference, str):
+            raise Unsupported("$ref", pointer, "it must be a string")
+        if self._root_id and reference.startswith(self._root_id + "#"):
+            reference = reference[len(self._root_id) :]
+        if reference in ("#", "#/"):
+            return ""
+        if not reference.startswith("#/"):
+            raise Unsupported("$ref", pointer, "only references into the schema itself (#/...) are followed")
+        return unquote(reference[1:], errors="strict") if "%" in reference else reference[1:]
