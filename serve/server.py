@@ -32,6 +32,7 @@ from serve.demo import demo_path
 from serve.engine import Engine
 from serve.log_format import configure_logging
 from serve.shutdown import Signals
+from serve.tls import tls_context
 
 logger = logging.getLogger("penstock.server")
 
@@ -132,7 +133,8 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         if self.started and sockets:
             host, port = sockets[0].getsockname()[:2]
-            logger.info("Listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
+            scheme = "http" if self.config.ssl is None else "https"
+            logger.info("Listening on %s://%s:%d", scheme, f"[{host}]" if ":" in host else host, port)
             logger.info("The server is fired up and ready to roll!")
 
     def close_idle(self) -> None:
@@ -195,8 +197,9 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def check_access(args: Args) -> None:
-    """Raises `ConfigurationError` for a file of keys that cannot be used, before a model is loaded."""
+    """Raises `ConfigurationError` for files of keys that cannot be used, before a model is loaded."""
     http = args.http
+    tls_context(http)
     if http.api_key_file is not None:
         read_key_file(http.api_key_file)
     elif http.api_key is None and not is_loopback(http.host):
@@ -220,7 +223,7 @@ async def warm_up(core: EngineCore) -> None:
 def uvicorn_config(core: EngineCore) -> uvicorn.Config:
     """How uvicorn serves this core on the running event loop."""
     plan = core.plan.serve
-    return uvicorn.Config(
+    config = uvicorn.Config(
         build_app(core),
         loop="none",
         http=Connection,
@@ -232,6 +235,9 @@ def uvicorn_config(core: EngineCore) -> uvicorn.Config:
         timeout_keep_alive=KEEP_ALIVE_S,
         server_header=False,
     )
+    config.load()
+    config.ssl = tls_context(plan)
+    return config
 
 
 def _loop_factory() -> Any:

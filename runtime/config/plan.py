@@ -158,6 +158,10 @@ class ServePlan(Section):
     cors_allow_origins: tuple[str, ...] = ()  # other than our own
     shutdown_timeout_s: float = 30.0  # for running requests, from the first signal
     refuse_unknown_fields: bool = False  # of OpenAI bodies; else they are ignored
+    ssl_certfile: str | None = None  # None: connections are not encrypted
+    ssl_keyfile: str | None = None
+    ssl_keyfile_password: str | None = field(default=None, repr=False)
+    ssl_ca_certs: str | None = None  # of the authorities of clients' certificates
     max_open_calls: int | None = None  # of one client; None: no limit
     max_body_bytes: int | None = None  # of a request on any route; None: by what the route takes
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -33,12 +34,16 @@ class _Server(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def serving(app: Any, **config: Any) -> AsyncIterator[str]:
+async def serving(app: Any, *, tls: ssl.SSLContext | None = None, **config: Any) -> AsyncIterator[str]:
     """Serve `app` on a free port and yield its address; returns when the server is down."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         settings = {"log_level": "warning", "timeout_graceful_shutdown": 1, **config}
-        server = _Server(uvicorn.Config(app, **settings))
+        made = uvicorn.Config(app, **settings)
+        if tls is not None:
+            made.load()
+            made.ssl = tls
+        server = _Server(made)
         task = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             while not server.started and not task.done():

@@ -54,7 +54,7 @@ def serving(*options: str) -> Iterator[Server]:
     server = Server(process)
     try:
         line = server.wait_for("Listening on")
-        server.url = re.search(r"http://\S+", line)[0]  # pyright: ignore[reportOptionalSubscript]
+        server.url = re.search(r"https?://\S+", line)[0]  # pyright: ignore[reportOptionalSubscript]
         server.wait_for("ready to roll")
         yield server
     finally:

@@ -25,6 +25,25 @@ class HttpArgs:
     port: int = option(
         30000, "TCP port to listen on; 0 takes any free one.", low=0, high=65535, plan=ServePlan.port
     )
+    ssl_certfile: str | None = option(
+        None,
+        "PEM file with the server's certificate, and those between it and its root: answers over https alone.",
+        plan=ServePlan.ssl_certfile,
+    )
+    ssl_keyfile: str | None = option(
+        None,
+        "PEM file with the certificate's key. Default: it is in --ssl-certfile.",
+        plan=ServePlan.ssl_keyfile,
+    )
+    ssl_keyfile_password: str | None = option(
+        None, "Password of the key, where it is encrypted.", secret=True, plan=ServePlan.ssl_keyfile_password
+    )
+    ssl_ca_certs: str | None = option(
+        None,
+        "PEM file with certificates of authorities: clients must show a certificate that one of them signed. "
+        "Default: clients need none.",
+        plan=ServePlan.ssl_ca_certs,
+    )
     api_key: str | None = option(
         None,
         "Secret that every request must carry as `Authorization: Bearer ...`. /health, /ready, /metrics and the "

@@ -132,6 +132,11 @@ def serve_plan(builder: PlanBuilder, model_path: str, demo_path: str | None) -> 
         api_key_file=builder.follow("api_key_file"),
         cors_allow_origins=builder.follow("cors_allow_origins"),
         shutdown_timeout_s=builder.follow("shutdown_timeout"),
+        ssl_certfile=builder.follow("ssl_certfile"),
+        ssl_keyfile=builder.follow("ssl_keyfile"),
+        ssl_keyfile_password=builder.follow("ssl_keyfile_password"),
+        ssl_ca_certs=builder.follow("ssl_ca_certs"),
+        max_open_calls=builder.follow("max_open_calls_per_client"),
         max_body_bytes=builder.follow("max_body_bytes"),
         refuse_unknown_fields=builder.follow("refuse_unknown_fields"),
     )
