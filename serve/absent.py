@@ -14,14 +14,12 @@ if TYPE_CHECKING:
 
 # By path: the methods, and what is missing, as the beginning of a sentence.
 GENERATING = {
-    "/encode": (("POST", "PUT"), "Embeddings over HTTP"),
     "/classify": (("POST", "PUT"), "Classification"),
     "/generate_from_file": (("POST",), "Input embeddings"),
     "/open_session": (("GET", "POST"), "Sessions"),
     "/close_session": (("GET", "POST"), "Sessions"),
 }
 OPENAI_GENERATING = {
-    "/v1/embeddings": (("POST",), "Embeddings over HTTP"),
     "/v1/score": (("POST",), "Scoring"),
     "/v1/rerank": (("POST", "PUT"), "Ranking"),
 }

@@ -21,11 +21,11 @@ from serve.anthropic import messages
 from serve.body_limit import max_body_bytes
 from serve.endpoint import Endpoint, Handler
 from serve.errors import NATIVE, OPENAI, ErrorFormat, refusal_response
-from serve.native import admin, generate, metrics, parsing, tokens, vertex
+from serve.native import admin, encode, generate, metrics, parsing, tokens, vertex
 from serve.ollama import handlers as ollama
 from serve.ollama import models as ollama_models
 from serve.open_calls import OpenCalls
-from serve.openai import chat, completions, models
+from serve.openai import chat, completions, embeddings, models
 from serve.openai.responses import handlers as responses
 from serve.openai.responses.store import ResponseStore
 from serve.page import page_routes
@@ -55,6 +55,8 @@ ROUTES = (  # searched from the first to the last: what is called most often com
     RouteSpec(POST, "/v1/chat/completions", chat.create, USER, chat.ERROR_FORMAT),
     RouteSpec(POST, "/v1/completions", completions.create, USER, completions.ERROR_FORMAT, takes_ids=True),
     RouteSpec(("POST", "PUT"), "/generate", generate.generate, USER, generate.ERROR_FORMAT, takes_ids=True),
+    RouteSpec(POST, "/v1/embeddings", embeddings.create, USER, embeddings.ERROR_FORMAT, takes_ids=True),
+    RouteSpec(("POST", "PUT"), "/encode", encode.encode, USER, encode.ERROR_FORMAT, takes_ids=True),
     RouteSpec(POST, "/v1/responses", responses.create, USER, responses.ERROR_FORMAT),
     RouteSpec(GET, "/v1/responses/{response_id}", responses.retrieve, USER, responses.ERROR_FORMAT),
     RouteSpec(("DELETE",), "/v1/responses/{response_id}", responses.delete, USER, responses.ERROR_FORMAT),

@@ -7,7 +7,6 @@ import sys
 import warnings
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, aclosing
-from dataclasses import replace
 from functools import partial
 from inspect import isawaitable
 from typing import Any, Self, TypeVar
@@ -23,11 +22,11 @@ from runtime.actors.engine_core import EngineCore, Status
 from runtime.actors.scrape import exposition
 from runtime.config import Args
 from runtime.errors import ConfigurationError, EngineClosed, InvalidRequest, WrongEventLoop
-from runtime.sampling_params import SamplingParams
 from serve import python_chat
 from serve.background import BackgroundTask, event_loop_thread
 from serve.decode import decode
 from serve.demo import demo_path
+from serve.native.encode import vector_requests
 from serve.native.generate import GenerateAnswers
 from serve.native.schema import GenerateBody, requests_of
 from serve.output_streams import read_all, submit_all
@@ -217,11 +216,7 @@ class Engine:
         `InvalidRequest` naming the parameter.
         """
         body = _body(prompt, None, input_ids, {} if rid is None else {"rid": rid})
-        sampling = SamplingParams(max_new_tokens=0)
-        requests = [
-            replace(request, sampling=sampling, wants_embedding=True)
-            for request in requests_of(body, self.core)
-        ]
+        requests = vector_requests(requests_of(body, self.core))
         answers = GenerateAnswers(self.core, requests, indexed=False)
         found = answers.embeddings(await read_all(submit_all(self.core, requests)))
         return found if body.is_batch else found[0]

@@ -210,12 +210,14 @@ def check_access(args: Args) -> None:
 
 async def warm_up(core: EngineCore) -> None:
     """Generate a few tokens, so that the first request does not wait for work that is done once."""
-    sampling = SamplingParams(max_new_tokens=WARM_UP_TOKENS, temperature=0, ignore_eos=True)
-    prompt = (0,) * min(4, core.plan.model.context_length - WARM_UP_TOKENS)
+    new = 0 if core.plan.model.is_embedding else WARM_UP_TOKENS
+    sampling = SamplingParams(max_new_tokens=new, temperature=0, ignore_eos=True)
+    prompt = (0,) * min(4, core.plan.model.context_length - new)
     if not prompt:
         return
-    [chunk] = await core.submit(Request(ids=prompt, sampling=sampling, label="WARM_UP")).whole()
-    if len(chunk.ids) != WARM_UP_TOKENS:
+    request = Request(ids=prompt, sampling=sampling, wants_embedding=not new, label="WARM_UP")
+    [chunk] = await core.submit(request).whole()
+    if len(chunk.ids) != new:
         raise EngineFailure("The warm-up request ended early.")
     core.flush_cache()
 

@@ -28,6 +28,7 @@ class InputProcessor:
         self._vocab_size = facts.vocab_size
         self._eos_ids = facts.eos_ids | (tokenizer.eos_ids if tokenizer else frozenset())
         self._tokenizer = tokenizer
+        self._is_embedding = plan.model.is_embedding
         self._text_limit = tokenizer.text_limit if tokenizer else None
         self._random = random.Random(plan.model.random_seed)
 
@@ -71,6 +72,10 @@ class InputProcessor:
             raise InvalidRequest("An embedding has no grammar.", param=request.grammar.kind)
         if request.wants_embedding:
             _check_embedding(request)
+        elif self._is_embedding:
+            raise InvalidRequest(
+                "This engine was started for embeddings (--is-embedding) and generates nothing."
+            )
 
     def check_ids(self, ids: Seq[int]) -> None:
         """Raise `InvalidRequest` for ids outside the vocabulary. Takes milliseconds for 100,000 of them."""

@@ -28,6 +28,7 @@ class ModelPlan(Section):
     device: str  # "cpu", "cuda", "cuda:1"
     context_length: int
     random_seed: int
+    is_embedding: bool = False  # nothing is generated
     by_transformers: bool = False  # transformers' modules compute the model
     mmap: bool = True
     num_load_threads: int = 1

@@ -68,9 +68,11 @@ async def ready(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 async def health_generate(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """200 when the model generated one token in time. An engine too busy to accept the request is healthy."""
+    is_embedding = core.plan.model.is_embedding
     probe = Request(
         ids=(core.facts.bos_id or 0,),
-        sampling=SamplingParams(max_new_tokens=1, temperature=0.0),
+        sampling=SamplingParams(max_new_tokens=0 if is_embedding else 1, temperature=0.0),
+        wants_embedding=is_embedding,
         label=f"HEALTH_CHECK_{anyio.current_time():.6f}",
     )
     with anyio.move_on_after(HEALTH_TIMEOUT_S):
@@ -91,7 +93,7 @@ async def model_info(http: HttpRequest, core: EngineCore) -> ASGIApp:
         {
             "model_path": plan.model.path,
             "tokenizer_path": plan.text.tokenizer_path,
-            "is_generation": True,
+            "is_generation": not plan.model.is_embedding,
             "preferred_sampling_params": orjson.dumps(dict(preferred)).decode() if preferred else None,
             "weight_version": plan.serve.weight_version,
             "model_type": facts.config.get("model_type"),

@@ -95,8 +95,12 @@ class ModelArgs:
         "file systems.",
         plan=ModelPlan.mmap,
     )
-    is_embedding: bool = planned(
-        False, "Serve a text model for embeddings: the last token's hidden state, scaled to length one."
+    is_embedding: bool = option(
+        False,
+        "Answer with vectors only, by /v1/embeddings, /encode and Engine.encode: the last token's hidden state, "
+        "scaled to length one. Requests to generate are refused. Without it a model does both.",
+        sglang="generating models answer with vectors only where it is set",
+        plan=ModelPlan.is_embedding,
     )
     enable_multimodal: bool | None = planned(
         None,

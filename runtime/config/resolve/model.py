@@ -37,6 +37,7 @@ def model_plan(builder: PlanBuilder, machine: Machine, facts: ModelFacts) -> Mod
         device=device,
         context_length=_context_length(builder, facts, _device_bytes(device.value, machine)),
         random_seed=_random_seed(builder),
+        is_embedding=builder.follow("is_embedding"),
         by_transformers=_by_transformers(builder, facts),
         mmap=builder.follow("weight_loader_disable_mmap", not args.weight_loader_disable_mmap),
         num_load_threads=_num_load_threads(builder),

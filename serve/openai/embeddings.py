@@ -1,0 +1,114 @@
+"""`/v1/embeddings`: prompts in, a vector for each out."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+from uuid import uuid4
+
+import anyio.to_thread
+import numpy as np
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from runtime.errors import EngineFailure, InvalidRequest
+from runtime.request import Chunk, Request
+from runtime.sampling_params import SamplingParams
+from serve.decode import Length, Range, decode
+from serve.endpoint import json_response, parse_object, read_all_or_disconnect, read_body
+from serve.errors import ErrorFormat, openai_body
+from serve.native.schema import MAX_PROMPTS, Label, labels_of
+from serve.openai.models import check_model
+from serve.output_streams import submit_all
+
+if TYPE_CHECKING:
+    from runtime.actors.engine_core import EngineCore
+
+ERROR_FORMAT = ErrorFormat(openai_body, {"text": "input", "input_ids": "input"})
+
+
+@dataclass(slots=True, kw_only=True)
+class EmbeddingBody:
+    """The body of /v1/embeddings. `user` is accepted without effect."""
+
+    input: (
+        str
+        | Annotated[list[str], Length(1, MAX_PROMPTS)]
+        | list[int]
+        | Annotated[list[list[int]], Length(1, MAX_PROMPTS)]
+    )
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[int, Range(1, 1 << 20)] | None = None
+    user: str | None = None
+    rid: Label | list[Label] | None = None
+
+
+async def create(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    """The last hidden state of each prompt's last token, scaled to length 1, in full or its first `dimensions`."""
+    body, model, requests = await read_body(http, partial(_read, core))
+    chunks = await read_all_or_disconnect(submit_all(core, requests), http.receive)
+    return await anyio.to_thread.run_sync(_response, body, model, chunks)
+
+
+def _read(core: EngineCore, raw: bytes) -> tuple[EmbeddingBody, str, list[Request]]:
+    body = decode(EmbeddingBody, parse_object(raw))
+    model = check_model(core, body.model)
+    size = core.facts.hidden_size
+    if body.dimensions is not None and body.dimensions > size:
+        raise InvalidRequest(
+            f"dimensions must be at most {size}, the size of this model's vectors.", param="dimensions"
+        )
+    is_batch = isinstance(body.input, list) and not isinstance((body.input or [0])[0], int)
+    prompts: Sequence[Any] = body.input if is_batch else [body.input]
+    for index, prompt in enumerate(prompts):
+        if not prompt:
+            param = f"input.{index}" if is_batch else "input"
+            raise InvalidRequest(f"{param} must not be empty.", param=param)
+    labels = labels_of(body.rid or uuid4().hex, len(prompts), is_batch=is_batch)
+    sampling = SamplingParams(max_new_tokens=0)
+    requests = [
+        Request(
+            text=prompt if isinstance(prompt, str) else None,
+            ids=None if isinstance(prompt, str) else tuple(prompt),
+            sampling=sampling,
+            truncate=core.plan.serve.allow_auto_truncate,
+            wants_embedding=True,
+            label=label,
+        )
+        for prompt, label in zip(prompts, labels, strict=True)
+    ]
+    return body, model, requests
+
+
+def _response(body: EmbeddingBody, model: str, answers: Sequence[Sequence[Chunk]]) -> Response:
+    data, num_tokens = [], 0
+    for index, [chunk] in enumerate(answers):
+        if chunk.embedding is None:
+            raise EngineFailure("The request was aborted before its vector was computed.")
+        vector = _shortened(chunk.embedding, body.dimensions)
+        data.append(
+            {"object": "embedding", "index": index, "embedding": _encoded(vector, body.encoding_format)}
+        )
+        num_tokens += chunk.usage.prompt
+    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    return json_response({"object": "list", "data": data, "model": model, "usage": usage})
+
+
+def _shortened(vector: list[float], dimensions: int | None) -> list[float]:
+    """The first numbers, scaled to length 1 again (Matryoshka representations, arXiv 2205.13147)."""
+    if dimensions is None or dimensions == len(vector):
+        return vector
+    first = vector[:dimensions]
+    length = math.sqrt(sum(number * number for number in first))
+    return [number / length for number in first] if length else first
+
+
+def _encoded(vector: list[float], encoding: str) -> list[float] | str:
+    """Numbers, or their float32 bytes, the lowest first, in base64."""
+    return vector if encoding == "float" else base64.b64encode(np.array(vector, "<f4").tobytes()).decode()

@@ -1,0 +1,121 @@
+"""Vectors over HTTP, through the official client, against transformers."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+import torch
+from transformers import AutoModel, AutoTokenizer
+
+import http_server
+from serve import Engine, InvalidRequest
+from serve.app import build_app
+from serve.demo import demo_path
+
+TEXTS = ["What is the capital of France?", "Paris is the capital of France.", "Bananas are yellow."]
+
+
+@pytest.fixture(scope="module")
+def wanted() -> list[list[float]]:
+    """Last hidden states of the last tokens, each of length 1."""
+    path = str(demo_path())
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModel.from_pretrained(path, dtype=torch.float32)
+    vectors = []
+    for text in TEXTS:
+        with torch.no_grad():
+            hidden = model(torch.tensor([tokenizer(text).input_ids])).last_hidden_state[0, -1]
+        vectors.append(torch.nn.functional.normalize(hidden, dim=-1).tolist())
+    return vectors
+
+
+@pytest.fixture
+async def url(request: pytest.FixtureRequest) -> AsyncIterator[str]:
+    options: dict[str, Any] = getattr(request, "param", {})
+    async with (
+        Engine(dtype="float32", max_total_tokens=2048, **options) as engine,
+        http_server.serving(build_app(engine.core)) as address,
+    ):
+        yield address
+
+
+async def test_the_official_client_gets_vectors(url: str, wanted: list[list[float]]) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
+        found = await client.embeddings.create(model="default", input=TEXTS, encoding_format="float")
+        assert [each.index for each in found.data] == [0, 1, 2]
+        for each, vector in zip(found.data, wanted, strict=True):
+            assert each.embedding == pytest.approx(vector, abs=1e-4)
+        assert found.usage.prompt_tokens == found.usage.total_tokens > 3
+        packed = await client.embeddings.create(
+            model="default", input=TEXTS[0]
+        )  # base64, unpacked by the client
+        assert packed.data[0].embedding == pytest.approx(found.data[0].embedding, abs=1e-6)
+        short = await client.embeddings.create(model="default", input=TEXTS[0], dimensions=8)
+    first = np.array(wanted[0][:8])
+    assert short.data[0].embedding == pytest.approx((first / np.linalg.norm(first)).tolist(), abs=1e-4)
+
+
+async def test_ids_lists_of_ids_and_base64(url: str) -> None:
+    async with httpx.AsyncClient(base_url=url) as client:
+
+        async def embed(**body: Any) -> list[dict[str, Any]]:
+            answer = await client.post("/v1/embeddings", json=body)
+            assert answer.status_code == 200, answer.text
+            return answer.json()["data"]
+
+        [one] = await embed(input=[5, 6, 7])
+        two = await embed(input=[[5, 6, 7], [8, 9]])
+        [packed] = await embed(input=[5, 6, 7], encoding_format="base64")
+        native = (await client.post("/encode", json={"input_ids": [[5, 6, 7], [8, 9]]})).json()
+    assert [each["embedding"] for each in two] == [
+        pytest.approx(each["embedding"], abs=1e-5) for each in native
+    ]
+    assert one["embedding"] == pytest.approx(two[0]["embedding"], abs=1e-5)
+    assert np.frombuffer(base64.b64decode(packed["embedding"]), "<f4") == pytest.approx(
+        one["embedding"], abs=1e-5
+    )
+    assert native[0]["meta_info"]["prompt_tokens"] == 3
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input": ""}, "input"),
+        ({"input": []}, "input"),
+        ({"input": ["a", ""]}, "input.1"),
+        ({"input": ["a", 5]}, "input"),
+        ({"input": [-1]}, "input"),
+        ({"input": "a", "dimensions": 0}, "dimensions"),
+        ({"input": "a", "dimensions": 10_000}, "dimensions"),
+        ({"input": "a", "encoding_format": "hex"}, "encoding_format"),
+        ({"input": "a", "model": "no-such"}, "model"),
+    ],
+)
+async def test_what_is_wrong_is_named(url: str, body: dict[str, Any], param: str) -> None:
+    async with httpx.AsyncClient(base_url=url) as client:
+        answer = await client.post("/v1/embeddings", json=body)
+    assert answer.status_code in (400, 404)
+    assert answer.json()["error"]["param"].startswith(param)
+
+
+@pytest.mark.parametrize("url", [{"is_embedding": True}], indirect=True)
+async def test_an_engine_for_embeddings_generates_nothing(url: str) -> None:
+    async with httpx.AsyncClient(base_url=url, timeout=30) as client:
+        assert (await client.post("/encode", json={"text": "a"})).status_code == 200
+        refused = await client.post("/generate", json={"text": "a"})
+        assert (refused.status_code, "--is-embedding" in refused.text) == (400, True)
+        assert (await client.get("/health_generate")).status_code == 200
+        assert (await client.get("/get_model_info")).json()["is_generation"] is False
+
+
+async def test_python_refuses_in_the_same_words() -> None:
+    async with Engine(is_embedding=True, max_total_tokens=2048) as engine:
+        assert len((await engine.encode("a"))["embedding"]) == engine.core.facts.hidden_size
+        with pytest.raises(InvalidRequest, match="--is-embedding"):
+            await engine.generate("a")
