@@ -65,7 +65,7 @@ def _read(core: EngineCore, raw: bytes) -> tuple[EmbeddingBody, str, list[Reques
             f"dimensions must be at most {size}, the size of this model's vectors.", param="dimensions"
         )
     is_batch = isinstance(body.input, list) and not isinstance((body.input or [0])[0], int)
-    prompts: Sequence[Any] = body.input if is_batch else [body.input]
+    prompts: list[Any] = list(body.input) if is_batch else [body.input]
     for index, prompt in enumerate(prompts):
         if not prompt:
             param = f"input.{index}" if is_batch else "input"
