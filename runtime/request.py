@@ -9,7 +9,7 @@ from uuid import uuid4
 
 from runtime.constraint import Constraint
 from runtime.errors import InvalidRequest
-from runtime.grammar.spec import Grammar
+from runtime.grammar.spec import Grammar, ThinkingLimit
 from runtime.sampling_params import MAX_BIASES, SamplingParams, grammars_of
 
 MAX_TOP_LOGPROBS = 128
@@ -64,6 +64,7 @@ class Request:
     grammar: Grammar | None = None  # what the output must match; the engine makes the constraint of it
     follows: bool = False  # another prompt of its call was let in: the queue takes this one too, full or not
     shown_special_ids: frozenset[int] = frozenset()  # special tokens that stay in the text all the same
+    thinking: ThinkingLimit | None = None  # how long the model may think; it becomes part of the constraint
     constraint: Constraint | None = None  # of a grammar, or of our own making
     label: str = field(default_factory=lambda: uuid4().hex)
     owner: str = ""

@@ -15,9 +15,9 @@ from runtime.actors.live_requests import LiveRequest, LiveRequests
 from runtime.actors.mailbox import Mailbox
 from runtime.actors.router import Router
 from runtime.actors.scheduler import SchedulerActor
+from runtime.constraint import Constraint
 from runtime.errors import EngineFailure, InvalidRequest, Overloaded, PenstockError
 from runtime.grammar.compiler import GrammarCompiler
-from runtime.grammar.spec import Grammar
 from runtime.request import Request
 from runtime.tokenizer.text_limit import LARGE_TEXT_BYTES, give_back_memory
 from runtime.tokenizer.tokenizer import Tokenizer
@@ -71,8 +71,8 @@ class TokenizerActor:
             while True:
                 short: list[LiveRequest] = []
                 for live in await self._inbox.take_all():
-                    if live.request.grammar is not None:
-                        tasks.start_soon(self._compile_and_encode, live, live.request.grammar, limiter)
+                    if live.request.grammar is not None or live.request.thinking is not None:
+                        tasks.start_soon(self._compile_and_encode, live, limiter)
                     elif live.request.ids is not None:
                         self._hand_on(live, live.request.ids)
                     elif len(live.request.text or "") <= INLINE_CHARS:
@@ -84,16 +84,12 @@ class TokenizerActor:
                         self._hand_on(live, self._encode(live))
                     await anyio.lowlevel.checkpoint()
 
-    async def _compile_and_encode(
-        self, live: LiveRequest, grammar: Grammar, limiter: anyio.CapacityLimiter
-    ) -> None:
+    async def _compile_and_encode(self, live: LiveRequest, limiter: anyio.CapacityLimiter) -> None:
         """A grammar is compiled beside everybody else's encoding; its own prompt is encoded when that is done."""
         request = live.request
         found: tuple[int, ...] | PenstockError
         try:
-            if self._grammars is None:
-                raise InvalidRequest(NO_GRAMMARS, param=grammar.param or grammar.kind)
-            constraint = await self._grammars.constraint(grammar, self._processor.grammar_ends(request))
+            constraint = await self._constraint(request)
             live.request = request = replace(request, constraint=constraint)
         except PenstockError as error:
             found = error
@@ -103,6 +99,16 @@ class TokenizerActor:
             else:
                 found = await anyio.to_thread.run_sync(self._encode, live, limiter=limiter)
         self._hand_on(live, found)
+
+    async def _constraint(self, request: Request) -> Constraint | None:
+        grammar, limit = request.grammar, request.thinking
+        if self._grammars is None:
+            param = (grammar.param or grammar.kind) if grammar is not None else limit.param if limit else None
+            raise InvalidRequest(NO_GRAMMARS, param=param)
+        found: Constraint | None = request.constraint
+        if grammar is not None:
+            found = await self._grammars.constraint(grammar, self._processor.grammar_ends(request))
+        return found if limit is None else self._grammars.limited(limit, found)
 
     async def _encode_on_thread(self, live: LiveRequest, limiter: anyio.CapacityLimiter) -> None:
         self._hand_on(live, await anyio.to_thread.run_sync(self._encode, live, limiter=limiter))

@@ -9,13 +9,15 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from runtime.constraint import Constraint
 from runtime.errors import InvalidRequest, Overloaded
 from runtime.grammar.backend import Backend, Matcher
 from runtime.grammar.constraint import Ends, GrammarConstraint
 from runtime.grammar.errors import InvalidGrammar
 from runtime.grammar.marker import MAX_BYTES, Marker
 from runtime.grammar.masks import MaskThread
-from runtime.grammar.spec import Grammar
+from runtime.grammar.spec import Grammar, ThinkingLimit
+from runtime.grammar.thinking import LimitedThinking
 from runtime.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger("penstock.grammar")
@@ -69,9 +71,23 @@ class GrammarCompiler:
         if self._masks is None:
             raise RuntimeError("A compiled grammar has a backend.")
         model = self._eos_ids
-        return GrammarConstraint(
-            compiled, self._masks, ends._replace(model=model, request=ends.request - model), marker
-        )
+        ends = ends._replace(model=model, request=ends.request - model)
+        return GrammarConstraint(compiled, self._masks, ends, marker, grammar.opened_by)
+
+    def limited(self, limit: ThinkingLimit, inner: Constraint | None) -> LimitedThinking:
+        """A constraint that closes the block of reasoning in time. Raises `InvalidRequest`."""
+        close = self._marker(limit.close, limit.param)
+        [close_ids] = self._tokenizer.encode_batch([limit.close], add_special_tokens=False)
+        matched = 0
+        for token_id in close_ids:
+            matched = close.advance(matched, token_id) if close is not None else 0
+        if close is None or matched < close.length or max(close_ids) >= self._vocab_size:
+            raise InvalidRequest(
+                "This model's tokens cannot close its reasoning by force.", param=limit.param
+            )
+        num_words = -(-max(self._tokenizer.vocab_size, self._vocab_size) // 32)
+        markers = self._marker(limit.open, limit.param), close
+        return LimitedThinking(limit, markers, tuple(close_ids), num_words, inner)
 
     def close(self) -> None:
         """End the threads. Waits for what they compute now."""

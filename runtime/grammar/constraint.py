@@ -33,31 +33,45 @@ class GrammarConstraint:
     """
 
     def __init__(
-        self, compiled: Matcher, thread: MaskThread, ends: Ends, marker: Marker | None = None
+        self,
+        compiled: Matcher,
+        thread: MaskThread,
+        ends: Ends,
+        marker: Marker | None = None,
+        opened_by: int | None = None,
     ) -> None:
         self._compiled = compiled
         self._thread = thread
         self._positions: dict[int, Position] = {}
         self.ends = ends
         self.marker = marker
+        self.opened_by = opened_by  # the token that begins the free part; None: it begins with the output
 
     def host_data_after(self, choice: int, output_ids: tuple[int, ...]) -> Future[HostData]:
         """The mask of the next token, or none before the constraint begins."""
         position = self._positions.get(choice)
         if position is None:
-            position = self._positions[choice] = Position(self._compiled, self.ends, self.marker)
+            position = self._positions[choice] = Position(
+                self._compiled, self.ends, self.marker, self.opened_by
+            )
         return self._thread.ask(position, output_ids)
 
 
 class Position:
     """How far one choice has come. Belongs to the mask thread but for its making."""
 
-    __slots__ = ("_compiled", "_ends", "_last_id", "_marked", "_marker", "_num_seen", "matcher", "slow")
+    __slots__ = (
+        "_compiled", "_ends", "_is_free", "_last_id", "_marked", "_marker", "_num_seen", "_opened_by", "matcher",
+        "slow",
+    )  # fmt: skip
 
-    def __init__(self, compiled: Matcher, ends: Ends, marker: Marker | None) -> None:
+    def __init__(
+        self, compiled: Matcher, ends: Ends, marker: Marker | None, opened_by: int | None = None
+    ) -> None:
         self._compiled = compiled
         self._ends = ends
         self._marker = marker
+        self._opened_by = opened_by
         self._start()
         self.slow = False  # whether its masks take long, so that others must not wait for them
 
@@ -66,6 +80,7 @@ class Position:
         self._num_seen = 0
         self._last_id = -1
         self._marked = 0
+        self._is_free = self._marker is not None and self._opened_by is None
 
     def advance(self, output_ids: tuple[int, ...]) -> bool:
         """Go to the end of this output, from the beginning where it is not the last one and more.
@@ -79,6 +94,9 @@ class Position:
         new = output_ids[seen:]
         self._num_seen = len(output_ids)
         self._last_id = output_ids[-1] if output_ids else -1
+        if seen == 0 and new and new[0] == self._opened_by:
+            self.matcher, self._is_free = None, True
+            new = new[1:]
         if self.matcher is None:
             new = self._behind_marker(new)
         if self.matcher is None:
@@ -90,7 +108,7 @@ class Position:
     def _behind_marker(self, new: tuple[int, ...]) -> tuple[int, ...]:
         """What of these tokens the grammar is about."""
         marker = self._marker
-        if marker is None:
+        if marker is None or not self._is_free:
             self.matcher = self._compiled.copy()
             return new
         for index, token_id in enumerate(new):
@@ -101,11 +119,18 @@ class Position:
         return ()
 
     def free_mask(self, num_words: int) -> NDArray[np.int32] | None:
-        """Before the constraint begins: what is allowed; None: everything."""
-        return None if self._marker is None else self._marker.mask(self._marked, num_words)
+        """Before the constraint begins: what is allowed; None: everything. The output cannot end there."""
+        if self._marker is None:
+            return None
+        mask = self._marker.mask(self._marked, num_words)
+        mask = np.full(num_words, -1, np.int32) if mask is None else mask.copy()
+        _clear(mask, self._ends.model)
+        return mask
 
     def finish_mask(self, mask: NDArray[np.int32]) -> None:
         """Apply in place what the request says about its end, to the int32 [words] of the backend."""
+        if self._opened_by is not None and self._num_seen == 0:
+            mask.view(np.uint32)[self._opened_by // 32] |= np.uint32(1 << self._opened_by % 32)
         ends = self._ends
         if not (ends.request or ends.avoid or self._num_seen < ends.min_tokens):
             return

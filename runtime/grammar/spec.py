@@ -22,5 +22,17 @@ class Grammar:
     whitespace: str | None = None
     # The output is free up to and with this text, and constrained behind it; None: constrained from its first token.
     begins_after: str | None = None
+    # With `begins_after`: only where this token begins the output; else it is constrained from its first token.
+    opened_by: int | None = None
     # What the client called it, for errors; None: the kind.
     param: str | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingLimit:
+    """How long a model may think: its block of reasoning is then closed by force."""
+
+    max_tokens: int  # within the block, before its closing mark
+    open: str | None  # the mark that an output may begin with; None: it begins within the block
+    close: str
+    param: str = "max_thinking_tokens"

@@ -32,7 +32,6 @@ def chat_of(body: CountBody, *, label: str) -> ChatRequest:
     messages = _system(body.system)
     for index, turn in enumerate(body.messages):
         messages += _turn(turn, f"messages.{index}")
-    _budget(body)
     choice = body.tool_choice
     thinking = body.thinking
     kwargs: dict[str, Any] = thinking_switch(thinking is not None and thinking.type != "disabled")
@@ -47,6 +46,7 @@ def chat_of(body: CountBody, *, label: str) -> ChatRequest:
         grammar=_grammar(body),
         template_kwargs=kwargs,
         continue_final_message=messages[-1]["role"] == "assistant",
+        max_thinking_tokens=_budget(body),
         label=label,
     )
 
@@ -72,9 +72,7 @@ def _budget(body: CountBody) -> int | None:
         raise InvalidRequest(
             "thinking.budget_tokens must be less than max_tokens.", param="thinking.budget_tokens"
         )
-    raise InvalidRequest(
-        'thinking.budget_tokens is not built yet; say type "adaptive".', param="thinking.budget_tokens"
-    )
+    return budget
 
 
 def _grammar(body: CountBody) -> Grammar | None:

@@ -12,7 +12,7 @@ from runtime.grammar.spec import Grammar
 from runtime.request import Chunk, Finish, LogprobParams, Request
 from serve.chat.message import AssistantMessage, collect
 from serve.chat.parser import OutputParser, ParserSettings
-from serve.chat.settings import grammar_of_chat, parser_settings, shown_special_ids
+from serve.chat.settings import grammar_of_chat, parser_settings, shown_special_ids, thinking_limit
 from serve.chat.tools.choice import read_choice
 from serve.chat.tools.offered import read_tools
 from serve.sampling import sampling_params
@@ -39,6 +39,7 @@ class ChatRequest:
     continue_final_message: bool = False
     separate_reasoning: bool = True
     stream_reasoning: bool = True
+    max_thinking_tokens: int | None = None  # then the block of reasoning is closed
     logprobs: LogprobParams | None = None
     add_special_tokens: bool = False  # the chat template writes its own
     keep_last: int | None = None  # as in `Request`
@@ -93,6 +94,7 @@ def prepare(core: EngineCore, chat: ChatRequest) -> PreparedChat:
         truncate=serve.allow_auto_truncate,
         shown_special_ids=shown_special_ids(core.tokenizer, settings),
         grammar=grammar_of_chat(core, chat.grammar, choice, settings, parallel=chat.parallel_tool_calls),
+        thinking=thinking_limit(core, chat.max_thinking_tokens, settings, prompt),
         label=chat.label,
     )
     return PreparedChat(request=request, settings=settings)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from runtime.config.plan import TextPlan
 from runtime.errors import InvalidRequest
-from runtime.grammar.spec import Grammar
+from runtime.grammar.spec import Grammar, ThinkingLimit
 from serve.chat.harmony import MARKS as HARMONY_MARKS
 from serve.chat.parser import ParserSettings
 from serve.chat.reasoning.format import ReasoningFormat
@@ -78,7 +78,11 @@ def grammar_of_chat(
     needs_calls = choice.must_call or any(tool.strict for tool in choice.tools)
     answer = None if choice.must_call or not choice.calls else _schema_of(wanted)
     if not needs_calls and answer is None:
-        return None if wanted is None else replace(wanted, begins_after=after)
+        if wanted is None:
+            return None
+        if think is not None and not settings.is_open and settings.open_id is not None:
+            return replace(wanted, begins_after=think.close.strip(), opened_by=settings.open_id)
+        return replace(wanted, begins_after=after)
     texts = [*(settings.calls.marks if settings.calls is not None else HARMONY_MARKS)]
     texts += think.marks if think is not None else ()
     marks = Marks(_token_marks(core.tokenizer, texts))
@@ -91,6 +95,23 @@ def grammar_of_chat(
         answer=answer,
     )
     return Grammar("lark", source, begins_after=after)
+
+
+def thinking_limit(
+    core: EngineCore, max_tokens: int | None, settings: ParserSettings, prompt: str
+) -> ThinkingLimit | None:
+    """Where the model may think. Raises `InvalidRequest` where its block of reasoning is not known."""
+    if max_tokens is None:
+        return None
+    form = REASONING_FORMATS.get(core.plan.text.reasoning_parser or "")
+    if form is None:
+        raise InvalidRequest(
+            "max_thinking_tokens needs a model that thinks between marks (--reasoning-parser); Harmony has none.",
+            param="max_thinking_tokens",
+        )
+    if form.is_closed(prompt):
+        return None
+    return ThinkingLimit(max_tokens, None if settings.is_open else form.open.strip(), form.close.strip())
 
 
 def _token_marks(tokenizer: Tokenizer | None, texts: Iterable[str]) -> dict[str, int]:

@@ -30,6 +30,7 @@ def chat_of(body: ChatBody) -> ChatRequest:
         continue_final_message=body.continue_final_message,
         separate_reasoning=body.separate_reasoning,
         stream_reasoning=body.stream_reasoning,
+        max_thinking_tokens=body.max_thinking_tokens,
         logprobs=_logprobs(body),
         add_generation_prompt=body.add_generation_prompt,
         add_special_tokens=body.add_special_tokens,

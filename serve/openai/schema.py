@@ -164,7 +164,7 @@ class ChatBody(OpenAIBody):
     reasoning: Reasoning | None = None
     separate_reasoning: bool = True
     stream_reasoning: bool = True
-    max_thinking_tokens: NotBuilt = None
+    max_thinking_tokens: Annotated[int, Range(0, MAX_INT32)] | None = None
     functions: NotBuilt = None
     audio: NotBuilt = None
     prediction: NotBuilt = None

@@ -1,0 +1,97 @@
+"""A limit to how long a model thinks: its block of reasoning is closed by force."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import numpy as np
+
+from runtime.constraint import Constraint, HostData
+from runtime.grammar.marker import Marker
+from runtime.grammar.spec import ThinkingLimit
+
+BEFORE_OPEN = 4  # tokens, such as line breaks, that may stand before the block opens
+
+
+class LimitedThinking:
+    """See `runtime.constraint.Constraint`. Lives on the event loop.
+
+    Once the block has so many tokens, those of its closing mark are the only ones allowed. Before and after, it is the
+    inner constraint that decides.
+    """
+
+    def __init__(
+        self,
+        limit: ThinkingLimit,
+        markers: tuple[Marker | None, Marker],
+        close_ids: tuple[int, ...],
+        num_words: int,
+        inner: Constraint | None,
+    ) -> None:
+        self._limit = limit
+        self._markers = markers
+        self._close_ids = close_ids
+        self._num_words = num_words
+        self._inner = inner
+        self._blocks: dict[int, _Block] = {}
+
+    def host_data_after(self, choice: int, output_ids: tuple[int, ...]) -> Future[HostData]:
+        """What applies to the next token."""
+        block = self._blocks.get(choice)
+        if block is None or not block.goes_on(output_ids):
+            block = self._blocks[choice] = _Block(*self._markers)
+        over = block.advance(output_ids) - self._limit.max_tokens
+        if not 0 <= over < len(self._close_ids):
+            if self._inner is not None:
+                return self._inner.host_data_after(choice, output_ids)
+            return _done(HostData())
+        mask = np.zeros(self._num_words, np.uint32)
+        mask[self._close_ids[over] // 32] = np.uint32(1 << self._close_ids[over] % 32)
+        return _done(HostData(bitmask=mask.view(np.int32)))
+
+
+class _Block:
+    """How far an output has come."""
+
+    __slots__ = ("_close", "_is_closed", "_last_id", "_matched", "_num_seen", "_num_tokens", "_open")
+
+    def __init__(self, opening: Marker | None, close: Marker) -> None:
+        self._open = opening  # None: the block is open
+        self._close = close
+        self._is_closed = False
+        self._matched = 0  # bytes of the mark that is looked for
+        self._num_tokens = 0  # within the block
+        self._num_seen = 0
+        self._last_id = -1
+
+    def goes_on(self, output_ids: tuple[int, ...]) -> bool:
+        """Whether this is the last output and more."""
+        seen = self._num_seen
+        return seen <= len(output_ids) and (not seen or output_ids[seen - 1] == self._last_id)
+
+    def advance(self, output_ids: tuple[int, ...]) -> int:
+        """The tokens within the block, up to the end of this output; -1 where it is not open."""
+        for token_id in output_ids[self._num_seen :]:
+            self._num_seen += 1
+            self._last_id = token_id
+            if not self._is_closed:
+                self._take(token_id)
+        return -1 if self._is_closed or self._open is not None else self._num_tokens
+
+    def _take(self, token_id: int) -> None:
+        if self._open is not None:
+            self._matched = self._open.advance(self._matched, token_id)
+            if self._matched == self._open.length:
+                self._open, self._matched = None, 0
+            elif self._num_seen > BEFORE_OPEN + self._matched:
+                self._is_closed = True  # there is no block
+            return
+        self._matched = self._close.advance(self._matched, token_id)
+        self._is_closed = self._matched == self._close.length
+        self._num_tokens += 1
+
+
+def _done(data: HostData) -> Future[HostData]:
+    future: Future[HostData] = Future()
+    future.set_result(data)
+    return future
