@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -31,7 +31,7 @@ from runtime.errors import (
     WorkerFailed,
 )
 from runtime.request import Delta
-from runtime.scheduler.apply import NOT_FINITE
+from runtime.scheduler.apply import NOT_FINITE, RowFailed
 from runtime.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ QUEUE_PERIOD_S = 1.0
 MAX_RETRY_AFTER_S = 60
 CLOSE_TIMEOUT_S = 30.0
 
+BROKEN = "The scheduler failed at this request; it was given up for the others."
 STEP_FAILED = "The forward pass failed; the request is lost."
 NO_MEMORY = "The device ran out of memory; this request came last and was given up for the others."
 
@@ -111,6 +112,7 @@ class SchedulerActor:
         self._series = series
         self._num_arriving = 0  # choices in the inbox
         self._in_flight: deque[tuple[Batch, asyncio.Future[StepOutput]]] = deque()
+        self._num_broken = 0  # times in a row that the scheduler failed, without a step applied between
 
     @classmethod
     def of(
@@ -206,8 +208,12 @@ class SchedulerActor:
 
     async def _run_steps(self) -> None:
         while True:
-            self._receive()
-            batch = self.scheduler.fill()
+            try:
+                self._receive()
+                batch = self.scheduler.fill()
+            except Exception as error:  # the scheduler's boundary: memory, or a mistake of ours
+                await self._rebuild(error)
+                continue
             if batch is not None:
                 self._launch(batch)
             if self._in_flight and (batch is None or len(self._in_flight) > self._depth):
@@ -298,7 +304,12 @@ class SchedulerActor:
             await self._recover(error)
             return
         self._in_flight.popleft()
-        deltas = self.scheduler.apply(batch, output)
+        try:
+            deltas = self.scheduler.apply(batch, output)
+        except Exception as error:
+            await self._rebuild(error, output.failed)
+            return
+        self._num_broken = 0
         if output.failed:
             deltas = self._fail_broken(deltas)
         if deltas:
@@ -333,13 +344,9 @@ class SchedulerActor:
         For want of memory only its newest request is given up; the others are computed again.
         """
         logger.error("a step failed", exc_info=error)
-        for _, future in list(self._in_flight)[1:]:
-            try:
-                await self._output(future)
-            except Exception as another:  # they ran behind a failed step; their outcome does not matter
-                logger.error("a step behind it failed too: %s", another)
         batches = [batch for batch, _ in self._in_flight]
-        self._in_flight.clear()
+        self._in_flight.popleft()
+        await self._let_finish()
         if isinstance(error, OutOfMemory):
             lost, reason = self.scheduler.give_up_newest(batches), OutOfMemory(NO_MEMORY)
         else:
@@ -347,23 +354,70 @@ class SchedulerActor:
         for request_id in lost:
             self._requests.fail(request_id, reason)
 
+    async def _let_finish(self) -> None:
+        """Wait for the steps in flight, of which nothing is wanted any more."""
+        while self._in_flight:
+            try:
+                await self._output(self._in_flight[0][1])
+            except WorkerFailed:
+                raise
+            except Exception as another:  # as the step before it, perhaps: its outcome does not matter
+                logger.error("a step behind it failed too: %s", another)
+            self._in_flight.popleft()
+
+    async def _rebuild(self, error: Exception, failed: Collection[int] = ()) -> None:
+        """The scheduler itself raised: make its tables anew, and have everybody computed again.
+
+        Only the request at whose row it happened is given up. Where that is not known, nobody is the first time, and
+        then, as long as it goes on, the newest: what came last is likeliest to be the reason, or the memory it takes.
+        """
+        logger.error("the scheduler failed; what runs is computed again", exc_info=error)
+        await self._let_finish()
+        lost: set[int] = set()
+        if isinstance(error, RowFailed):
+            lost = {error.request_id}
+            kept = [delta for delta in error.deltas if delta.request_id != error.request_id]
+            if deltas := self._fail_broken(kept) if failed else kept:
+                self._detokenizer.inbox.put(deltas)
+        elif self._num_broken:
+            lost = {max((sequence.request.id for sequence in self.scheduler), default=-1)}
+        self._num_broken += 1
+        self.scheduler.rebuild(lost)
+        await asyncio.sleep(0)
+        for request_id in lost:
+            self._requests.fail(request_id, StepFailed(BROKEN))
+
     def _receive(self) -> None:
+        """Take in every message; what breaks at one costs its request. Raises the first of these errors at the end."""
+        broken: Exception | None = None
         for message in self._inbox.take():
             if isinstance(message, Wake):
                 continue
-            live = message.live
-            if isinstance(message, Admit):
-                self._num_arriving -= len(live.sequences)
-                try:
-                    self.scheduler.add(*live.sequences)
-                except PenstockError as error:
-                    self._requests.fail(live.request.id, error)
-            elif isinstance(message, EndChoice):
-                self.scheduler.end(live.sequences[message.index])
-            elif live.aborting is not None:
-                deltas = self.scheduler.abort(live.sequences, live.aborting)
-                if deltas:
-                    self._detokenizer.inbox.put(deltas)
+            try:
+                self._take_in(message)
+            except Exception as error:
+                reason = StepFailed(BROKEN)
+                if isinstance(error, PenstockError) and isinstance(
+                    message, Admit
+                ):  # refused: nothing is broken
+                    reason = error
+                else:
+                    broken = broken or error
+                self._requests.fail(message.live.request.id, reason)
+        if broken is not None:
+            raise broken
+
+    def _take_in(self, message: Admit | Abort | EndChoice) -> None:
+        live = message.live
+        if isinstance(message, Admit):
+            self._num_arriving -= len(live.sequences)
+            self.scheduler.add(*live.sequences)
+        elif isinstance(message, EndChoice):
+            self.scheduler.end(live.sequences[message.index])
+        elif live.aborting is not None:
+            deltas = self.scheduler.abort(live.sequences, live.aborting)
+            if deltas:
+                self._detokenizer.inbox.put(deltas)
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *args: object) -> None:

@@ -14,6 +14,16 @@ NOT_FINITE = (
 )
 NOTHING_ALLOWED = "The constraint of this request failed, or it left no token to choose."
 
+
+class RowFailed(Exception):
+    """Something broke at the row of this request; the cause is chained. Rows behind it are as before the step."""
+
+    def __init__(self, request_id: int, deltas: list[Delta]) -> None:
+        self.request_id = request_id
+        self.deltas = deltas  # of the rows that were applied
+        super().__init__(f"The row of request {request_id} could not be applied.")
+
+
 Retire = Callable[[Sequence, Finish, bool], None]  # the last value: whether its KV is to be trusted
 Rewind = Callable[[Sequence], None]
 
@@ -22,52 +32,61 @@ def apply_output(batch: Batch, output: StepOutput, retire: Retire, rewind: Rewin
     """Append the new tokens and end the sequences that are done; rows of ended sequences are dropped.
 
     A retracted sequence is not ended: its pending token arrives here as any other. `rewind` takes sequences whose
-    token did not come because their host data was late.
+    token did not come because their host data was late. Raises `RowFailed` where a row breaks.
     """
-    for row, logprobs in output.prompt_logprobs:
-        _append_prompt_logprobs(batch.sequences[row], logprobs)
-    failed = frozenset(output.failed)
-    logprobs_of_rows = output.logprobs
     deltas: list[Delta] = []
-    for row, (sequence, tokens) in enumerate(zip(batch.sequences, output.tokens)):
-        if sequence.finish is not None:
-            continue
-        if not tokens or (failed and row in failed):
-            finish = _finish_without_token(batch, row, failed)
-            if finish is not None:
-                retire(sequence, finish, row not in failed)
-                deltas.append(final_delta(sequence, finish, _embedding(output, row, finish)))
-            continue
-        sequence.num_pending -= 1
-        if len(tokens) > 1:
-            tokens = _up_to_end(sequence, tokens)
-        ids = sequence.ids
-        ids += tokens
-        num_tokens, num_prompt = len(ids), sequence.num_prompt
-        finish = None
-        if tokens[-1] in sequence.stop_ids:
-            finish = Finish("stop", matched=tokens[-1])
-        elif num_tokens >= sequence.max_tokens:
-            finish = Finish("length", length=sequence.max_tokens - num_prompt)
-        if finish is not None:
-            retire(sequence, finish, True)
-        logprobs = None if logprobs_of_rows is None else logprobs_of_rows[row]
-        deltas.append(
-            Delta(
-                sequence.request.id,
-                sequence.index,
-                tokens,
-                finish,
-                Usage(num_prompt, num_tokens - num_prompt, sequence.num_cached),
-                None if logprobs is None else first_logprobs(logprobs, len(tokens)),
-                sequence.prompt_logprobs,
-            )
-        )
-        sequence.prompt_logprobs = None
-    if batch.sampling is not None and batch.sampling.host_data is not None:
-        for row in batch.sampling.rows[[entry.row for entry in batch.sampling.host_data]].tolist():
-            _advance_constraint(batch.sequences[row], output.tokens[row], rewind)
+    sequence = batch.sequences[0]
+    try:
+        for row, logprobs in output.prompt_logprobs:
+            sequence = batch.sequences[row]
+            _append_prompt_logprobs(sequence, logprobs)
+        failed = frozenset(output.failed)
+        for row, (sequence, tokens) in enumerate(zip(batch.sequences, output.tokens)):
+            if sequence.finish is not None:
+                continue
+            if not tokens or (failed and row in failed):
+                finish = _finish_without_token(batch, row, failed)
+                if finish is not None:
+                    retire(sequence, finish, row not in failed)
+                    deltas.append(final_delta(sequence, finish, _embedding(output, row, finish)))
+                continue
+            deltas.append(_apply_tokens(sequence, tokens, output, row, retire))
+        if batch.sampling is not None and batch.sampling.host_data is not None:
+            for row in batch.sampling.rows[[entry.row for entry in batch.sampling.host_data]].tolist():
+                sequence = batch.sequences[row]
+                _advance_constraint(sequence, output.tokens[row], rewind)
+    except Exception as error:
+        raise RowFailed(sequence.request.id, deltas) from error
     return deltas
+
+
+def _apply_tokens(
+    sequence: Sequence, tokens: list[int], output: StepOutput, row: int, retire: Retire
+) -> Delta:
+    sequence.num_pending -= 1
+    if len(tokens) > 1:
+        tokens = _up_to_end(sequence, tokens)
+    ids = sequence.ids
+    ids += tokens
+    num_tokens, num_prompt = len(ids), sequence.num_prompt
+    finish = None
+    if tokens[-1] in sequence.stop_ids:
+        finish = Finish("stop", matched=tokens[-1])
+    elif num_tokens >= sequence.max_tokens:
+        finish = Finish("length", length=sequence.max_tokens - num_prompt)
+    if finish is not None:
+        retire(sequence, finish, True)
+    logprobs = None if output.logprobs is None else output.logprobs[row]
+    prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
+    return Delta(
+        sequence.request.id,
+        sequence.index,
+        tokens,
+        finish,
+        Usage(num_prompt, num_tokens - num_prompt, sequence.num_cached),
+        None if logprobs is None else first_logprobs(logprobs, len(tokens)),
+        prompt_logprobs,
+    )
 
 
 def _advance_constraint(sequence: Sequence, tokens: list[int], rewind: Rewind) -> None:

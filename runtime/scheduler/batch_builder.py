@@ -117,8 +117,8 @@ class BatchBuilder:
             reversed(list(self._running)),
             key=lambda sequence: (sequence.num_output, -sequence.num_prompt),
         )
+        self._waiting.put_back(victim)  # first: whatever breaks, it is somewhere
         self._running.leave(victim)
-        self._waiting.put_back(victim)
         self.new_token_ratio.lift(self._running)
         self.num_retracted += 1
         return True

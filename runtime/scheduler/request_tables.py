@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,6 +92,7 @@ class Running:
     def __init__(self, num_rows: int, cache: PrefixCache, vocab_size: int) -> None:
         self.cache = cache
         self.tables = RequestTables(num_rows, vocab_size)
+        self._vocab_size = vocab_size
         self.full = False
         self.stalled: set[Sequence] = set()  # in no further step until their host data has come
         self._sequences: dict[Sequence, None] = {}  # an ordered set
@@ -109,7 +110,6 @@ class Running:
 
     def leave(self, sequence: Sequence, *, trusted: bool = True) -> None:
         """Free row and pages. What was computed stays in the prefix tree, unless it is not to be trusted."""
-        del self._sequences[sequence]
         self.stalled.discard(sequence)
         self.tables.leave(sequence)
         if trusted:
@@ -117,6 +117,7 @@ class Running:
         else:
             self.cache.discard(sequence)
         self.full = False
+        del self._sequences[sequence]  # last: whatever breaks before, `rebuild` finds it
 
     def extend(self, sequence: Sequence, end: int) -> None:
         """Give a sequence pages for its first `end` tokens; the caller knows that they are available."""
@@ -160,6 +161,20 @@ class Running:
         self.cache.reset(sequences)
         self.full = False
         return sequences
+
+    def rebuild(self, sequences: Iterable[Sequence]) -> None:
+        """As `reset`, but whatever the state: nothing is read of it, new tables are made.
+
+        `sequences` are all that may hold rows or pages.
+        """
+        sequences = list(sequences)
+        self.tables = RequestTables(len(self.tables.sequences), self._vocab_size)
+        for sequence in sequences:
+            sequence.sequence_index = -1
+        self._sequences.clear()
+        self.stalled.clear()
+        self.cache.reset(sequences)
+        self.full = False
 
     def check(self) -> None:
         """Raise `ValueError` unless rows and pages balance exactly."""

@@ -91,7 +91,8 @@ class Scheduler:
     def apply(self, batch: Batch, output: StepOutput) -> list[Delta]:
         """Take in the results of the oldest batch in flight; at most one Delta per sequence.
 
-        Rows of sequences that have ended meanwhile are dropped. Raises `EngineFailure` out of order.
+        Rows of sequences that have ended meanwhile are dropped. Raises `EngineFailure` out of order, and `RowFailed`
+        with what is known where something broke at one row.
         """
         if batch.number != self._num_applied:
             raise EngineFailure(f"Step {batch.number} was applied when step {self._num_applied} was due.")
@@ -150,6 +151,26 @@ class Scheduler:
         newest = [max(lost)] if lost else []
         self._give_up(newest)
         return newest
+
+    def rebuild(self, lost: Container[int] = ()) -> None:
+        """Something broke in here, in the middle of anything: trust no row, page or tree, and make them anew.
+
+        The requests in `lost` are given up. Nothing that is in flight will be applied; everybody else is computed
+        again, with the tokens that are known, and gets the same further ones.
+        """
+        sequences = list(dict.fromkeys(self))
+        self._num_applied = self._num_filled
+        self._running.rebuild(sequences)
+        self._waiting.clear()
+        for sequence in sequences:
+            if sequence.finish is not None or sequence.request.id in lost:
+                sequence.finish = sequence.finish or Finish("abort", message=STEP_FAILED)
+                if sequence.constraint is not None:
+                    sequence.constraint.release()
+                continue
+            sequence.num_pending = 0
+            _ask_again(sequence)
+            self._waiting.add(sequence)
 
     def _give_up(self, request_ids: Container[int]) -> None:
         """End all choices of these requests."""

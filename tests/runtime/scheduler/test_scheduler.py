@@ -8,6 +8,7 @@ from fake_runner import Drive, make_plan, make_sequence, reference_embedding
 from runtime.batch import UNKNOWN, Batch
 from runtime.errors import ContextOverflow, EngineFailure, Overloaded
 from runtime.request import Finish, LogprobParams
+from runtime.scheduler.apply import RowFailed
 
 GONE = Finish("abort", message="gone")
 
@@ -66,8 +67,10 @@ def test_several_tokens_of_a_sequence_in_another_step_are_refused():
     drive = Drive(depth=1)
     drive.runner.tokens_per_step = 2
     drive.add(make_sequence([1, 2, 3], max_new_tokens=8))
-    with pytest.raises(EngineFailure, match="several tokens"):
+    with pytest.raises(RowFailed) as caught:
         drive.run()
+    assert isinstance(caught.value.__cause__, EngineFailure)
+    assert "several tokens" in caught.value.__cause__.message
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
@@ -142,8 +145,10 @@ def test_a_missing_embedding_is_our_failure(monkeypatch: pytest.MonkeyPatch):
     drive = Drive(depth=0)
     monkeypatch.setattr(drive.runner, "_embed", lambda *step: None)
     drive.add(make_sequence([1, 2], wants_embedding=True))
-    with pytest.raises(EngineFailure, match="no embedding"):
+    with pytest.raises(RowFailed) as caught:
         drive.step()
+    assert isinstance(caught.value.__cause__, EngineFailure)
+    assert "no embedding" in caught.value.__cause__.message
 
 
 def test_a_failed_embedding_row_ends_only_its_request():
