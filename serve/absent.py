@@ -46,11 +46,11 @@ CONTROL = {
     "/pause_generation": (("POST",), "Pausing"),
     "/continue_generation": (("POST",), "Pausing"),
 }
-_MISSING = {
+MISSING = {
     path: what for table in (GENERATING, OPENAI_GENERATING, CONTROL) for path, (_, what) in table.items()
 }
 
 
 async def answer(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """Always raises `NotSupported`."""
-    raise NotSupported(f"{_MISSING[http.url.path]}: this server does not support it yet.")
+    raise NotSupported(f"{MISSING[http.url.path]}: this server does not support it yet.")

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from runtime.errors import ConfigurationError, RequestError
-from serve import absent
+from serve import absent, openapi
 from serve.access import Access, RouteScope
 from serve.anthropic import messages
 from serve.body_limit import max_body_bytes
@@ -99,6 +99,8 @@ ROUTES = (  # searched from the first to the last: what is called most often com
     RouteSpec(GET, "/tokenizer_info", tokens.tokenizer_info, USER),
     RouteSpec(POST, "/detokenize", tokens.detokenize, USER, takes_ids=True),
     RouteSpec(POST, "/v1/detokenize", tokens.detokenize, USER, takes_ids=True),
+    RouteSpec(GET, "/openapi.json", openapi.openapi, USER),
+    RouteSpec(GET, "/docs", openapi.page, USER),
     RouteSpec(POST, "/parse_function_call", parsing.parse_function_call, USER),
     RouteSpec(POST, "/separate_reasoning", parsing.separate_reasoning, USER),
     RouteSpec(("GET", "POST"), "/v1/models", models.list_models, USER, OPENAI),
@@ -146,6 +148,7 @@ def build_app(core: EngineCore, environment: Mapping[str, str] = os.environ) -> 
             return refusal_response(request.url.path, refused)
         return OPENAI.response(error)
 
+    specs = routes_for(environment)
     routes = [
         Route(
             spec.path,
@@ -161,7 +164,7 @@ def build_app(core: EngineCore, environment: Mapping[str, str] = os.environ) -> 
             ),
             methods=list(spec.methods),
         )
-        for spec in routes_for(environment)
+        for spec in specs
     ]
     app = Starlette(
         routes=[*routes, *(page_routes() if plan.chat_page else [])],
@@ -169,6 +172,7 @@ def build_app(core: EngineCore, environment: Mapping[str, str] = os.environ) -> 
         exception_handlers={HTTPException: refusal},
     )
     app.state.responses = ResponseStore()
+    app.state.declared = specs
     return app
 
 

@@ -61,6 +61,11 @@ class _Refused:
 NotBuilt = Annotated[Any, _Refused()]
 
 
+def is_not_built(annotation: Any) -> bool:
+    """Whether a field with this annotation is refused when it is set."""
+    return any(isinstance(mark, _Refused) for mark in getattr(annotation, "__metadata__", ()))
+
+
 class _MismatchError(Exception):
     """What is wrong, and where: keys and indices from the inside out."""
 

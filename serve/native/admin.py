@@ -87,6 +87,7 @@ async def health_generate(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 
 async def model_info(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    """What model is served, and its preferred sampling parameters."""
     plan, facts = core.plan, core.facts
     preferred = plan.serve.preferred_sampling
     return json_response(
@@ -130,14 +131,17 @@ async def server_info(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 
 async def version(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    """The server's version."""
     return json_response({"version": serve.__version__})
 
 
 async def weight_version(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    """The text of --weight-version."""
     return json_response({"weight_version": core.plan.serve.weight_version})
 
 
 async def load(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    """Tokens in use, as a number."""
     return json_response({"load": core.status().num_used_tokens})
 
 

@@ -38,6 +38,7 @@ def served_name(core: EngineCore, model: str) -> str:
 
 
 async def version(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    """The version, as Ollama says it."""
     return json_response({"version": API_VERSION})
 
 

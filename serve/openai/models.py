@@ -29,6 +29,7 @@ def check_model(core: EngineCore, model: str | None) -> str:
 
 
 async def list_models(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    """The model that is served."""
     return json_response({"object": "list", "data": [_card(core)]})
 
 
