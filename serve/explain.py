@@ -92,11 +92,11 @@ def as_json(rows: Sequence[Row], refusals: Sequence[str]) -> str:
 
 def _facts(args: Args, path: str) -> tuple[ModelFacts | None, list[str]]:
     """The model's facts, or sentences that say why they cannot be read."""
-    from runtime.models.checkpoint import locate  # only those who get this far wait for it
+    from runtime.models.checkpoint import locate, stored_as  # only those who get this far wait for it
     from runtime.models.config import read_facts
 
     try:
-        directory = locate(path, args.model.revision, args.model.download_dir)
+        directory = locate(path, args.model.revision, args.model.download_dir, load_format=stored_as(args))
         return read_facts(
             directory, args.model.json_model_override_args, model_impl=args.model.model_impl
         ), []

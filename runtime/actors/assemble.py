@@ -18,7 +18,7 @@ from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import Plan, TextPlan
 from runtime.config.resolve import check, resolve
 from runtime.errors import first_error
-from runtime.models.checkpoint import locate
+from runtime.models.checkpoint import locate, stored_as
 from runtime.models.config import read_facts
 from runtime.tokenizer.tokenizer import Tokenizer
 
@@ -33,7 +33,9 @@ def prepare(args: Args, machine: Machine, *, demo_path: str | None = None) -> tu
     """
     path = check(args, machine, demo_path=demo_path)
     weights = args.model.load_format != "dummy"
-    directory = locate(path, args.model.revision, args.model.download_dir, weights=weights)
+    directory = locate(
+        path, args.model.revision, args.model.download_dir, weights=weights, load_format=stored_as(args)
+    )
     facts = read_facts(directory, args.model.json_model_override_args, model_impl=args.model.model_impl)
     for sentence in without_effect(args).values():
         logger.warning(sentence)

@@ -23,7 +23,7 @@ class Section:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPlan(Section):
     path: str
-    load_format: str  # "auto", "safetensors", "pt", "dummy"
+    load_format: str  # "auto", "safetensors", "pt", "gguf", "dummy"
     dtype: str  # "float32", "bfloat16", "float16"
     device: str  # "cpu", "cuda", "cuda:1"
     context_length: int

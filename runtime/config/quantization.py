@@ -39,6 +39,7 @@ FORMATS: Mapping[
     "compressed-tensors": FormatEntry(file="scaled", asked=("w8a8_int8", "w8a8_fp8")),
     "fbgemm_fp8": FormatEntry(file="scaled", asked=("fp8",)),
     "fp8": FormatEntry(file="scaled"),
+    "gguf": FormatEntry(file="gguf"),
     "gptq": FormatEntry(file="gptq", asked=("gptq_marlin", "marlin", "moe_wna16")),
     "modelopt": FormatEntry(file="scaled", asked=("fp8", "modelopt_fp4", "petit_nvfp4")),
     "mxfp4": FormatEntry(file="mxfp4"),

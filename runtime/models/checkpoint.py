@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from runtime.config.args import Args
+from runtime.config.gguf_header import is_gguf
 from runtime.errors import CheckpointError
 
 DESCRIPTIONS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")  # of a repository: all but weights
@@ -48,16 +50,32 @@ class WeightFiles:
     files: tuple[Path, ...]
 
 
-def locate(
-    path_or_hub_id: str, revision: str | None = None, download_dir: str | None = None, *, weights: bool = True
-) -> str:
-    """The local directory of a model: the given one, or the Hub's, downloaded if it is not here yet.
+def stored_as(args: Args) -> str:
+    """How the weights are stored, as asked: `load_format` of `locate`."""
+    asked = args.model.load_format
+    return "gguf" if asked == "auto" and args.quant.quantization == "gguf" else asked
 
+
+def locate(
+    path_or_hub_id: str,
+    revision: str | None = None,
+    download_dir: str | None = None,
+    *,
+    weights: bool = True,
+    load_format: str = "auto",
+) -> str:
+    """The local directory of a model: the given one, or the Hub's, downloaded if it is not here yet; or a GGUF file.
+
+    A directory stands for the GGUF file in it where that is asked for (`load_format` gguf), or nothing else is there.
     Without `weights` only what describes the model and its tokenizer is downloaded.
     Raises CheckpointError where there is no such directory and no such model, or the Hub cannot be reached.
     """
-    if Path(path_or_hub_id).is_dir():
+    if is_gguf(path_or_hub_id):
+        if load_format not in ("auto", "gguf", "dummy"):
+            raise CheckpointError(f"{path_or_hub_id} is no file of {load_format}; leave --load-format out.")
         return path_or_hub_id
+    if Path(path_or_hub_id).is_dir():
+        return _gguf_file(Path(path_or_hub_id), load_format) or path_or_hub_id
     if not _HUB_ID.fullmatch(path_or_hub_id):
         raise CheckpointError(f"There is no directory {path_or_hub_id}.")
     if not weights:
@@ -66,6 +84,25 @@ def locate(
     if not any(Path(directory).glob("*.safetensors")):
         directory = _download(path_or_hub_id, revision, download_dir, ["*.bin", "*.pt"])
     return directory
+
+
+def _gguf_file(directory: Path, load_format: str) -> str | None:
+    """The GGUF file that a directory stands for, the first where it was split; None for an ordinary checkpoint."""
+    if load_format not in ("auto", "gguf"):
+        return None
+    others = ("*.safetensors", "*.bin", "*.pt")
+    if load_format == "auto" and any(any(directory.glob(pattern)) for pattern in others):
+        return None
+    later = re.compile(r".*-(?!00001)\d{5}-of-\d{5}\.gguf")
+    found = sorted(file for file in directory.glob("*.gguf") if not later.fullmatch(file.name))
+    if len(found) > 1:
+        names = ", ".join(file.name for file in found[:20])
+        raise CheckpointError(
+            f"{directory} holds several GGUF files ({names}): give --model-path one of them."
+        )
+    if not found and load_format == "gguf":
+        raise CheckpointError(f"{directory} holds no .gguf file.")
+    return str(found[0]) if found else None
 
 
 def _download(hub_id: str, revision: str | None, download_dir: str | None, weights: list[str]) -> str:
@@ -181,6 +218,8 @@ def _check_entries(file: Path, entries: Mapping[str, StoredTensor], begin: int) 
 
 def weight_bytes(directory: Path) -> int:
     """The size of all tensors of a checkpoint, 0 where there are no weight files."""
+    if directory.is_file():
+        return directory.stat().st_size
     try:
         weights = find_weights(directory)
     except CheckpointError:

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from runtime.config.fields import Fields
+from runtime.config.gguf_header import is_gguf
 from runtime.config.model_facts import ModelFacts
 from runtime.errors import CheckpointError, InvalidRequest
 from runtime.layers.rope_parameters import RopeParameters, read_rope_parameters
 from runtime.models.checkpoint import lfs_hint, stored_dtype, weight_bytes
+from runtime.models.gguf_config import read_gguf_config
 from runtime.models.quantization import stored_quantization, with_quantization
 from runtime.models.registry import ARCHITECTURES, entry
 from runtime.sampling_params import FROM_MODEL, SamplingParams
@@ -37,7 +39,7 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 def read_facts(
     path: str, overrides: Mapping[str, Any] | None = None, *, model_impl: str = "auto"
 ) -> ModelFacts:
-    """What a local checkpoint says about its model; `overrides` are merged over config.json.
+    """What a local checkpoint, a directory or a GGUF file, says about its model; `overrides` go over config.json.
 
     `model_impl` is "auto" (a family of ours if there is one, else transformers' code), "native" (SGLang's word is
     "sglang") or "transformers".
@@ -47,17 +49,15 @@ def read_facts(
     architecture that is not supported, and values that make no sense.
     """
     directory = Path(path)
-    if not directory.is_dir():
-        raise CheckpointError(f"There is no directory {path}.")
-    if not (directory / "config.json").is_file():
-        raise CheckpointError(f"{path} holds no model: it has no config.json.")
-    values = with_quantization(merge(_read_json(directory / "config.json"), overrides or {}), directory)
-    generation = {}
-    if (directory / "generation_config.json").is_file():
-        generation = _read_json(directory / "generation_config.json")
+    values, generation = _read_values(directory)
+    values = with_quantization(merge(values, overrides or {}), directory)
     by_transformers = model_impl == "transformers" or (
         model_impl == "auto" and _architecture(values) not in ARCHITECTURES
     )
+    if by_transformers and is_gguf(directory):
+        raise CheckpointError(
+            f"{path} is a GGUF file, which transformers' code does not compute here: leave --model-impl out."
+        )
     numbers = _numbers_of_transformers(values) if by_transformers else _numbers(values)
     bos_ids = _token_ids(values, "bos_token_id") or _token_ids(generation, "bos_token_id")
     stated = _stated_dtype(Fields(values, "config.json: "))
@@ -99,6 +99,18 @@ def _numbers_of_transformers(values: Mapping[str, Any]) -> dict[str, Any]:
     found = numbers(values)
     names = (field.name for field in fields(found) if field.name != "windows")
     return {name: getattr(found, name) for name in names}
+
+
+def _read_values(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """config.json and generation_config.json, or what a GGUF file says in their place."""
+    if is_gguf(directory):
+        return read_gguf_config(directory)
+    if not directory.is_dir():
+        raise CheckpointError(f"There is no directory {directory}.")
+    if not (directory / "config.json").is_file():
+        raise CheckpointError(f"{directory} holds no model: it has no config.json.")
+    generation = directory / "generation_config.json"
+    return _read_json(directory / "config.json"), _read_json(generation) if generation.is_file() else {}
 
 
 def merge(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

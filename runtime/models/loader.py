@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ops.machine import GIB, Machine
 from ops.select import Kernels
+from runtime.config.gguf_header import is_gguf
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import ModelPlan
 from runtime.errors import CheckpointError
@@ -24,6 +25,7 @@ from runtime.models.by_transformers import load_by_transformers
 from runtime.models.checkpoint import find_weights
 from runtime.models.config import Config
 from runtime.models.decoder import Decoder
+from runtime.models.formats.gguf import GgufFiles
 from runtime.models.formats.stored import QuantizedTensors
 from runtime.models.quantization import quantization_fields
 from runtime.models.registry import entry
@@ -111,12 +113,14 @@ def _method(
     dtype = getattr(torch, plan.dtype)
     keeps = kernels.launcher is not None and dtype in kernels.launcher.dtypes and plan.device == "cpu"
     if plan.quantization is None and keeps and isinstance(tensors, QuantizedTensors) and tensors.groups:
-        return KeptGroups(tensors.groups, dtype)
+        return KeptGroups(tensors.groups, dtype, tensors.tables)
     return quantization_method(plan.quantization)
 
 
 def open_tensors(facts: ModelFacts, plan: ModelPlan) -> TensorFiles | QuantizedTensors:
     """The checkpoint's tensors as the model knows them, dequantised as they are read where they are quantised."""
+    if is_gguf(facts.path):
+        return QuantizedTensors(GgufFiles(Path(facts.path)), quantization_fields(facts.config))
     files = TensorFiles(
         find_weights(Path(facts.path), plan.load_format),
         mmap=plan.mmap,

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import tokenizers
 
+from runtime.config.gguf_header import is_gguf, read_header
 from runtime.config.plan import TextPlan
 from runtime.config.template_files import read_json, read_templates
 from runtime.errors import ConfigurationError
@@ -154,6 +155,8 @@ def read_tokenizer(plan: TextPlan) -> TokenizerFiles:
     if plan.tokenizer_path is None:
         raise ConfigurationError("There is no tokenizer to load: tokenizer_path is empty.")
     path = Path(plan.tokenizer_path)
+    if is_gguf(path):
+        return _read_gguf(path)
     if not path.is_dir():
         raise ConfigurationError(f"--tokenizer-path {path} is not a directory.")
     config = read_json(path / "tokenizer_config.json")
@@ -219,11 +222,33 @@ def _read_with_transformers(path: Path, plan: TextPlan) -> TokenizerFiles:
         )
     except (OSError, ValueError, ImportError, LookupError, TypeError, AttributeError, RuntimeError) as error:
         raise ConfigurationError(f"transformers cannot load the tokenizer in {path}: {error}") from error
+    return _of_library(library)
+
+
+def _of_library(library: Any) -> TokenizerFiles:
     inner = getattr(library, "backend_tokenizer", None)
     backend = FastBackend(inner) if isinstance(inner, tokenizers.Tokenizer) else SlowBackend(library)
     found = getattr(library, "chat_template", None) or {}
     templates = {"default": found} if isinstance(found, str) else dict(found)
     return TokenizerFiles(backend, dict(library.special_tokens_map), templates)
+
+
+def _read_gguf(path: Path) -> TokenizerFiles:
+    """The tokenizer within a GGUF file, as transformers converts it."""
+    header = read_header(path)
+    if not isinstance(header.values.get("tokenizer.ggml.model"), str):
+        raise ConfigurationError(f"{path} holds no tokenizer; name one with --tokenizer-path.")
+    from transformers import PreTrainedTokenizerFast
+
+    try:
+        library = PreTrainedTokenizerFast.from_pretrained(
+            str(path.parent), gguf_file=path.name, local_files_only=True
+        )
+    except Exception as error:  # of many kinds, for vocabularies that it does not expect
+        raise ConfigurationError(
+            f"transformers cannot read the tokenizer in {path}: {error}. Name another with --tokenizer-path."
+        ) from error
+    return _of_library(library)
 
 
 def _names_own_code(config: dict[str, Any]) -> bool:

@@ -24,18 +24,19 @@ class ModelArgs:
 
     model_path: str | None = option(
         None,
-        "Folder with the weights and config.json, or a repository name on the Hugging Face Hub. Default: the "
-        "small demo model that ships with Penstock.",
+        "Folder with the weights and config.json, a .gguf file, or a repository name on the Hugging Face Hub. Default: "
+        "the small demo model that ships with Penstock.",
         sglang="must be given",
         aliases=("--model",),
         plan=ModelPlan.path,
     )
     load_format: str = option(
         "auto",
-        "How the weights are stored. auto: safetensors files if there are any, else .bin and .pt files; "
+        "How the weights are stored. auto: safetensors files if there are any, else .bin and .pt files, else a .gguf "
+        "file, which has its configuration and tokenizer within; gguf: that one; "
         "dummy: random weights, for measurements without a download.",
         choices=_LOAD_FORMATS,
-        built=("auto", "safetensors", "pt", "dummy"),
+        built=("auto", "safetensors", "pt", "dummy", "gguf"),
         plan=ModelPlan.load_format,
     )
     model_loader_extra_config: Json = option(

@@ -7,6 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from runtime.config.gguf_header import is_gguf, read_header
 from runtime.config.parsers import REASONING_PARSERS, TOOL_CALL_PARSERS, Signs, guess
 from runtime.config.plan import ServePlan, TextPlan
 from runtime.config.resolve.plan_builder import Decision, PlanBuilder, build
@@ -65,6 +66,8 @@ def _template(builder: PlanBuilder, model_path: str) -> str:
     try:
         if args.chat_template is not None:
             return Path(args.chat_template).read_text(encoding="utf-8")
+        if is_gguf(folder):
+            return str(read_header(folder).values.get("tokenizer.chat_template", ""))
         if not model_path or not folder.is_dir():
             return ""
         return "\n".join(read_templates(folder, read_json(folder / "tokenizer_config.json")).values())

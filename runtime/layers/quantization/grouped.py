@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
-from ops.matmul.grouped import GroupedWeight
+from ops.matmul.grouped import WHOLE, GroupedWeight
 from ops.select import Kernels
 from runtime.layers.quantization.method import LinearLayout, Unquantized
 from runtime.layers.sharding import ShardRange
@@ -18,15 +19,23 @@ from runtime.layers.weight import Shard, frozen, parameter
 class KeptGroups(Unquantized):
     """Layers all of whose weights are in `groups` (name -> inputs in a group) stay in 4 bits; others are dequantised.
 
-    A rank's columns must be whole groups. Products are in `dtype`.
+    A rank's columns must be whole groups. Products are in `dtype`. `tables` say what the codes of a weight stand for
+    where they are not whole numbers.
     """
 
-    def __init__(self, groups: Mapping[str, int], dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        groups: Mapping[str, int],
+        dtype: torch.dtype,
+        tables: Mapping[str, tuple[float, ...]] = MappingProxyType({}),
+    ) -> None:
         self._groups = groups
+        self._tables = tables
         self._dtype = dtype
 
     def allocate(self, layer: nn.Module, layout: LinearLayout) -> None:
-        group = self._group(layout)
+        group, held = self._group(layout), _held(layer)
+        held.table = self._table(layout)
         parts: dict[str, nn.Parameter | None] = dict.fromkeys(("weight", "codes", "scales", "shifts"))
         for name in parts:
             setattr(layer, name, None)
@@ -62,9 +71,8 @@ class KeptGroups(Unquantized):
         if held.codes is None:
             return super().prepare(layer, kernels)
         shifts = held.shifts.detach()
-        weight = GroupedWeight(
-            held.codes.detach(), held.scales.detach(), shifts if bool(shifts.any()) else None
-        )
+        shifted = shifts if bool(shifts.any()) else None
+        weight = GroupedWeight(held.codes.detach(), held.scales.detach(), shifted, held.table)
         held.codes = held.scales = held.shifts = None
         held.weight = frozen(kernels.prepare_grouped(weight, self._dtype))
         return None
@@ -76,6 +84,22 @@ class KeptGroups(Unquantized):
             for each in layout.sub_layers
         }
         group, columns = groups.pop() if len(groups) == 1 else None, layout.columns
-        if not group or group % 8 or columns.start % group or columns.size % group:
+        if (
+            not group
+            or self._table(layout) is None
+            or group % 8
+            or columns.start % group
+            or columns.size % group
+        ):
             return None
         return group
+
+    def _table(self, layout: LinearLayout) -> tuple[float, ...] | None:
+        """What the codes of all sub-layers stand for; None where that differs."""
+        tables = {self._tables.get(f"{each.name}.weight", WHOLE) for each in layout.sub_layers}
+        return tables.pop() if len(tables) == 1 else None
+
+
+def _held(layer: nn.Module) -> Any:
+    """The layer, whose attributes are not all modules and tensors."""
+    return layer

@@ -64,6 +64,9 @@ class Derived:
         default_factory=set
     )  # stored tensors that others are made of, or that nobody needs
     renamed: dict[str, str] = field(default_factory=dict)  # stored name -> the model's
+    tables: dict[str, tuple[float, ...]] = field(
+        default_factory=dict
+    )  # what codes stand for, where not whole numbers
 
     def add(
         self,
@@ -96,6 +99,7 @@ class QuantizedTensors:
         self.groups = {
             name: made.group for name, made in derived.made.items() if made.make_grouped is not None
         }
+        self.tables: Mapping[str, tuple[float, ...]] = derived.tables
         self.shapes: dict[str, tuple[int, ...]] = {
             **{name: stored.shapes[origin] for name, origin in self._plain.items()},
             **{name: made.shape for name, made in derived.made.items()},

@@ -1,0 +1,229 @@
+"""GGUF: blocks of 32 or 256 numbers along the inputs, each with its scales, as llama.cpp quantises them.
+
+    Q4_0    half d, 16 bytes    weight = d * (q - 8); byte i holds numbers i (low) and 16 + i (high)
+    Q4_1    half d, m, 16 bytes weight = d * q + m
+    Q4_K    half d, dmin, 12 bytes of eight 6-bit scales and minima, 128 bytes    d * s * q - dmin * m
+    IQ4_NL  as Q4_0, q looked up in a table
+
+Those are also given in their bits; the `gguf` package, which is llama.cpp's own, dequantises all. Names become those of
+config.json's architecture; what llama.cpp's converter changed is undone: rows of q and k that its rotation wants in
+pairs (Llama), the 1 in norms' weights (Gemma). Source: ggml-quants.h, convert_hf_to_gguf.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ops.matmul.grouped import WHOLE, GroupedWeight
+from runtime.config.fields import Fields
+from runtime.config.gguf_header import GgufTensor, read_header
+from runtime.errors import CheckpointError
+from runtime.models.formats.stored import Derived, Read, Stored
+
+PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+TABLES = {"Q4_0": WHOLE, "Q4_1": WHOLE, "Q4_K": WHOLE, "IQ4_NL": tuple(map(float, IQ4))}
+GROUP = 32
+
+_WHOLE_MODEL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_PARTS = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_GEMMA = {
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_MIXTRAL = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+}
+_NAME = re.compile(r"(?:blk\.(\d+)\.)?(.+)\.(weight|bias)")
+
+
+class GgufFiles:
+    """The tensors of a GGUF file as it holds them: quantised ones as bytes [..., rows, bytes of a row]. Mapped."""
+
+    def __init__(self, path: Path) -> None:
+        self.header = read_header(path)
+        self._mapped: dict[Path, np.memmap] = {}
+        tensors = self.header.tensors
+        self.shapes: Mapping[str, tuple[int, ...]] = {
+            name: _stored_shape(each) for name, each in tensors.items()
+        }
+        self.dtypes: Mapping[str, torch.dtype] = {
+            name: PLAIN.get(each.kind.name, torch.uint8) for name, each in tensors.items()
+        }
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, whole; pages are read when they are looked at."""
+        tensor = self.header.tensors[name]
+        if tensor.file not in self._mapped:
+            self._mapped[tensor.file] = np.memmap(tensor.file, np.uint8, mode="c")  # nothing is ever written
+        content = self._mapped[tensor.file][tensor.begin : tensor.end]
+        if tensor.begin % 4:
+            content = content.copy()
+        return torch.from_numpy(content).view(self.dtypes[name]).view(_stored_shape(tensor))
+
+    def read_all(
+        self,
+        take: Callable[[str, Sequence[Tensor]], None],
+        cuts: Mapping[str, Sequence[tuple[slice, ...]]],
+        num_threads: int = 1,
+    ) -> None:
+        """As `TensorFiles.read_all`, on this thread."""
+        for name, parts in cuts.items():
+            tensor = self.read(name)
+            take(name, [tensor[cut] for cut in parts])
+
+
+def _stored_shape(tensor: GgufTensor) -> tuple[int, ...]:
+    *rows, size = tensor.shape
+    return (
+        tensor.shape
+        if tensor.kind.name in PLAIN
+        else (*rows, size // tensor.kind.numbers * tensor.kind.bytes)
+    )
+
+
+def derive(stored: Stored, fields: Fields) -> Derived:
+    """See `runtime.models.formats`."""
+    if not isinstance(stored, GgufFiles):
+        raise CheckpointError(f"{fields.path}quant_method gguf is that of .gguf files; name the file itself.")
+    header, derived = stored.header, Derived()
+    architecture = header.architecture
+    parts = _PARTS | (_GEMMA if architecture in ("gemma2", "gemma3") else {})
+    if header.values.get("llama.expert_count"):
+        parts |= _MIXTRAL
+    for name, tensor in header.tensors.items():
+        if name == "rope_freqs.weight":
+            derived.used.add(name)
+        elif (ours := _our_name(name, parts)) is not None:
+            _add(derived, name, ours, tensor, architecture, _heads_in_pairs(stored, name, architecture))
+    return derived
+
+
+def _our_name(name: str, parts: Mapping[str, str]) -> str | None:
+    found = _NAME.fullmatch(name)
+    if found is None:
+        return None
+    layer, part, suffix = found.groups()
+    ours = _WHOLE_MODEL.get(part) if layer is None else parts.get(part)
+    prefix = "" if layer is None else f"model.layers.{layer}."
+    return None if ours is None else f"{prefix}{ours}.{suffix}"
+
+
+def _heads_in_pairs(stored: GgufFiles, name: str, architecture: str) -> int:
+    """Of how many heads the rows stand in pairs; 0 for none."""
+    if architecture != "llama" or not re.search(r"\.attn_[qk]\.", name):
+        return 0
+    values = stored.header.values
+    heads = values.get("llama.attention.head_count") or 0
+    heads = heads if ".attn_q." in name else values.get("llama.attention.head_count_kv") or heads
+    rows = stored.header.tensors[name].shape[0]
+    if not isinstance(heads, int) or heads < 1 or rows % (2 * heads):
+        raise CheckpointError(f"{stored.header.path}: {name} has {rows} rows for {heads} heads.")
+    return heads
+
+
+def _add(derived: Derived, name: str, ours: str, tensor: GgufTensor, architecture: str, pairs: int) -> None:
+    kind, shape = tensor.kind.name, tensor.shape
+    if ours.endswith("shared_expert_gate.weight"):
+        shape = (1, *shape[-1:])
+    offset = 1.0 if architecture.startswith("gemma") and ours.endswith("norm.weight") else 0.0
+    if kind in PLAIN and shape == tensor.shape and "{}" not in ours and not pairs and not offset:
+        derived.renamed[name] = ours
+        return
+    experts = shape[0] if "{}" in ours else None
+    inner = shape if experts is None else shape[1:]
+
+    def add(ours: str, expert: int | None) -> None:
+        def rows(read: Read) -> Tensor:
+            found = read(name)
+            found = found if expert is None else found[expert]
+            if pairs:
+                found = found.unflatten(0, (pairs, -1, 2)).transpose(1, 2).flatten(0, 2)
+            return found
+
+        def make(read: Read) -> Tensor:
+            return dequantise(rows(read), kind).view(inner) - offset
+
+        def make_grouped(read: Read) -> GroupedWeight:
+            return in_groups(rows(read), kind)
+
+        kept = kind in TABLES and len(inner) == 2
+        derived.add(ours, inner, [name], make, make_grouped if kept else None, GROUP if kept else 0)
+        if kept and TABLES[kind] != WHOLE:
+            derived.tables[ours] = TABLES[kind]
+
+    for expert in [None] if experts is None else range(experts):
+        add(ours.format(expert), expert)
+
+
+def dequantise(rows: Tensor, kind: str) -> Tensor:
+    """Stored rows, bytes [..., B] of a quantised kind, -> float32 [..., I]."""
+    if kind in PLAIN:
+        return rows.float()
+    import gguf
+
+    flat = rows.contiguous().view(prod(rows.shape[:-1]), -1).numpy()
+    numbers = gguf.dequantize(flat, gguf.GGMLQuantizationType[kind])
+    return torch.from_numpy(numbers).view(*rows.shape[:-1], -1)
+
+
+def in_groups(rows: Tensor, kind: str) -> GroupedWeight:
+    """Stored rows, bytes [O, B] of a kind in TABLES, as they are: 4 bits, scales and shifts for 32 inputs each."""
+    if kind == "Q4_K":
+        return _super_blocks(rows)
+    head = 4 if kind == "Q4_1" else 2
+    blocks = rows.unflatten(1, (-1, head + GROUP // 2))  # [O, G, head + 16]
+    packed = blocks[..., head:]
+    codes = torch.cat([packed & 15, packed >> 4], dim=-1).flatten(1)
+    scales = _halves(blocks[..., :2])
+    shifts = 8 * scales + _halves(blocks[..., 2:4]) if kind == "Q4_1" else None
+    return GroupedWeight(codes, scales, shifts, TABLES[kind])
+
+
+def _super_blocks(rows: Tensor) -> GroupedWeight:
+    blocks = rows.unflatten(1, (-1, 144))  # of 256 numbers
+    scale, least, packed = _halves(blocks[..., :2]), _halves(blocks[..., 2:4]), blocks[..., 16:]
+    low, middle, high = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)  # [O, S, 4] each
+    scales = torch.cat([low & 63, (high & 15) | (low >> 6 << 4)], dim=-1)
+    minima = torch.cat([middle & 63, (high >> 4) | (middle >> 6 << 4)], dim=-1)
+    scales = (scale.unsqueeze(-1) * scales.float()).flatten(1)
+    minima = (least.unsqueeze(-1) * minima.float()).flatten(1)
+    halves = packed.unflatten(-1, (4, GROUP))  # a byte holds numbers i and 32 + i of 64
+    codes = torch.stack([halves & 15, halves >> 4], dim=-2).flatten(1)
+    return GroupedWeight(codes, scales, 8 * scales - minima)
+
+
+def _halves(pairs: Tensor) -> Tensor:
+    """Bytes [..., 2] -> float32 [...]."""
+    return pairs.contiguous().view(torch.float16).squeeze(-1).float()

@@ -1,0 +1,197 @@
+"""What a GGUF file says of its model, in the words of config.json and generation_config.json."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from runtime.config.gguf_header import GgufHeader, GgufTensor, read_header
+from runtime.errors import CheckpointError
+
+ARCHITECTURES = {  # by llama.cpp's name; "llama" with experts is Mixtral
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen2moe": "Qwen2MoeForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+}
+MIXTRAL = "MixtralForCausalLM"
+_VALUES = {  # name behind the architecture's -> name in config.json
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.sliding_window": "sliding_window",
+    "rope.freq_base": "rope_theta",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
+_WINDOWED = ("gemma2", "gemma3")  # whose windows the file states
+_SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+_ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+# Tokens that end a turn whatever the file calls its end of text.
+_END_TEXTS = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+)
+_CONTROL = 3
+GEMMA_27B = {
+    ("gemma2", 46),
+    ("gemma3", 62),
+}  # whose scores are scaled by another size than the heads', with so many layers
+
+
+def read_gguf_config(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What config.json and generation_config.json would hold.
+
+    Raises CheckpointError for a file that cannot be read and for an architecture that is not supported.
+    """
+    header = read_header(path)
+    return _config(header), _generation(header)
+
+
+def _config(header: GgufHeader) -> dict[str, Any]:
+    name = header.architecture
+    if name not in ARCHITECTURES:
+        raise CheckpointError(
+            f"{header.path} holds the architecture {name}, which is not read from GGUF files; use the model with "
+            f"safetensors files. Read are: {', '.join(ARCHITECTURES)}."
+        )
+    read = {
+        ours: header.values[f"{name}.{theirs}"]
+        for theirs, ours in _VALUES.items()
+        if f"{name}.{theirs}" in header.values
+    }
+    if name not in _WINDOWED:
+        read.pop("sliding_window", None)
+    experts = header.values.get(f"{name}.expert_count") or 0
+    embedding = header.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise CheckpointError(f"{header.path} lacks token_embd.weight.")
+    config = {
+        **read,
+        "architectures": [MIXTRAL if name == "llama" and experts else ARCHITECTURES[name]],
+        "vocab_size": embedding.shape[0],
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        "attention_bias": "blk.0.attn_output.bias" in header.tensors,
+        "mlp_bias": "blk.0.ffn_gate.bias" in header.tensors,
+        "dtype": _dtype(header),
+        "quantization_config": {"quant_method": "gguf"},
+    }
+    config |= _heads(header, name)
+    if experts:
+        dense = [
+            layer
+            for layer in range(int(read.get("num_hidden_layers") or 0))
+            if f"blk.{layer}.ffn_gate_inp.weight" not in header.tensors
+        ]
+        config |= {
+            "num_local_experts": experts,
+            "num_experts": experts,
+            "mlp_only_layers": dense,
+            "norm_topk_prob": name == "qwen3moe",
+        }
+    if scaling := _rope_scaling(header, name):
+        config["rope_scaling"] = scaling
+    return config
+
+
+def _heads(header: GgufHeader, name: str) -> dict[str, Any]:
+    """The heads' size, how much of it is rotated, and what scores are scaled by; Gemma's activation."""
+    values, found = header.values, {}
+    rotated, size = values.get(f"{name}.rope.dimension_count"), values.get(f"{name}.attention.key_length")
+    if size is not None or rotated is not None:
+        found["head_dim"] = size or rotated
+    if size and rotated and rotated != size:
+        found["partial_rotary_factor"] = rotated / size
+    if not name.startswith("gemma"):
+        return found
+    found["hidden_act"] = found["hidden_activation"] = "gelu_pytorch_tanh"
+    if name != "gemma":
+        large = (name, values.get(f"{name}.block_count")) in GEMMA_27B
+        heads, hidden = (
+            values.get(f"{name}.{part}") for part in ("attention.head_count", "embedding_length")
+        )
+        found["query_pre_attn_scalar"] = (
+            hidden // heads if large and hidden and heads else found.get("head_dim")
+        )
+    return found
+
+
+def _rope_scaling(header: GgufHeader, name: str) -> dict[str, Any] | None:
+    values, prefix = header.values, f"{name}.rope.scaling"
+    divisors = header.tensors.get("rope_freqs.weight")
+    if divisors is not None:  # one for each pair of dimensions, as Llama 3.1's scaling gives them
+        numbers = _floats(divisors)
+        context = values.get(f"{name}.context_length")
+        same = {"short_factor": numbers, "long_factor": numbers, "factor": 1.0, "attention_factor": 1.0}
+        return {"rope_type": "longrope", "original_max_position_embeddings": context, **same}
+    kind = values.get(f"{prefix}.type", "none")
+    if kind == "none":
+        return None
+    if kind not in ("linear", "yarn"):
+        raise CheckpointError(f"{header.path}: angles scaled by {kind} are not read from GGUF files.")
+    scaling = {"rope_type": kind, "factor": values.get(f"{prefix}.factor")}
+    if kind == "yarn":
+        scaling["original_max_position_embeddings"] = values.get(f"{prefix}.original_context_length")
+        for theirs, ours in (
+            ("yarn_beta_fast", "beta_fast"),
+            ("yarn_beta_slow", "beta_slow"),
+            ("attn_factor", "attention_factor"),
+        ):
+            scaling[ours] = values.get(f"{prefix}.{theirs}")
+    return scaling
+
+
+def _floats(tensor: GgufTensor) -> list[float]:
+    if tensor.kind.name != "F32":
+        raise CheckpointError(f"{tensor.file}: rope_freqs.weight must be F32, not {tensor.kind.name}.")
+    with tensor.file.open("rb") as stream:
+        stream.seek(tensor.begin)
+        return list(struct.unpack(f"<{tensor.shape[0]}f", stream.read(tensor.end - tensor.begin)))
+
+
+def _dtype(header: GgufHeader) -> str:
+    """That of the matrices where they are not quantised; else bfloat16, whose range holds every form's numbers."""
+    kinds = {tensor.kind.name for tensor in header.tensors.values() if len(tensor.shape) > 1}
+    return {frozenset({"F32"}): "float32", frozenset({"F16"}): "float16"}.get(frozenset(kinds), "bfloat16")
+
+
+def _generation(header: GgufHeader) -> dict[str, Any]:
+    values = header.values
+    tokens, kinds = (values.get(f"tokenizer.ggml.{part}") or [] for part in ("tokens", "token_type"))
+    ends = [values[f"tokenizer.ggml.{name}"] for name in _ENDS if f"tokenizer.ggml.{name}" in values]
+    ends += [
+        index
+        for index, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
+        if kind == _CONTROL and token in _END_TEXTS
+    ]
+    found: dict[str, Any] = {"eos_token_id": sorted(set(ends))}
+    if (start := values.get("tokenizer.ggml.bos_token_id")) is not None:
+        found["bos_token_id"] = start
+    sampling: Mapping[str, Any] = {
+        ours: values.get(f"general.sampling.{theirs}") for theirs, ours in _SAMPLING.items()
+    }
+    return found | {name: value for name, value in sampling.items() if value is not None}
