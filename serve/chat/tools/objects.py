@@ -32,7 +32,7 @@ PHI4 = ToolFormat(
     call_open=("functools", "<|tool_call|>"),
     vague=("functools",),
     call_close=("<|/tool_call|>",),
-    read=json_list(or_object=False),
+    read=json_list(),
     rendered=_arguments,
     rendered_all=("<|tool_call|>[", ", ", "]<|/tool_call|>"),
 )
