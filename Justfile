@@ -62,7 +62,7 @@ bench *options:
 # Studies for developers, of costs, accuracy, kernels and GPUs: `just study --help`.
 [positional-arguments]
 study *options:
-    PYTHONPATH=tests:notebooks {{bin}}/python -m bench "$@"
+    PYTHONPATH=tests:tests/kit:notebooks {{bin}}/python -m bench "$@"
 
 # Ours and every installed peer on this machine's CPU, in turns: `just bench-cpu --shapes S --rows 1 2`.
 [positional-arguments]
@@ -87,6 +87,16 @@ soak *options:
 [positional-arguments]
 overload *options:
     PYTHONPATH=tests:notebooks {{bin}}/python -m bench overload "$@"
+
+# Hostile requests on every route, beside seeded streams: `just fuzz --requests 200000` (R4).
+[positional-arguments]
+fuzz *options:
+    PYTHONPATH=tests:tests/kit:notebooks {{bin}}/python -m bench fuzz "$@"
+
+# Clients that read or send slowly, and large requests: what others notice (R10, R11).
+[positional-arguments]
+slow-clients *options:
+    PYTHONPATH=tests:tests/kit:notebooks {{bin}}/python -m bench slow "$@"
 
 # Run the notebooks from top to bottom.
 notebooks:

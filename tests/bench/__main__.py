@@ -16,6 +16,11 @@ COMMANDS = {
     "accuracy": ("bench.accuracy", "bfloat16 and 8 bits against transformers in float32"),
     "soak": ("bench.soak", "requests that come and leave at random, and what they leave behind"),
     "overload": ("bench.overload", "four times as many requests as can be answered"),
+    "fuzz": ("bench.fuzz", "hostile requests on every route, beside seeded streams"),
+    "slow": (
+        "bench.slow_clients",
+        "clients that read or send slowly, and what others notice of them",
+    ),
     "gpu": ("bench.gpu.command", "a GPU with random weights of real shapes, beside its limits"),
     "gpu-bundle": ("bench.contact.bundle", "gather what a GPU machine without a package index lacks"),
     "gpu-contact": ("bench.contact.command", "prove everything that concerns a GPU within a budget of time"),
