@@ -41,9 +41,10 @@ _DAYS = "(?:[0-9]{1,9}Y(?:[0-9]{1,9}M(?:[0-9]{1,9}D)?)?|[0-9]{1,9}M(?:[0-9]{1,9}
 
 
 def _ipv6() -> str:
-    """RFC 4291, without IPv4 inside: eight groups, of which one run of zeros may be left out."""
+    """RFC 4291: eight groups, of which one run of zeros may be left out; the last two may be written as IPv4."""
     shapes = [f"(?:{_H16}:){{7}}{_H16}", f"(?:{_H16}:){{1,7}}:", f":(?::{_H16}){{1,7}}", "::"]
     shapes += [f"(?:{_H16}:){{{left}}}(?::{_H16}){{1,{7 - left}}}" for left in range(1, 7)]
+    shapes += [f"(?:{_H16}:){{6}}{_IPV4}", f"::(?:{_H16}:){{0,5}}{_IPV4}"]
     return f"(?:{'|'.join(shapes)})"
 
 

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from decimal import Decimal
+from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from fractions import Fraction
 from typing import Any
 
@@ -32,7 +32,6 @@ MAX_PROPERTIES = 1_000  # minProperties and maxProperties, and names in properti
 MAX_EXACT = 2**53  # integers beyond it are not told apart by floating-point numbers
 MAX_MULTIPLE = 2**32
 MAX_ALTERNATIVES = 256  # of oneOf
-LEAST_STEP = 1e-15  # behind an exclusive limit near 0
 NODES_BETWEEN_PAUSES = 64
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
@@ -240,6 +239,8 @@ class _Writer:
         exclusive = f"exclusive{limit.capitalize()}"
         if schema.get(exclusive) is True:
             keyword = exclusive
+        if keyword == exclusive and abs(value) >= MAX_EXACT:
+            raise Unsupported(keyword, pointer, "integers beyond 2^53 are not enforced exactly")
         beside = schema.get(exclusive if keyword == limit else limit)
         if schema.get("type") == "integer":
             return {keyword: value}
@@ -251,10 +252,7 @@ class _Writer:
             **({exclusive if keyword == limit else limit: beside} if _is_number(beside) else {}),
         }
         upwards = limit == "minimum"
-        limits = [
-            _next(each, math.inf if upwards else -math.inf) if name == exclusive else each
-            for name, each in both.items()
-        ]
+        limits = [_next(each, upwards) if name == exclusive else each for name, each in both.items()]
         return _limited(limit, max(limits) if upwards else min(limits))
 
     def multiple_of(self, value: Any, pointer: str, schema: Schema) -> Schema:
@@ -483,19 +481,32 @@ def _check_number(value: Any, keyword: str, pointer: str) -> None:
 
 
 def _limited(keyword: str, limit: float) -> Schema:
-    """A minimum or maximum, with the numbers that the library leaves out: to 4.9 of 4.95, seen from 0."""
-    digits, _, behind = format(Decimal(repr(limit)), "f").lstrip("-").partition(".")
-    if (limit > 0) == (keyword == "minimum") or len(behind) < 2:
-        return {keyword: limit}
-    left_out = [math.copysign(float(f"{digits}.{behind[:end]}"), limit) for end in range(1, len(behind))]
-    return {"allOf": [{"anyOf": [{keyword: limit}, {"enum": [value for value in left_out if value]}]}]}
+    """A minimum or maximum as the library holds it: of so many digits that it does not round them, and with the
+    numbers that it leaves out: to 4.9 of 4.95, seen from 0.
+    """
+    upwards = keyword == "minimum"
+    exact, step = Decimal(repr(limit)), _step(limit)
+    if exact % step:
+        exact = exact.quantize(step, ROUND_CEILING if upwards else ROUND_FLOOR)
+    digits, _, behind = format(exact, "f").lstrip("-").partition(".")
+    written = {keyword: float(exact) if behind.strip("0") else int(exact)}
+    if (exact > 0) == upwards or len(behind) < 2:
+        return written
+    left_out = [math.copysign(float(f"{digits}.{behind[:end]}"), exact) for end in range(1, len(behind))]
+    return {"allOf": [{"anyOf": [written, {"enum": [value for value in left_out if value]}]}]}
 
 
-def _next(value: float, towards: float) -> float:
-    """The floating-point number beside it, or near 0 one whose decimals are few."""
-    found = math.nextafter(value, towards)
-    step = math.copysign(LEAST_STEP, towards)
-    return found if abs(found - value) >= LEAST_STEP else value + step
+def _step(value: float) -> Decimal:
+    """Between the limits beside a number that are told apart: 12 digits, 9 of them behind the point at most."""
+    return Decimal(1).scaleb(-min(9, max(0, 12 - len(str(int(abs(value)))))))
+
+
+def _next(value: float, upwards: bool) -> float:
+    """The next limit beyond it."""
+    step = _step(value)
+    near = Decimal(repr(value)).quantize(step, ROUND_FLOOR if upwards else ROUND_CEILING)
+    found = near + step if upwards else near - step
+    return int(found) if found == int(found) else float(found)
 
 
 def _check_text(text: str, pointer: str) -> None:
