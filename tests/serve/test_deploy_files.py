@@ -1,0 +1,49 @@
+"""The files under docs/deploy: their options are options, their probes are routes."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from runtime.config import Args
+from serve.app import ROUTES
+
+DOCS = Path(__file__).parents[2] / "docs"
+DEPLOY = DOCS / "deploy"
+
+
+def test_unit_starts_the_server_and_lets_it_drain() -> None:
+    unit = (DEPLOY / "penstock.service").read_text(encoding="utf-8")
+    [command] = re.findall(r"^ExecStart=(.*)$", unit, flags=re.MULTILINE)
+    args = Args.parse(shlex.split(command)[1:])
+    [stop_s] = re.findall(r"^TimeoutStopSec=(\d+)$", unit, flags=re.MULTILINE)
+    assert args.get("api_key_file")
+    assert args.get("shutdown_timeout") < int(stop_s)
+
+
+def test_deployment_has_options_and_routes_that_exist() -> None:
+    deployment, service = yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text(encoding="utf-8"))
+    pod: Any = deployment["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    assert Args.parse(container["args"]).get("shutdown_timeout") < pod["terminationGracePeriodSeconds"]
+    public = {spec.path for spec in ROUTES if spec.scope.name == "PUBLIC"}
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["httpGet"]["path"] in public
+    assert service["spec"]["selector"] == deployment["spec"]["template"]["metadata"]["labels"]
+    assert {mount["name"] for mount in container["volumeMounts"]} == {each["name"] for each in pod["volumes"]}
+
+
+def test_index_names_every_page() -> None:
+    index = (DOCS / "index.md").read_text(encoding="utf-8")
+    linked = set(re.findall(r"\]\(([^)#]+)\)", index))
+    assert all((DOCS / target).exists() for target in linked)
+    pages = {page.name for page in DOCS.glob("*.md")} - {
+        "index.md",
+        "demo-model.md",
+        "models-by-transformers.md",
+    }
+    assert pages <= linked
