@@ -1,6 +1,6 @@
 """Who may call a route: scopes, keys, and what web pages of other origins may do.
 
-A route has one of three scopes. `PUBLIC` answers anybody. `USER` wants a key where keys were set. `ADMIN` wants an
+A route has one of three scopes. `PUBLIC` answers anybody. `USER` requires a key where keys were set, `ADMIN` an
 admin key; where none was set, it answers on loopback addresses alone, to whoever may call the user routes with
 `--api-key` or without a key. Keys are compared in constant time.
 
@@ -107,8 +107,8 @@ class Access:
                 raise Unauthorized("Unauthorized")
         if route_scope is RouteScope.ADMIN and not client.is_admin:
             if self._is_loopback:
-                raise Forbidden("This route wants the admin key.")
-            raise Forbidden("This route wants the admin key, see --admin-api-key; without one it is off.")
+                raise Forbidden("This route requires the admin key.")
+            raise Forbidden("This route requires the admin key, see --admin-api-key; without one it is off.")
         return client
 
     def _client_of(self, headers: Mapping[bytes, bytes]) -> Client | None:

@@ -39,7 +39,7 @@ def failed(error: EngineFailure) -> str:
 def refused(error: ConfigurationError) -> str:
     """The refusals as a short list for people."""
     lines = [f"  - {sentence}" for refusal in error.refusals for sentence in refusal.splitlines()]
-    return "\n".join(["penstock: this cannot be done:", *lines, "penstock --help lists the options.", ""])
+    return "\n".join(["penstock: error:", *lines, "penstock --help lists the options.", ""])
 
 
 def version() -> str:

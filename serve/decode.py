@@ -250,7 +250,7 @@ def _annotated(annotation: Any) -> Decoder:
 
 def _refuse(value: Any) -> None:
     if not _is_unset(value):
-        raise _MismatchError("is not built yet; leave it out")
+        raise _MismatchError("is not supported yet; leave it out")
 
 
 def _is_unset(value: Any) -> bool:

@@ -81,7 +81,7 @@ def as_text(rows: Sequence[Row], refusals: Sequence[str]) -> str:
         indent = " " * (sum(widths) + 6)
         lines += [indent + line for line in reasons[1:]]
     if refusals:
-        lines += ["", "This cannot be done:", *(f"  - {sentence}" for sentence in refusals)]
+        lines += ["", "Errors:", *(f"  - {sentence}" for sentence in refusals)]
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 

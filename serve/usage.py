@@ -34,7 +34,7 @@ trying each of its values on descriptions of them (`penstock explain --machine h
 line): {works} work there, or with the values that are not listed; {always so} are *always so*, {no effect} have *no
 effect*, {not supported} are *not supported* so far. A start refuses what its machine lacks, by name.
 
-What an option marked *not built yet* asks for is refused with a clear message, and so are such values. *No
+What an option marked *not supported yet* asks for is refused with a clear message, and so are such values. *No
 effect* marks what is accepted for compatibility only, *always so* what asks for something that is so anyway.
 """
 _SAMPLING_DOCUMENT = """\
@@ -59,7 +59,7 @@ def help_text() -> str:
         parts += [_paragraph(option) for option in group if option.spec.outcome is not Outcome.PLANNED]
         later = [option.flag for option in group if option.spec.outcome is Outcome.PLANNED]
         if later:
-            parts.append(_filled("not built yet: " + ", ".join(later), indent="  ", rest="    "))
+            parts.append(_filled("not supported yet: " + ", ".join(later), indent="  ", rest="    "))
         parts.append("")
     return "\n".join(parts)
 
@@ -83,7 +83,7 @@ def sampling_markdown() -> str:
     rows = [header, ["---"] * len(header), *map(_sampling_row, parameters())]
     later = ", ".join(f"`{name}`" for name in NOT_BUILT)
     lines = ["| " + " | ".join(cells) + " |" for cells in rows]
-    return "\n".join([_SAMPLING_DOCUMENT, *lines, "", f"Not built yet, and refused: {later}.", ""])
+    return "\n".join([_SAMPLING_DOCUMENT, *lines, "", f"Not supported yet, and refused: {later}.", ""])
 
 
 def _sampling_row(parameter: Parameter) -> list[str]:
@@ -197,7 +197,7 @@ def _outcome_note(option: Option) -> str:
     if spec.outcome is Outcome.ALWAYS:
         return f" *Always so*: {spec.reason}.{_later(option)}"
     if spec.outcome is Outcome.PLANNED:
-        return f" *Not built yet*{f': {spec.instead}' if spec.instead else ''}."
+        return f" *Not supported yet*{f': {spec.instead}' if spec.instead else ''}."
     return _later(option)
 
 
@@ -209,7 +209,7 @@ def _later(option: Option) -> str:
     if not choices:
         return f" *So far only* {' or '.join(str(value) for value in built)}."
     later = [str(choice) for choice in choices if choice not in built and choice != option.default]
-    return f" *Not built yet*: {', '.join(later)}." if later else ""
+    return f" *Not supported yet*: {', '.join(later)}." if later else ""
 
 
 def _filled(text: str, *, indent: str, rest: str | None = None) -> str:

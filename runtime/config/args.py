@@ -30,7 +30,7 @@ class Args:
     """Every option with its value, by group: `args.cache.page_size`, or `args.get("page_size")`.
 
     Made by `Args.of` (Python) or `Args.parse` (command line). Both raise `ConfigurationError` with one
-    sentence for every name that does not exist and every value of the wrong kind. What is merely not built
+    sentence for every name that does not exist and every value of the wrong kind. What is merely not supported
     yet, or impossible on this machine, is refused later, by `runtime.config.resolve`.
     """
 
@@ -141,7 +141,7 @@ def _is_built(option: Option, value: Any) -> bool:
 def _refusal(option: Option, value: Any) -> str:
     asked = option.flag if value is True else f"{option.flag} {shown(option, value)}"
     needs = option.spec.needs.get(value, "") if isinstance(value, str) else ""
-    return f"{asked} is not built yet{f' (and needs {needs})' if needs else ''}{_instead(option)}."
+    return f"{asked} is not supported yet{f' (and needs {needs})' if needs else ''}{_instead(option)}."
 
 
 def _instead(option: Option) -> str:

@@ -52,5 +52,5 @@ def _split(words: Sequence[str], refusals: list[str]) -> list[tuple[str, list[st
         elif cut:
             cut[-1][1].append(word)
         else:
-            refusals.append(f"{word!r} belongs to no option.")
+            refusals.append(f"unknown command {word!r}; options begin with two dashes.")
     return cut

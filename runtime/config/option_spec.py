@@ -42,7 +42,7 @@ class OptionSpec:
     secret: bool = False  # never shown
     plan: Any = None  # the field of the plan that shows what is done, such as `CachePlan.page_size`
     outcome: Outcome = Outcome.WORKS
-    instead: str = ""  # what serves in the meantime, of an option or value that is not built
+    instead: str = ""  # what serves in the meantime, of an option or value that is not supported yet
     reason: str = ""  # why nothing reads it (always, inert); ends a sentence
     sglang: str = ""  # what SGLang does by default, where that is something else
 
@@ -58,7 +58,7 @@ def option(default: Any, help: str, **spec: Any) -> Any:
 
 
 def planned(default: Any, help: str, **spec: Any) -> Any:
-    """An option that is not built yet: it is refused unless it keeps its default."""
+    """An option that is not supported yet: it is refused unless it keeps its default."""
     return option(default, help, outcome=Outcome.PLANNED, **spec)
 
 

@@ -184,7 +184,7 @@ async def abort_request(http: HttpRequest, core: EngineCore) -> ASGIApp:
     elif label:
         core.abort_label(label, exact=True)
     else:
-        raise Forbidden("abort_all wants an admin key.", param="abort_all")
+        raise Forbidden("abort_all requires an admin key.", param="abort_all")
     return Response(status_code=200)
 
 

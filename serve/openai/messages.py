@@ -64,7 +64,9 @@ def _texts(message: Message, path: str) -> list[str]:
         where = f"{path}.content.{index}"
         if isinstance(part, str) or part.type != "text":
             kind = "" if isinstance(part, str) else f' "{part.type[:40]}"'
-            raise InvalidRequest(f"{where}.type{kind} is not built yet; only text is.", param=f"{where}.type")
+            raise InvalidRequest(
+                f"{where}.type{kind} is not supported yet; only text is.", param=f"{where}.type"
+            )
         if part.text is None:
             raise InvalidRequest(f"{where}.text is required.", param=f"{where}.text")
         texts.append(part.text)

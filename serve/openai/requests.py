@@ -26,7 +26,7 @@ Body = TypeVar("Body", bound=OpenAIBody)
 
 
 def decode_body(cls: type[Body], raw: bytes, serve: ServePlan) -> Body:
-    """Raises `InvalidRequest`, also for what is not built yet, and for unknown fields where `serve` says so."""
+    """Raises `InvalidRequest`, also for what is not supported yet, and for unknown fields where `serve` says so."""
     json = parse_object(raw)
     body = decode(cls, json)
     if unknown := json.keys() - _known_fields(cls):

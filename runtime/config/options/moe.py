@@ -98,10 +98,14 @@ class MoeArgs:
         False, "Gather tokens before, not after, they are rounded to FP4."
     )
     enable_ep_moe: bool = planned(
-        False, "Old spelling of an --ep-size equal to --tp-size.", instead="use --ep-size once it is built"
+        False,
+        "Old spelling of an --ep-size equal to --tp-size.",
+        instead="use --ep-size once it is supported",
     )
     enable_deepep_moe: bool = planned(
-        False, "Old spelling of --moe-a2a-backend deepep.", instead="use --moe-a2a-backend once it is built"
+        False,
+        "Old spelling of --moe-a2a-backend deepep.",
+        instead="use --moe-a2a-backend once it is supported",
     )
     enable_flashinfer_cutlass_moe: bool = planned(
         False, "Old spelling of --moe-runner-backend flashinfer_cutlass.", instead=_RUNNER

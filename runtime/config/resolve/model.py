@@ -80,7 +80,7 @@ def _device(builder: PlanBuilder, machine: Machine) -> Decision[str]:
     if known is None:
         kind = asked.partition(":")[0]
         needs = f" (and needs {_OTHER_DEVICES[kind]})" if kind in _OTHER_DEVICES else ""
-        builder.refuse("device", f"--device {asked} is not built yet{needs}; use cpu, cuda or cuda:N.")
+        builder.refuse("device", f"--device {asked} is not supported yet{needs}; use cpu, cuda or cuda:N.")
         return REFUSED
     if asked != "cpu":
         reason = _no_cuda(machine) or _no_such_gpu(machine, int(known[1] or 0))

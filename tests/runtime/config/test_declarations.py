@@ -70,7 +70,7 @@ def test_planned_option_is_refused_by_its_name(option: Option) -> None:
         else:
             assert refusals.keys() == {option.name}
             assert refusals[option.name].startswith(option.flag)
-            assert "not built yet" in refusals[option.name]
+            assert "not supported yet" in refusals[option.name]
 
 
 @each_option

@@ -210,7 +210,7 @@ def test_check_refuses_what_needs_no_model() -> None:
     assert check(Args.of(model_path="org/model", context_length=10**9), CPU) == "org/model"
     assert check(Args.of(), CPU, demo_path="/demo") == "/demo"
     with pytest.raises(
-        ConfigurationError, match=r"--enable-dp-attention is not built yet(.|\n)*no NVIDIA GPU"
+        ConfigurationError, match=r"--enable-dp-attention is not supported yet(.|\n)*no NVIDIA GPU"
     ):
         check(Args.of(model_path="m", enable_dp_attention=True, device="cuda"), CPU)
 

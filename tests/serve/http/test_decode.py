@@ -78,7 +78,7 @@ def refusal(value: Any, cls: type = Body) -> tuple[str | None, str]:
         ),
         ({"prompt": "", "tags": []}, "tags", "tags must not be empty."),
         ({"prompt": "", "tags": ["a", "b", "c"]}, "tags", "tags must have 1 to 2 items, not 3."),
-        ({"prompt": "", "later": {"a": 1}}, "later", "later is not built yet; leave it out."),
+        ({"prompt": "", "later": {"a": 1}}, "later", "later is not supported yet; leave it out."),
     ],
 )
 def test_refusal_names_the_culprit(value: Any, param: str | None, words: str) -> None:

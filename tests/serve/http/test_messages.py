@@ -185,7 +185,7 @@ async def test_tokens_are_counted_without_generating(served: Served) -> None:
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name is required"),
         ({"messages": [{"role": "user", "content": "long " * 600}]}, "too long"),
         ({"max_token": 3}, "max_token is not known; did you mean max_tokens?"),
-        ({"container": "x"}, "container is not built yet"),
+        ({"container": "x"}, "container is not supported yet"),
     ],
 )
 async def test_mistakes_are_told_in_this_apis_words(
