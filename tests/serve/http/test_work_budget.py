@@ -100,10 +100,9 @@ async def test_a_stream_may_ask_for_what_is_new_only(served: Served) -> None:
     }
     whole = await served.post("/generate", **body)
     events = await served.events("/generate", **body, incremental=True)
-    for answer in whole:
-        index = whole.index(answer)
+    for index, answer in enumerate(whole):
         mine = [event for event in events if event["index"] == index]
-        assert len(mine) > 2
+        assert mine  # how many depends on how much came while the first ones were sent
         assert "".join(event["text"] for event in mine) == answer["text"]
         lists = [name for name in answer["meta_info"] if name.endswith("_logprobs")]
         assert len(lists) == 4
