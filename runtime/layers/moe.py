@@ -31,6 +31,7 @@ class ExpertNames(NamedTuple):
     down: str = "experts.{}.down_proj.weight"
     bias: str = ""
     correction: str = ""  # what is added to scores where experts are chosen
+    correction_in_line: bool = False  # as [1, X]
     interleaved: bool = False
     transposed: bool = False
 
@@ -111,9 +112,9 @@ class MoE(nn.Module):
         names, outer = self.names, whole_range(self.size)
         if self.correction is not None:
             ranges = (whole_range(self.num_experts),)
-            yield Shard(
-                f"{self.name}.{names.correction}", self.correction, 0, self.num_experts, (None,), ranges
-            )
+            name = f"{self.name}.{names.correction}"
+            shard = Shard(name, self.correction, 0, self.num_experts, (None,), ranges)
+            yield shard._replace(index=0, count=1) if names.correction_in_line else shard
         for expert in range(self.num_experts):
             yield from self._expert(expert, outer)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from zlib import crc32
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from ops.machine import GIB, Machine
 from ops.select import Kernels
+from runtime.config.fields import Fields
 from runtime.config.gguf_header import is_gguf
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import ModelPlan
@@ -31,6 +33,7 @@ from runtime.models.quantization import quantization_fields
 from runtime.models.registry import entry
 from runtime.models.tensors import TensorFiles
 
+MAX_FURTHER = 16  # layers behind the model's own that predict further tokens
 MAX_NAMED = 20  # tensors listed in one error
 DUMMY_SEED = 1234
 DUMMY_RANGE = 1e-3
@@ -117,6 +120,16 @@ def _method(
     return quantization_method(plan.quantization)
 
 
+def _tensor_name(facts: ModelFacts, stored: str) -> str | None:
+    """What the family calls a stored tensor; None for unused ones, as those of layers that predict further tokens."""
+    fields = Fields(facts.config, "config.json: ")
+    num_further = fields.optional_integer("num_nextn_predict_layers", low=0) or 0
+    further = (
+        f"model.layers.{facts.num_layers + number}." for number in range(min(num_further, MAX_FURTHER))
+    )
+    return None if stored.startswith(tuple(further)) else entry(facts.architecture).tensor_name(stored)
+
+
 def open_tensors(facts: ModelFacts, plan: ModelPlan) -> TensorFiles | QuantizedTensors:
     """The checkpoint's tensors as the model knows them, dequantised as they are read where they are quantised."""
     if is_gguf(facts.path):
@@ -124,7 +137,7 @@ def open_tensors(facts: ModelFacts, plan: ModelPlan) -> TensorFiles | QuantizedT
     files = TensorFiles(
         find_weights(Path(facts.path), plan.load_format),
         mmap=plan.mmap,
-        rename=entry(facts.architecture).tensor_name,
+        rename=partial(_tensor_name, facts),
     )
     if facts.quantization is None:
         return files

@@ -27,6 +27,7 @@ class Entry:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)  # the family's name of a value -> the usual one
     sinks: bool = False  # its attention has learned sinks
+    cuttable: bool = True  # over ranks; not where a norm is taken over all heads together
     tensors: Mapping[str, str | None] = field(default_factory=dict)  # see `tensor_name`
     spelling: str | None = None  # a function in `spellings.py` that brings older files into the usual form
 
@@ -135,6 +136,23 @@ ARCHITECTURES: Mapping[str, Entry] = {
         "cohere2", {**_COHERE, "sliding_window": 4096}, renamed=_LAYER_NORM, spelling="cohere2"
     ),
     "Ernie4_5ForCausalLM": Entry("ernie4_5", _ERNIE),
+    "Ernie4_5_MoeForCausalLM": Entry(
+        "ernie4_5_moe",
+        {
+            "max_position_embeddings": 131072,
+            "moe_layer_interval": 1,
+            "moe_layer_start_index": 1,
+            "moe_num_shared_experts": 2,
+            "num_experts": 64,
+            "num_experts_per_tok": 6,
+            "num_key_value_heads": 4,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "tie_word_embeddings": True,
+        },
+        renamed={"moe_num_experts": "num_experts", "moe_k": "num_experts_per_tok"},
+        tensors={r"model\.mtp_": None},  # predict further tokens
+    ),
     "Exaone4ForCausalLM": Entry(
         "exaone4",
         {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "sliding_window": 4096},
@@ -145,7 +163,33 @@ ARCHITECTURES: Mapping[str, Entry] = {
     ),
     "Gemma2ForCausalLM": Entry("gemma2", {**_GEMMA, **_GEMMA_2}),
     "Gemma3ForCausalLM": Entry("gemma3", _GEMMA_3, spelling="gemma3"),
+    "Gemma3ForConditionalGeneration": Entry(
+        "gemma3",
+        {**_GEMMA_3, "vocab_size": 262208},
+        tensors={  # the text part alone
+            r"(model\.)?(vision_tower|multi_modal_projector)\.": None,
+            r"language_model\.model\.": "model.",
+            r"model\.language_model\.": "model.",
+            r"language_model\.lm_head\.": "lm_head.",
+        },
+        spelling="gemma3",
+    ),
     "Glm4ForCausalLM": Entry("glm4", {**_GLM, "rms_norm_eps": 1.5625e-07}),
+    "Glm4MoeForCausalLM": Entry(
+        "glm4_moe",
+        {
+            "first_k_dense_replace": 1,
+            "max_position_embeddings": 131072,
+            "n_group": 1,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "num_key_value_heads": 8,
+            "partial_rotary_factor": 0.5,
+            "rms_norm_eps": 1e-5,
+            "routed_scaling_factor": 1.0,
+            "topk_group": 1,
+        },
+    ),
     "GlmForCausalLM": Entry("glm", {**_GLM, "rms_norm_eps": 1.5625e-07}),
     "GPTNeoXForCausalLM": Entry(
         "gpt_neox",
@@ -183,6 +227,9 @@ ARCHITECTURES: Mapping[str, Entry] = {
         sinks=True,
     ),
     "GraniteForCausalLM": Entry("granite", _GRANITE),
+    "GraniteMoeForCausalLM": Entry(
+        "granitemoe", {**_GRANITE, "num_experts_per_tok": 2, "num_local_experts": 8}
+    ),
     "HunYuanDenseV1ForCausalLM": Entry(
         "hunyuan_v1_dense", {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
     ),
@@ -222,10 +269,13 @@ ARCHITECTURES: Mapping[str, Entry] = {
         renamed={"norm_eps": "rms_norm_eps", "rope_percent": "partial_rotary_factor"},
     ),
     "OlmoForCausalLM": Entry("olmo", {"max_position_embeddings": 2048}),
-    "Olmo2ForCausalLM": Entry("olmo2", {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}),
+    "Olmo2ForCausalLM": Entry(
+        "olmo2", {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}, cuttable=False
+    ),
     "Olmo3ForCausalLM": Entry(
         "olmo3",
         {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "sliding_window": 4096},
+        cuttable=False,
         spelling="olmo3",
     ),
     "OlmoeForCausalLM": Entry(
@@ -236,6 +286,7 @@ ARCHITECTURES: Mapping[str, Entry] = {
             "num_experts_per_tok": 8,
             "rms_norm_eps": 1e-5,
         },
+        cuttable=False,
         renamed={"num_local_experts": "num_experts"},
     ),
     "PhiForCausalLM": Entry(

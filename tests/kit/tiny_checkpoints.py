@@ -18,14 +18,18 @@ from transformers import (
     AutoModelForCausalLM,
     Cohere2Config,
     CohereConfig,
+    Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
+    Gemma3Config,
     Gemma3TextConfig,
     Glm4Config,
+    Glm4MoeConfig,
     GlmConfig,
     GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
+    GraniteMoeConfig,
     HunYuanDenseV1Config,
     MinistralConfig,
     MixtralConfig,
@@ -52,20 +56,35 @@ from transformers.models.qwen2 import Qwen2Config
 from transformers.models.qwen3 import Qwen3Config
 from transformers.models.qwen3_moe import Qwen3MoeConfig
 
+
+def seeing_gemma3(**text: Any) -> Gemma3Config:
+    """Gemma 3 with eyes, of which only the text part is served."""
+    eyes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return Gemma3Config(
+        text_config=text,
+        vision_config={**eyes, "image_size": 28, "patch_size": 14},
+        **{name: text[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
+    )
+
+
 CONFIGS = {
     "arcee": ArceeConfig,
     "cohere": CohereConfig,
     "cohere2": Cohere2Config,
     "ernie4_5": Ernie4_5Config,
+    "ernie4_5_moe": Ernie4_5_MoeConfig,
     "exaone4": Exaone4Config,
     "gemma": GemmaConfig,
     "gemma2": Gemma2Config,
     "gemma3": Gemma3TextConfig,
+    "gemma3_seeing": seeing_gemma3,
     "glm": GlmConfig,
     "glm4": Glm4Config,
+    "glm4_moe": Glm4MoeConfig,
     "gpt_neox": GPTNeoXConfig,
     "gpt_oss": GptOssConfig,
     "granite": GraniteConfig,
+    "granitemoe": GraniteMoeConfig,
     "hunyuan_v1_dense": HunYuanDenseV1Config,
     "internlm3": InternLM3Config,
     "llama": LlamaConfig,
@@ -137,6 +156,31 @@ OWN = {  # of a family
             SLIDING: {"rope_type": "default", "rope_theta": 1e4},
         },
     },
+    "ernie4_5_moe": {
+        "moe_num_experts": 6,
+        "moe_k": 2,
+        "moe_intermediate_size": 20,
+        "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1,
+    },
+    "glm4_moe": {
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 20,
+        "n_group": 3,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "routed_scaling_factor": 1.5,
+        "topk_group": 2,
+    },
+    "granitemoe": {
+        "attention_multiplier": 0.2,
+        "embedding_multiplier": 3.0,
+        "intermediate_size": 20,
+        "logits_scaling": 2.0,
+        "num_experts_per_tok": 2,
+        "num_local_experts": 6,
+        "residual_multiplier": 0.4,
+    },
     "gpt_oss": {
         "intermediate_size": 20,
         "layer_types": [SLIDING, FULL, SLIDING],
@@ -186,6 +230,9 @@ OWN = {  # of a family
         "norm_topk_prob": True,
     },
 }
+
+
+OWN["gemma3_seeing"] = OWN["gemma3"]
 
 
 def write(
@@ -245,6 +292,9 @@ def redraw(model: PreTrainedModel, seed: int) -> None:
                 parameter.copy_(0.3 * noise)
             else:
                 parameter.copy_(norm + 0.3 * noise)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
 
 
 def reference(path: str, token_ids: list[int]) -> torch.Tensor:

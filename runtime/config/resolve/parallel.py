@@ -72,7 +72,13 @@ def _check_heads(builder: PlanBuilder, facts: ModelFacts) -> None:
     size = builder.args.parallel.tp_size
     if not facts.path or size == 1:  # nothing is known of the model yet, or nothing is cut
         return
-    if facts.num_heads % size:
+    if not facts.by_transformers and not facts.cuttable:
+        builder.refuse(
+            "tp_size",
+            f"--tp-size {size}: {facts.architecture} normalises all heads together and cannot be cut over ranks; "
+            "--pp-size shares its layers.",
+        )
+    elif facts.num_heads % size:
         builder.refuse(
             "tp_size", f"--tp-size {size}: the model's {facts.num_heads} query heads cannot be shared evenly."
         )

@@ -62,6 +62,21 @@ def route(**values: Any) -> Mutate:
     return change
 
 
+def uncorrected(model: Decoder) -> None:
+    """Experts are chosen by their scores alone."""
+    for layer in model.layers:
+        mlp: Any = layer.get_submodule("mlp")
+        if hasattr(mlp, "correction"):
+            mlp.correction = None
+
+
+def unshared(model: Decoder) -> None:
+    for layer in model.layers:
+        mlp: Any = layer.get_submodule("mlp")
+        if hasattr(mlp, "shared"):
+            mlp.shared = None
+
+
 def drop(name: str) -> Mutate:
     """Take an attribute of every layer away."""
     return lambda model: [setattr(layer, name, None) for layer in model.layers]
@@ -163,6 +178,47 @@ VARIANTS = {
     "cohere2": Variant(
         "cohere2",
         mutations={"window": no_window, "no rotation": rotated, "scale of logits": no_logits_scale},
+    ),
+    "ernie4_5_moe": Variant(
+        "ernie4_5_moe",
+        mutations={
+            "neighbours": halves,
+            "correction": uncorrected,
+            "shared experts": unshared,
+            "renormalisation": route(renormalise=False),
+        },
+    ),
+    "ernie4_5_moe-some-layers": Variant(
+        "ernie4_5_moe",
+        {"use_bias": True, "moe_num_shared_experts": 0, "moe_layer_end_index": 1},
+        {"qkv bias": no_qkv_bias},
+    ),
+    "gemma3-seeing": Variant("gemma3_seeing", mutations={"window": no_window}),
+    "glm4_moe": Variant(
+        "glm4_moe",
+        mutations={
+            "groups": route(grouping=None),
+            "sigmoid": route(scoring="softmax"),
+            "scale": route(scale=1.0),
+            "renormalisation": route(renormalise=False),
+            "correction": uncorrected,
+            "shared experts": unshared,
+        },
+        overrides={"partial rotation": PARTIAL},
+    ),
+    "glm4_moe-355b": Variant(
+        "glm4_moe",
+        {"use_qk_norm": True, "attention_bias": True, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
+        {"qk norm": no_qk_norm, "qkv bias": no_qkv_bias, "renormalisation": route(renormalise=True)},
+    ),
+    "granitemoe": Variant(
+        "granitemoe",
+        mutations={
+            "second expert": route(top_k=1),
+            "renormalisation": route(renormalise=False),
+            "scale of scores": put("attention", scale=8**-0.5),
+            "halves": each("mlp", lambda mlp: mlp.gate_up.copy_(mlp.gate_up.flip(1))),
+        },
     ),
     "gpt_neox": Variant(
         "gpt_neox",

@@ -97,7 +97,14 @@ EACH_PRECISION = (
     "phi3",
     "qwen3_moe",
 )  # the others in a second pass
-MORE_THAN_PRODUCTS = {"cohere", "cohere2", "gemma2", "granite", "phi"}  # scaled, bounded or biased logits
+MORE_THAN_PRODUCTS = {
+    "cohere",
+    "cohere2",
+    "gemma2",
+    "granite",
+    "granitemoe",
+    "phi",
+}  # scaled, bounded or biased logits
 
 
 @pytest.mark.parametrize(

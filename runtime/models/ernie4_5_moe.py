@@ -1,0 +1,61 @@
+"""Ernie 4.5 with mixtures of experts, chosen by corrected scores; beside them some that compute every token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import nn
+
+from runtime.layers.block import PreNormBlock
+from runtime.layers.build import Build
+from runtime.layers.mlp import GatedMLP
+from runtime.layers.moe import ExpertNames, MoE, Routing
+from runtime.models.config import Config
+from runtime.models.decoder import Decoder, assemble
+from runtime.models.llama import attention, block, mlp
+from runtime.models.qwen3_moe import top_k
+
+NAMES = ExpertNames(correction="moe_statics.e_score_correction_bias", correction_in_line=True)
+
+
+def decoder(config: Config, build: Build) -> Decoder:
+    """Attention as in Ernie 4.5."""
+    bias, rope = config.flag("use_bias"), build.rope(replace(config.rope(), interleaved=True))
+
+    def layer(index: int) -> PreNormBlock:
+        attended = attention(config, index, build, bias=bias, out_bias=bias, rope=rope)
+        inner: nn.Module = mlp(config, index, build, bias=bias)
+        if has_experts(config, index):
+            inner = experts(config, index, build, bias=bias)
+        return block(config, index, build, attended, inner)
+
+    return assemble(config, build, layer, head_bias=bias)
+
+
+def has_experts(config: Config, index: int) -> bool:
+    """Every `moe_layer_interval`-th layer of those from one number to another."""
+    last = config.values.get("moe_layer_end_index")
+    last = config.num_layers - 1 if last in (None, -1) else config.integer("moe_layer_end_index", low=0)
+    within = config.integer("moe_layer_start_index", low=0) <= index <= last
+    return within and (index + 1) % config.integer("moe_layer_interval") == 0
+
+
+def experts(config: Config, index: int, build: Build, *, bias: bool) -> MoE:
+    """The mixture of layer `index`."""
+    name, num_experts = f"model.layers.{index}.mlp", config.integer("num_experts")
+    inner_size = config.integer("moe_intermediate_size")
+    shared = None
+    if num_shared := config.optional_integer("moe_num_shared_experts", low=0):
+        sizes = config.hidden_size, inner_size * num_shared
+        shared = GatedMLP(f"{name}.shared_experts", *sizes, config.activation, build, bias=bias)
+    return MoE(
+        name,
+        config.hidden_size,
+        inner_size,
+        num_experts,
+        config.activation,
+        build,
+        routing=Routing(top_k(config, num_experts), renormalise=True, wide=True),
+        names=NAMES,
+        shared=shared,
+    )
