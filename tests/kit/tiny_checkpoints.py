@@ -63,6 +63,7 @@ def seeing_gemma3(**text: Any) -> Gemma3Config:
     return Gemma3Config(
         text_config=text,
         vision_config={**eyes, "image_size": 28, "patch_size": 14},
+        tie_word_embeddings=text.get("tie_word_embeddings", True),
         **{name: text[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
     )
 
