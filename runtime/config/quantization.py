@@ -53,6 +53,16 @@ UNREADABLE: Mapping[str, str] = {
     "GPTQ or AWQ form",
 }
 
+_FP8 = ", which `penstock quantize --method fp8` writes"
+
+# How to get a checkpoint in a form that `--quantization` asks for.
+WRITERS: Mapping[str, str] = {
+    "fp8": _FP8,
+    "w8a8_fp8": _FP8,
+    "bitsandbytes": ", which transformers writes (BitsAndBytesConfig)",
+    "gguf": ", which llama.cpp writes",
+}
+
 
 def spellings() -> tuple[str, ...]:
     """All that `--quantization` may name and that something here computes or reads."""

@@ -8,7 +8,7 @@ import secrets
 from ops.machine import GIB, Gpu, Machine
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import ModelPlan
-from runtime.config.quantization import METHODS, UNREADABLE, agrees
+from runtime.config.quantization import METHODS, UNREADABLE, WRITERS, agrees
 from runtime.config.resolve.plan_builder import Decision, PlanBuilder, build
 
 DTYPES = {"half": "float16", "float": "float32"} | {name: name for name in ("float16", "bfloat16", "float32")}
@@ -188,7 +188,7 @@ def _quantization(builder: PlanBuilder, gpu: Gpu | None, facts: ModelFacts) -> D
             builder.refuse(
                 "quantization",
                 f"--quantization {asked}: the checkpoint is not quantized; use {' or '.join(METHODS)}, which round "
-                "its weights when they are loaded, or a checkpoint in that form.",
+                f"its weights when they are loaded, or a checkpoint in that form{WRITERS.get(asked, '')}.",
             )
         elif not agrees(asked, stored):
             builder.refuse(

@@ -43,6 +43,22 @@ def test_another_form_than_the_checkpoints_is_refused() -> None:
         model(quantization="awq")
 
 
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("fp8", "penstock quantize --method fp8"),
+        ("w8a8_fp8", "penstock quantize --method fp8"),
+        ("bitsandbytes", "BitsAndBytesConfig"),
+        ("gguf", "llama.cpp"),
+    ],
+)
+def test_whoever_asks_for_a_form_that_is_not_there_learns_how_to_get_it(name: str, how: str) -> None:
+    with pytest.raises(
+        ConfigurationError, match=f"use w4a16 or w8a8_int8.* a checkpoint in that form, .*{how}"
+    ):
+        model(quantization=name)
+
+
 @pytest.mark.parametrize("name", UNREADABLE)
 def test_what_nothing_reads_is_refused_with_its_reason(name: str) -> None:
     with pytest.raises(ConfigurationError, match=f"--quantization {name} is not possible: its weights"):
