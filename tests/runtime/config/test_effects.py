@@ -22,6 +22,7 @@ from runtime.errors import ConfigurationError
 ROOT = Path(__file__).parents[3]
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
     "num_hidden_layers": 4,
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
@@ -57,6 +58,7 @@ VALUES: dict[str, list[Any]] = {
     "chunked_prefill_size": [64],
     "cuda_graph_bs": [[3]],
     "max_total_tokens": [64],
+    "model_impl": ["transformers"],
     "nnodes": [1],
     "random_seed": [7],
     "prompt_tokens_buckets": [["tse", "1000", "2", "8"]],
