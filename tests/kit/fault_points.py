@@ -6,6 +6,8 @@ Each is injected through a seam of a running engine, so that what is served has 
 from __future__ import annotations
 
 import asyncio
+import errno
+import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
@@ -20,6 +22,7 @@ from runtime.constraint import HostData
 from runtime.errors import EngineFailure, InvalidRequest, OutOfMemory, StepFailed
 from runtime.request import Request
 from runtime.sampling_params import SamplingParams
+from runtime.tokenizer.chat_template import ChatTemplate
 from serve.engine import Engine
 
 MARK = "@@fault@@"  # in the text of a request that is to be hit
@@ -179,6 +182,54 @@ async def constraint_breaks(engine: Engine, kind: str, at: int) -> None:
         raise AssertionError(f"the request ended as {chunk.finish}")
 
 
+# --- the scheduler, templates, logs ---
+
+
+async def scheduler_raises(engine: Engine, name: str, at: int) -> None:
+    """Memory ends in the scheduler while the victim runs: it is computed again, and nobody is lost."""
+    [actor] = engine.core.schedulers
+    cache: Any = actor.scheduler._cache
+    before, turns = getattr(cache, name), iter(range(10_000))
+
+    def call(*values: Any, **more: Any) -> Any:
+        runs = any(sequence.request.label == LABEL for sequence in actor.scheduler)
+        if runs and next(turns) == at:
+            raise MemoryError
+        return before(*values, **more)
+
+    with replaced(cache, name, call):
+        if len((await ask(engine)).ids) != NEW:
+            raise AssertionError("the output was cut")
+
+
+async def template_takes_long(engine: Engine, source: str) -> None:
+    with replaced(engine.core.tokenizer, "template", ChatTemplate({"default": source}, {})):
+        await engine.chat("hello", chat_template_kwargs={"n": 99_999})
+
+
+async def disk_is_full(engine: Engine) -> None:
+    """Every line of the log fails to be written."""
+
+    class Full(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            try:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            except OSError:
+                self.handleError(record)  # as the library's own handlers do
+
+    log, handler = logging.getLogger("penstock"), Full()
+    level = log.level
+    with replaced(logging, "raiseExceptions", False):
+        log.addHandler(handler)
+        log.setLevel(logging.DEBUG)
+        try:
+            if len((await ask(engine)).ids) != NEW:
+                raise AssertionError("the output was cut")
+        finally:
+            log.setLevel(level)
+            log.removeHandler(handler)
+
+
 # --- clients ---
 
 
@@ -268,6 +319,15 @@ def fault_points() -> list[FaultPoint]:
     ):
         for at in (0, 3):
             add(f"a constraint {kind} at token {at}", None, constraint_breaks, kind, at)
+    for name in ("allocate", "lock", "insert"):
+        add(f"the cache's {name} has no memory", None, scheduler_raises, name, 0)
+    # The second time is where what was computed is kept, at the end of its output.
+    add("the cache has no memory for what is to be kept", StepFailed, scheduler_raises, "insert", 1)
+    loops = "{% for i in range(n) %}{% for j in range(n) %}{% endfor %}{% endfor %}"
+    grows = "{% set s = namespace(x='xx') %}{% for i in range(n) %}{% set s.x = s.x + s.x %}{% endfor %}"
+    for kind, source in (("loops", loops), ("grows", grows), ("multiplies", "{{ 'x' * (n * n) }}")):
+        add(f"a chat template {kind} without end", InvalidRequest, template_takes_long, source)
+    add("the disk of the log is full", None, disk_is_full)
     for turns in (0, 1, 2, 5, 20, 60):
         add(f"a client leaves after {turns} turns", None, client_leaves, turns)
     for pieces in (0, 1, 3):
