@@ -13,6 +13,7 @@ from serve.chat.scan.output import Output
 from serve.chat.scan.source import Marks, Reader, Source
 
 MAX_HEADER_CHARS = 512
+THOUGHT_OPEN, THOUGHT_CLOSE = "<|channel|>analysis<|message|>", "<|end|>"
 MARKS = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
 
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.:/-]{1,128})")

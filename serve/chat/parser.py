@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from runtime.request import Chunk
-from serve.chat.events import ChatEvent, Content, Reasoning
-from serve.chat.harmony import read_harmony
+from serve.chat.events import ChatEvent, Content
+from serve.chat.harmony import THOUGHT_CLOSE, THOUGHT_OPEN, read_harmony
+from serve.chat.reasoning.count import tokens_between
 from serve.chat.reasoning.format import ReasoningFormat, read_reasoning
 from serve.chat.scan.output import Output
 from serve.chat.scan.source import Marks, Reader, Source
@@ -31,7 +32,7 @@ class ParserSettings:
     tools: OfferedTools = field(default_factory=OfferedTools)
     harmony: bool = False
     max_calls: int | None = None
-    count: Callable[[str], int] | None = None  # tokens of a text
+    token_bytes: Mapping[int, bytes] | None = None  # of every token
 
     @property
     def parses(self) -> bool:
@@ -88,7 +89,7 @@ class OutputParser:
         final = chunk.finish is not None
         events = self.feed(chunk.text, final=final)
         if self._counter is not None:
-            self._counter.add(chunk.ids, events, final=final)
+            self._counter.add(chunk.ids, final=final)
         return events
 
 
@@ -125,13 +126,13 @@ class _ReasoningCounter:
         self._by_id = self._settings.close_id is not None and not self._settings.harmony
         self._is_open = self._settings.is_open
         self._is_done = False
-        self._pieces: list[str] = []
+        self._ids: list[int] = []
 
-    def add(self, ids: Sequence[int], events: Sequence[ChatEvent], *, final: bool) -> None:
+    def add(self, ids: Sequence[int], *, final: bool) -> None:
         if not self._by_id:
-            self._pieces += [event.text for event in events if type(event) is Reasoning]
-            if final and self._pieces and self._settings.count is not None:
-                self.num_tokens = self._settings.count("".join(self._pieces))
+            self._ids += ids
+            if final:
+                self._count_bytes()
             return
         if self._is_done:
             return
@@ -141,3 +142,15 @@ class _ReasoningCounter:
         close_id = self._settings.close_id
         self._is_done = close_id in ids
         self.num_tokens += ids.index(close_id) + 1 if close_id is not None and self._is_done else len(ids)
+
+    def _count_bytes(self) -> None:
+        settings, form = self._settings, self._settings.reasoning
+        if settings.token_bytes is None or (form is None and not settings.harmony):
+            return
+        self.num_tokens = tokens_between(
+            self._ids,
+            settings.token_bytes,
+            THOUGHT_OPEN if form is None else form.open.strip(),
+            THOUGHT_CLOSE if form is None else form.close.strip(),
+            is_open=settings.is_open,
+        )

@@ -57,7 +57,7 @@ def parser_settings(core: EngineCore, chat: Wanted, choice: ToolChoice, prompt: 
         tools=tools,
         harmony=harmony,
         max_calls=None if chat.parallel_tool_calls else 1,
-        count=None if tokenizer is None else lambda text: _num_tokens(tokenizer, text),
+        token_bytes=tokenizer.bytes_of.rest if tokenizer is not None and tokenizer.bytes_of else None,
     )
 
 
@@ -146,10 +146,6 @@ def _reasoning(text: TextPlan, chat: Wanted, prompt: str) -> ReasoningFormat | N
     if form is None or (not chat.separate_reasoning and text.tool_call_parser is None):
         return None
     return None if form.is_closed(prompt) else form
-
-
-def _num_tokens(tokenizer: Tokenizer, text: str) -> int:
-    return len(tokenizer.encode_batch([text], add_special_tokens=False)[0])
 
 
 def shown_special_ids(tokenizer: Tokenizer | None, settings: ParserSettings) -> frozenset[int]:

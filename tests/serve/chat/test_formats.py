@@ -171,6 +171,7 @@ def test_random_cuts_change_nothing(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @each_format
 def test_many_random_cuts_change_nothing(name: str) -> None:
     check_cuts(name, 100_000)

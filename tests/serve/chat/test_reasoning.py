@@ -10,6 +10,7 @@ from runtime.request import Chunk, Finish, Usage
 from serve.chat.events import Content, Reasoning
 from serve.chat.message import collect
 from serve.chat.parser import OutputParser, ParserSettings
+from serve.chat.reasoning.count import tokens_between
 from serve.chat.reasoning.table import FORMATS
 from serve.chat.tools.offered import read_tools
 from serve.chat.tools.table import FORMATS as TOOL_FORMATS
@@ -100,11 +101,36 @@ def test_tokens_of_reasoning_are_counted() -> None:
         assert parser.num_reasoning_tokens == 4
 
 
-def test_tokens_are_counted_by_the_text_where_no_token_ends_the_block() -> None:
-    parser = OutputParser(ParserSettings(reasoning=FORMATS["kimi"], is_open=True, count=len))
-    for each in (chunk([1], "ab"), chunk([2], "c◁/think▷d", last=True)):
-        parser.feed_chunk(each)
-    assert parser.num_reasoning_tokens == 3
+def bytes_of(*texts: str) -> dict[int, bytes]:
+    return {index: text.encode() for index, text in enumerate(texts)}
+
+
+def test_tokens_are_counted_by_their_bytes_where_no_token_ends_the_block() -> None:
+    texts = ["ab", "c◁/th", "ink▷d", "e", "◁think▷"]
+    settings = ParserSettings(reasoning=FORMATS["kimi"], is_open=True, token_bytes=bytes_of(*texts))
+    for cut in ([0], [1, 2], [3]), ([0, 1, 2, 3],), ([0], [], [1], [2, 3]):
+        parser = OutputParser(settings)
+        for index, ids in enumerate(cut):
+            text = "".join(texts[token_id] for token_id in ids)
+            parser.feed_chunk(chunk(ids, text, last=index == len(cut) - 1))
+        assert parser.num_reasoning_tokens == 3
+    assert count(texts, [4, 0, 0, 1, 2, 3], is_open=False) == 5
+    assert count(texts, [4, 0, 0], is_open=False) == 3, "cut off"
+    assert count(texts, [0, 0, 3], is_open=False) == 0
+    assert count(texts, [0, 0, 3], is_open=True) == 3
+    assert count(texts, [], is_open=True) == 0
+
+
+def count(texts: list[str], ids: list[int], *, is_open: bool) -> int:
+    return tokens_between(ids, bytes_of(*texts), "◁think▷", "◁/think▷", is_open=is_open)
+
+
+def test_tokens_of_harmonys_thoughts_are_counted() -> None:
+    texts = ["<|channel|>", "analysis", "<|message|>", "Hm", "<|end|>", "<|start|>assistant", "final", "Yes"]
+    parser = OutputParser(ParserSettings(harmony=True, token_bytes=bytes_of(*texts)))
+    ids = [0, 1, 2, 3, 3, 4, 5, 0, 1, 2, 3, 4, 5, 0, 6, 2, 7]
+    parser.feed_chunk(chunk(ids, "".join(texts[token_id] for token_id in ids), last=True))
+    assert parser.num_reasoning_tokens == 11
 
 
 def test_harmonys_channels() -> None:

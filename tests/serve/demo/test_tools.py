@@ -190,3 +190,17 @@ async def test_named_tool_is_called(client: Any) -> None:
     [call] = answer.choices[0].message.tool_calls
     assert call.function.name == "get_weather"
     jsonschema.validate(json.loads(call.function.arguments), TOOLS[0]["function"]["parameters"])
+
+
+async def test_strict_tools_leave_answers_free_and_hold_calls(client: Any) -> None:
+    function = {**TOOLS[0]["function"], "strict": True}
+    function["parameters"] = {**function["parameters"], "additionalProperties": False}
+    ask: Any = {"model": "default", "tools": [{"type": "function", "function": function}], "temperature": 0}
+    called = await client.chat.completions.create(messages=[QUESTION], **ask)
+    [call] = called.choices[0].message.tool_calls
+    assert json.loads(call.function.arguments) == {"city": "Oslo"}
+    hello: Any = [{"role": "user", "content": "Hello!"}]
+    free = await client.chat.completions.create(messages=hello, **ask)
+    assert free.choices[0].finish_reason == "stop"
+    assert free.choices[0].message.content
+    assert not free.choices[0].message.tool_calls
