@@ -80,7 +80,7 @@ def escape(text: str) -> str:
 
 def _anchored(pattern: str, around: str) -> str:
     written = []
-    parsed = _Parser(pattern).parse()
+    parsed = _Parser(pattern, in_json=bool(around)).parse()
     if _least(parsed) > MAX_LEAST:
         raise PatternError(f"it must match a text of up to {MAX_LEAST} characters")
     for row in _branches(parsed):
@@ -165,6 +165,7 @@ class _Parser:
     """Recursive descent; `MAX_DEPTH` groups within each other at most."""
 
     pattern: str
+    in_json: bool = False  # a string of JSON is matched, written with escapes
     at: int = 0
     depth: int = 0
 
@@ -325,8 +326,9 @@ class _Parser:
         negated = self._peek() == "^"
         self.at += negated
         parts: list[str] = []
+        spares_escapes = False
         while self._peek() != "]":
-            first = self._class_item(negated)
+            first = last = self._class_item(negated)
             if self._peek() == "-" and self._peek(2) != "-]":
                 self.at += 1
                 last = self._class_item(negated)
@@ -335,6 +337,12 @@ class _Parser:
                 parts.append(f"{first[0]}-{last[0]}")
             else:
                 parts.append(first[0])
+            if first[1] is not None and last[1] is not None:
+                spares_escapes = spares_escapes or any(first[1] <= each <= last[1] for each in '"\\')
+        if self.in_json and negated and spares_escapes:
+            # The library lets a spared quote or backslash through as an escape, unless control characters are
+            # spared as well.
+            parts.append(r"\x00-\x1f")
         if not parts:
             raise PatternError("an empty class means different things in different dialects")
         self.at += 1

@@ -252,6 +252,17 @@ def test_limits_hold_for_the_number_that_a_text_is_read_as(schema: Any, inside: 
     assert not grammars.accepts(matcher, outside)
 
 
+@pytest.mark.parametrize("pattern", ['^[^"]$', r"^[^\\]$", r'^[^"\\]$', '^q[^"]*$', "^(|q[^!-/].*)$"])
+def test_a_class_without_quotes_or_backslashes_has_none(pattern: str) -> None:
+    schema = {"type": "string", "pattern": pattern}
+    validator, matcher = validator_of(schema), grammars.compiled("json_schema", schema)
+    for text in ('"', "\\", 'q"', "q\\", "a", "qa", "/", "é", "qé"):
+        if grammars.accepts(matcher, json.dumps(text, ensure_ascii=False)):
+            assert validator.is_valid(text), text
+        else:
+            assert not validator.is_valid(text), text
+
+
 def test_options_of_the_library_in_a_schema_have_no_effect() -> None:
     for inner in ({"contains": {}}, {"uniqueItems": True}, {"format": "colour"}):
         with pytest.raises(Unsupported):
