@@ -326,7 +326,7 @@ class _Parser:
         negated = self._peek() == "^"
         self.at += negated
         parts: list[str] = []
-        spares_escapes = False
+        covered, begins_with_controls = set[str](), False
         while self._peek() != "]":
             first = last = self._class_item(negated)
             if self._peek() == "-" and self._peek(2) != "-]":
@@ -338,8 +338,13 @@ class _Parser:
             else:
                 parts.append(first[0])
             if first[1] is not None and last[1] is not None:
-                spares_escapes = spares_escapes or any(first[1] <= each <= last[1] for each in '"\\')
-        if self.in_json and negated and spares_escapes:
+                covered |= {each for each in '"\\' if first[1] <= each <= last[1]}
+                begins_with_controls = begins_with_controls or (first[1] < " " and first[1] < last[1])
+        if self.in_json and not negated and begins_with_controls and len(covered) < 2:
+            raise PatternError(
+                "a range of control characters beside a missing quote or backslash is not enforced"
+            )
+        if self.in_json and negated and covered:
             # The library lets a spared quote or backslash through as an escape, unless control characters are
             # spared as well.
             parts.append(r"\x00-\x1f")

@@ -169,6 +169,7 @@ def test_keywords_that_nothing_enforces_are_refused_by_name_and_place(keyword: s
         ({"pattern": "(?=a)"}, "/pattern"),
         ({"pattern": "\\bword"}, "/pattern"),
         ({"pattern": "(a)\\1"}, "/pattern"),
+        ({"pattern": r"^[\x00-!#-\uffff]$"}, "/pattern"),
         ({"patternProperties": {"(": True}}, "/patternProperties/("),
         ({"$ref": "http://json-schema.org/draft-07/schema#"}, "/$ref"),
         ({"$ref": "#/$defs/none"}, "/$defs/none"),
