@@ -32,11 +32,13 @@ from serve.anthropic.schema import CountBody, MessagesBody
 from serve.decode import Length, Range, is_not_built
 from serve.endpoint import json_response
 from serve.native.admin import AbortBody
+from serve.native.encode import EncodeBody
 from serve.native.parsing import ParseBody, SeparateBody
 from serve.native.schema import GenerateBody
 from serve.native.tokens import DetokenizeBody, TokenizeBody, TokenizeChatBody
 from serve.native.vertex import PredictBody
 from serve.ollama import schema as ollama
+from serve.openai.embeddings import EmbeddingBody
 from serve.openai.responses.schema import ResponsesBody
 from serve.openai.schema import ChatBody, CompletionBody
 
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
 BODIES: Mapping[str, tuple[type, ...]] = {
     "serve.openai.chat.create": (ChatBody,),
     "serve.openai.completions.create": (CompletionBody,),
+    "serve.openai.embeddings.create": (EmbeddingBody,),
     "serve.openai.responses.handlers.create": (ResponsesBody,),
     "serve.anthropic.messages.create": (MessagesBody,),
     "serve.anthropic.messages.count_tokens": (CountBody,),
@@ -54,6 +57,7 @@ BODIES: Mapping[str, tuple[type, ...]] = {
     "serve.ollama.handlers.generate": (ollama.GenerateBody,),
     "serve.ollama.models.show": (ollama.ShowBody,),
     "serve.native.generate.generate": (GenerateBody,),
+    "serve.native.encode.encode": (EncodeBody,),
     "serve.native.vertex.predict": (PredictBody,),
     "serve.native.admin.abort_request": (AbortBody,),
     "serve.native.tokens.tokenize": (TokenizeBody, TokenizeChatBody),

@@ -16,7 +16,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from runtime.errors import EngineFailure, InvalidRequest
+from runtime.errors import InvalidRequest
 from runtime.request import Chunk, Request
 from runtime.sampling_params import SamplingParams
 from serve.decode import Length, Range, decode
@@ -90,7 +90,7 @@ def _response(body: EmbeddingBody, model: str, answers: Sequence[Sequence[Chunk]
     data, num_tokens = [], 0
     for index, [chunk] in enumerate(answers):
         if chunk.embedding is None:
-            raise EngineFailure("The request was aborted before its vector was computed.")
+            raise InvalidRequest("The request was aborted before its vector was computed.")
         vector = _shortened(chunk.embedding, body.dimensions)
         data.append(
             {"object": "embedding", "index": index, "embedding": _encoded(vector, body.encoding_format)}

@@ -191,9 +191,9 @@ async def test_further_stop_ids_may_end_an_output_where_the_grammar_does() -> No
     ("params", "param", "words"),
     [
         (
-            {"json_schema": {"properties": {"a": {"not": {}}}}},
+            {"json_schema": {"properties": {"a": {"uniqueItems": True}}}},
             "sampling_params.json_schema",
-            "/properties/a/not",
+            "/properties/a/uniqueItems",
         ),
         ({"json_schema": "{"}, "sampling_params.json_schema", "not JSON"),
         ({"regex": "(?=a)"}, "sampling_params.regex", "look-around"),
@@ -221,11 +221,11 @@ async def test_what_cannot_be_enforced_is_a_400_that_says_why(params: Any, param
 
 async def test_a_refused_schema_is_named_in_the_words_of_the_chat_api() -> None:
     async with connected() as (client, _):
-        wrong: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"if": {}, "then": {}}}}
+        wrong: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"uniqueItems": True}}}
         with pytest.raises(openai.BadRequestError) as caught:
             await client.chat.completions.create(model="penstock-demo", messages=ASK, response_format=wrong)
         assert caught.value.param == "response_format.json_schema"
-        assert "if at /if" in caught.value.message
+        assert "uniqueItems at /uniqueItems" in caught.value.message
 
 
 @pytest.mark.parametrize("options", [{"grammar_backend": "none"}, {"skip_tokenizer_init": True}])

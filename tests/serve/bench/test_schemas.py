@@ -37,7 +37,7 @@ def test_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "below" / "person.json").write_text(person)
     (tmp_path / "bare.json").write_text('{"type": "integer"}')
     wrong = case({"type": "integer"}, [2.0, "not an integer"], [7])
-    (tmp_path / "many.jsonl").write_text(f"{wrong}\n\n{case({'not': {}}, [], [1])}\n")
+    (tmp_path / "many.jsonl").write_text(f"{wrong}\n\n{case({'uniqueItems': True}, [], [[1, 1]])}\n")
     assert main(["schemas", "--schemas", str(tmp_path), "--output-file", str(tmp_path / "r.out")]) == 0
     result = json.loads((tmp_path / "r.out").read_text())
     found = {each["name"]: each for each in result["schemas"]}
@@ -48,16 +48,16 @@ def test_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["below/person.json"]["reordered"] == [1]
     assert found["many.jsonl:1"]["valid_rejected"] == [0, 1]
     assert found["many.jsonl:1"]["invalid_accepted"] == [2]
-    assert found["many.jsonl:3"]["keyword"] == "not"
-    assert "at /not" in found["many.jsonl:3"]["refused"]
+    assert found["many.jsonl:3"]["keyword"] == "uniqueItems"
+    assert "at /uniqueItems" in found["many.jsonl:3"]["refused"]
     figures = result["results"]
     assert (figures["schemas"], figures["compiled"], figures["refused"]) == (4, 3, 1)
     assert (figures["valid_instances"], figures["valid_rejected"], figures["invalid_accepted"]) == (4, 2, 1)
-    assert figures["refused_by_keyword"] == {"not": 1}
+    assert figures["refused_by_keyword"] == {"uniqueItems": 1}
     assert figures["compile_ms"]["max"] > 0 < figures["mask_us"]["p99"]
     printed = capsys.readouterr().out
     assert "many.jsonl:1: tests 2" in printed
-    assert "refused: not" in printed
+    assert "refused: uniqueItems" in printed
 
 
 def test_what_cannot_be_read_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
