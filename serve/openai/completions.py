@@ -106,8 +106,18 @@ def _read(core: EngineCore, raw: bytes) -> _Call:
         )
         for prompt, label in zip(prompts, labels, strict=True)
     ]
-    echoes = [p if isinstance(p, str) else tokenizer.decode(p) for p in prompts] if body.echo else None
+    echoes = [_echo(core, tokenizer, prompt) for prompt in prompts] if body.echo else None
     return _Call(body, model, requests, echoes)
+
+
+def _echo(core: EngineCore, tokenizer: Tokenizer, prompt: str | list[int]) -> str:
+    """The prompt's text. Raises `InvalidRequest` for ids that have none."""
+    if isinstance(prompt, str):
+        return prompt
+    size = core.facts.vocab_size
+    if min(prompt) < 0 or max(prompt) >= size:
+        raise InvalidRequest(f"Token ids must be in [0, {size}).", param="prompt")
+    return tokenizer.decode(prompt)
 
 
 def _prompts(body: CompletionBody) -> tuple[Sequence[str | list[int]], bool]:

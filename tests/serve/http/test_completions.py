@@ -82,6 +82,13 @@ async def test_echo_repeats_the_prompt(served: Served) -> None:
     assert texts == dict.fromkeys((0, 1), "Hello" + fake_core.TEXT)
 
 
+@pytest.mark.parametrize("token_id", [-5, 10**6])
+async def test_ids_without_a_text_are_not_echoed(served: Served, token_id: int) -> None:
+    with pytest.raises(openai.BadRequestError, match="Token ids must be in") as caught:
+        await complete(served, prompt=[1, token_id], echo=True)
+    assert caught.value.param == "prompt"
+
+
 async def test_echo_alone_scores_the_prompt(served: Served) -> None:
     answer = await complete(served, prompt="Hello you", echo=True, logprobs=1, max_tokens=0)
     [choice] = answer.choices
