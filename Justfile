@@ -31,11 +31,15 @@ lint:
 
 # The default suite.
 test *options:
-    {{bin}}/python -m pytest -m 'not slow and not gpu' {{options}}
+    {{bin}}/python -m pytest -m 'not slow and not long and not gpu' {{options}}
 
-# What takes longer than about ten seconds each.
+# What takes longer than about ten seconds each; half an hour in all, on two cores.
 test-slow *options:
     {{bin}}/python -m pytest -m 'slow and not gpu' {{options}}
+
+# What takes minutes each: by hand, before a release or after a change of what they test.
+test-long *options:
+    {{bin}}/python -m pytest -m 'long and not gpu' {{options}}
 
 # What needs an NVIDIA GPU; without one each test is skipped with the reason.
 test-gpu *options:
@@ -51,7 +55,7 @@ gpu-bundle *options:
 gpu-contact *options:
     PYTHONPATH=.:tests:tests/kit:notebooks {{bin}}/python -m bench gpu-contact "$@"
 
-# Everything but the slow tests. Continuous integration runs this and `test-slow`.
+# Everything but the slow and the long tests. Continuous integration runs this and `test-slow`.
 check: lint test
 
 # Benchmarks: `just bench serving --help`.

@@ -171,6 +171,12 @@ def test_random_cuts_change_nothing(name: str) -> None:
 
 
 @pytest.mark.slow
+@each_format
+def test_more_random_cuts_change_nothing(name: str) -> None:
+    check_cuts(name, 5_000)
+
+
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 @each_format
 def test_many_random_cuts_change_nothing(name: str) -> None:
