@@ -14,7 +14,7 @@
     ├── Overloaded                503, try again later (Retry-After)
     ├── WrongEventLoop            an engine was called from another event loop than its own
     └── EngineFailure             500, our mistake
-        ├── StepFailed            a forward failed; its requests are lost, the engine goes on
+        ├── StepFailed            a forward fails for this request, which is lost; the engine goes on
         │   ├── NotFinite         the model computed no numbers for a request; it alone is lost
         │   └── OutOfMemory       for want of memory: one request is lost, the others are computed again
         ├── WorkerFailed          a process that computes with this one is gone; so is the whole replica
@@ -134,7 +134,7 @@ class EngineFailure(PenstockError):
 
 
 class StepFailed(EngineFailure):
-    """The forward pass that held this request failed."""
+    """The forward pass fails for this request, alone too."""
 
 
 class NotFinite(StepFailed):

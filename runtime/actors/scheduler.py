@@ -339,9 +339,9 @@ class SchedulerActor:
         return await asyncio.shield(future)
 
     async def _recover(self, error: Exception) -> None:
-        """A step failed: what was in flight is lost, the pages are as new, everything else goes on.
+        """A step failed: the pages are as new, and everybody is computed again.
 
-        For want of memory only its newest request is given up; the others are computed again.
+        For want of memory its newest request is given up; else the one for which it fails, once that is known.
         """
         logger.error("a step failed", exc_info=error)
         batches = [batch for batch, _ in self._in_flight]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from itertools import chain, zip_longest
 
 from runtime.errors import ConfigurationError
@@ -31,6 +31,7 @@ class WaitingQueue:
         self._owners: Counter[str] = Counter()  # how many each has in it
         self._last_turns: dict[str, int] = {}  # by owner: when one of its sequences left it
         self._num_turns = 0
+        self.allowed: Container[Sequence] | None = None  # if set, only these may be admitted
 
     def __len__(self) -> int:
         return len(self._retracted) + len(self._queued)
@@ -63,6 +64,8 @@ class WaitingQueue:
 
     def ordered(self) -> Iterable[Sequence]:
         """In the order of admission. The queue must not change while this is read."""
+        if self.allowed is not None:
+            return [sequence for sequence in self if sequence in self.allowed]
         if len(self._queued) < 2:
             return self
         queued = list(self._queued)

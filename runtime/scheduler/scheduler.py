@@ -17,6 +17,7 @@ from runtime.scheduler.apply import apply_output, final_delta
 from runtime.scheduler.batch_builder import BatchBuilder
 from runtime.scheduler.queue import WaitingQueue
 from runtime.scheduler.request_tables import Running
+from runtime.scheduler.trials import Trials
 from runtime.sequence import Sequence
 
 STEP_FAILED = "The step that computed this request failed."
@@ -52,6 +53,7 @@ class Scheduler:
         self._running = Running(plan.max_running, cache, vocab_size)
         self._waiting = WaitingQueue(plan.policy, cache)
         self._builder = BatchBuilder(plan, cache, self._running, self._waiting)
+        self._trials = Trials()
         self._num_filled = 0
         self._num_applied = 0
 
@@ -84,6 +86,10 @@ class Scheduler:
             self._builder.new_token_ratio.reset()
             return None
         batch = self._builder.build(self._num_filled)
+        while batch is None and self._trials and self._num_filled == self._num_applied:
+            self._trials.skip()
+            self._try_next()
+            batch = self._builder.build(self._num_filled)
         if batch is not None:
             self._num_filled += 1
         return batch
@@ -97,7 +103,10 @@ class Scheduler:
         if batch.number != self._num_applied:
             raise EngineFailure(f"Step {batch.number} was applied when step {self._num_applied} was due.")
         self._num_applied += 1
-        return apply_output(batch, output, self._retire, self._running.rewind)
+        deltas = apply_output(batch, output, self._retire, self._running.rewind)
+        if self._trials and self._trials.passed(self._running.full):
+            self._try_next()
+        return deltas
 
     @property
     def awaited(self) -> list[Future[HostData]]:
@@ -119,38 +128,47 @@ class Scheduler:
             self._retire(sequence, Finish("stop"))
 
     def fail(self, batches: Iterable[Batch]) -> list[int]:
-        """A step failed: give up its requests, and have everybody else computed again from the start.
+        """The oldest of these steps failed: find out for whom, and give up that request alone.
 
-        `batches` are all in flight; nothing of them will be applied. The prefix tree is emptied, since its
-        pages may hold anything. Returns the ids of the lost requests; no Delta is made for them.
+        `batches` are all in flight, oldest first; nothing of them will be applied. The prefix tree is emptied, since
+        its pages may hold anything. Everybody is computed again, with the tokens that are known, and gets the same
+        further ones: the requests of that step first, a half at a time (`Trials`), and a request that fails alone is
+        given up. Returns the ids of the requests given up now; no Delta is made for them.
         """
-        lost = {
-            sequence.request.id
-            for batch in batches
-            for sequence in batch.sequences
-            if sequence.finish is None
-        }
-        lost |= {sequence.request.id for sequence in self if sequence.num_pending}
-        self._start_over()
+        suspects = self._recompute(batches)
+        lost = self._trials.blame(suspects)
         self._give_up(lost)
-        return sorted(lost)
+        self._try_next()
+        return lost
 
     def give_up_newest(self, batches: Iterable[Batch]) -> list[int]:
         """The oldest of these steps had too little memory: give up its newest request for all others.
 
-        `batches` are all in flight, oldest first; nothing of them will be applied. Everybody else is computed
-        again, with the tokens that are known, and gets the same further ones. Returns the ids of the lost
-        requests (none where all of that step had ended meanwhile); no Delta is made for them.
+        As `fail`, but nobody is tried apart. Returns the ids of the lost requests (none where all of that step had
+        ended meanwhile).
         """
-        failed = next(iter(batches))
-        lost = {sequence.request.id for sequence in failed.sequences if sequence.finish is None}
+        newest = self._recompute(batches)[-1:]
+        self._give_up(newest)
+        return newest
+
+    def _recompute(self, batches: Iterable[Batch]) -> list[int]:
+        """Put everybody back, to be computed again; the ids of the requests in the oldest of these steps, in order."""
+        failed = next(iter(batches), None)
+        sequences = failed.sequences if failed is not None else ()
+        found = {sequence.request.id for sequence in sequences if sequence.finish is None}
         self._start_over()
         for sequence in self:
             sequence.num_pending = 0
             _ask_again(sequence)
-        newest = [max(lost)] if lost else []
-        self._give_up(newest)
-        return newest
+        return sorted(found)
+
+    def _try_next(self) -> None:
+        """Let only the next group of suspects be computed, or everybody when there is none. Who runs is put back."""
+        for sequence in reversed(list(self._running)):
+            self._waiting.put_back(sequence)
+            self._running.leave(sequence)
+        self._trials.begin(self)
+        self._waiting.allowed = self._trials.allowed
 
     def rebuild(self, lost: Container[int] = ()) -> None:
         """Something broke in here, in the middle of anything: trust no row, page or tree, and make them anew.
@@ -160,6 +178,8 @@ class Scheduler:
         """
         sequences = list(dict.fromkeys(self))
         self._num_applied = self._num_filled
+        self._trials.stop()
+        self._waiting.allowed = None
         self._running.rebuild(sequences)
         self._waiting.clear()
         for sequence in sequences:

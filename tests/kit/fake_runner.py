@@ -85,6 +85,10 @@ class FakeRunner:
     def num_in_flight(self) -> int:
         return len(self._queue)
 
+    @property
+    def oldest(self) -> Batch | None:
+        return self._queue[0] if self._queue else None
+
     def launch(self, batch: Batch) -> None:
         self.last_batch = batch
         self._queue.append(batch)

@@ -32,12 +32,11 @@ LABEL = "victim"
 
 
 class FaultPoint(NamedTuple):
-    """A fault, what it does to its request, and whether it takes the others of its step along."""
+    """A fault, and what it does to its request."""
 
     name: str
     act: Callable[[Engine], Awaitable[object]]
     error: type[Exception] | None  # that the sender gets; None: the request ends in another way
-    takes_its_step: bool = False
 
 
 @contextmanager
@@ -123,13 +122,19 @@ async def decoding_raises(engine: Engine, error: Exception, at: int) -> None:
 # --- the device ---
 
 
-async def step_raises(engine: Engine, error: Exception, at: int, *, reading: bool = False) -> None:
+async def step_raises(
+    engine: Engine, error: Exception, at: int, *, reading: bool = False, again: bool = False
+) -> None:
+    """At the victim's step `at`, and with `again` at all later ones."""
     [runner] = engine.core.runners
     executor: Any = runner._executor  # pyright: ignore[reportAttributeAccessIssue]
     before, turns = executor.run, iter(range(10_000))
 
     def run(batch: Any) -> Any:
-        if not is_hit(batch) or next(turns) != at:
+        if not is_hit(batch):
+            return before(batch)
+        turn = next(turns)
+        if turn < at or (turn > at and not again):
             return before(batch)
         if not reading:
             raise error
@@ -273,11 +278,10 @@ def fault_points() -> list[FaultPoint]:
         error: type[Exception] | None,
         act: Any,
         *values: Any,
-        takes_its_step: bool = False,
         **more: Any,
     ):
         call = partial(_call, act, values, more)
-        points.append(FaultPoint(name, call, error, takes_its_step))
+        points.append(FaultPoint(name, call, error))
 
     for size, text in (("short", MARK), ("long", MARK + " lorem" * 400)):
         for raised in (RuntimeError("broken"), MemoryError(), ValueError("broken"), RecursionError()):
@@ -299,16 +303,10 @@ def fault_points() -> list[FaultPoint]:
         no_memory = OutOfMemory("The device ran out of memory in a step.")
         add(f"the device has no memory at step {at}", OutOfMemory, step_raises, no_memory, at)
         broken = RuntimeError("the device broke")
-        add(f"a step fails at step {at}", StepFailed, step_raises, broken, at, takes_its_step=True)
-        add(
-            f"reading a step fails at step {at}",
-            StepFailed,
-            step_raises,
-            broken,
-            at,
-            reading=True,
-            takes_its_step=True,
-        )
+        for reading in (False, True):
+            what = "reading a step fails" if reading else "a step fails"
+            add(f"{what} at step {at}", None, step_raises, broken, at, reading=reading)
+            add(f"{what} from step {at}", StepFailed, step_raises, broken, at, reading=reading, again=True)
     for kind in (
         "raises",
         "fails",

@@ -22,13 +22,14 @@ NUM_PAGES, PAGE_SIZE, NUM_SEQUENCES = 64, 4, 8
 
 
 class ScriptedRunner:
-    """Steps end by themselves while `open` is set; the next `failures` of them raise."""
+    """Steps end by themselves while `open` is set; the next `failures` of them raise, and all with a `poison`."""
 
     def __init__(self, vocab_size: int) -> None:
         self.fake = fake_runner.FakeRunner(NUM_PAGES, PAGE_SIZE, NUM_SEQUENCES, vocab_size)
         self.open = asyncio.Event()
         self.open.set()
         self.failures = 0
+        self.poison: set[str] = set()  # labels of requests
         self.failure: Exception = ValueError("the device has a bad day: secret detail")
         self.sizes: list[int] = []  # rows of each step
         self.kernels_description = ""
@@ -47,8 +48,10 @@ class ScriptedRunner:
     async def _run_oldest(self) -> StepOutput:
         await asyncio.sleep(0)
         await self.open.wait()
-        if self.failures:
-            self.failures -= 1
+        batch = self.fake.oldest
+        poisoned = batch is not None and any(s.request.label in self.poison for s in batch.sequences)
+        if self.failures or poisoned:
+            self.failures = max(self.failures - 1, 0)
             self.fake.drop()
             raise self.failure
         if not self.fake.num_in_flight:

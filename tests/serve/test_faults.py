@@ -34,11 +34,9 @@ async def trouble(
     engine: Engine, point: FaultPoint, alone: list[list[int]], before: tuple[int, int, int]
 ) -> str:
     """What went otherwise than it should; nothing if all is well."""
-    others = []
-    if not point.takes_its_step:
-        others = [asyncio.create_task(neighbour(engine, seed)) for seed in range(NEIGHBOURS)]
-        while engine.status().num_running < NEIGHBOURS and not all(task.done() for task in others):
-            await asyncio.sleep(0)
+    others = [asyncio.create_task(neighbour(engine, seed)) for seed in range(NEIGHBOURS)]
+    while engine.status().num_running < NEIGHBOURS and not all(task.done() for task in others):
+        await asyncio.sleep(0)
     raised: Exception | None = None
     try:
         async with asyncio.timeout(30):
@@ -47,7 +45,7 @@ async def trouble(
         raised = error
     if (None if raised is None else type(raised)) is not point.error:
         return f"ended with {raised!r}, not with {point.error}"
-    if [await task for task in others] != alone[: len(others)]:
+    if [await task for task in others] != alone:
         return "other requests got other tokens"
     await settled(engine)
     engine.core.check()

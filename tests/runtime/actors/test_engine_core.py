@@ -67,23 +67,54 @@ async def test_a_stream_of_arrivals_does_not_hold_up_the_first_step(monkeypatch:
         await asyncio.gather(*(output.whole() for output in outputs))
 
 
-async def test_failed_step_loses_its_requests_and_nothing_else():
-    async with scripted_core.running(max_running=2) as (core, runner):
-        runner.open.clear()
-        lost = [core.submit(request(3, 4, seed=seed)) for seed in (1, 2)]
-        waiting = core.submit(request(5, 6))
-        await until(lambda: runner.num_launched == 2)
-        runner.failures = 1
-        runner.open.set()
-        for output in lost:
-            with pytest.raises(StepFailed) as caught:
-                await output.whole()
-            assert "secret" not in str(caught.value)
-        [chunk] = await waiting.whole()
-        assert chunk.ids == expected((5, 6))
+async def test_a_failure_that_does_not_come_back_costs_nobody():
+    async with scripted_core.running(max_running=3) as (core, runner):
+        outputs = [core.submit(request(3, 4, new=9, seed=seed)) for seed in range(5)]
+        await until(lambda: runner.num_launched >= 4)
+        runner.failures = 2
+        for seed, output in enumerate(outputs):
+            [chunk] = await output.whole()
+            assert chunk.ids == expected((3, 4), new=9, seed=seed)
+        core.check()
+
+
+@pytest.mark.parametrize("num_poisonous", [1, 2])
+async def test_a_step_that_fails_costs_the_request_alone_for_which_it_fails(num_poisonous: int):
+    async with scripted_core.running() as (core, runner):
+        sampling = SamplingParams(max_new_tokens=30, seed=1)
+        outputs = [
+            core.submit(Request(ids=(seed, 4), sampling=sampling, label=f"number {seed}"))
+            for seed in range(7)
+        ]
+        await until(lambda: runner.num_launched >= 5)
+        lost = [2, 5][:num_poisonous]
+        runner.poison = {f"number {seed}" for seed in lost}
+        later = core.submit(request(5, 6))
+        for seed, output in enumerate(outputs):
+            if seed in lost:
+                with pytest.raises(StepFailed) as caught:
+                    await output.whole()
+                assert "secret" not in str(caught.value)
+                continue
+            [chunk] = await output.whole()
+            assert chunk.ids == expected((seed, 4), new=30, seed=1)
+        assert (await later.whole())[0].ids == expected((5, 6))
         assert core.status().state == "ready"
         core.check()
         assert core.status().num_used_pages == 0
+
+
+async def test_a_device_that_always_fails_is_not_asked_for_every_request():
+    async with scripted_core.running() as (core, runner):
+        runner.failures = 10**6
+        outputs = [core.submit(request(3, 4, seed=seed)) for seed in range(8)]
+        for output in outputs:
+            with pytest.raises(StepFailed):
+                await output.whole()
+        assert runner.num_launched < 20
+        runner.failures = 0
+        assert (await core.submit(request(5, 6)).whole())[0].ids == expected((5, 6))
+        core.check()
 
 
 async def test_step_without_memory_costs_its_newest_request_alone():

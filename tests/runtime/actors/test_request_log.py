@@ -19,20 +19,23 @@ from runtime.sampling_params import SamplingParams
 LINE = re.compile(r"(Receive|Finish): obj=(\{.*?\})(?:, out=(\{.*\}))?$")
 
 
+LABEL = 'a"\nFinish: obj={}'
+
+
 async def logged(
     caplog: pytest.LogCaptureFixture,
     plan: ObservePlan,
     *,
     ids: tuple[int, ...] = (3, 4, 5),
-    failures: int = 0,
+    fails: bool = False,
 ) -> list[str]:
     """The messages about one request."""
     sampling = SamplingParams(max_new_tokens=4, seed=1, ignore_eos=True)
     with caplog.at_level(logging.INFO, "penstock.requests"):
         async with scripted_core.running(observe=plan) as (core, runner):
-            runner.failures = failures
-            output = core.submit(Request(ids=ids, sampling=sampling, label='a"\nFinish: obj={}'))
-            if failures:
+            output = core.submit(Request(ids=ids, sampling=sampling, label=LABEL))
+            if fails:
+                runner.poison = {LABEL}
                 with pytest.raises(StepFailed):
                     await output.whole()
             else:
@@ -52,7 +55,7 @@ async def test_each_level_says_more(
     assert received
     assert finished
     asked, out = json.loads(received[2]), json.loads(finished[3])
-    assert asked["rid"] == 'a"\nFinish: obj={}'
+    assert asked["rid"] == LABEL
     assert ("sampling_params" in asked) == (level >= 1)
     if level >= 1:
         assert asked["sampling_params"] == {"max_new_tokens": 4, "seed": 1, "ignore_eos": True}
@@ -63,7 +66,7 @@ async def test_each_level_says_more(
 
 
 async def test_failed_request_is_logged_with_its_error(caplog: pytest.LogCaptureFixture) -> None:
-    _, last = await logged(caplog, ObservePlan(request_log_level=2), failures=1)
+    _, last = await logged(caplog, ObservePlan(request_log_level=2), fails=True)
     finished = LINE.match(last)
     assert finished
     assert json.loads(finished[3])["error"] == "StepFailed"

@@ -282,24 +282,40 @@ def test_a_failed_row_ends_only_its_sequence_and_is_not_cached():
     assert drive.cache.match_length(make_sequence([1, 2, 3, 7])) == 3
 
 
-def test_a_failed_step_loses_only_what_was_in_flight():
-    drive = Drive(make_plan(max_running=2, mixed=False), depth=0)
-    decoding, prompt, waiting = (make_sequence([i, 1, 2], max_new_tokens=5) for i in range(3))
-    drive.add(decoding)
-    drive.step()
-    drive.step()
-    drive.add(prompt, waiting)
-    batch = drive.scheduler.fill()  # of the prompt alone
-    assert batch is not None
-    assert batch.sequences == (prompt,)
-    drive.runner.drop()
-    assert drive.scheduler.fail([batch]) == [prompt.request.id]
-    drive.scheduler.check()
-    assert drive.cache.num_free == drive.cache.num_pages
-    drive.run()
-    assert drive.output(decoding) == drive.expected(decoding)
-    assert drive.output(waiting) == drive.expected(waiting)
-    assert drive.output(prompt) == []
+def failing(drive: Drive, poisonous: set[int]) -> tuple[list[int], list[int]]:
+    """Run to the end where steps with these requests fail -> who was given up, and the rows of the failed steps."""
+    lost: list[int] = []
+    rows: list[int] = []
+    for _ in range(500):
+        batch = drive.scheduler.fill()
+        drive.scheduler.check()
+        if batch is None:
+            return lost, rows
+        if any(sequence.request.id in poisonous for sequence in batch.sequences):
+            drive.runner.drop()
+            rows.append(len(batch.sequences))
+            lost += drive.scheduler.fail([batch])
+            drive.scheduler.check()
+            assert drive.cache.num_free == drive.cache.num_pages
+        else:
+            drive.runner.launch(batch)
+            drive.apply()
+    raise AssertionError("it never ends")
+
+
+def test_a_failed_step_loses_only_the_request_that_fails_alone_too():
+    drive = Drive(make_plan(max_running=6, chunk_tokens=4), depth=0)
+    asked = [make_sequence([i, *range(7)], max_new_tokens=5) for i in range(9)]
+    drive.add(*asked[:5])
+    for _ in range(8):
+        drive.step()
+    drive.add(*asked[5:])
+    bad = asked[3].request.id
+    lost, rows = failing(drive, {bad})
+    assert (lost, rows) == ([bad], [3, 2, 1])
+    for sequence in asked:
+        if sequence is not asked[3]:
+            assert drive.output(sequence) == drive.expected(sequence)
 
 
 def test_a_failed_step_takes_the_other_choices_of_its_requests_along():
@@ -307,10 +323,39 @@ def test_a_failed_step_takes_the_other_choices_of_its_requests_along():
     first = make_sequence([1, 2], n=2)
     second = make_sequence([1, 2], index=1, request=first.request)
     drive.add(first, second)
+    assert failing(drive, {first.request.id}) == ([first.request.id], [1, 1])
+    assert drive.scheduler.num_waiting == drive.scheduler.num_running == 0
+
+
+def test_requests_that_fail_only_together_are_given_up_at_the_third_time():
+    drive = Drive(depth=0)
+    pair = [make_sequence([i, 2], max_new_tokens=20) for i in range(2)]
+    drive.add(*pair)
+    num_failed = 0
+    for _ in range(100):
+        batch = drive.scheduler.fill()
+        if batch is None:
+            break
+        if len(batch.sequences) == 2:
+            num_failed += 1
+            drive.scheduler.fail([batch])
+        else:
+            drive.runner.launch(batch)
+            drive.apply()
+    assert num_failed == 3
+    assert all(sequence.finish is not None for sequence in pair)
+
+
+def test_whoever_is_tried_apart_and_leaves_holds_up_nobody():
+    drive = Drive(depth=0)
+    first, second = make_sequence([1, 2]), make_sequence([3, 4])
+    drive.add(first, second)
     batch = drive.scheduler.fill()
     assert batch is not None
-    assert drive.scheduler.fail([batch]) == [first.request.id]
-    assert drive.scheduler.num_waiting == drive.scheduler.num_running == 0
+    assert drive.scheduler.fail([batch]) == []
+    drive.scheduler.abort([first], Finish("abort"))
+    drive.run()
+    assert drive.output(second) == drive.expected(second)
 
 
 def test_steps_are_applied_in_order():
