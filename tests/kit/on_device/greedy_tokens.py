@@ -23,6 +23,12 @@ WIDE = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
 }
+# Of these, transformers reads neither head_dim nor, for the first, the number of kv heads.
+OWN_WIDE = {
+    "gpt_neox": {"hidden_size": 256, "num_key_value_heads": 4},
+    "olmoe": {"hidden_size": 256},
+    "stablelm": {"hidden_size": 256},
+}
 # How far below the best a chosen token's logit may lie, in standard deviations of the logits: three times what
 # plain torch showed on a CPU. The best of 128 lies about 2.5 above the mean; wrong tokens were 5 below.
 MARGINS = {"float32": 1e-4, "float16": 0.03, "bfloat16": 0.5}
@@ -30,7 +36,7 @@ MEAN_MARGIN = 0.2  # of all tokens, over a cache of 8 bits
 
 
 def wide_path(family: str) -> str:
-    return tiny_checkpoints.cached(family, **WIDE)
+    return tiny_checkpoints.cached(family, **WIDE | OWN_WIDE.get(family, {}))
 
 
 async def answers(path: str, device: str, *, dtype: str = "float32", **options: Any) -> list[list[int]]:
