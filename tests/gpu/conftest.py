@@ -1,8 +1,9 @@
 """Tests that need a CUDA device, skipped with the reason where there is none.
 
-With PENSTOCK_TEST_DEVICE=cpu they run on the CPU, to rehearse (`just gpu-contact --device cpu`). Their bodies stand
-in `tests/kit/on_device`, where a test of the ordinary suite runs them on the CPU. Here nothing imports torch before
-a device is known to be there.
+With PENSTOCK_TEST_DEVICE=cpu they run on the CPU, to rehearse (`just gpu-contact --device cpu`): one case of each kind
+and a few families, as the ordinary suite has all of them there, unless PENSTOCK_TEST_EVERY=1. Their bodies stand in
+`tests/kit/on_device`, where a test of the ordinary suite runs them on the CPU. Here nothing imports torch before a
+device is known to be there.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from ops.machine import Machine
 
 HERE = Path(__file__).parent
 DEVICE = os.environ.get("PENSTOCK_TEST_DEVICE", "cuda")
+SHORT = DEVICE == "cpu" and not os.environ.get("PENSTOCK_TEST_EVERY")
+REHEARSED = ("llama", "qwen3", "gemma3", "gpt_oss", "olmoe", "gpt_neox")
 TIMEOUT_S = 600  # kernels are compiled at their first launch
 
 
@@ -48,6 +51,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "family" in metafunc.fixturenames and not _parametrized(metafunc, "family"):
         if lacking():
             metafunc.parametrize("family", ["every family"])
+        elif SHORT:
+            metafunc.parametrize("family", REHEARSED)
         else:
             from greedy import FAMILIES
 
@@ -56,9 +61,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         if lacking():
             metafunc.parametrize("check", ["every case"])
         else:
-            from on_device.operations import checks
+            from on_device.operations import checks, one_of_each
 
-            metafunc.parametrize("check", list(checks(large=DEVICE != "cpu")), ids=str)
+            found = one_of_each() if SHORT else list(checks(large=DEVICE != "cpu"))
+            metafunc.parametrize("check", found, ids=str)
 
 
 def _parametrized(metafunc: pytest.Metafunc, name: str) -> bool:

@@ -16,11 +16,12 @@ async def test_nothing_waits_for_the_device_in_a_whole_session(options: dict[str
     from on_device.graphs import prepared
     from serve import Engine
 
-    if device == "cpu" and "sampling_backend" in options:
-        pytest.skip("Triton's kernels need a GPU")
+    if device == "cpu" and options:
+        pytest.skip("neither Triton's kernels nor CUDA graphs are on a CPU")
     async with Engine(tiny_models.cached(), device=device, **session.OPTIONS, **options) as engine:
-        await session.run(engine)  # kernels are compiled and graphs captured, which may wait
-        await prepared(engine)
+        if device != "cpu":
+            await session.run(engine)  # kernels are compiled and graphs captured, which may wait
+            await prepared(engine)
         with session.no_waiting(device):
             await session.run(engine)
 
@@ -47,11 +48,12 @@ async def test_a_step_that_waits_is_noticed(device: str, monkeypatch: pytest.Mon
             await engine.generate(input_ids=[5, 6, 7], sampling_params={"max_new_tokens": 4})
 
 
-async def test_twenty_engines_leave_the_memory_as_they_found_it(device: str) -> None:
+async def test_many_engines_leave_the_memory_as_they_found_it(device: str) -> None:
     import tiny_models
     from on_device.memory import after_cycles
 
-    first, *_, last = await after_cycles(21, tiny_models.cached(), device, max_total_tokens=65_536)
+    cycles = 5 if device == "cpu" else 21  # a rehearsal
+    first, *_, last = await after_cycles(cycles, tiny_models.cached(), device, max_total_tokens=65_536)
     assert last - first < KEPT_BYTES
 
 

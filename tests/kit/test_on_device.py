@@ -17,23 +17,17 @@ from on_device.greedy_tokens import MARGINS, MEAN_MARGIN, answers, shortfalls, w
 from on_device.moved import Moved
 from on_device.operations import Check
 from ops.attention import AttentionMetadata
+from ops.select import select
+from runtime.config.plan import ModelPlan
+from runtime.models.config import read_facts
+from runtime.models.loader import load_model
 from serve import Engine
 
 CPU = "cpu"
 KEPT_BYTES = 2**20
 
 
-def one_of_each() -> list[Check]:
-    """The first case of every operation and dtype, and what stands beside the tables."""
-    found: dict[Any, Check] = {}
-    for check in operations.checks(large=False):
-        case = operations.cases(check.operation).get(check.case, check.case)
-        kind = (getattr(case, "dtype", case), getattr(case, "pool_dtype", None))
-        found.setdefault((check.operation, check.file, *map(str, kind)), check)
-    return list(found.values())
-
-
-@pytest.mark.parametrize("check", one_of_each(), ids=str)
+@pytest.mark.parametrize("check", operations.one_of_each(), ids=str)
 def test_an_operation_is_compared(check: Check) -> None:
     operations.compare(check, CPU)
     operations.needs_e4m3(check)
@@ -111,6 +105,17 @@ async def test_tokens_in_any_dtype_are_nearly_the_best_and_others_are_not(dtype:
     assert max(shortfalls(path, CPU, dtype, found)) < MARGINS[dtype]
     found[3][5] = (found[3][5] + 1) % 128
     assert max(shortfalls(path, CPU, dtype, found)) > MARGINS[dtype]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", greedy.FAMILIES)
+def test_wide_checkpoints_fit_the_models(family: str) -> None:
+    facts = read_facts(wide_path(family), {})
+    plan = ModelPlan(
+        path=facts.path, load_format="auto", dtype="float32", device="cpu", context_length=64, random_seed=0
+    )
+    assert load_model(facts, plan, select()).hidden_size == facts.hidden_size
+    assert facts.head_dim == 64
 
 
 @pytest.mark.parametrize("cache", ["fp8_e4m3", "fp8_e5m2"])

@@ -50,6 +50,9 @@ def parser() -> argparse.ArgumentParser:
         "--stages", nargs="+", metavar="TEXT", help="only stages whose name contains one of these"
     )
     options.add_argument(
+        "--every", action="store_true", help="rehearse every case and family, not one of each kind"
+    )
+    options.add_argument(
         "--report", help="print the report of this contact.json as Markdown, and do nothing else"
     )
     return options
@@ -68,7 +71,8 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigurationError(f"No stage's name contains any of {', '.join(options.stages)}.")
     before = read(Path(options.resume)) if options.resume else None
     found = Report(Path(options.output), options.device, options.budget, before)
-    contact = _Contact(options.device, Path(options.output), monotonic() + options.budget)
+    deadline_s = monotonic() + options.budget
+    contact = _Contact(options.device, Path(options.output), deadline_s, every=options.every)
     for stage in chosen:
         if not found.done(stage.name):
             result = contact.run(stage)
@@ -87,11 +91,15 @@ def _wanted(stage: Stage, texts: Sequence[str] | None) -> bool:
 class _Contact:
     """Runs stages until the deadline; their output goes to one log."""
 
-    def __init__(self, device: str, folder: Path, deadline_s: float) -> None:
+    def __init__(self, device: str, folder: Path, deadline_s: float, *, every: bool = False) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._device = device
         self._log = folder / "contact.log"
         self._deadline_s = deadline_s
+        self._tests_environment = {
+            "PENSTOCK_TEST_DEVICE": device,
+            "PENSTOCK_TEST_EVERY": "1" if every else "",
+        }
 
     def run(self, stage: Stage) -> dict[str, Any]:
         """The stage's entry of the report."""
@@ -156,7 +164,7 @@ class _Contact:
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, [PYTHONPATH, os.environ.get("PYTHONPATH", "")])),
-            "PENSTOCK_TEST_DEVICE": self._device,
+            **self._tests_environment,
             "PYTHONUNBUFFERED": "1",
         }
         with TemporaryDirectory() as folder:

@@ -129,9 +129,12 @@ def test_only_some_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main([*words[:1], "--device", "tpu"]) == 2
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_the_rehearsal_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status = main(["gpu-contact", "--device", "cpu", "--output", str(tmp_path), "--budget", "1700"])
+@pytest.mark.parametrize(
+    "options", [pytest.param([], marks=pytest.mark.slow), pytest.param(["--every"], marks=pytest.mark.long)]
+)
+def test_the_rehearsal_passes(options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["gpu-contact", "--device", "cpu", "--output", str(tmp_path), "--budget", "1700"]
+    status = main([*words, *options])
     sys.stdout.write(capsys.readouterr().out)
     assert status == 0, (tmp_path / "contact.md").read_text()[:4000]

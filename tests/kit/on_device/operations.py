@@ -70,6 +70,16 @@ def checks(*, large: bool) -> Iterator[Check]:
                     yield from (Check(operation, file, name) for name in extras(operation))
 
 
+def one_of_each() -> list[Check]:
+    """The first case of every operation, file and dtype, and what stands beside the tables."""
+    found: dict[Any, Check] = {}
+    for check in checks(large=False):
+        case = cases(check.operation).get(check.case, check.case)
+        kind = (getattr(case, "dtype", case), getattr(case, "pool_dtype", None))
+        found.setdefault((check.operation, check.file, *map(str, kind)), check)
+    return list(found.values())
+
+
 def runnable_files() -> set[str]:
     machine = Machine.probe()
     gpu = machine.gpus[0] if machine.gpus else None
