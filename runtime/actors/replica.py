@@ -90,6 +90,7 @@ class _ReplicaLoader:
         plan, facts, group = self._plan, self._facts, self._group
         parallel = plan.parallel
         began = time.monotonic()
+        logger.info("Load weight begin. type=%s, from %s", facts.architecture, facts.path)
         environment = _share_processors(plan)
         with _in_time(parallel.join_timeout_s, "join from the other machines"):
             await group.start(parallel, facts, environment)

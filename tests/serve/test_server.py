@@ -84,12 +84,16 @@ def test_second_signal_ends_running_streams_with_an_error():
 def test_signal_during_the_start_leaves_nothing_behind(tmp_path: Path):
     command = [sys.executable, "-m", "serve", "--port", "0", "--model-path", tiny_models.cached()]
     environment = os.environ | {"TMPDIR": str(tmp_path)}
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=environment) as process:
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=environment)
+    try:
         server = Server(process)
-        server.wait_for("model")
+        server.wait_for("Load weight begin")
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=60) in (0, 128 + signal.SIGTERM)  # it may have been up already
         assert "Traceback" not in server.rest()
+    finally:
+        process.kill()
+        process.wait()
     assert list(tmp_path.iterdir()) == []
 
 
