@@ -62,6 +62,10 @@ class Request:
     )
     wants_embedding: bool = False
     grammar: Grammar | None = None  # what the output must match; the engine makes the constraint of it
+    namespace: tuple[str | None, str | None] | None = (
+        None  # cache_salt and extra_key: shares prefixes within it
+    )
+    priority: int | None = None  # None: after all that have one
     follows: bool = False  # another prompt of its call was let in: the queue takes this one too, full or not
     shown_special_ids: frozenset[int] = frozenset()  # special tokens that stay in the text all the same
     thinking: ThinkingLimit | None = None  # how long the model may think; it becomes part of the constraint

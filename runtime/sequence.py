@@ -43,6 +43,7 @@ class Sequence:
         "seed",
         "sequence_index",
         "stop_ids",
+        "urgency",
     )
 
     def __init__(
@@ -56,6 +57,7 @@ class Sequence:
         seed: int,
         namespace: Hashable = None,
         banned_ids: frozenset[int] = frozenset(),
+        urgency: int = 0,
     ) -> None:
         self.request = request
         self.index = index  # which of the request's n choices
@@ -77,6 +79,7 @@ class Sequence:
         self.sequence_index = -1  # row in the request tables and in device state while running
         self.finish: Finish | None = None
         self.namespace = namespace  # sequences of different namespaces never share pages
+        self.urgency = urgency  # larger ones go first, where requests have priorities
         wanted = request.logprobs.start if request.logprobs is not None else -1
         self.next_logprob = wanted if wanted >= 0 else self.num_prompt  # first position still to be asked for
         self.prompt_logprobs: Logprobs | None = None  # gathered until the first output
@@ -92,6 +95,7 @@ class Sequence:
             seed=self.seed,
             namespace=self.namespace,
             banned_ids=self.banned_ids,
+            urgency=self.urgency,
         )
 
     @property

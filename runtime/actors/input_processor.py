@@ -17,6 +17,7 @@ from runtime.sequence import Sequence
 from runtime.tokenizer.tokenizer import Tokenizer
 
 SEED_MASK = 2**64 - 1
+NO_PRIORITY = -(2**31) - 1  # the urgency of requests without one: below all others
 CHOICE_STRIDE = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: far apart for neighbouring choices
 
 
@@ -29,6 +30,8 @@ class InputProcessor:
         self._eos_ids = facts.eos_ids | (tokenizer.eos_ids if tokenizer else frozenset())
         self._tokenizer = tokenizer
         self._is_embedding = plan.model.is_embedding
+        self._priorities = plan.schedule.priorities
+        self._low_first = plan.schedule.low_priority_first
         self._text_limit = tokenizer.text_limit if tokenizer else None
         self._random = random.Random(plan.model.random_seed)
 
@@ -46,6 +49,11 @@ class InputProcessor:
             self.check_ids(request.ids)
         elif self._text_limit is not None and not cuts:
             self._text_limit.check(request.text or "", self._context_length)
+        if request.priority and not self._priorities:
+            raise InvalidRequest(
+                "Requests have no priorities on this server; start it with --enable-priority-scheduling.",
+                param="priority",
+            )
         sampling = request.sampling
         named = {
             "stop_token_ids": sampling.stop_token_ids,
@@ -105,10 +113,20 @@ class InputProcessor:
                 max_tokens=min(len(ids) + new, self._context_length),
                 stop_ids=stop_ids,
                 seed=(seed + index * CHOICE_STRIDE) & SEED_MASK,
+                namespace=request.namespace,
                 banned_ids=banned_ids,
+                urgency=self.urgency(request),
             )
             for index in range(sampling.n)
         ]
+
+    def urgency(self, request: Request) -> int:
+        """How far a request goes before others, as `Sequence.urgency`."""
+        if not self._priorities:
+            return 0
+        if request.priority is None:
+            return NO_PRIORITY
+        return -request.priority if self._low_first else request.priority
 
     def grammar_ends(self, request: Request) -> Ends:
         """When the output of a request with a grammar may end."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
@@ -81,6 +82,11 @@ class Router:
         if alive := self.alive:
             return sum(scheduler.room for scheduler in alive)
         return self._max_queued - sum(len(live.sequences) for live in self._requests)
+
+    @property
+    def least_urgency(self) -> float:
+        """As of a scheduler, over all."""
+        return min((scheduler.least_urgency for scheduler in self.alive), default=math.inf)
 
     @property
     def wait_s(self) -> float:

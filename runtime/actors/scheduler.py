@@ -30,7 +30,7 @@ from runtime.errors import (
     StepFailed,
     WorkerFailed,
 )
-from runtime.request import Delta
+from runtime.request import Delta, Finish
 from runtime.scheduler.apply import NOT_FINITE, RowFailed
 from runtime.scheduler.scheduler import Scheduler
 
@@ -50,6 +50,7 @@ CLOSE_TIMEOUT_S = 30.0
 
 BROKEN = "The scheduler failed at this request; it was given up for the others."
 STEP_FAILED = "The forward pass failed; the request is lost."
+DISPLACED = "The request queue is full, and a request of higher priority took this one's place."
 NO_MEMORY = "The device ran out of memory; this request came last and was given up for the others."
 
 
@@ -106,6 +107,8 @@ class SchedulerActor:
         self._watchdog_timeout_s = plan.watchdog_timeout_s
         self._max_queue_time_s = plan.max_queue_time_s
         self._crash_folder = plan.crash_folder
+        self._priorities = plan.priorities
+        self._receive_interval = plan.receive_interval
         self._requests = requests
         self._detokenizer = detokenizer
         self._inbox: Mailbox[Admit | Abort | EndChoice | Wake] = Mailbox()
@@ -150,6 +153,11 @@ class SchedulerActor:
     def room(self) -> int:
         """How many more choices the queue takes, those under way to it deducted."""
         return self.scheduler.room - self._num_arriving
+
+    @property
+    def least_urgency(self) -> float:
+        """Of those that wait for their first step: a more urgent request is let in though there is no room."""
+        return self.scheduler.least_urgency
 
     @property
     def wait_s(self) -> float:
@@ -209,7 +217,8 @@ class SchedulerActor:
     async def _run_steps(self) -> None:
         while True:
             try:
-                self._receive()
+                if not self._in_flight or self.progress.num_steps % self._receive_interval == 0:
+                    self._receive()
                 batch = self.scheduler.fill()
             except Exception as error:  # the scheduler's boundary: memory, or a mistake of ours
                 await self._rebuild(error)
@@ -411,6 +420,8 @@ class SchedulerActor:
         live = message.live
         if isinstance(message, Admit):
             self._num_arriving -= len(live.sequences)
+            if self._priorities and self.scheduler.room <= 0 and not live.request.follows:
+                self._displace(live.sequences[0].urgency)
             self.scheduler.add(*live.sequences)
         elif isinstance(message, EndChoice):
             self.scheduler.end(live.sequences[message.index])
@@ -418,6 +429,16 @@ class SchedulerActor:
             deltas = self.scheduler.abort(live.sequences, live.aborting)
             if deltas:
                 self._detokenizer.inbox.put(deltas)
+
+    def _displace(self, urgency: int) -> None:
+        """The queue is full: turn the newest of the least urgent away, for one that is more urgent."""
+        waiting = [live for live in self._requests if live.scheduler is self and live.waits]
+        waiting = [live for live in waiting if live.sequences and live.sequences[0].urgency < urgency]
+        while waiting and self.scheduler.room <= 0:
+            last = min(waiting, key=lambda live: (live.sequences[0].urgency, -live.times.queued))
+            waiting.remove(last)
+            self.scheduler.abort(last.sequences, Finish("abort", message=DISPLACED))
+            self._requests.fail(last.request.id, Overloaded(DISPLACED, retry_after_s=self.retry_after_s))
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *args: object) -> None:

@@ -53,7 +53,11 @@ class TokenizerActor:
     def check_room(self, request: Request) -> None:
         """Raise `Overloaded` where those that wait to be tokenized will already fill the scheduler's queue."""
         retry_after_s = self._scheduler.retry_after_s
-        if self._num_waiting >= self._scheduler.room and not request.follows:
+        if (
+            self._num_waiting >= self._scheduler.room
+            and not request.follows
+            and self._processor.urgency(request) <= self._scheduler.least_urgency
+        ):
             raise Overloaded("The request queue is full.", retry_after_s=retry_after_s)
         if self._waiting_bytes and self._waiting_bytes + num_bytes_held(request) > MAX_WAITING_BYTES:
             raise Overloaded("Too much text is waiting to be tokenized.", retry_after_s=retry_after_s)

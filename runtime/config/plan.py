@@ -66,6 +66,13 @@ class SchedulePlan(Section):
     crash_folder: str | None = None  # for a record of what went on when a step hangs
     max_queue_time_s: float | None = None  # that a request may wait; None: as long as it takes
     micro_batches: int = 1  # in flight at the same time, without a sequence in common: one for each stage
+    priorities: bool = False  # requests have them: they order the queue, displace, and interrupt who runs
+    low_priority_first: bool = False  # lower numbers go before higher ones
+    preemption_threshold: int = (
+        10  # a priority must be further above a running one's than this to interrupt it
+    )
+    max_new_sequences: int | None = None  # that one step takes on; None: no limit of its own
+    receive_interval: int = 1  # steps between two looks at the inbox while something runs
     max_micro_batch: int | None = None  # rows of one of them; None: no limit of its own
 
 

@@ -44,6 +44,8 @@ class BatchBuilder:
 
     def build(self, number: int) -> Batch | None:
         """Choose the rows of the step with this number and give them pages; None when there is nothing to do."""
+        if self._plan.priorities and self._waiting.allowed is None:
+            self._preempt()
         decodes, prompts = self._unfinished()
         step = _StepRows(self._plan.max_micro_batch)
         if self._plan.mixed:
@@ -65,6 +67,35 @@ class BatchBuilder:
             tables.write_pages(sequence.sequence_index, first, sequence.pages[first : first + len(pages)])
             self._cache.free(pages)
         return batch
+
+    def _preempt(self) -> None:
+        """Retract who runs for the most urgent who waits, where that is urgent enough and cannot run otherwise.
+
+        The least urgent go first, and of those the newest. Nobody goes where that would not make enough room.
+        """
+        first = next(iter(self._waiting.ordered()), None)
+        if first is None or first.num_pending:
+            return
+        limit = first.urgency - self._plan.preemption_threshold
+        victims = [sequence for sequence in reversed(list(self._running)) if sequence.urgency < limit]
+        victims.sort(key=lambda sequence: sequence.urgency)
+        if not victims:
+            return
+        size, estimate = self._cache.page_size, self.new_token_ratio
+        self._cache.lock(first)
+        lacking = estimate.pages_at_first(first, size) - self._cache.num_available
+        self._cache.release(first, keep=False)
+        lacking += sum(estimate.pages_ahead(sequence, size) for sequence in self._running)
+        num_rows, chosen = self._running.tables.num_free, []
+        for victim in victims:
+            if lacking <= 0 and num_rows:
+                break
+            chosen.append(victim)
+            num_rows += 1
+            lacking -= len(victim.pages) + estimate.pages_ahead(victim, size)
+        if lacking <= 0 and num_rows:
+            for victim in chosen:
+                self._retract(victim)
 
     def _unfinished(self) -> tuple[list[Sequence], list[Sequence]]:
         """Running sequences with something to compute: by one output token, and by known tokens."""
@@ -108,20 +139,23 @@ class BatchBuilder:
     def _retract_one(self) -> bool:
         """Send the sequence that loses least back to the head of the queue, to be computed again later.
 
-        Fewest output tokens decide, then the longest prompt, then the latest admission. False when only one
-        is left: one sequence alone always fits.
+        The lowest urgency decides, then fewest output tokens, the longest prompt, and the latest admission. False
+        when only one is left: one sequence alone always fits.
         """
         if len(self._running) < 2:
             return False
         victim = min(
             reversed(list(self._running)),
-            key=lambda sequence: (sequence.num_output, -sequence.num_prompt),
+            key=lambda sequence: (sequence.urgency, sequence.num_output, -sequence.num_prompt),
         )
+        self._retract(victim)
+        self.new_token_ratio.lift(self._running)
+        return True
+
+    def _retract(self, victim: Sequence) -> None:
         self._waiting.put_back(victim)  # first: whatever breaks, it is somewhere
         self._running.leave(victim)
-        self.new_token_ratio.lift(self._running)
         self.num_retracted += 1
-        return True
 
     def _add_prompts(self, step: _StepRows, prompts: list[Sequence]) -> None:
         """Continue cut prompts, then admit waiting sequences, while budgets and pages last."""
@@ -192,6 +226,8 @@ class BatchBuilder:
             self._start(step, sequence, count, budget)
             admitted.append(sequence)
             reserved += estimate.pages_ahead(sequence, size)
+            if len(admitted) == self._plan.max_new_sequences:
+                break
         for sequence in admitted:
             self._waiting.remove(sequence)
 

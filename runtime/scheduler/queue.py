@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable, Iterator
@@ -20,12 +21,14 @@ Policy = Callable[[list[Sequence], PrefixCache], list[Sequence]]
 class WaitingQueue:
     """Sequences that are not running: retracted ones first, then the others as the policy says.
 
-    Where several clients wait, they take turns, each with its sequences in the policy's order.
+    Where several clients wait, they take turns, each with its sequences in the policy's order. With `priorities` all
+    that is so among sequences of the same urgency, and more urgent ones come before.
     """
 
-    def __init__(self, policy: str, cache: PrefixCache) -> None:
+    def __init__(self, policy: str, cache: PrefixCache, *, priorities: bool = False) -> None:
         self._sort = _policy(policy)
         self._cache = cache
+        self._priorities = priorities
         self._retracted: deque[Sequence] = deque()
         self._queued: dict[Sequence, None] = {}  # an ordered set
         self._owners: Counter[str] = Counter()  # how many each has in it
@@ -66,6 +69,17 @@ class WaitingQueue:
         """In the order of admission. The queue must not change while this is read."""
         if self.allowed is not None:
             return [sequence for sequence in self if sequence in self.allowed]
+        order = self._policy_order()
+        return sorted(order, key=lambda sequence: -sequence.urgency) if self._priorities else order
+
+    @property
+    def least_urgency(self) -> float:
+        """Of those that have not run yet; infinite where there is none."""
+        if not self._priorities:
+            return math.inf
+        return min((sequence.urgency for sequence in self._queued), default=math.inf)
+
+    def _policy_order(self) -> Iterable[Sequence]:
         if len(self._queued) < 2:
             return self
         queued = list(self._queued)

@@ -51,7 +51,7 @@ class Scheduler:
         self._max_queued = plan.max_queued
         self._max_tokens = min(context_length, cache.num_tokens)
         self._running = Running(plan.max_running, cache, vocab_size)
-        self._waiting = WaitingQueue(plan.policy, cache)
+        self._waiting = WaitingQueue(plan.policy, cache, priorities=plan.priorities)
         self._builder = BatchBuilder(plan, cache, self._running, self._waiting)
         self._trials = Trials()
         self._num_filled = 0
@@ -62,6 +62,11 @@ class Scheduler:
         """How many more sequences may be added; those for which a row is free at the next fill do not queue."""
         entering = 0 if self._running.full else self._running.tables.num_free
         return self._max_queued + entering - len(self._waiting)
+
+    @property
+    def least_urgency(self) -> float:
+        """Of those that wait and have not run yet: who is more urgent may displace one. Infinite without priorities."""
+        return self._waiting.least_urgency
 
     def add(self, *sequences: Sequence) -> None:
         """Queue the sequences of one request, all or none; `max_tokens` is lowered to what the pool can hold.

@@ -43,6 +43,8 @@ class ChatRequest:
     logprobs: LogprobParams | None = None
     add_special_tokens: bool = False  # the chat template writes its own
     keep_last: int | None = None  # as in `Request`
+    namespace: tuple[str | None, str | None] | None = None  # as in `Request`
+    priority: int | None = None  # as in `Request`
     label: str = field(default_factory=lambda: uuid4().hex)
 
 
@@ -95,6 +97,8 @@ def prepare(core: EngineCore, chat: ChatRequest) -> PreparedChat:
         shown_special_ids=shown_special_ids(core.tokenizer, settings),
         grammar=grammar_of_chat(core, chat.grammar, choice, settings, parallel=chat.parallel_tool_calls),
         thinking=thinking_limit(core, chat.max_thinking_tokens, settings, prompt),
+        namespace=chat.namespace,
+        priority=chat.priority,
         label=chat.label,
     )
     return PreparedChat(request=request, settings=settings)

@@ -9,8 +9,8 @@ from uuid import uuid4
 
 from runtime.errors import InvalidRequest
 from runtime.request import LogprobParams, Request
-from runtime.sampling_params import SamplingParams
-from serve.decode import Length, NotBuilt
+from runtime.sampling_params import MAX_INT32, SamplingParams
+from serve.decode import Length, NotBuilt, Range
 from serve.errors import renamed
 from serve.sampling import read_sampling, sampling_params
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 MAX_PROMPTS = 1024
 MAX_CHOICES_IN_ALL = 4096  # prompts times n
 Label = Annotated[str, Length(1, 256)]
+Salt = Annotated[str, Length(1, 256)]
+Priority = Annotated[int, Range(-MAX_INT32, MAX_INT32)]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,7 +39,9 @@ class GenerateBody:
     top_logprobs_num: int | list[int] = 0
     token_ids_logprob: list[int] | list[list[int] | None] | None = None
     return_text_in_logprobs: bool = False
-    priority: NotBuilt = None
+    cache_salt: Salt | list[Salt] | None = None  # prefixes are shared by prompts with equal ones alone
+    extra_key: Salt | list[Salt] | None = None  # likewise
+    priority: Priority | list[Priority | None] | None = None  # with --enable-priority-scheduling
     log_metrics: bool = True  # there are no request metrics to leave out yet
     input_embeds: NotBuilt = None
     image_data: NotBuilt = None
@@ -70,6 +74,8 @@ def requests_of(body: GenerateBody, core: EngineCore) -> list[Request]:
         raise InvalidRequest("n must be the same for all prompts of a batch.", param="sampling_params")
     check_choices(count, sampling[0].n)
     labels, logprobs = _labels(body, count), _logprobs(body, count)
+    namespaces = namespaces_of(body.cache_salt, body.extra_key, count)
+    priorities = _spread(body.priority, count, "priority")
     return [
         Request(
             text=prompt if isinstance(prompt, str) else None,
@@ -77,6 +83,8 @@ def requests_of(body: GenerateBody, core: EngineCore) -> list[Request]:
             sampling=sampling[index],
             logprobs=logprobs[index],
             truncate=core.plan.serve.allow_auto_truncate,
+            namespace=namespaces[index],
+            priority=priorities[index],
             label=labels[index],
         )
         for index, prompt in enumerate(prompts)
@@ -133,6 +141,14 @@ def labels_of(rid: str | list[str], count: int, *, is_batch: bool) -> Sequence[s
         return [f"{rid}_{index}" for index in range(count)] if is_batch else [rid]
     _check_length(rid, count, "rid")
     return rid
+
+
+def namespaces_of(
+    cache_salt: str | list[str] | None, extra_key: str | list[str] | None, count: int
+) -> list[tuple[str | None, str | None] | None]:
+    """Within what each prompt shares prefixes; None: with all that have no salt and no key either."""
+    salts, keys = _spread(cache_salt, count, "cache_salt"), _spread(extra_key, count, "extra_key")
+    return [None if pair == (None, None) else pair for pair in zip(salts, keys, strict=True)]
 
 
 def _logprobs(body: GenerateBody, count: int) -> list[LogprobParams | None]:

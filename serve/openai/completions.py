@@ -18,7 +18,7 @@ from runtime.errors import InvalidRequest
 from runtime.request import Chunk, Finish, LogprobParams, Logprobs, Request
 from serve.endpoint import json_response, read_all_or_disconnect, read_body
 from serve.errors import ErrorFormat, openai_body
-from serve.native.schema import check_choices, labels_of
+from serve.native.schema import check_choices, labels_of, namespaces_of
 from serve.openai.answers import AnswerHeader, UsageCount, event_end
 from serve.openai.logprobs import CompletionLogprobs
 from serve.openai.models import check_model
@@ -92,6 +92,7 @@ def _read(core: EngineCore, raw: bytes) -> _Call:
     logprobs = _logprobs(body)
     rid = body.rid or uuid4().hex
     labels = labels_of(rid, len(prompts), is_batch=is_batch)
+    namespaces = namespaces_of(body.cache_salt, body.extra_key, len(prompts))
     requests = [
         Request(
             text=prompt if isinstance(prompt, str) else None,
@@ -102,9 +103,11 @@ def _read(core: EngineCore, raw: bytes) -> _Call:
             truncate=core.plan.serve.allow_auto_truncate,
             keep_last=keep_last_of(body),
             add_special_tokens=body.add_special_tokens,
+            namespace=namespace,
+            priority=body.priority,
             label=label,
         )
-        for prompt, label in zip(prompts, labels, strict=True)
+        for prompt, namespace, label in zip(prompts, namespaces, labels, strict=True)
     ]
     echoes = [_echo(core, tokenizer, prompt) for prompt in prompts] if body.echo else None
     return _Call(body, model, requests, echoes)

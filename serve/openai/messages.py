@@ -10,6 +10,7 @@ from runtime.errors import InvalidRequest
 from runtime.request import LogprobParams
 from serve.chat.request import ChatRequest
 from serve.chat.thinking import thinking_switch
+from serve.native.schema import namespaces_of
 from serve.openai.requests import keep_last_of
 from serve.openai.schema import ChatBody, Message
 
@@ -35,6 +36,8 @@ def chat_of(body: ChatBody) -> ChatRequest:
         add_generation_prompt=body.add_generation_prompt,
         add_special_tokens=body.add_special_tokens,
         keep_last=keep_last_of(body),
+        namespace=namespaces_of(body.cache_salt, body.extra_key, 1)[0],
+        priority=body.priority,
         label=body.rid or uuid4().hex,
     )
 

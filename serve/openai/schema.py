@@ -13,7 +13,7 @@ from runtime.grammar.spec import Grammar
 from runtime.request import MAX_TOP_LOGPROBS
 from runtime.sampling_params import MAX_INT32, Api
 from serve.decode import Length, NotBuilt, Range
-from serve.native.schema import MAX_PROMPTS, Label
+from serve.native.schema import MAX_PROMPTS, Label, Priority, Salt
 from serve.sampling import sampling_names
 
 MAX_MESSAGES = 4096
@@ -61,7 +61,7 @@ class OpenAIBody:
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
-    priority: NotBuilt = None
+    priority: Priority | None = None  # with --enable-priority-scheduling
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None  # vLLM's
     guided_whitespace_pattern: NotBuilt = None
@@ -74,8 +74,6 @@ class OpenAIBody:
     bootstrap_port: NotBuilt = None
     bootstrap_room: NotBuilt = None
     data_parallel_rank: NotBuilt = None
-    cache_salt: NotBuilt = None
-    extra_key: NotBuilt = None
     return_token_ids: NotBuilt = None
     truncate_prompt_tokens: Annotated[int, Range(-1, MAX_INT32)] | None = None
     return_tokens_as_token_ids: bool = False
@@ -98,6 +96,8 @@ class CompletionBody(OpenAIBody):
         | Annotated[list[list[int]], Length(1, MAX_PROMPTS)]
     )
     rid: Label | list[Label] | None = None
+    cache_salt: Salt | list[Salt] | None = None
+    extra_key: Salt | list[Salt] | None = None
     echo: bool = False
     logprobs: Annotated[int, Range(0, MAX_TOP_LOGPROBS)] | None = None
     best_of: int | None = None
@@ -153,6 +153,8 @@ class ChatBody(OpenAIBody):
 
     messages: Annotated[list[Message], Length(1, MAX_MESSAGES)]
     rid: Label | None = None
+    cache_salt: Salt | None = None
+    extra_key: Salt | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Range(0, MAX_TOP_LOGPROBS)] | None = None
     tools: list[dict[str, Any]] | None = None

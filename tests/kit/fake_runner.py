@@ -222,6 +222,7 @@ def make_sequence(
     request: Request | None = None,
     logprobs: LogprobParams | None = None,
     namespace: str | None = None,
+    urgency: int = 0,
     wants_embedding: bool = False,
     constraint: Constraint | None = None,
     **sampling: object,
@@ -246,6 +247,7 @@ def make_sequence(
         stop_ids=frozenset(stop_ids),
         seed=seed,
         namespace=namespace,
+        urgency=urgency,
     )
 
 

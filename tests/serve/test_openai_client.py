@@ -117,3 +117,32 @@ async def test_client_that_leaves_a_stream_frees_its_pages():
         while engine.status().num_requests:
             await asyncio.sleep(0)
         assert engine.status().num_used_pages == 0
+
+
+async def test_prompts_with_different_salts_share_no_prefix():
+    async with connected() as (client, engine):
+        prompt = [3 + place % 100 for place in range(64)]
+
+        async def cached(**fields: str) -> int:
+            ask = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "extra_body": fields}
+            details = (await client.completions.create(**ask)).usage.prompt_tokens_details
+            return details.cached_tokens if details else 0
+
+        assert [await cached(), await cached()] == [0, 48]
+        assert [await cached(cache_salt="a"), await cached(cache_salt="a")] == [0, 48]
+        assert await cached(cache_salt="b") == await cached(extra_key="a") == 0
+        assert await cached(cache_salt="a", extra_key="b") == 0
+        mixed = await engine.generate(
+            input_ids=[prompt] * 2, sampling_params={"max_new_tokens": 1}, cache_salt=["b", "c"]
+        )
+        assert [each["meta_info"]["cached_tokens"] for each in mixed] == [48, 0]
+
+        async def cached_of_chat(**fields: str) -> int:
+            ask = {"model": "tiny", "messages": MESSAGES * 8, "max_tokens": 1, "extra_body": fields}
+            details = (await client.chat.completions.create(**ask)).usage.prompt_tokens_details
+            return details.cached_tokens if details else 0
+
+        assert await cached_of_chat(cache_salt="a") == await cached_of_chat(cache_salt="b") == 0
+        assert await cached_of_chat(cache_salt="b") > 0
+        with pytest.raises(openai.BadRequestError, match="cache_salt"):
+            await cached(cache_salt="")

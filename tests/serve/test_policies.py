@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import tiny_checkpoints
+from runtime.errors import InvalidRequest, Overloaded
 from serve import Engine
 
 SHORT, LONG = list(range(20, 36)), list(range(90, 122))  # one page and two, which the cache knows
@@ -71,3 +72,37 @@ async def test_the_order_changes_no_tokens(path: str, policy: str):
 async def test_random_is_no_order_of_arrival(path: str):
     order, _ = await served(path, "random")
     assert order != ORDERS["fcfs"]
+
+
+async def test_priorities_go_before_the_order_of_arrival_and_displace(path: str):
+    finished: list[int | None] = []
+    priorities = {"enable_priority_scheduling": True, "max_queued_requests": 3}
+    async with Engine(path, **PLAIN, **priorities) as engine:
+
+        async def ask(priority: int | None, length: int = 4) -> list[int]:
+            sampling = {"temperature": 0, "max_new_tokens": length, "ignore_eos": True}
+            answer = await engine.generate(
+                input_ids=[*SHORT, 60 + (priority or 0)], sampling_params=sampling, priority=priority
+            )
+            finished.append(priority)
+            return answer["output_ids"]
+
+        alone = await ask(0, 64)
+        running = asyncio.create_task(ask(0, 64))
+        while not engine.status().num_running:
+            await asyncio.sleep(0)
+        waiting = [asyncio.create_task(ask(priority)) for priority in (None, 5, 9)]
+        while engine.status().num_waiting < 3:
+            await asyncio.sleep(0)
+        with pytest.raises(Overloaded, match="queue is full"):
+            await ask(None)
+        waiting.append(asyncio.create_task(ask(20)))
+        answers = await asyncio.gather(*waiting, return_exceptions=True)
+        assert isinstance(answers[0], Overloaded)
+        assert "higher priority" in answers[0].message
+        assert await running == alone
+        assert finished == [0, 20, 9, 5, 0]
+        assert engine.status().num_retracted == 1
+    async with Engine(path, **PLAIN) as engine:
+        with pytest.raises(InvalidRequest, match="--enable-priority-scheduling"):
+            await engine.generate(input_ids=[5], priority=1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from runtime.config.option_spec import always, inert, option, planned
+from runtime.config.option_spec import always, inert, option
 from runtime.config.plan import SchedulePlan
 
 
@@ -94,7 +94,12 @@ class ScheduleArgs:
         "Use no processor time while nothing is to be done.",
         reason="the event loop waits without computing",
     )
-    prefill_only_one_req: bool = planned(False, "Take on at most one new request in each step.", const=True)
+    prefill_only_one_req: bool = option(
+        False,
+        "Take on at most one new sequence in each step.",
+        const=True,
+        plan=SchedulePlan.max_new_sequences,
+    )
     stream_output: bool = always(
         False,
         "Without a tokenizer: send only the new token ids with each piece instead of all so far.",
@@ -107,13 +112,28 @@ class ScheduleArgs:
         reason="the option had already lost its effect where it comes from",
         low=1,
     )
-    scheduler_recv_interval: int = planned(1, "Look for new requests only every so many steps.", low=1)
-    enable_priority_scheduling: bool = planned(
-        False, "Order requests by their priority, and let important ones interrupt others."
+    scheduler_recv_interval: int = option(
+        1,
+        "Look for new and aborted requests only every so many steps while others run.",
+        low=1,
+        plan=SchedulePlan.receive_interval,
     )
-    schedule_low_priority_values_first: bool = planned(
-        False, "Treat lower priority numbers as more important."
+    enable_priority_scheduling: bool = option(
+        False,
+        "Order waiting requests by their field `priority`, higher numbers first, and then as --schedule-policy "
+        "says. Where the queue is full, a request displaces the newest of the lowest priority, which is answered "
+        "with status 503. Requests without one come last. Every client may say how important it is.",
+        plan=SchedulePlan.priorities,
     )
-    priority_scheduling_preemption_threshold: int = planned(
-        10, "Smallest difference in priority that interrupts a running request.", low=0
+    schedule_low_priority_values_first: bool = option(
+        False,
+        "Put lower priority numbers before higher ones, as vLLM does.",
+        plan=SchedulePlan.low_priority_first,
+    )
+    priority_scheduling_preemption_threshold: int = option(
+        10,
+        "A waiting request that cannot run interrupts running ones whose priority is lower by more than this; what "
+        "they have computed stays cached where there is room, and they go on later with the same tokens.",
+        low=0,
+        plan=SchedulePlan.preemption_threshold,
     )

@@ -43,6 +43,11 @@ def schedule_plan(builder: PlanBuilder, gpu: Gpu | None, page_size: int) -> Sche
         crash_folder=builder.follow("crash_dump_folder"),
         micro_batches=Decision(builder.args.parallel.pp_size, "one for each stage of the pipeline"),
         max_micro_batch=builder.follow("max_micro_batch_size"),
+        priorities=_priorities(builder),
+        low_priority_first=builder.follow("schedule_low_priority_values_first"),
+        preemption_threshold=builder.follow("priority_scheduling_preemption_threshold"),
+        max_new_sequences=_max_new(builder),
+        receive_interval=builder.follow("scheduler_recv_interval"),
     )
 
 
@@ -52,6 +57,20 @@ def _overlap(builder: PlanBuilder) -> Decision[bool]:
             False, "stages overlap with each other instead; their batches need tokens that are known"
         )
     return builder.follow("disable_overlap_schedule", not builder.args.schedule.disable_overlap_schedule)
+
+
+def _priorities(builder: PlanBuilder) -> Decision[bool]:
+    asked = builder.args.schedule.enable_priority_scheduling
+    if not asked and builder.args.schedule.schedule_low_priority_values_first:
+        builder.refuse(
+            "schedule_low_priority_values_first",
+            "--schedule-low-priority-values-first needs --enable-priority-scheduling.",
+        )
+    return builder.follow("enable_priority_scheduling")
+
+
+def _max_new(builder: PlanBuilder) -> Decision[int | None]:
+    return builder.follow("prefill_only_one_req", 1 if builder.args.schedule.prefill_only_one_req else None)
 
 
 def _max_running(builder: PlanBuilder, gpu: Gpu | None) -> Decision[int]:

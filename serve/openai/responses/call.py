@@ -14,6 +14,7 @@ from runtime.grammar.spec import Grammar
 from runtime.request import LogprobParams
 from serve.chat.request import ChatRequest, PreparedChat, prepare, render
 from serve.chat.thinking import thinking_switch
+from serve.native.schema import namespaces_of
 from serve.openai.models import check_model
 from serve.openai.response_format import grammar_of
 from serve.openai.responses.items import (
@@ -67,6 +68,8 @@ def call_of(
         grammar=_grammar(body),
         template_kwargs=_template_kwargs(body),
         logprobs=LogprobParams(top=body.top_logprobs, text=True) if body.wants_logprobs else None,
+        namespace=namespaces_of(body.cache_salt, body.extra_key, 1)[0],
+        priority=body.priority,
         label=f"resp_{uuid4().hex}",
     )
     if body.truncation == "auto":

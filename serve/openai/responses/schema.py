@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from runtime.errors import InvalidRequest
 from serve.decode import Length, NotBuilt, Range, decode
 from serve.endpoint import parse_object
+from serve.native.schema import Priority, Salt
 from serve.openai.schema import MAX_MESSAGES
 from serve.sampling import read_sampling, sampling_names
 
@@ -100,6 +101,9 @@ class ResponsesBody:
     prompt_cache_retention: str | None = None
     service_tier: Literal["auto", "default"] | None = None
     max_tool_calls: int | None = None
+    cache_salt: Salt | None = None  # these as in /v1/chat/completions
+    extra_key: Salt | None = None
+    priority: Priority | None = None
     conversation: NotBuilt = None
     prompt: NotBuilt = None
     context_management: NotBuilt = None

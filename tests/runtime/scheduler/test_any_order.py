@@ -35,6 +35,8 @@ class AnyOrder(RuleBasedStateMachine):
         ratio=st.sampled_from([0.0, 0.0, 0.5]),
         policy=st.sampled_from(["fcfs", "lpm", "lof", "random", "dfs-weight"]),
         reserved=st.sampled_from([1, 4, 4096]),
+        priorities=st.booleans(),
+        max_new_sequences=st.sampled_from([None, None, 1]),
     )
     def start(
         self,
@@ -73,6 +75,7 @@ class AnyOrder(RuleBasedStateMachine):
         num_choices=st.sampled_from([1, 1, 2, 3]),
         seed=st.integers(0, 2),
         namespace=st.sampled_from([None, "adapter"]),
+        urgency=st.sampled_from([0, 0, 5, 20, 40]),
         logprob_start=st.sampled_from([-1, -1, 0, 3]),
         wants_embedding=st.sampled_from([False, False, False, True]),
         constrained=st.sampled_from([False, True]),
@@ -103,11 +106,9 @@ class AnyOrder(RuleBasedStateMachine):
             constraint=self.late if constrained and not wants_embedding else None,
             **values,
         )
-        stop_ids, namespace = values["stop_ids"], values["namespace"]
+        shared = {name: values[name] for name in ("stop_ids", "namespace", "urgency")}
         others = [
-            make_sequence(
-                prompt, index=i, seed=seed + i, request=first.request, stop_ids=stop_ids, namespace=namespace
-            )
+            make_sequence(prompt, index=i, seed=seed + i, request=first.request, **shared)
             for i in range(1, num_choices)
         ]
         needed = len(prompt) + (values["max_new_tokens"] > 0 and not wants_embedding)

@@ -156,3 +156,36 @@ def test_known_tokens_go_on_with_the_pages_of_a_decode_row_that_retracted_itself
     drive.run(max_steps=60)
     assert drive.scheduler.num_retracted > 0
     assert [drive.output(s) for s in sequences] == [drive.expected(s) for s in sequences]
+
+
+def preempting(urgencies: list[int], *, num_pages: int = 64, **plan: object) -> tuple[Drive, list[Sequence]]:
+    """One after the other come with these urgencies; all run to their end."""
+    drive = Drive(make_plan(priorities=True, **plan), num_pages=num_pages, page_size=1)
+    sequences = [
+        make_sequence([i] * 4, max_new_tokens=8, seed=i, urgency=each) for i, each in enumerate(urgencies)
+    ]
+    for sequence in sequences:
+        drive.add(sequence)
+        drive.step()
+    drive.run()
+    assert [drive.output(s) for s in sequences] == [drive.expected(s) for s in sequences]
+    return drive, sequences
+
+
+def test_the_urgent_interrupt_those_that_are_far_less_so():
+    for limit in ({"max_running": 2}, {"num_pages": 25}):  # rows, pages
+        drive, (first, second, urgent) = preempting([0, 5, 16], **limit)
+        ends = [delta.request_id for delta in drive.deltas if delta.finish is not None]
+        assert ends == [second.request.id, urgent.request.id, first.request.id]
+        assert drive.scheduler.num_retracted == 1
+        assert preempting([0, 5, 10], **limit)[0].scheduler.num_retracted == 0
+
+
+def test_nobody_is_interrupted_where_that_would_not_make_enough_room():
+    drive = Drive(make_plan(priorities=True), num_pages=40, page_size=1)
+    large, small = make_sequence([1] * 20, max_new_tokens=9, urgency=50), make_sequence([2] * 4, urgency=0)
+    drive.add(large, small)
+    drive.step()
+    drive.add(make_sequence([3] * 20, max_new_tokens=9, urgency=20))
+    drive.run()
+    assert drive.scheduler.num_retracted == 0

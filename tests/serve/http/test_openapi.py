@@ -134,7 +134,7 @@ def _is_small(value: Any) -> bool:
 
 @pytest.mark.parametrize("path", WITH_BODY)
 async def test_bodies_made_from_the_schema_break_nothing(served: Served, path: str) -> None:
-    await fuzz(served, path, 25, seed=1)
+    await fuzz(served, path, 25, seed=2)
 
 
 @pytest.mark.slow
