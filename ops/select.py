@@ -31,6 +31,7 @@ OPERATIONS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("with_cpp", "with_onednn", *(backend.file for backend in ATTENTION.values())),
     ),
     "embedding": (("embed", "reads", "as_logits"), ("native", "with_cpp", "with_triton")),
+    "encoder_attention": (("attend_rows",), ("native",)),
     "kv": (("store", "copy_pages"), ("native", "with_cpp", "with_triton")),
     "matmul": (
         ("prepare", "prepare_grouped", "linear", "logits"),
@@ -54,6 +55,7 @@ class Kernels:
     """One callable per operation; each contract stands in its folder, that of `attend` in `ops.attention`."""
 
     attend: Callable[..., Tensor]
+    attend_rows: Callable[..., Tensor]
     store: Callable[..., None]
     copy_pages: Callable[..., None]
     rms_norm: Callable[..., Tensor]

@@ -208,15 +208,19 @@ class Engine:
         *,
         input_ids: Ids | None = None,
         rid: str | Sequence[str] | None = None,
+        prompt_name: str | None = None,
+        truncate: bool | None = None,
     ) -> Any:
         """The vector of one prompt as a dict, or of a list of prompts as a list of dicts. Nothing is generated.
 
-        Each holds `embedding`, the model's last hidden state of the prompt's last token scaled to length 1 (a list
-        of E floats, E the model's hidden size; None where the request was aborted), and `meta_info`. Raises
+        Each holds `embedding` (a list of floats; None where the request was aborted), and `meta_info`. It is pooled
+        as the checkpoint says, else the hidden state of the prompt's last token scaled to length 1. Before a text
+        comes the checkpoint's prompt of the name `prompt_name`; `truncate` cuts texts that are too long. Raises
         `InvalidRequest` naming the parameter.
         """
         body = _body(prompt, None, input_ids, {} if rid is None else {"rid": rid})
-        requests = vector_requests(requests_of(body, self.core))
+        requests = requests_of(body, self.core)
+        requests = vector_requests(requests, self.core, prompt_name=prompt_name, truncate=truncate)
         answers = GenerateAnswers(self.core, requests, indexed=False)
         found = answers.embeddings(await read_all(submit_all(self.core, requests)))
         return found if body.is_batch else found[0]

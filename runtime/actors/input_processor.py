@@ -33,6 +33,7 @@ class InputProcessor:
         self._priorities = plan.schedule.priorities
         self._low_first = plan.schedule.low_priority_first
         self._text_limit = tokenizer.text_limit if tokenizer else None
+        self._suffix = _suffix(tokenizer) if tokenizer and self._is_embedding else ()
         self._random = random.Random(plan.model.random_seed)
 
     def check(self, request: Request) -> None:
@@ -82,7 +83,7 @@ class InputProcessor:
             _check_embedding(request)
         elif self._is_embedding:
             raise InvalidRequest(
-                "This engine was started for embeddings (--is-embedding) and generates nothing."
+                "This engine gives vectors only (--is-embedding, or a model made for them) and generates nothing."
             )
 
     def check_ids(self, ids: Seq[int]) -> None:
@@ -181,6 +182,8 @@ class InputProcessor:
             if not request.truncate:
                 raise self._too_long(request, len(ids))
             ids = ids[: context - needs_room]
+            if request.wants_embedding and request.text is not None and len(self._suffix) < context:
+                ids = ids[: context - len(self._suffix)] + self._suffix
         if new is not None and len(ids) + new > context:
             if not request.truncate:
                 raise ContextOverflow(
@@ -205,6 +208,17 @@ class InputProcessor:
             f"The input ({count} tokens) {trouble} the model's context length ({context} tokens).",
             param="text" if request.text is not None else "input_ids",
         )
+
+
+def _suffix(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The special tokens at the end of every text ([SEP]), which stay there when a text is cut."""
+    [with_special], [plain] = (
+        tokenizer.encode_batch(["a"], add_special_tokens=special) for special in (True, False)
+    )
+    for start in range(len(with_special) - len(plain) + 1):
+        if with_special[start : start + len(plain)] == plain:
+            return tuple(with_special[start + len(plain) :])
+    return ()
 
 
 def _check_embedding(request: Request) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from runtime.config.pooling import Pooling
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
@@ -31,4 +33,19 @@ class ModelFacts:
         None  # the form of its weights, by its name in FORMATS (config/quantization.py)
     )
     by_transformers: bool = False  # transformers' own modules compute it, not a family of ours
+    is_encoder: bool = False  # sees each text whole, caches nothing and writes no token
+    pooling: Pooling | None = None  # of a checkpoint that is made for vectors; None: the last token's
+    prompts: Mapping[str, str] = field(default_factory=dict)  # by name: what may be put before a text
+    default_prompt: str | None = None  # the name of the one that is put there unless told
+    lower_case: bool = False  # texts are lowered before they become tokens
     config: Mapping[str, Any] = field(default_factory=dict)  # the whole config.json, overrides merged in
+
+    @property
+    def vector_size(self) -> int:
+        """How many numbers a text's vector has."""
+        return (self.pooling or Pooling()).size(self.hidden_size)
+
+    @property
+    def needs_whole_prompts(self) -> bool:
+        """Whether a text for a vector must be computed in one step, nothing of it found in a cache."""
+        return self.is_encoder or (self.pooling is not None and self.pooling.needs_all)

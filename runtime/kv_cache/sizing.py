@@ -40,7 +40,9 @@ def largest_step_tokens(plan: Plan) -> int:
 
 
 def page_bytes(plan: Plan, facts: ModelFacts) -> int:
-    """Bytes of one page over all layers: keys and values of every kv head."""
+    """Bytes of one page over all layers: keys and values of every kv head. An encoder keeps none."""
+    if facts.is_encoder:
+        return 0
     token_bytes = (
         2 * facts.num_layers * facts.num_kv_heads * facts.head_dim * DTYPE_BYTES[plan.cache.kv_dtype]
     )
@@ -63,6 +65,9 @@ def size_pool(
     one page fits.
     """
     cache, schedule = plan.cache, plan.schedule
+    if facts.is_encoder:
+        pages = schedule.max_running * -(-plan.model.context_length // cache.page_size)
+        return pages, "they take no memory: an encoder keeps no keys and values"
     if cache.of_free_memory:
         budget = int(cache.mem_fraction * available_bytes)
         reason = f"{cache.mem_fraction:.0%} of the {available_bytes / GIB:.1f} GiB that are free"

@@ -62,6 +62,7 @@ class ForwardBatch:
     cache: Cache
     input_embeds: Tensor | None = None  # [T, E]
     embeds_mask: Tensor | None = None  # bool [T]
+    token_types: Tensor | None = None  # int64 [T], 1 in the second text of a pair; None: there are no pairs
 
     @property
     def num_tokens(self) -> int:

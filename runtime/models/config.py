@@ -12,12 +12,13 @@ from typing import Any
 from runtime.config.fields import Fields
 from runtime.config.gguf_header import is_gguf
 from runtime.config.model_facts import ModelFacts
+from runtime.config.pooling import Pooling, SentenceFiles, read_sentence_files
 from runtime.errors import CheckpointError, InvalidRequest
 from runtime.layers.rope_parameters import RopeParameters, read_rope_parameters
 from runtime.models.checkpoint import lfs_hint, stored_dtype, weight_bytes
 from runtime.models.gguf_config import read_gguf_config
 from runtime.models.quantization import stored_quantization, with_quantization
-from runtime.models.registry import ARCHITECTURES, entry
+from runtime.models.registry import ARCHITECTURES, ENCODERS, entry
 from runtime.sampling_params import FROM_MODEL, SamplingParams
 
 logger = logging.getLogger("penstock.core")
@@ -52,7 +53,7 @@ def read_facts(
     values, generation = _read_values(directory)
     values = with_quantization(merge(values, overrides or {}), directory)
     by_transformers = model_impl == "transformers" or (
-        model_impl == "auto" and _architecture(values) not in ARCHITECTURES
+        model_impl == "auto" and not _has_family(_architecture(values))
     )
     if by_transformers and is_gguf(directory):
         raise CheckpointError(
@@ -61,6 +62,10 @@ def read_facts(
     numbers = _numbers_of_transformers(values) if by_transformers else _numbers(values)
     bos_ids = _token_ids(values, "bos_token_id") or _token_ids(generation, "bos_token_id")
     stated = _stated_dtype(Fields(values, "config.json: "))
+    sentences = read_sentence_files(directory)
+    is_encoder = not by_transformers and entry(_architecture(values)).encoder
+    if sentences is not None and sentences.max_tokens is not None:
+        numbers["context_length"] = min(numbers["context_length"], sentences.max_tokens)
     return ModelFacts(
         **numbers,
         architecture=_architecture(values),
@@ -73,8 +78,26 @@ def read_facts(
         preferred_sampling=_preferred_sampling(generation),
         quantization=stored_quantization(values),
         by_transformers=by_transformers,
+        is_encoder=is_encoder,
+        **_of_sentences(sentences, is_encoder=is_encoder),
         config=values,
     )
+
+
+def _has_family(architecture: str) -> bool:
+    return architecture in ARCHITECTURES or architecture in ENCODERS
+
+
+def _of_sentences(found: SentenceFiles | None, *, is_encoder: bool) -> dict[str, Any]:
+    """How vectors are made. An encoder without files that say it gives the mean of its tokens."""
+    if found is None:
+        return {"pooling": Pooling(modes=("mean",)) if is_encoder else None}
+    return {
+        "pooling": found.pooling,
+        "prompts": found.prompts,
+        "default_prompt": found.default_prompt,
+        "lower_case": found.lower_case,
+    }
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -207,7 +230,7 @@ def _architecture(values: Mapping[str, Any]) -> str:
     names = values.get("architectures")
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise CheckpointError("config.json: architectures must name the model's class.")
-    known = [name for name in names if name in ARCHITECTURES]
+    known = [name for name in names if _has_family(name)]
     return known[0] if known else names[0]
 
 

@@ -12,6 +12,7 @@ from runtime.layers.embedding import Embedding
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.lm_head import LMHead
 from runtime.layers.norm import Norm, RMSNorm
+from runtime.layers.pooler import Pooler
 from runtime.layers.sharding import Stage
 from runtime.models.config import Config
 
@@ -30,6 +31,7 @@ class Decoder(nn.Module):
         self.norm: Norm | None = norm
         self.head: LMHead | None = head
         self.hidden_size = embedding.size
+        self.pooler = Pooler()
 
     def keep(self, stage: Stage) -> None:
         """Let go of all that other stages of a pipeline compute."""

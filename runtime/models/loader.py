@@ -17,8 +17,10 @@ from runtime.config.fields import Fields
 from runtime.config.gguf_header import is_gguf
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import ModelPlan
+from runtime.config.pooling import Pooling
 from runtime.errors import CheckpointError
 from runtime.layers.build import Build
+from runtime.layers.pooler import Pooler
 from runtime.layers.quantization import QuantizationMethod, quantization_method
 from runtime.layers.quantization.grouped import KeptGroups
 from runtime.layers.sharding import Split, Stage, TensorParallelGroup
@@ -59,7 +61,9 @@ def load_model(
     then no memory was taken yet.
     """
     if plan.by_transformers:
-        return load_by_transformers(facts, plan, kernels)
+        model = load_by_transformers(facts, plan, kernels)
+        model.pooler = _pooler(facts, plan)
+        return model
     device = torch.device(plan.device)
     config = Config(facts.config)
     tensors = open_tensors(facts, plan) if plan.load_format != "dummy" else None
@@ -89,7 +93,29 @@ def load_model(
     for module in model.modules():
         if isinstance(module, Prepared):
             module.prepare()
+    model.pooler = _pooler(facts, plan)
     return model.eval()
+
+
+def _pooler(facts: ModelFacts, plan: ModelPlan) -> Pooler:
+    """What makes vectors of hidden states, with the weights that stand in folders of their own."""
+    pooling, weights = facts.pooling or Pooling(), []
+    size = facts.hidden_size * len(pooling.modes)
+    for dense in pooling.dense:
+        shapes = {"linear.weight": (dense.size, size)} | (
+            {"linear.bias": (dense.size,)} if dense.bias else {}
+        )
+        if plan.load_format == "dummy":
+            found = {name: torch.zeros(shape) for name, shape in shapes.items()}
+        else:
+            files = TensorFiles(find_weights(Path(facts.path) / dense.folder), mmap=False)
+            if files.shapes != shapes:
+                raise CheckpointError(f"{dense.folder} must hold {shapes}, and holds {files.shapes}.")
+            found = {name: files.read(name) for name in shapes}
+        there = {name: tensor.float().to(plan.device) for name, tensor in found.items()}
+        weights.append((there["linear.weight"], there.get("linear.bias")))
+        size = dense.size
+    return Pooler(pooling, weights)
 
 
 def _check_memory(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:

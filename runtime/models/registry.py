@@ -27,6 +27,7 @@ class Entry:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)  # the family's name of a value -> the usual one
     sinks: bool = False  # its attention has learned sinks
+    encoder: bool = False  # sees each text whole and writes no token
     cuttable: bool = True  # over ranks; not where a norm is taken over all heads together
     tensors: Mapping[str, str | None] = field(default_factory=dict)  # see `tensor_name`
     spelling: str | None = None  # a function in `spellings.py` that brings older files into the usual form
@@ -362,10 +363,48 @@ ARCHITECTURES: Mapping[str, Entry] = {
 }
 
 
+_BERT = {"hidden_act": "gelu", "max_position_embeddings": 512, "rms_norm_eps": 1e-12}
+
+
+def _bert(prefix: str, *, spelling: str | None = None) -> Entry:
+    """Of BERT's shape; what predicts hidden words and the next sentence is not needed."""
+    return Entry(
+        "bert",
+        _BERT,
+        encoder=True,
+        cuttable=False,
+        renamed=_LAYER_NORM,
+        tensors={
+            rf"({prefix}\.)?embeddings\.position_ids": None,
+            rf"({prefix}\.)?(pooler|cls|lm_head)\.": None,
+            rf"({prefix}\.)?(.*LayerNorm)\.gamma": r"\2.weight",  # as TensorFlow called them
+            rf"({prefix}\.)?(.*LayerNorm)\.beta": r"\2.bias",
+            rf"{prefix}\.": "",
+        },
+        spelling=spelling,
+    )
+
+
+_ROBERTA = _bert("roberta", spelling="roberta")
+
+ENCODERS: Mapping[str, Entry] = {
+    "BertModel": _bert("bert"),
+    "BertForMaskedLM": _bert("bert"),
+    "BertForPreTraining": _bert("bert"),
+    "CamembertModel": _ROBERTA,
+    "CamembertForMaskedLM": _ROBERTA,
+    "RobertaModel": _ROBERTA,
+    "RobertaForMaskedLM": _ROBERTA,
+    "XLMRobertaModel": _ROBERTA,
+    "XLMRobertaForMaskedLM": _ROBERTA,
+}
+
+
 def entry(architecture: str) -> Entry:
     """The entry of an architecture. Raises CheckpointError, with a hint, where there is none."""
-    if architecture in ARCHITECTURES:
-        return ARCHITECTURES[architecture]
+    found = ARCHITECTURES.get(architecture) or ENCODERS.get(architecture)
+    if found is not None:
+        return found
     raise CheckpointError(unsupported(architecture))
 
 
@@ -373,7 +412,7 @@ def unsupported(architecture: str) -> str:
     """Why an architecture without a family cannot be computed by one."""
     meant = _misspelt(architecture)
     hint = f" Did you mean {meant}?" if meant else ""
-    known = ", ".join(sorted(ARCHITECTURES))
+    known = ", ".join(sorted({**ARCHITECTURES, **ENCODERS}))
     return f"The architecture {architecture} is not supported.{hint} Families of ours: {known}."
 
 

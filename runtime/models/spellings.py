@@ -74,3 +74,12 @@ def windows_by_pattern(read: dict[str, Any], default: int) -> dict[str, Any]:
         number = range(1, read["num_hidden_layers"] + 1)
         read["layer_types"] = [SLIDING if index % pattern else FULL for index in number]
     return read
+
+
+def roberta(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Positions are counted from behind the padding's, so that many of the table's are no text's."""
+    read, padding = dict(values), values.get("pad_token_id", 1)
+    if isinstance(read.get("max_position_embeddings"), int) and isinstance(padding, int):
+        read["skipped_positions"] = padding + 1
+        read["max_position_embeddings"] -= padding + 1
+    return read

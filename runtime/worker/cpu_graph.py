@@ -44,7 +44,7 @@ class CpuGraph:
     def __init__(self, model: Decoder, cache: KVPool, kernels: Kernels, capacity: int, max_rows: int) -> None:
         launcher, head = kernels.launcher, model.head
         if head is None:
-            raise NotCapturable("transformers' modules compute this model")
+            raise NotCapturable("this model is no decoder of ours")
         if launcher is None or model.dtype not in launcher.dtypes:
             raise NotCapturable(f"the kernels in C++ compute nothing in {model.dtype}")
         self._launcher = launcher

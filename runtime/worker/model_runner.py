@@ -166,7 +166,7 @@ class StepExecutor:
         with self._enqueueing():
             search, graph = self._search, self._cpu_graph
             before = self.last_tokens.clone() if search is not None else None
-            if graph is not None and graph.takes(batch):
+            if graph is not None and graph.takes(batch) and not self._pools_all(batch):
                 read = self._run_cpu_graph(graph, batch)
             else:
                 read = self._end(self._begin(batch))
@@ -250,7 +250,7 @@ class StepExecutor:
         if batch.prompt_logprobs:
             prompts = self._sampler.score_prompts(hidden, self._model.logits, batch.prompt_logprobs)
         if batch.embedding_rows is not None:
-            vectors = _unit(hidden[inputs.embedding_index])
+            vectors = self._vectors(hidden, batch, batch.embedding_rows)
         return self._copy_out(batch, sampled, prompts, vectors)
 
     def _run_cpu_graph(self, graph: CpuGraph, batch: Batch) -> Read[StepOutput]:
@@ -270,8 +270,17 @@ class StepExecutor:
         if sampling is not None and self._sampler is not None:
             sampled = self._sampler.sample(self._model.logits(hidden[:num_samples]), batch)
             last_tokens[torch.from_numpy(batch.sequence_indices[sampling.rows])] = sampled.ids
-        vectors = _unit(hidden[num_samples:]) if vector_rows is not None else None
+        vectors = self._model.pooler.finish(hidden[num_samples:]) if vector_rows is not None else None
         return self._copy_out(batch, sampled, vectors=vectors)
+
+    def _pools_all(self, batch: Batch) -> bool:
+        """Whether more is wanted of a text than its last hidden state, which is all that a graph gives."""
+        return batch.embedding_rows is not None and self._model.pooler.pooling.needs_all
+
+    def _vectors(self, hidden: Tensor, batch: Batch, rows: np.ndarray) -> Tensor:
+        """hidden [T, E] of the batch's tokens -> the vectors of these rows, float32 [M, D]."""
+        counts = batch.counts.astype(np.int64)
+        return self._model.pooler(hidden, np.cumsum(counts)[rows], counts[rows])
 
     def _copy_out(
         self,
@@ -339,11 +348,6 @@ class StepExecutor:
             traceback.clear_frames(error.__traceback__)  # they hold what the step had computed so far
             self.device.release_unused()
             raise OutOfMemory("The device ran out of memory in a step.") from error
-
-
-def _unit(hidden: Tensor) -> Tensor:
-    """hidden [M, E] -> float32 [M, E], each of length one."""
-    return torch.nn.functional.normalize(hidden.float(), dim=-1)
 
 
 def _output(

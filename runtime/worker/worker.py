@@ -15,6 +15,7 @@ from ops.machine import Machine
 from ops.select import Kernels, select
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import KernelPlan, ModelPlan, Plan
+from runtime.config.pooling import Pooling
 from runtime.config.resolve.graphs import within
 from runtime.distributed.mesh import Mesh, RankInfo
 from runtime.distributed.rendezvous import Rendezvous
@@ -65,6 +66,7 @@ class WorkerSetup:
         """From JSON. `path` is where this machine has the checkpoint, if not where the sender has it."""
         here = {} if path is None else {"path": path}
         facts = {**body["facts"], **here, "eos_ids": frozenset(body["facts"]["eos_ids"])}
+        facts["pooling"] = Pooling.decode(facts.get("pooling"))
         return cls(
             rank_info=RankInfo(**body["rank_info"]),
             facts=ModelFacts(**facts),
@@ -224,7 +226,7 @@ class ModelWorker:
     def _make_pool(self, cache: CacheSetup) -> KVPool:
         local = self.mesh.rank_info.local_facts(self.facts)
         return KVPool(
-            local.num_layers,
+            0 if self.facts.is_encoder else local.num_layers,
             cache.num_pages,
             cache.page_size,
             local.num_kv_heads,

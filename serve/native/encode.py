@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp
 
+from runtime.errors import InvalidRequest
 from runtime.request import Request
 from runtime.sampling_params import SamplingParams
 from serve.decode import Length, NotBuilt, decode
@@ -32,6 +33,8 @@ class EncodeBody:
     text: str | Annotated[list[str], Length(1, MAX_PROMPTS)] | None = None
     input_ids: list[int] | Annotated[list[list[int]], Length(1, MAX_PROMPTS)] | None = None
     rid: Label | list[Label] | None = None
+    prompt_name: str | None = None
+    truncate: bool | None = None
     image_data: NotBuilt = None
     audio_data: NotBuilt = None
     video_data: NotBuilt = None
@@ -49,10 +52,38 @@ async def encode(http: HttpRequest, core: EngineCore) -> ASGIApp:
 def _read(core: EngineCore, raw: bytes) -> tuple[GenerateBody, list[Request]]:
     asked = decode(EncodeBody, parse_object(raw))
     body = GenerateBody(text=asked.text, input_ids=asked.input_ids, rid=asked.rid)
-    return body, vector_requests(requests_of(body, core))
+    requests = requests_of(body, core)
+    return body, vector_requests(requests, core, prompt_name=asked.prompt_name, truncate=asked.truncate)
 
 
-def vector_requests(requests: Sequence[Request]) -> list[Request]:
-    """The same prompts; what is wanted of each is its vector."""
-    sampling = SamplingParams(max_new_tokens=0)
-    return [replace(request, sampling=sampling, wants_embedding=True) for request in requests]
+def vector_requests(
+    requests: Sequence[Request],
+    core: EngineCore,
+    *,
+    prompt_name: str | None = None,
+    truncate: bool | None = None,
+) -> list[Request]:
+    """The same prompts; what is wanted of each is its vector.
+
+    Before a text comes the checkpoint's prompt of this name, or its default one. Raises `InvalidRequest` for a name
+    that it does not have. A text that is too long is cut with `truncate`, which the server has a default for.
+    """
+    facts, sampling = core.facts, SamplingParams(max_new_tokens=0)
+    name = facts.default_prompt if prompt_name is None else prompt_name
+    if name is not None and name not in facts.prompts:
+        known = ", ".join(facts.prompts) or "none"
+        raise InvalidRequest(
+            f"This model has no prompt of the name {name[:40]!r}; it has {known}.", param="prompt_name"
+        )
+    before = "" if name is None else facts.prompts[name]
+    if truncate is None:
+        truncate = core.plan.serve.allow_auto_truncate
+
+    def wanted(request: Request) -> Request:
+        text = request.text
+        if text is not None:
+            text = before + text
+            text = text.lower() if facts.lower_case else text
+        return replace(request, text=text, sampling=sampling, truncate=truncate, wants_embedding=True)
+
+    return [wanted(request) for request in requests]

@@ -18,10 +18,10 @@ from starlette.types import ASGIApp
 
 from runtime.errors import InvalidRequest
 from runtime.request import Chunk, Request
-from runtime.sampling_params import SamplingParams
 from serve.decode import Length, Range, decode
 from serve.endpoint import json_response, parse_object, read_all_or_disconnect, read_body
 from serve.errors import ErrorFormat, openai_body
+from serve.native.encode import vector_requests
 from serve.native.schema import MAX_PROMPTS, Label, labels_of
 from serve.openai.models import check_model
 from serve.output_streams import submit_all
@@ -34,7 +34,11 @@ ERROR_FORMAT = ErrorFormat(openai_body, {"text": "input", "input_ids": "input"})
 
 @dataclass(slots=True, kw_only=True)
 class EmbeddingBody:
-    """The body of /v1/embeddings. `user` is accepted without effect."""
+    """The body of /v1/embeddings. `user` is accepted without effect.
+
+    `prompt_name` names one of the texts that the checkpoint puts before its inputs; `truncate` cuts inputs that are
+    too long instead of refusing them.
+    """
 
     input: (
         str
@@ -46,11 +50,13 @@ class EmbeddingBody:
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Range(1, 1 << 20)] | None = None
     user: str | None = None
+    prompt_name: str | None = None
+    truncate: bool | None = None
     rid: Label | list[Label] | None = None
 
 
 async def create(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """The last hidden state of each prompt's last token, scaled to length 1, in full or its first `dimensions`."""
+    """The vector of each prompt, in full or its first `dimensions`."""
     body, model, requests = await read_body(http, partial(_read, core))
     chunks = await read_all_or_disconnect(submit_all(core, requests), http.receive)
     return await anyio.to_thread.run_sync(_response, body, model, chunks)
@@ -59,7 +65,7 @@ async def create(http: HttpRequest, core: EngineCore) -> ASGIApp:
 def _read(core: EngineCore, raw: bytes) -> tuple[EmbeddingBody, str, list[Request]]:
     body = decode(EmbeddingBody, parse_object(raw))
     model = check_model(core, body.model)
-    size = core.facts.hidden_size
+    size = core.facts.vector_size
     if body.dimensions is not None and body.dimensions > size:
         raise InvalidRequest(
             f"dimensions must be at most {size}, the size of this model's vectors.", param="dimensions"
@@ -71,19 +77,16 @@ def _read(core: EngineCore, raw: bytes) -> tuple[EmbeddingBody, str, list[Reques
             param = f"input.{index}" if is_batch else "input"
             raise InvalidRequest(f"{param} must not be empty.", param=param)
     labels = labels_of(body.rid or uuid4().hex, len(prompts), is_batch=is_batch)
-    sampling = SamplingParams(max_new_tokens=0)
     requests = [
         Request(
             text=prompt if isinstance(prompt, str) else None,
             ids=None if isinstance(prompt, str) else tuple(prompt),
-            sampling=sampling,
-            truncate=core.plan.serve.allow_auto_truncate,
-            wants_embedding=True,
             label=label,
         )
         for prompt, label in zip(prompts, labels, strict=True)
     ]
-    return body, model, requests
+    wanted = vector_requests(requests, core, prompt_name=body.prompt_name, truncate=body.truncate)
+    return body, model, wanted
 
 
 def _response(body: EmbeddingBody, model: str, answers: Sequence[Sequence[Chunk]]) -> Response:

@@ -99,7 +99,8 @@ class ModelArgs:
     is_embedding: bool = option(
         False,
         "Answer with vectors only, by /v1/embeddings, /encode and Engine.encode: the last token's hidden state, "
-        "scaled to length one. Requests to generate are refused. Without it a model does both.",
+        "scaled to length one. Requests to generate are refused. Without it a model does both; encoders and "
+        "checkpoints of sentence-transformers do only this, pooled as their files say.",
         sglang="generating models answer with vectors only where it is set",
         plan=ModelPlan.is_embedding,
     )

@@ -69,8 +69,8 @@ def decide(
     where = _where(builder, demo_path)
     model = model_plan(builder, machine, facts)
     gpu = chosen_gpu(model.device, machine)
-    cache = cache_plan(builder, gpu, model.dtype)
-    schedule = schedule_plan(builder, gpu, cache.page_size)
+    cache = cache_plan(builder, gpu, model.dtype, facts)
+    schedule = schedule_plan(builder, gpu, cache, facts)
     kernels = kernel_plan(builder, machine, gpu, model.dtype, facts, cache)
     plan = Plan(
         model=model,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ops.machine import GIB, Gpu
+from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import CachePlan
 from runtime.config.resolve.plan_builder import Decision, PlanBuilder, build
 
@@ -12,7 +13,7 @@ FLOAT8 = {"fp8_e5m2": "float8_e5m2", "fp8_e4m3": "float8_e4m3fn"}
 E4M3_CAPABILITY = (8, 9)  # below it Triton has no e4m3
 
 
-def cache_plan(builder: PlanBuilder, gpu: Gpu | None, dtype: str) -> CachePlan:
+def cache_plan(builder: PlanBuilder, gpu: Gpu | None, dtype: str, facts: ModelFacts) -> CachePlan:
     args = builder.args.cache
     page_size, cap = _page_size(builder), args.max_total_tokens
     if cap is not None and cap < page_size.value:
@@ -23,12 +24,18 @@ def cache_plan(builder: PlanBuilder, gpu: Gpu | None, dtype: str) -> CachePlan:
     return build(
         CachePlan,
         page_size=page_size,
-        prefix_cache=builder.follow("disable_radix_cache", not args.disable_radix_cache),
+        prefix_cache=_prefix_cache(builder, facts),
         kv_dtype=_kv_dtype(builder, gpu, dtype),
         mem_fraction=_mem_fraction(builder, gpu),
         of_free_memory=Decision(of_free_memory, "only without a GPU, and if no fraction was asked for"),
         max_total_tokens=builder.follow("max_total_tokens"),
     )
+
+
+def _prefix_cache(builder: PlanBuilder, facts: ModelFacts) -> Decision[bool]:
+    if facts.needs_whole_prompts:
+        return Decision(False, "vectors of this model are made of all tokens, computed in one step")
+    return builder.follow("disable_radix_cache", not builder.args.cache.disable_radix_cache)
 
 
 def _page_size(builder: PlanBuilder) -> Decision[int]:

@@ -37,12 +37,20 @@ def model_plan(builder: PlanBuilder, machine: Machine, facts: ModelFacts) -> Mod
         device=device,
         context_length=_context_length(builder, facts, _device_bytes(device.value, machine)),
         random_seed=_random_seed(builder),
-        is_embedding=builder.follow("is_embedding"),
+        is_embedding=_is_embedding(builder, facts),
         by_transformers=_by_transformers(builder, facts),
         mmap=builder.follow("weight_loader_disable_mmap", not args.weight_loader_disable_mmap),
         num_load_threads=_num_load_threads(builder),
         quantization=_quantization(builder, chosen_gpu(device.value, machine), facts),
     )
+
+
+def _is_embedding(builder: PlanBuilder, facts: ModelFacts) -> Decision[bool]:
+    if facts.is_encoder:
+        return Decision(True, f"an encoder writes no text; its vectors are {facts.pooling}")
+    if facts.pooling is not None:
+        return Decision(True, f"the checkpoint's modules.json says so; its vectors are {facts.pooling}")
+    return builder.follow("is_embedding")
 
 
 def _by_transformers(builder: PlanBuilder, facts: ModelFacts) -> Decision[bool]:

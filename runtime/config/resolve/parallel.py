@@ -72,7 +72,9 @@ def _check_heads(builder: PlanBuilder, facts: ModelFacts) -> None:
     size = builder.args.parallel.tp_size
     if not facts.path or size == 1:  # nothing is known of the model yet, or nothing is cut
         return
-    if not facts.by_transformers and not facts.cuttable:
+    if facts.is_encoder:
+        builder.refuse("tp_size", f"--tp-size {size}: an encoder is computed on one device; use --dp-size.")
+    elif not facts.by_transformers and not facts.cuttable:
         builder.refuse(
             "tp_size",
             f"--tp-size {size}: {facts.architecture} normalises all heads together and cannot be cut over ranks; "
@@ -92,7 +94,11 @@ def _check_heads(builder: PlanBuilder, facts: ModelFacts) -> None:
 
 def _check_stages(builder: PlanBuilder, facts: ModelFacts) -> None:
     args = builder.args.parallel
-    if facts.path and args.pp_size > facts.num_layers:
+    if args.pp_size > 1 and facts.needs_whole_prompts:
+        builder.refuse(
+            "pp_size", f"--pp-size {args.pp_size}: vectors of this model are computed on one device."
+        )
+    elif facts.path and args.pp_size > facts.num_layers:
         builder.refuse(
             "pp_size", f"--pp-size {args.pp_size}: the model has only {facts.num_layers} layers to share."
         )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ops.machine import GIB, Gpu
-from runtime.config.plan import SchedulePlan
+from runtime.config.model_facts import ModelFacts
+from runtime.config.plan import CachePlan, SchedulePlan
 from runtime.config.resolve.plan_builder import Decision, PlanBuilder, build
 
 OPEN_ENDED_TOKENS = 256  # a usual answer of a chat
@@ -12,7 +13,7 @@ MIN_QUEUE = 2048  # or so many, if that is more: clients that send all of a benc
 DECAY_STEPS = 600  # over which the share reserved for output falls to its minimum
 
 
-def schedule_plan(builder: PlanBuilder, gpu: Gpu | None, page_size: int) -> SchedulePlan:
+def schedule_plan(builder: PlanBuilder, gpu: Gpu | None, cache: CachePlan, facts: ModelFacts) -> SchedulePlan:
     conservativeness = builder.args.schedule.schedule_conservativeness
     # Shares of the remaining output that admission reserves.
     ratio = min(0.7 * conservativeness, 1.0)
@@ -23,9 +24,9 @@ def schedule_plan(builder: PlanBuilder, gpu: Gpu | None, page_size: int) -> Sche
         max_running=running,
         max_queued=_max_queued(builder, running.value),
         max_queue_time_s=builder.follow("max_queue_time"),
-        chunk_tokens=_chunk_tokens(builder, gpu, page_size),
+        chunk_tokens=_chunk_tokens(builder, gpu, cache.page_size, facts),
         max_prefill_tokens=builder.follow("max_prefill_tokens"),
-        policy=_policy(builder),
+        policy=_policy(builder, cache),
         mixed=builder.follow("enable_mixed_chunk"),
         overlap=_overlap(builder),
         new_token_ratio=Decision(ratio, f"0.7 x the conservativeness of {conservativeness:g}, up to 1"),
@@ -90,8 +91,18 @@ def _max_queued(builder: PlanBuilder, running: int) -> Decision[int]:
     return Decision(max(QUEUE_FACTOR * running, MIN_QUEUE), reason)
 
 
-def _chunk_tokens(builder: PlanBuilder, gpu: Gpu | None, page_size: int) -> Decision[int | None]:
+def _chunk_tokens(
+    builder: PlanBuilder, gpu: Gpu | None, page_size: int, facts: ModelFacts
+) -> Decision[int | None]:
     asked = builder.args.schedule.chunked_prefill_size
+    if facts.needs_whole_prompts:
+        if asked is not None and asked > 0:
+            builder.refuse(
+                "chunked_prefill_size",
+                f"--chunked-prefill-size {asked}: {facts.architecture} computes texts whole; leave it out, and limit "
+                "a step with --max-prefill-tokens.",
+            )
+        return Decision(None, "vectors of this model are made of all tokens, computed in one step")
     if asked is not None and asked <= 0:
         return Decision(None, "as asked: prompts are never cut")
     if asked is not None:
@@ -109,8 +120,8 @@ def _chunk_tokens(builder: PlanBuilder, gpu: Gpu | None, page_size: int) -> Deci
     return Decision(whole, reason if whole == size else f"{reason}, in whole pages")
 
 
-def _policy(builder: PlanBuilder) -> Decision[str]:
+def _policy(builder: PlanBuilder, cache: CachePlan) -> Decision[str]:
     by_prefix = builder.args.schedule.schedule_policy in ("lpm", "dfs-weight")
-    if by_prefix and builder.args.cache.disable_radix_cache:
+    if by_prefix and not cache.prefix_cache:
         return Decision("fcfs", "without the prefix cache no prompt has a cached prefix")
     return builder.follow("schedule_policy")

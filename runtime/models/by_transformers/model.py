@@ -16,6 +16,7 @@ from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import ModelPlan
 from runtime.errors import CheckpointError
 from runtime.layers.forward_batch import ForwardBatch
+from runtime.layers.pooler import Pooler
 from runtime.layers.sharding import Stage
 from runtime.models.by_transformers import attention
 from runtime.models.by_transformers.facts import config_of, forget_padding, numbers
@@ -83,6 +84,7 @@ class TransformersDecoder(Decoder):
         self.model = model
         self.embedding = self.norm = self.head = None
         self.layers = nn.ModuleList()
+        self.pooler = Pooler()
         self.hidden_size = model.config.get_text_config().hidden_size
         self._attend = attend
         attention.give(model, attend)

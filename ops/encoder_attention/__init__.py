@@ -1,0 +1,9 @@
+"""Attention of encoders: every token of a row sees the whole row, and nothing is cached.
+
+A backend file holds
+
+    attend_rows(q [T, H, D], k [T, H, D], v [T, H, D], counts, *, scale, reach=None) -> [T, H, D]
+
+`counts` are the lengths of the rows, which lie one after the other, as numbers on the host. A token attends to all
+tokens of its row, or to those at most `reach` positions before and behind it. Scores are q.k * scale.
+"""

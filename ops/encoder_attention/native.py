@@ -1,0 +1,69 @@
+"""Attention of encoders by torch's own, which is blocked on a CPU and fused on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+MIN_BLOCK = 256  # queries that are attended together where only their neighbours are keys
+
+
+def attend_rows(
+    q: Tensor, k: Tensor, v: Tensor, counts: Sequence[int], *, scale: float, reach: int | None = None
+) -> Tensor:
+    """Attention [T, H, D] of each row to itself (see `ops.encoder_attention`)."""
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if q.is_cuda and len(set(counts)) > 1:
+        return _padded(q, k, v, counts, scale, reach)
+    first = 0
+    for length, rows in groupby(counts):  # neighbours of one length are one product
+        end = first + length * sum(1 for _ in rows)
+        queries, keys, values, found = (
+            x[first:end].unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v, out)
+        )  # [N, H, L, D]
+        if reach is None or length <= reach + 1:
+            found.copy_(F.scaled_dot_product_attention(queries, keys, values, scale=scale))
+        else:
+            _near(queries, keys, values, found, reach, scale)
+        first = end
+    return out
+
+
+def _near(q: Tensor, k: Tensor, v: Tensor, out: Tensor, reach: int, scale: float) -> None:
+    """Attention of [N, H, L, D] to neighbours alone, by blocks, so that far keys cost nothing."""
+    length = q.shape[2]
+    block = max(reach, MIN_BLOCK)
+    for low in range(0, length, block):
+        high = min(low + block, length)
+        first, end = max(0, low - reach), min(length, high + reach)
+        positions = torch.arange(first, end, device=q.device)
+        near = (positions - torch.arange(low, high, device=q.device).unsqueeze(1)).abs() <= reach
+        keys, values = k[:, :, first:end], v[:, :, first:end]
+        out[:, :, low:high] = F.scaled_dot_product_attention(
+            q[:, :, low:high], keys, values, attn_mask=near, scale=scale
+        )
+
+
+def _padded(
+    q: Tensor, k: Tensor, v: Tensor, counts: Sequence[int], scale: float, reach: int | None
+) -> Tensor:
+    """All rows in one product, filled up to the longest: launching is what costs on a GPU."""
+    num_rows, width = len(counts), max(counts)
+    index = torch.cat([torch.arange(count) + row * width for row, count in enumerate(counts)])
+    index = index.to(q.device, non_blocking=True)
+    lengths = torch.tensor(counts).to(q.device, non_blocking=True)
+    positions = torch.arange(width, device=q.device)
+    mask = (positions < lengths.unsqueeze(1))[:, None, None]  # [N, 1, 1, width]
+    if reach is not None:  # a padded query near no key of its row has none: its result is thrown away
+        mask = mask & ((positions - positions.unsqueeze(1)).abs() <= reach)
+
+    def padded(x: Tensor) -> Tensor:
+        filled = x.new_zeros(num_rows * width, *x.shape[1:]).index_copy_(0, index, x)
+        return filled.unflatten(0, (num_rows, width)).transpose(1, 2)
+
+    out = F.scaled_dot_product_attention(padded(q), padded(k), padded(v), attn_mask=mask, scale=scale)
+    return out.transpose(1, 2).flatten(0, 1).index_select(0, index)

@@ -1,0 +1,115 @@
+"""Parts of encoders: attention within each row, nothing cached, normalised behind each part as BERT does it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor, nn
+
+from runtime.layers.build import Build
+from runtime.layers.embedding import Embedding
+from runtime.layers.forward_batch import ForwardBatch
+from runtime.layers.linear import Linear
+from runtime.layers.norm import Norm
+from runtime.layers.rope import Rope
+from runtime.layers.sharding import ShardRange, whole_range
+from runtime.layers.weight import Shard, SubLayer, parameter, whole
+
+
+class EncoderAttention(nn.Module):
+    """Project, rotate where there is a `rope`, attend to the whole row or to `reach` positions on each side, project.
+
+    `qkv` are the sub-layers of q, k and v, one after the other, `out` that of the result.
+    """
+
+    def __init__(
+        self,
+        qkv: Sequence[SubLayer],
+        out: SubLayer,
+        num_heads: int,
+        build: Build,
+        *,
+        bias: bool,
+        out_bias: bool | None = None,
+        rope: Rope | None = None,
+        reach: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.scale = (out.size // num_heads) ** -0.5
+        self.kernels = build.kernels
+        self.rope = rope
+        self.reach = reach
+        self.qkv = Linear(out.size, qkv, build, bias=bias)
+        self.out = Linear(out.size, [out], build, bias=bias if out_bias is None else out_bias)
+
+    def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """x [T, E] -> [T, E]."""
+        heads = self.qkv(x, batch).unflatten(-1, (3 * self.num_heads, -1))  # [T, 3H, D]
+        q, k, v = heads.split(self.num_heads, dim=1)
+        if self.rope is not None:
+            q, k = self.rope(q, k, batch)
+        counts = batch.attention.counts_host
+        attended = self.kernels.attend_rows(q, k, v, counts, scale=self.scale, reach=self.reach)
+        return self.out(attended.flatten(1), batch)
+
+
+class PostNormLayer(nn.Module):
+    """norm(x + attention(x)), then norm(x + mlp(x)) (BERT, arXiv 1810.04805)."""
+
+    def __init__(self, attention: nn.Module, attention_norm: Norm, mlp: nn.Module, mlp_norm: Norm) -> None:
+        super().__init__()
+        self.attention = attention
+        self.attention_norm = attention_norm
+        self.mlp = mlp
+        self.mlp_norm = mlp_norm
+
+    def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """x [T, E] -> [T, E]."""
+        x, _ = self.attention_norm.add(self.attention(x, batch), x)
+        x, _ = self.mlp_norm.add(self.mlp(x, batch), x)
+        return x
+
+
+class EncoderEmbedding(nn.Module):
+    """The vectors of words, of positions and of the text (first or second) that a token is of, summed and normalised.
+
+    Names are those of the tables. The first `skipped` positions of the checkpoint's table are nobody's. Without
+    `num_types` there is no table of texts.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        vocab_size: int,
+        num_positions: int,
+        size: int,
+        norm: Norm,
+        build: Build,
+        *,
+        skipped: int = 0,
+        num_types: int = 0,
+    ) -> None:
+        super().__init__()
+        self.name = name
+        self.kernels = build.kernels
+        self.words = Embedding(f"{name}.word_embeddings", vocab_size, size, build)
+        self.norm = norm
+        self.skipped = skipped
+        self.positions = parameter(num_positions, size)
+        self.types = parameter(num_types, size) if num_types else None
+
+    def shards(self) -> Iterator[Shard]:
+        num_positions, size = self.positions.shape
+        rows = ShardRange(self.skipped, num_positions, self.skipped + num_positions)
+        table = whole(f"{self.name}.position_embeddings.weight", self.positions, (None, None), rows)
+        yield table._replace(ranges=(rows, whole_range(size)))
+        if self.types is not None:
+            yield whole(f"{self.name}.token_type_embeddings.weight", self.types, (None, None))
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """-> [T, E]."""
+        x = self.words(batch)
+        if self.types is not None:
+            x = x + (self.types[0] if batch.token_types is None else self.types[batch.token_types])
+        return self.norm(x + self.kernels.embed(batch.positions, self.positions))

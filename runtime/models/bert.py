@@ -1,0 +1,53 @@
+"""BERT, and RoBERTa and XLM-R, which count their positions from another number."""
+
+from __future__ import annotations
+
+from runtime.layers.build import Build
+from runtime.layers.encoder import EncoderAttention, EncoderEmbedding, PostNormLayer
+from runtime.layers.mlp import MLP
+from runtime.layers.norm import LayerNorm
+from runtime.layers.weight import SubLayer
+from runtime.models.config import Config
+from runtime.models.encoder import Encoder
+
+
+def decoder(config: Config, build: Build) -> Encoder:
+    """Absolute positions, biases and plain MLPs."""
+    size = config.hidden_size
+    embeddings = EncoderEmbedding(
+        "embeddings",
+        config.vocab_size,
+        config.integer("max_position_embeddings"),
+        size,
+        norm("embeddings", config, build),
+        build,
+        skipped=config.optional_integer("skipped_positions", low=0) or 0,
+        num_types=config.optional_integer("type_vocab_size", low=0) or 0,
+    )
+    return Encoder(embeddings, [layer(config, index, build) for index in range(config.num_layers)], size)
+
+
+def layer(config: Config, index: int, build: Build) -> PostNormLayer:
+    name, size = f"encoder.layer.{index}", config.hidden_size
+    attention = EncoderAttention(
+        [SubLayer(f"{name}.attention.self.{part}", size) for part in ("query", "key", "value")],
+        SubLayer(f"{name}.attention.output.dense", size),
+        config.num_heads,
+        build,
+        bias=True,
+    )
+    mlp = MLP(
+        name,
+        size,
+        config.intermediate_size,
+        config.activation,
+        build,
+        names=("intermediate.dense", "output.dense"),
+        bias=True,
+    )
+    attention_norm = norm(f"{name}.attention.output", config, build)
+    return PostNormLayer(attention, attention_norm, mlp, norm(f"{name}.output", config, build))
+
+
+def norm(name: str, config: Config, build: Build) -> LayerNorm:
+    return LayerNorm(f"{name}.LayerNorm", config.hidden_size, config.norm_eps, build)
