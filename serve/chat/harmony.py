@@ -18,6 +18,9 @@ MARKS = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", 
 
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.:/-]{1,128})")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_HEADER_WORDS = re.compile(
+    "|".join(map(re.escape, MARKS)) + r"|\b(?:assistant|analysis|commentary|final|json|code)\b"
+)
 _HEADER_ENDS = Marks(("<|message|>",))
 _ENDS = Marks(("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>"))
 _BEGINS = Marks(("<|start|>", "<|channel|>"))
@@ -43,7 +46,12 @@ def _read_message(
     """Read a message's body; returns the mark that begins the next one."""
     channels = _CHANNEL.findall(header)
     recipient = _RECIPIENT.search(header)
-    if recipient is not None and offers_tools and recipient[0].startswith("to=functions."):
+    is_call = recipient is not None and offers_tools and recipient[0].startswith("to=functions.")
+    is_thought = not is_call and channels[-1:] == ["analysis"] and separate
+    known = header.replace(recipient[0], "", 1) if is_call and recipient is not None else header
+    if any(map(str.isalnum, _HEADER_WORDS.sub("", known))):  # it says more than where the message goes
+        (output.reasoning if is_thought else output.content)(header)
+    if is_call and recipient is not None:
         output.start(recipient[1])
         yield from source.skip()
         is_whole = True
@@ -52,7 +60,7 @@ def _read_message(
         end = yield from source.until(_ENDS, output.content if is_whole else output.arguments)
         if end is not None:
             output.end_call()
-    elif channels[-1:] == ["analysis"] and separate:
+    elif is_thought:
         end = yield from source.until(_ENDS, output.reasoning)
         output.end_reasoning(cut_off=end is None)
     else:

@@ -24,8 +24,12 @@ def check_model(core: EngineCore, model: str | None) -> str:
     if model is None:
         return serve.served_model_name
     if model not in (serve.served_model_name, core.plan.model.path, core.facts.path, ANY_MODEL):
-        raise NotFound(f"The model '{model[:200]}' does not exist.", param="model")
+        raise NotFound(_missing(core, model), param="model")
     return model
+
+
+def _missing(core: EngineCore, model: str) -> str:
+    return f"The model '{model[:200]}' does not exist; this server has '{core.plan.serve.served_model_name}'."
 
 
 async def list_models(http: HttpRequest, core: EngineCore) -> ASGIApp:
@@ -40,7 +44,7 @@ async def retrieve_model(http: HttpRequest, core: EngineCore) -> ASGIApp:
     if model == card["id"]:
         return json_response(card)
     error = {
-        "message": f"The model '{model[:200]}' does not exist",
+        "message": _missing(core, model),
         "type": "invalid_request_error",
         "param": "model",
         "code": "model_not_found",

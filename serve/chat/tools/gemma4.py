@@ -8,15 +8,14 @@ from serve.chat.scan.json_text import MAX_NAME_CHARS, quoted
 from serve.chat.scan.source import Marks, Reader
 from serve.chat.tools.format import CallContext, ToolFormat
 from serve.chat.tools.json_calls import plain_name, read_arguments
+from serve.chat.tools.python_calls import MAX_DEPTH, NUMBER, read_collection
 
-MAX_DEPTH = 32
 QUOTE = '<|"|>'
 
 _JSON = Marks(('{"',))
 _CALL, _BRACE, _QUOTE = Marks(("call:",)), Marks(("{",)), Marks((QUOTE,))
 _COLON = Marks((":",))
 _AFTER_WORD = re.compile(r"[,{}\[\]<]")
-_NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
 
 
 def _read(context: CallContext) -> Reader[bool]:
@@ -32,7 +31,7 @@ def _read(context: CallContext) -> Reader[bool]:
     source.traced()
     output.start(name[0])
     if (yield from source.one_of(_JSON)) is None:
-        yield from _collection(context, MAX_DEPTH)
+        yield from read_collection(context, MAX_DEPTH, key=_key, value=_value)
     else:  # its own keys are bare
         source.give_back('{"')
         yield from read_arguments(context)
@@ -50,7 +49,7 @@ def _value(context: CallContext, depth: int) -> Reader[bool]:
         return True
     first = yield from source.peek()
     if first in ("{", "["):
-        return depth > 0 and (yield from _collection(context, depth - 1))
+        return depth > 0 and (yield from read_collection(context, depth - 1, key=_key, value=_value))
     pieces: list[str] = []
     end = yield from source.while_in(_AFTER_WORD, pieces.append)
     word = "".join(pieces)
@@ -58,46 +57,24 @@ def _value(context: CallContext, depth: int) -> Reader[bool]:
     if not end or not plain:
         output.arguments(word)
         return False
-    is_json = plain in ("true", "false", "null") or _NUMBER.fullmatch(plain)
+    is_json = plain in ("true", "false", "null") or NUMBER.fullmatch(plain)
     output.arguments(plain if is_json else f'"{quoted(plain)}"')
     return True
 
 
-def _collection(context: CallContext, depth: int) -> Reader[bool]:
+def _key(context: CallContext, before: str) -> Reader[bool]:
     source, output = context.source, context.output
-    is_object = (yield from source.next()) == "{"
-    closing = "}" if is_object else "]"
-    output.arguments("{" if is_object else "[")
-    is_first = True
-    while True:
-        yield from source.skip()
-        letter = yield from source.peek()
-        if letter == closing:
-            yield from source.next()
-            output.arguments(closing)
-            return True
-        if letter == "," and not is_first:
-            yield from source.next()
-            continue
-        if not letter or letter in ",]}":
-            return False
-        before = "" if is_first else ", "
-        is_first = False
-        if is_object:
-            source.trace()
-            yield from source.one_of(_QUOTE)
-            found = yield from source.short(_COLON, MAX_NAME_CHARS)
-            if found is None:
-                if (yield from source.peek()):
-                    output.content(source.traced())
-                return False
-            source.traced()
-            output.arguments(f'{before}"{quoted(found[0].strip().removesuffix(QUOTE))}": ')
-            yield from source.skip()
-        else:
-            output.arguments(before)
-        if not (yield from _value(context, depth)):
-            return False
+    source.trace()
+    yield from source.one_of(_QUOTE)
+    found = yield from source.short(_COLON, MAX_NAME_CHARS)
+    unfinished = source.traced()
+    if found is None:
+        if any(map(str.isalnum, unfinished)) or (yield from source.peek()):
+            output.content(unfinished)
+        return False
+    output.arguments(f'{before}"{quoted(found[0].strip().removesuffix(QUOTE))}": ')
+    yield from source.skip()
+    return True
 
 
 GEMMA4 = ToolFormat(

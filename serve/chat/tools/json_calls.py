@@ -7,13 +7,16 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-from serve.chat.scan.json_text import MAX_NAME_CHARS, is_unicode, read_value, short_string
+from serve.chat.scan.json_text import MAX_NAME_CHARS, is_unicode, quoted, read_value, short_string
 from serve.chat.scan.source import Marks, Reader
 from serve.chat.tools.format import CallContext, CallReader
 
 _BRACE, _COLON, _COMMA = Marks(("{",)), Marks((":",)), Marks((",",))
 _LIST, _LIST_END = Marks(("[",)), Marks(("]",))
 _NAME = re.compile(r"[\w.:/-]{1,128}")
+# Members of a call's object that say nothing the call does not say.
+_LABELS = ("id", "type", "tool_call_id")
+_LABEL = re.compile(r'"[^"\\]{0,128}"|\d{1,18}')
 
 
 class Keys(NamedTuple):
@@ -130,7 +133,24 @@ def _as_object(text: str) -> str:
 
 
 def _read_object(context: CallContext, keys: Keys, *, only_offered: bool) -> Reader[bool]:
-    """One object. The call starts with its arguments, or where it turns out to have a name but none of them."""
+    """One object. Members that belong to no call are text, behind the call."""
+    strange: list[str] = []
+    has_started = yield from _read_members(context, keys, strange, only_offered=only_offered)
+    if has_started and strange:
+        context.output.content(", ".join(strange))
+    unfinished = context.source.traced() if has_started else ""
+    if any(map(str.isalnum, unfinished)) or (unfinished and (yield from context.source.peek())):
+        context.output.content(unfinished)
+    return has_started
+
+
+def _read_members(
+    context: CallContext, keys: Keys, strange: list[str], *, only_offered: bool
+) -> Reader[bool]:
+    """Whether a call has started: with its arguments, or where it turns out to have a name but none of them.
+
+    What does not go on as an object is left in the trace of the source.
+    """
     source, output = context.source, context.output
     yield from source.skip()
     if (yield from source.one_of(_BRACE)) is None:
@@ -147,26 +167,31 @@ def _read_object(context: CallContext, keys: Keys, *, only_offered: bool) -> Rea
             break
         key = yield from _key(context)
         if key is None:
-            return (yield from _broken(context, has_started))
+            return has_started
         if key in keys.names and name is None:
             name = yield from short_string(source)
-            if name is None or (only_offered and name not in context.tools):
+            if not name or _NAME.fullmatch(name) is None or (only_offered and name not in context.tools):
                 return False
             if held:
                 _start(context, name)
                 output.arguments(_as_object("".join(held)))
                 has_started = True
-                source.trace()
         elif key in keys.arguments and name is not None and not has_started:
             _start(context, name)
             has_started = True
             if not (yield from read_arguments(context)):
                 return True
-            source.trace()
         else:
-            keep = held.append if key in keys.arguments and not has_started and not held else _nowhere
-            if not (yield from read_value(source, keep, context.ends)):
-                return (yield from _broken(context, has_started))
+            pieces: list[str] = []
+            if not (yield from read_value(source, pieces.append, context.ends)):
+                return has_started
+            value = "".join(pieces)
+            if key in keys.arguments and not has_started and not held:
+                held.append(value)
+            elif key not in _LABELS or _LABEL.fullmatch(value) is None:
+                strange.append(f'"{quoted(key)}": {value}')
+        if has_started:
+            source.trace()
     if not has_started and (name is None or only_offered):
         return False
     if name is not None and not has_started:
@@ -187,17 +212,6 @@ def _key(context: CallContext) -> Reader[str | None]:
     return key
 
 
-def _broken(context: CallContext, has_started: bool) -> Reader[bool]:
-    """The object does not go on as one. What was taken behind the arguments is text, unless the text ends here."""
-    if has_started and (yield from context.source.peek()):
-        context.output.content(context.source.traced())
-    return has_started
-
-
 def _start(context: CallContext, name: str) -> None:
     context.source.traced()
     context.output.start(name)
-
-
-def _nowhere(text: str) -> None:
-    """Where the values of other keys go."""

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import re
+
 from serve.chat.scan.source import Marks, Reader
 from serve.chat.tools.format import CallContext, Rendered, ToolFormat
 from serve.chat.tools.json_calls import json_list, named, plain_name
 
 _read_list = json_list()
+_ID = re.compile(r"[A-Za-z0-9]{9}")
 _ENDS = Marks(("[ARGS]", "{"))
 
 
 def _name(text: str) -> tuple[str, str | None] | None:
-    """A call's own id, which some versions write behind the name, is not needed."""
-    return plain_name(text.partition("[CALL_ID]")[0])
+    """Some versions write a call's id behind its name."""
+    name, mark, call_id = text.partition("[CALL_ID]")
+    found = plain_name(name)
+    if found is None or not mark:
+        return found
+    return (found[0], call_id) if _ID.fullmatch(call_id) else None
 
 
 _read_named = named(_ENDS, read_name=_name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import json
 import math
-from collections.abc import Sequence
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -96,19 +96,20 @@ class Parameters:
                 return False
         is_cut = not (yield from source.peek())
         rest = source.traced()
-        if is_cut:
-            return False
-        output.arguments("{}" if before == "{" else "}")
-        if rest.strip():
+        if not is_cut:
+            output.arguments("{}" if before == "{" else "}")
+        if any(map(str.isalnum, rest)) or (rest.strip() and not is_cut):
             output.content(rest)
-        return True
+        return not is_cut
 
     def _key(self, text: str) -> tuple[str, bool | None]:
         """A parameter's name, and whether the tag says that its value is a string."""
         if not self.string_attribute:
             return text.strip().strip("\"'"), None
-        key, _, rest = text.strip().removeprefix('"').partition('"')
-        return key, 'string="false' not in rest if "string=" in rest else None
+        found = _ATTRIBUTES.fullmatch(text.strip())
+        if found is None:
+            return text.strip().strip("\"'"), None
+        return found[1], None if found[2] is None else found[2] == "true"
 
     def _value(self, context: CallContext, types: frozenset[str] | None) -> Reader[bool]:
         """False where the text ends within the value; then it is passed on as it is."""
@@ -133,33 +134,35 @@ class Parameters:
 
 
 _NEWLINE = Marks(("\n",))
+_ATTRIBUTES = re.compile(r'"([^"]*)"(?:\s+string="(true|false)")?')
 _ANY = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
 
 
 def typed(text: str, types: frozenset[str] | None) -> str:
     """The JSON of a value that is written as `text`, of one of these types if that can be; else a string."""
-    wanted = _ANY if types is None else types
-    for value in _readings(text.strip()):
-        shaped = _shaped(value, wanted)
-        if shaped is not None:
-            return shaped
-    return f'"{quoted(text)}"'
-
-
-def _readings(text: str) -> Sequence[Any]:
-    """What the text may mean, as JSON and as Python writes it."""
-    found: list[Any] = []
+    plain = text.strip()
     try:
-        found.append(json.loads(text))
+        shaped = _shaped(json.loads(plain, parse_constant=_no_number), types or _ANY, written=plain)
     except (ValueError, RecursionError):
-        if text in ("True", "False", "None"):
-            found.append({"True": True, "False": False, "None": None}[text])
-        elif text[:1] in ("{", "[", "(") and len(text) <= MAX_LITERAL_CHARS:
-            try:
-                found.append(ast.literal_eval(text))
-            except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
-                return found
-    return found
+        shaped = _shaped(_python_value(plain), types or _ANY)
+    return f'"{quoted(text)}"' if shaped is None else shaped
+
+
+def _no_number(word: str) -> None:
+    """NaN and infinities are none in JSON."""
+    raise ValueError(word)
+
+
+def _python_value(text: str) -> Any:
+    """What the text means as Python writes it; a string where it means nothing."""
+    if text in ("True", "False", "None"):
+        return {"True": True, "False": False, "None": None}[text]
+    if text[:1] not in ("{", "[", "(") or len(text) > MAX_LITERAL_CHARS:
+        return text
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
+        return text
 
 
 _KINDS = {
@@ -173,18 +176,21 @@ _KINDS = {
 }
 
 
-def _shaped(value: Any, wanted: frozenset[str]) -> str | None:
-    """Its JSON, or None where it is of none of the wanted types. A string is left to the text itself."""
+def _shaped(value: Any, wanted: frozenset[str], *, written: str | None = None) -> str | None:
+    """Its JSON, as it is `written` if it is, or None where it is of none of the wanted types. A string is left to the
+    text itself."""
     if isinstance(value, float):
         if not math.isfinite(value):
             return None
         if "number" not in wanted and "integer" in wanted and value.is_integer():
-            value = int(value)
+            value, written = int(value), None
     kinds = _KINDS.get(type(value), frozenset())
     if kinds.isdisjoint(wanted):
         return None
+    if written is not None:
+        return written
     try:
-        text = json.dumps(value, ensure_ascii=False)
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         return text if is_unicode(text) else json.dumps(value)
     except (TypeError, ValueError, RecursionError):
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from serve.chat.scan.json_text import MAX_NAME_CHARS, quoted
 from serve.chat.scan.source import Marks, Reader, Source
@@ -11,10 +12,11 @@ from serve.chat.tools.format import CallContext, CallReader
 MAX_DEPTH = 32
 
 _LIST, _LIST_END = Marks(("[",)), Marks(("]",))
-_PAREN, _PAREN_END, _EQUALS, _COMMA = Marks(("(",)), Marks((")",)), Marks(("=",)), Marks((",",))
+_PAREN, _PAREN_END = Marks(("(",)), Marks((")",))
+_EQUALS, _COMMA, _COLON = Marks(("=",)), Marks((",",)), Marks((":",))
 _NAME = re.compile(r"[A-Za-z_][\w.:-]{0,127}")
 _AFTER_WORD = re.compile(r"[\s,()\[\]{}=:\"'<|]")
-_NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
+NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
 _WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "0": "\0", "\n": ""}
 _HEX = {"x": 2, "u": 4, "U": 8}
@@ -80,8 +82,10 @@ def _call(context: CallContext, *, only_offered: bool) -> Reader[bool]:
 
 
 def _broken(context: CallContext) -> Reader[bool]:
-    if (yield from context.source.peek()):
-        context.output.content(context.source.traced())
+    """The call does not go on as one: what was taken of it is text."""
+    unfinished = context.source.traced()
+    if any(map(str.isalnum, unfinished)) or (yield from context.source.peek()):
+        context.output.content(unfinished)
     return True
 
 
@@ -104,24 +108,34 @@ def _value(context: CallContext, depth: int) -> Reader[bool]:
     if first in ('"', "'") and first:
         return (yield from _string(context))
     if first in ("[", "(", "{") and first:
-        return depth > 0 and (yield from _collection(context, depth - 1))
+        return depth > 0 and (yield from read_collection(context, depth - 1, key=_key, value=_value))
     word = yield from _word(source)
     if word in _WORDS:
         output.arguments(_WORDS[word])
-    elif _NUMBER.fullmatch(word):
+    elif NUMBER.fullmatch(word):
         output.arguments(word)
     elif word:
         output.arguments(f'"{quoted(word)}"')
     return bool(word) and bool((yield from source.peek()))
 
 
-def _collection(context: CallContext, depth: int) -> Reader[bool]:
+def read_collection(
+    context: CallContext,
+    depth: int,
+    *,
+    key: Callable[[CallContext, str], Reader[bool]],
+    value: Callable[[CallContext, int], Reader[bool]],
+) -> Reader[bool]:
+    """Pass on a list, tuple or dictionary as JSON; False where it is cut off or goes wrong.
+
+    `key` passes on what stands before a member and its key, up to the value; `value` passes on a value.
+    """
     source, output = context.source, context.output
     opening = yield from source.next()
     is_object = opening == "{"
     closing = {"{": "}", "[": "]", "(": ")"}[opening]
     output.arguments("{" if is_object else "[")
-    is_first = True
+    before = ""
     while True:
         yield from source.skip()
         letter = yield from source.peek()
@@ -129,25 +143,33 @@ def _collection(context: CallContext, depth: int) -> Reader[bool]:
             yield from source.next()
             output.arguments("}" if is_object else "]")
             return True
-        if letter == "," and not is_first:
+        if letter == "," and before:
             yield from source.next()
             continue
         if not letter or letter in ",)]}":
             return False
-        if not is_first:
-            output.arguments(", ")
-        is_first = False
-        if is_object:
-            if letter not in ('"', "'") or not (yield from _string(context)):
-                return False
-            yield from source.skip()
-            if (yield from source.peek()) != ":":
-                return False
-            yield from source.next()
-            output.arguments(": ")
-            yield from source.skip()
-        if not (yield from _value(context, depth)):
+        if not is_object:
+            output.arguments(before)
+        elif not (yield from key(context, before)):
             return False
+        before = ", "
+        if not (yield from value(context, depth)):
+            return False
+
+
+def _key(context: CallContext, before: str) -> Reader[bool]:
+    source, output = context.source, context.output
+    if (yield from source.peek()) not in ('"', "'"):
+        return False
+    output.arguments(before)
+    if not (yield from _string(context)):
+        return False
+    yield from source.skip()
+    if (yield from source.one_of(_COLON)) is None:
+        return False
+    output.arguments(": ")
+    yield from source.skip()
+    return True
 
 
 def _string(context: CallContext) -> Reader[bool]:
@@ -167,11 +189,11 @@ def _string(context: CallContext) -> Reader[bool]:
         if not escaped:
             return False
         digits = ""
-        while len(digits) < _HEX.get(escaped, 0) and (yield from source.peek()) in "0123456789abcdefABCDEF":
-            digit = yield from source.next()
-            if not digit:
-                return False
-            digits += digit
+        while len(digits) < _HEX.get(escaped, 0):
+            digit = yield from source.peek()
+            if not digit or digit not in "0123456789abcdefABCDEF":
+                break
+            digits += yield from source.next()
         output.arguments(_unescaped(escaped, digits))
 
 

@@ -13,29 +13,24 @@ _QWEN = Parameters(
     call_close=("</function>",),
 )
 
-QWEN3_CODER = ToolFormat(
-    section_open=("<tool_call>",),
-    section_close=("</tool_call>",),
-    call_open=("<function=",),
-    call_close=_QWEN.call_close,
-    read=_QWEN,
-    parameters=_QWEN,
-    arguments="tags",
-    rendered=lambda name: (f"<tool_call>\n<function={name}>\n", "</function>\n</tool_call>"),
-    rendered_all=("", "\n", ""),
-)
 
-SEED_OSS = ToolFormat(
-    section_open=("<seed:tool_call>",),
-    section_close=("</seed:tool_call>",),
-    call_open=("<function=",),
-    call_close=_QWEN.call_close,
-    read=_QWEN,
-    parameters=_QWEN,
-    arguments="tags",
-    rendered=lambda name: (f"<seed:tool_call>\n<function={name}>\n", "</function>\n</seed:tool_call>"),
-    rendered_all=("", "\n", ""),
-)
+def _functions(tag: str) -> ToolFormat:
+    """Functions that stand between <tag> and </tag>."""
+    return ToolFormat(
+        section_open=(f"<{tag}>",),
+        section_close=(f"</{tag}>",),
+        call_open=("<function=",),
+        call_close=_QWEN.call_close,
+        read=_QWEN,
+        parameters=_QWEN,
+        arguments="tags",
+        rendered=lambda name: (f"<{tag}>\n<function={name}>\n", f"</function>\n</{tag}>"),
+        rendered_all=("", "\n", ""),
+    )
+
+
+QWEN3_CODER = _functions("tool_call")
+SEED_OSS = _functions("seed:tool_call")
 
 _GLM = Parameters(
     name_end=("\n", "<arg_key>", "</tool_call>"),

@@ -1,0 +1,140 @@
+"""What a model wrote is never lost: content, reasoning and calls account for every character of any text.
+
+The account: of the text, the format's own words are taken away (its marks, the keys of a call's object, a header's
+words), then white space and the punctuation that JSON, Python and tags are made of. Each character that is left must
+stand in the content, in the reasoning, or in a call's name, id or arguments, as often as it stands in the text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from random import Random
+
+import pytest
+
+from serve.chat.events import Content, Reasoning, ToolCallArguments, ToolCallStart
+from serve.chat.harmony import MARKS as HARMONY_MARKS
+from serve.chat.parser import OutputParser, ParserSettings
+from serve.chat.reasoning.table import FORMATS as REASONING
+from serve.chat.tools.offered import read_tools
+from serve.chat.tools.table import FORMATS
+from tool_call_texts import TEXTS, TOOLS
+
+OFFERED = read_tools(TOOLS)
+each_format = pytest.mark.parametrize("name", TEXTS)
+
+_PUNCTUATION = re.compile(r"""[\s{}\[\]()<>,:;='"\\/|｜▁`.]""")
+_WORDS: dict[str, tuple[str, ...]] = {
+    "deepseekv3": ("function<｜tool▁sep｜>", "```json"),
+    "deepseekv31": ("<｜tool▁sep｜>",),
+    "deepseekv32": ("<｜DSML｜parameter name=", "</｜DSML｜parameter>", 'string="true"', 'string="false"'),
+    "kimi_k2": ("functions.", "<|tool_call_argument_begin|>"),
+    "qwen3_coder": ("<parameter=", "</parameter>"),
+    "seed_oss": ("<parameter=", "</parameter>"),
+    "glm45": ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    "step3": ("function<｜tool_sep｜>", "<steptml:invoke name=", "</steptml:invoke>", "<steptml:parameter name=",
+              "</steptml:parameter>"),
+    "minimax-m2": ("<parameter name=", "</parameter>"),
+    "gemma4": ("call:",),
+    "mistral": ("[ARGS]",),
+    "mistral-list": ("[ARGS]",),
+    "gpt-oss": (*HARMONY_MARKS, "to=functions.", "assistant", "commentary", "analysis", "final", "json"),
+}  # fmt: skip
+# Members of a call's object that say nothing that the call does not say.
+_LABEL = re.compile(r'"(?:id|type|tool_call_id)"\s*:\s*(?:"[^"\\]*"|\d+)')
+_SHARED = ('"name"', '"arguments"', '"parameters"', '"tool_name"', "<think>", "</think>")
+
+
+def substance(name: str, text: str) -> Counter[str]:
+    """The characters that must be accounted for."""
+    form = FORMATS.get(name)
+    text = _LABEL.sub(" ", text)
+    for mark in sorted(
+        {*_WORDS.get(name, ()), *(form.marks if form else ()), *_SHARED}, key=len, reverse=True
+    ):
+        text = text.replace(mark, " ")
+    return Counter(_PUNCTUATION.sub("", text).casefold())
+
+
+def told(settings: ParserSettings, text: str) -> str:
+    """All that an answer says."""
+    pieces: list[str] = []
+    for event in OutputParser(settings).feed(text, final=True):
+        match event:
+            case Content(text) | Reasoning(text) | ToolCallArguments(_, text):
+                pieces.append(text)
+            case ToolCallStart(_, call_id, called):
+                pieces += (call_id, called)
+    return "".join(pieces)
+
+
+def settings_of(name: str, *, thinks: bool) -> ParserSettings:
+    if name == "gpt-oss":
+        return ParserSettings(harmony=True, tools=OFFERED, separate_reasoning=thinks)
+    return ParserSettings(
+        calls=FORMATS[name], tools=OFFERED, reasoning=REASONING["qwen3"] if thinks else None
+    )
+
+
+def assert_nothing_lost(name: str, text: str) -> None:
+    for thinks in (False, True):
+        lost = substance(name, text) - Counter(told(settings_of(name, thinks=thinks), text).casefold())
+        assert not lost, f"lost {''.join(sorted(lost.elements()))!r} of {text!r}"
+
+
+def mutant(name: str, text: str, rng: Random) -> str:
+    """The text with one to three pieces of it left out, repeated, moved, or something put in."""
+    form = FORMATS.get(name)
+    marks = form.marks if form else HARMONY_MARKS
+    put_in = (
+        "ω",
+        " ωψξ ",
+        '"ω": "ψ", ',
+        ', "ω": ["ψ", {"ξ": 1}]',
+        "ω=ψ, ",
+        "ω(",
+        "λ=",
+        '"',
+        "'",
+        "\\",
+        *"{}[](),:<",
+        *marks,
+    )
+    for _ in range(rng.randint(1, 3)):
+        start = rng.randrange(len(text) + 1)
+        end = min(len(text), start + rng.choice((1, 1, 2, 8, 30)))
+        way = rng.randrange(4)
+        if way == 0:
+            text = text[:start] + text[end:]
+        elif way == 1:
+            text = text[:end] + text[start:]
+        elif way == 2:
+            text = text[:start] + rng.choice(put_in) + text[start:]
+        else:
+            place = rng.randrange(len(text) + 1)
+            text = text[:place] + text[start:end] + text[place:]
+    return text if rng.random() < 0.7 else text[: rng.randrange(len(text) + 1)]
+
+
+@each_format
+def test_beginnings_of_a_text_are_accounted_for(name: str) -> None:
+    for end in range(len(TEXTS[name]) + 1):
+        assert_nothing_lost(name, TEXTS[name][:end])
+
+
+def check_mutants(name: str, rounds: int) -> None:
+    rng = Random(f"{name} {rounds}")
+    for _ in range(rounds):
+        assert_nothing_lost(name, mutant(name, rng.choice(("", "<think>ζ</think>")) + TEXTS[name], rng))
+
+
+@each_format
+def test_malformed_texts_are_accounted_for(name: str) -> None:
+    check_mutants(name, 100)
+
+
+@pytest.mark.slow
+@each_format
+def test_more_malformed_texts_are_accounted_for(name: str) -> None:
+    check_mutants(name, 1000)
