@@ -7,7 +7,7 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from runtime.constraint import HostData
+from runtime.constraint import HostData, Output, give
 
 
 class AllowedTokens:
@@ -17,9 +17,8 @@ class AllowedTokens:
         allowed = np.zeros(-(-vocab_size // 32) * 32, np.bool_)
         allowed[list(token_ids)] = True
         bitmask = np.packbits(allowed, bitorder="little").view("<i4").astype(np.int32)
-        self._data: Future[HostData] = Future()
-        self._data.set_result(HostData(bitmask=bitmask))
+        self._data = HostData(bitmask=bitmask)
 
-    def host_data_after(self, choice: int, output_ids: tuple[int, ...]) -> Future[HostData]:
+    def host_data_after(self, choice: int, output: Output, answer: Future[HostData]) -> None:
         """The mask, which is there already."""
-        return self._data
+        give(answer, self._data)

@@ -5,7 +5,7 @@ needs from the host (a grammar's mask needs the token before) may arrive until t
 has not arrived by then yields no token in that step and is computed again once it has; other rows do not wait.
 
     scheduler: batch n+1 is filled         -> RowHostData(row, future), for the token after one still unknown
-               the result of step n        -> Constraint.host_data_after(its tokens), computed on any thread
+               the result of step n        -> Constraint.host_data_after(its tokens), answered by any thread
     sampler:   forward n+1 is enqueued     -> waits for the futures until the forward is done and a moment longer
                what has arrived is applied -> token; what has not: no token, and the scheduler goes back by one
 """
@@ -16,7 +16,6 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -35,16 +34,47 @@ class HostData(NamedTuple):
     bitmask: NDArray[np.int32] | None = None
 
 
+class Output(NamedTuple):
+    """The tokens of a choice that were known when its next one was asked for."""
+
+    ids: list[int]  # the prompt, the output, and what came behind it meanwhile
+    num_prompt: int
+    num_before: int  # output tokens at the call before; 0: the output begins, perhaps anew
+    num_output: int
+
+    @property
+    def new_ids(self) -> list[int]:
+        """What came since the call before."""
+        return self.ids[self.num_prompt + self.num_before : self.num_prompt + self.num_output]
+
+    @property
+    def output_ids(self) -> tuple[int, ...]:
+        """All of it, which takes time where it is long."""
+        return tuple(self.ids[self.num_prompt : self.num_prompt + self.num_output])
+
+
 class Constraint(Protocol):
     """Decides, token by token, what a request may generate. One constraint serves all choices of its request."""
 
-    def host_data_after(self, choice: int, output_ids: tuple[int, ...]) -> Future[HostData]:
-        """What applies to the token that follows `output_ids` of the request's choice number `choice`.
+    def host_data_after(self, choice: int, output: Output, answer: Future[HostData]) -> None:
+        """Set `answer` to what applies to the token behind this output of the choice, by `give` or `refuse`.
 
-        Called on the event loop, once for each new token, so it returns at once and computes elsewhere. A future
-        with an exception ends that choice with an error.
+        Called on the event loop, once for each step that a choice goes on, so it returns at once and computes
+        elsewhere. What is refused, or raised here, ends that choice with an error.
         """
         ...
+
+
+def give(answer: Future[HostData], data: HostData) -> None:
+    """What applies to a token, unless nobody waits for it any more."""
+    with suppress(InvalidStateError):
+        answer.set_result(data)
+
+
+def refuse(answer: Future[HostData], error: BaseException) -> None:
+    """Something broke, or nothing is left to choose: ends that choice with an error."""
+    with suppress(InvalidStateError):
+        answer.set_exception(error)
 
 
 class SequenceConstraint:
@@ -53,50 +83,42 @@ class SequenceConstraint:
     Belongs to the scheduler. A future may be handed out before the tokens that it depends on are known.
     """
 
-    __slots__ = ("_choice", "_constraint", "_futures", "_num_asked")
+    __slots__ = ("_choice", "_constraint", "_futures", "_num_told")
 
     def __init__(self, constraint: Constraint, choice: int) -> None:
         self._constraint = constraint
         self._choice = choice
         self._futures: dict[int, Future[HostData]] = {}
-        self._num_asked = -1  # length of the output for which the constraint was asked last
+        self._num_told = -1  # length of the output for which the constraint was asked last
 
-    def data_after(self, num_output: int, output_ids: list[int]) -> Future[HostData]:
-        """For the token behind `num_output` others, of which `output_ids` are known."""
-        if num_output not in self._futures:
-            self._futures[num_output] = Future()
-        if num_output == len(output_ids):
-            self.advance(output_ids)
-        return self._futures[num_output]
+    def data_after(self, num_output: int, ids: list[int], num_prompt: int) -> Future[HostData]:
+        """For the token behind `num_output` others; `ids` are the prompt and those that are known."""
+        future = self._futures.get(num_output)
+        if future is None:
+            future = self._futures[num_output] = Future()
+        if num_prompt + num_output == len(ids):
+            self.advance(ids, num_prompt)
+        return future
 
-    def advance(self, output_ids: list[int]) -> None:
+    def advance(self, ids: list[int], num_prompt: int) -> None:
         """These are all tokens that are known now: ask for what applies to the next one, unless that was done."""
-        num_output = len(output_ids)
-        if self._num_asked == num_output:
+        num_output, num_before = len(ids) - num_prompt, max(self._num_told, 0)
+        if self._num_told == num_output:
             return
-        self._num_asked = num_output
-        self._futures = {length: future for length, future in self._futures.items() if length >= num_output}
-        future = self._futures.setdefault(num_output, Future())
+        self._num_told = num_output
+        for length in [length for length in self._futures if length < num_output]:
+            del self._futures[length]
+        answer = self._futures.get(num_output)
+        if answer is None:
+            answer = self._futures[num_output] = Future()
         try:
-            source = self._constraint.host_data_after(self._choice, tuple(output_ids))
+            output = Output(ids, num_prompt, num_before, num_output)
+            self._constraint.host_data_after(self._choice, output, answer)
         except Exception as error:  # foreign code: it costs its own request, not the engine
             logger.error("a constraint failed", exc_info=error)
-            future.set_exception(error)
-            return
-        source.add_done_callback(partial(_pass_on, future))
+            refuse(answer, error)
 
     def release(self) -> None:
         """The sequence ended, and its tokens of steps in flight will be dropped: let these steps not wait."""
         for future in self._futures.values():
-            with suppress(InvalidStateError):  # what it waited for came
-                future.set_result(HostData())
-
-
-def _pass_on(future: Future[HostData], source: Future[HostData]) -> None:
-    error = RuntimeError("Host data was cancelled.") if source.cancelled() else source.exception()
-    with suppress(InvalidStateError):  # the sequence ended meanwhile
-        if error is None:
-            future.set_result(source.result())
-        else:
-            future.set_exception(error)
-            logger.error("a constraint failed", exc_info=error)
+            give(future, HostData())

@@ -108,8 +108,7 @@ class Sequence:
         """What the token behind the known ones waits for. Raises `RuntimeError` without a constraint."""
         if self.constraint is None:
             raise RuntimeError(f"{self!r} has no constraint.")
-        output_ids = self.output_ids
-        return self.constraint.data_after(len(output_ids), output_ids)
+        return self.constraint.data_after(len(self.ids) - self.num_prompt, self.ids, self.num_prompt)
 
     @property
     def num_output(self) -> int:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.constraint import HostData
+from runtime.constraint import HostData, Output
 from runtime.grammar.backend import Matcher
 from runtime.grammar.marker import Marker
 from runtime.grammar.masks import MaskThread
@@ -47,21 +47,21 @@ class GrammarConstraint:
         self.marker = marker
         self.opened_by = opened_by  # the token that begins the free part; None: it begins with the output
 
-    def host_data_after(self, choice: int, output_ids: tuple[int, ...]) -> Future[HostData]:
+    def host_data_after(self, choice: int, output: Output, answer: Future[HostData]) -> None:
         """The mask of the next token, or none before the constraint begins."""
         position = self._positions.get(choice)
         if position is None:
             position = self._positions[choice] = Position(
                 self._compiled, self.ends, self.marker, self.opened_by
             )
-        return self._thread.ask(position, output_ids)
+        self._thread.ask(position, output, answer)
 
 
 class Position:
     """How far one choice has come. Belongs to the mask thread but for its making."""
 
     __slots__ = (
-        "_compiled", "_ends", "_is_free", "_last_id", "_marked", "_marker", "_num_seen", "_opened_by", "matcher",
+        "_compiled", "_ends", "_is_free", "_marked", "_marker", "_num_seen", "_opened_by", "matcher",
         "slow",
     )  # fmt: skip
 
@@ -78,23 +78,21 @@ class Position:
     def _start(self) -> None:
         self.matcher: Matcher | None = None  # None: the constraint has not begun
         self._num_seen = 0
-        self._last_id = -1
         self._marked = 0
         self._is_free = self._marker is not None and self._opened_by is None
 
-    def advance(self, output_ids: tuple[int, ...]) -> bool:
-        """Go to the end of this output, from the beginning where it is not the last one and more.
+    def advance(self, output: Output) -> bool:
+        """Go to the end of this output, which is the last one and more, or begins anew.
 
         False where the constraint has not begun. Raises `ValueError` for an output that the grammar does not allow.
         """
-        seen = self._num_seen
-        if seen > len(output_ids) or (seen and output_ids[seen - 1] != self._last_id):  # computed anew
+        new, num_before = output.new_ids, output.num_before
+        if not num_before:
             self._start()
-            seen = 0
-        new = output_ids[seen:]
-        self._num_seen = len(output_ids)
-        self._last_id = output_ids[-1] if output_ids else -1
-        if seen == 0 and new and new[0] == self._opened_by:
+        elif num_before != self._num_seen:
+            raise ValueError("The output is not the last one and more.")
+        self._num_seen += len(new)
+        if not num_before and new and new[0] == self._opened_by:
             self.matcher, self._is_free = None, True
             new = new[1:]
         if self.matcher is None:
@@ -105,7 +103,7 @@ class Position:
             raise ValueError(f"the grammar does not allow its own output: {self.matcher.error:.200}")
         return True
 
-    def _behind_marker(self, new: tuple[int, ...]) -> tuple[int, ...]:
+    def _behind_marker(self, new: list[int]) -> list[int]:
         """What of these tokens the grammar is about."""
         marker = self._marker
         if marker is None or not self._is_free:
@@ -116,7 +114,7 @@ class Position:
             if self._marked == marker.length:
                 self.matcher = self._compiled.copy()
                 return new[index + 1 :]
-        return ()
+        return []
 
     def free_mask(self, num_words: int) -> NDArray[np.int32] | None:
         """Before the constraint begins: what is allowed; None: everything. The output cannot end there."""

@@ -6,21 +6,23 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.constraint import HostData
+from runtime.constraint import HostData, Output, give, refuse
 from runtime.grammar.backend import Backend, Matcher
 
 logger = logging.getLogger("penstock.grammar")
 
 SLOW_S = 0.004  # a mask that takes so long is computed apart from the others
-BATCH_SLOW_S = 0.01  # of a whole batch: then each of its rows is measured
+BATCH_SLOW_S, ROW_SLOW_S = (
+    0.01,
+    0.0005,
+)  # of a whole batch, and more for each row: then each of them is measured
 
 
 class Position(Protocol):
@@ -29,7 +31,7 @@ class Position(Protocol):
     matcher: Matcher | None
     slow: bool
 
-    def advance(self, output_ids: tuple[int, ...]) -> bool: ...
+    def advance(self, output: Output) -> bool: ...
 
     def free_mask(self, num_words: int) -> NDArray[np.int32] | None: ...
 
@@ -38,8 +40,8 @@ class Position(Protocol):
 
 class Ask(NamedTuple):
     position: Position
-    output_ids: tuple[int, ...]
-    future: Future[HostData]
+    output: Output
+    answer: Future[HostData]
 
 
 class MaskThread:
@@ -54,11 +56,10 @@ class MaskThread:
         self._slow = _Lane("penstock-masks-slow", self._compute_each)
         self._fast = _Lane("penstock-masks", self._compute)
 
-    def ask(self, position: Position, output_ids: tuple[int, ...]) -> Future[HostData]:
+    def ask(self, position: Position, output: Output, answer: Future[HostData]) -> None:
         """What applies to the token after these. Returns at once."""
-        ask = Ask(position, output_ids, Future())
-        (self._slow if position.slow else self._fast).put(ask)
-        return ask.future
+        lane = self._slow if position.slow else self._fast
+        lane.put(Ask(position, output, answer))
 
     def close(self) -> None:
         """End the threads, when what they compute now is done."""
@@ -72,7 +73,7 @@ class MaskThread:
         if not rows:
             return
         self._fill(rows)
-        if time.perf_counter() - began_s > BATCH_SLOW_S:
+        if time.perf_counter() - began_s > BATCH_SLOW_S + ROW_SLOW_S * len(rows):
             for ask in rows:
                 ask.position.slow = True  # until the other thread has seen that it is not
 
@@ -86,11 +87,11 @@ class MaskThread:
     def _advance(self, ask: Ask) -> bool:
         """Whether the backend is to be asked; otherwise the future has its result."""
         try:
-            if ask.position.advance(ask.output_ids):
+            if ask.position.advance(ask.output):
                 return True
-            _set(ask.future, HostData(bitmask=ask.position.free_mask(self._num_words)))
+            give(ask.answer, HostData(bitmask=ask.position.free_mask(self._num_words)))
         except Exception as error:  # this output's border: foreign code, or a grammar beyond its limits
-            _fail(ask.future, error)
+            _fail(ask.answer, error)
         return False
 
     def _fill(self, rows: Sequence[Ask]) -> None:
@@ -99,11 +100,11 @@ class MaskThread:
             self._backend.fill_masks([ask.position.matcher for ask in rows if ask.position.matcher], masks)
         except Exception as error:
             for ask in rows:
-                _fail(ask.future, error)
+                _fail(ask.answer, error)
             return
         for ask, mask in zip(rows, masks, strict=True):
             ask.position.finish_mask(mask)
-            _set(ask.future, HostData(bitmask=mask))
+            give(ask.answer, HostData(bitmask=mask))
 
 
 class _Lane:
@@ -137,12 +138,6 @@ class _Lane:
                 return
 
 
-def _set(future: Future[HostData], data: HostData) -> None:
-    with suppress(InvalidStateError):  # nobody waits any more
-        future.set_result(data)
-
-
-def _fail(future: Future[HostData], error: Exception) -> None:
+def _fail(answer: Future[HostData], error: Exception) -> None:
     logger.info("a grammar can go no further: %.300s", error)
-    with suppress(InvalidStateError):
-        future.set_exception(error)
+    refuse(answer, error)

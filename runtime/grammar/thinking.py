@@ -6,7 +6,7 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from runtime.constraint import Constraint, HostData
+from runtime.constraint import Constraint, HostData, Output, give
 from runtime.grammar.marker import Marker
 from runtime.grammar.spec import ThinkingLimit
 
@@ -35,25 +35,28 @@ class LimitedThinking:
         self._inner = inner
         self._blocks: dict[int, _Block] = {}
 
-    def host_data_after(self, choice: int, output_ids: tuple[int, ...]) -> Future[HostData]:
+    def host_data_after(self, choice: int, output: Output, answer: Future[HostData]) -> None:
         """What applies to the next token."""
-        block = self._blocks.get(choice)
-        if block is None or not block.goes_on(output_ids):
-            block = self._blocks[choice] = _Block(*self._markers)
-        over = block.advance(output_ids) - self._limit.max_tokens
-        if not 0 <= over < len(self._close_ids):
-            if self._inner is not None:
-                return self._inner.host_data_after(choice, output_ids)
-            return _done(HostData())
-        mask = np.zeros(self._num_words, np.uint32)
-        mask[self._close_ids[over] // 32] = np.uint32(1 << self._close_ids[over] % 32)
-        return _done(HostData(bitmask=mask.view(np.int32)))
+        if not output.num_before:
+            self._blocks[choice] = _Block(*self._markers)
+        block = self._blocks[choice]
+        over = block.advance(output.new_ids) - self._limit.max_tokens
+        if 0 <= over < len(self._close_ids):
+            mask = np.zeros(self._num_words, np.uint32)
+            mask[self._close_ids[over] // 32] = np.uint32(1 << self._close_ids[over] % 32)
+            give(answer, HostData(bitmask=mask.view(np.int32)))
+        elif self._inner is None:
+            give(answer, HostData())
+        else:
+            output = output._replace(num_before=block.num_told)
+            block.num_told = output.num_output
+            self._inner.host_data_after(choice, output, answer)
 
 
 class _Block:
     """How far an output has come."""
 
-    __slots__ = ("_close", "_is_closed", "_last_id", "_matched", "_num_seen", "_num_tokens", "_open")
+    __slots__ = ("_close", "_is_closed", "_matched", "_num_seen", "_num_tokens", "_open", "num_told")
 
     def __init__(self, opening: Marker | None, close: Marker) -> None:
         self._open = opening  # None: the block is open
@@ -62,18 +65,12 @@ class _Block:
         self._matched = 0  # bytes of the mark that is looked for
         self._num_tokens = 0  # within the block
         self._num_seen = 0
-        self._last_id = -1
+        self.num_told = 0  # tokens that the inner constraint knows
 
-    def goes_on(self, output_ids: tuple[int, ...]) -> bool:
-        """Whether this is the last output and more."""
-        seen = self._num_seen
-        return seen <= len(output_ids) and (not seen or output_ids[seen - 1] == self._last_id)
-
-    def advance(self, output_ids: tuple[int, ...]) -> int:
-        """The tokens within the block, up to the end of this output; -1 where it is not open."""
-        for token_id in output_ids[self._num_seen :]:
+    def advance(self, new_ids: list[int]) -> int:
+        """The tokens within the block, up to the end of the output; -1 where it is not open."""
+        for token_id in new_ids:
             self._num_seen += 1
-            self._last_id = token_id
             if not self._is_closed:
                 self._take(token_id)
         return -1 if self._is_closed or self._open is not None else self._num_tokens
@@ -89,9 +86,3 @@ class _Block:
         self._matched = self._close.advance(self._matched, token_id)
         self._is_closed = self._matched == self._close.length
         self._num_tokens += 1
-
-
-def _done(data: HostData) -> Future[HostData]:
-    future: Future[HostData] = Future()
-    future.set_result(data)
-    return future

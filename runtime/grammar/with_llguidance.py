@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MAX_FIRST_MASK_S = 2.0
-MAX_THREADS = 4  # that compute masks
+MAX_THREADS = 16  # that compute masks, on half of the processors
 # The library's units: fuel is work in its lexer, 14,000 to 50,000 a millisecond; a state takes one to two kilobytes.
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
@@ -64,7 +64,7 @@ class LLGuidanceBackend:
         self._vocabulary = vocabulary
         self._whitespace = whitespace
         self._limits = LLParserLimits(**LIMITS)
-        self._executor = LLExecutor(min(MAX_THREADS, os.cpu_count() or 1))
+        self._executor = LLExecutor(_num_threads())
 
     @classmethod
     def load(
@@ -99,6 +99,11 @@ class LLGuidanceBackend:
         for matcher, row in rows:
             if matcher.is_error():  # the library then allows the end, as if the output were whole
                 masks[row] = 0
+
+
+def _num_threads() -> int:
+    num_processors = os.cpu_count() or 1
+    return min(num_processors, MAX_THREADS, max(2, num_processors // 2))
 
 
 def _first_line(error: str) -> str:

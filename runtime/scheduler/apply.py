@@ -93,7 +93,7 @@ def _advance_constraint(sequence: Sequence, tokens: list[int], rewind: Rewind) -
     if sequence.finish is not None or sequence.constraint is None:
         return
     if tokens:
-        sequence.constraint.advance(sequence.output_ids)
+        sequence.constraint.advance(sequence.ids, sequence.num_prompt)
     else:
         sequence.num_pending -= 1
         rewind(sequence)

@@ -130,7 +130,7 @@ def _gather_host_data(held: list[tuple[int, Sequence]], positions: Longs) -> tup
     found = []
     for row, sequence in held:
         if sequence.constraint is not None:
-            future = sequence.constraint.data_after(int(positions[row]), sequence.output_ids)
+            future = sequence.constraint.data_after(int(positions[row]), sequence.ids, sequence.num_prompt)
             found.append(RowHostData(row, future))
     return tuple(found) or None
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from concurrent.futures import wait
+from concurrent.futures import CancelledError, Future, wait
+from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
 
-from runtime.batch import UNKNOWN, Batch, RowHostData
+from runtime.batch import UNKNOWN, Batch
 from runtime.constraint import HostData
 from runtime.worker.device import Device
 
 logger = logging.getLogger("penstock.scheduler")
 
-GRACE_S = 0.001  # how long the sampling of all rows waits for some when the forward is done
+GRACE_S = 0.001  # how long the sampling of all rows waits for some when the forward is done, at least
+# Rows without their data are computed once more, so it pays to wait longer for many: each for its share of a step.
+MAX_PATIENCE_S = 0.1
 
 
 def num_words(vocab_size: int) -> int:
@@ -45,6 +48,7 @@ class HostDataGate:
         self._device = device
         self._num_words = num_words(vocab_size)
         self._grace_s = grace_s
+        self._began_s = 0.0  # when the last step came here
         self._without_last_token: set[int] = set()  # sequence indices
 
     def arrived(self, batch: Batch) -> Arrived:
@@ -60,14 +64,20 @@ class HostDataGate:
                 without_token.add(entry.row)
             else:
                 wanted.append((entry, index))
-        self._wait(entry for entry, _ in wanted)
+        late = self._wait([entry.future for entry, _ in wanted], len(batch.counts))
         data, failed = [], set()
         for (row, future), index in wanted:
-            if not future.done():
+            if future in late:
                 without_token.add(row)
                 self._without_last_token.add(index)
-            elif future.exception() is None and self._is_valid(future.result()):
-                data.append((row, future.result()))
+                continue
+            try:
+                found = future.result()
+            except (Exception, CancelledError):  # who set it has said why
+                failed.add(row)
+                continue
+            if self._is_valid(found):
+                data.append((row, found))
             else:
                 failed.add(row)
         return Arrived(data, frozenset(without_token), frozenset(failed))
@@ -87,13 +97,24 @@ class HostDataGate:
         logger.error("a bitmask has the shape %s and the dtype %s", mask.shape, mask.dtype)
         return False
 
-    def _wait(self, entries: Iterable[RowHostData]) -> None:
-        pending = {entry.future for entry in entries if not entry.future.done()}
+    def _wait(self, futures: Iterable[Future[HostData]], num_rows: int) -> set[Future[HostData]]:
+        """Until the forward is done and a moment longer; those of which nothing came."""
+        before_s, self._began_s = self._began_s, perf_counter()
+        pending = [future for future in futures if not future.done()]
         if not pending:
-            return
-        forward = self._device.record()
+            return set()
+        patience_s = self._grace_s
+        if patience_s:
+            step_s = min(self._began_s - before_s, MAX_PATIENCE_S)
+            patience_s = max(patience_s, step_s * len(pending) / num_rows)
+        forward, end_s = self._device.record(), None
         while pending:
-            is_over = forward.is_reached()
-            _, pending = wait(pending, self._grace_s)
-            if is_over:
-                return
+            if end_s is None and forward.is_reached():
+                end_s = perf_counter() + patience_s
+            left_s = self._grace_s if end_s is None else end_s - perf_counter()
+            if left_s > 0:  # for one of them: mostly they all come together, and each costs locks to wait for
+                wait(pending[-1:], left_s)
+            pending = [future for future in pending if not future.done()]
+            if end_s is not None and perf_counter() >= end_s:
+                break
+        return set(pending)

@@ -12,6 +12,7 @@ COMMANDS = {
     "overhead": ("bench.overhead", "scheduling and streaming without a model"),
     "parallel": ("bench.parallel", "a step of two processes against one, in its parts"),
     "step": ("bench.step", "single steps in this process: chosen kernels against plain torch"),
+    "grammars": ("bench.grammars", "steps with a grammar for each row against none, and masks alone"),
     "kernels": ("bench.kernels", "where the time of a step goes on a CPU, kernel by kernel"),
     "accuracy": ("bench.accuracy", "bfloat16 and 8 bits against transformers in float32"),
     "soak": ("bench.soak", "requests that come and leave at random, and what they leave behind"),

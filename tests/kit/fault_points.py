@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from runtime.constraint import HostData
+from runtime.constraint import HostData, Output, give, refuse
 from runtime.errors import EngineFailure, InvalidRequest, OutOfMemory, StepFailed
 from runtime.request import Request
 from runtime.sampling_params import SamplingParams
@@ -158,23 +158,21 @@ class Broken:
     def __init__(self, kind: str, at: int) -> None:
         self.kind, self.at = kind, at
 
-    def host_data_after(self, choice: int, output_ids: tuple[int, ...]) -> Future[HostData]:
-        future: Future[HostData] = Future()
-        if len(output_ids) != self.at:
-            future.set_result(HostData())
+    def host_data_after(self, choice: int, output: Output, answer: Future[HostData]) -> None:
+        if output.num_output != self.at:
+            give(answer, HostData())
         elif self.kind == "raises":
             raise RuntimeError("a grammar broke")
         elif self.kind == "fails":
-            future.set_exception(RuntimeError("a grammar broke"))
+            refuse(answer, RuntimeError("a grammar broke"))
         elif self.kind == "is cancelled":
-            future.cancel()
+            answer.cancel()
         elif self.kind == "allows nothing":
-            future.set_result(HostData(bitmask=np.zeros(4096, np.int32)))
+            give(answer, HostData(bitmask=np.zeros(4096, np.int32)))
         elif self.kind == "breaks logits":
-            future.set_result(HostData(process=lambda logits: logits.fill_(torch.nan)))
+            give(answer, HostData(process=lambda logits: logits.fill_(torch.nan)))
         else:
-            future.set_result(HostData(process=_raise))
-        return future
+            give(answer, HostData(process=_raise))
 
 
 def _raise(logits: Any) -> None:

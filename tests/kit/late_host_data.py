@@ -7,7 +7,7 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from runtime.constraint import HostData
+from runtime.constraint import HostData, Output, give
 
 Allowed = Callable[[tuple[int, ...]], list[int]]
 
@@ -39,19 +39,18 @@ class LateHostData:
     def num_held(self) -> int:
         return len(self._held)
 
-    def host_data_after(self, choice: int, output_ids: tuple[int, ...]) -> Future[HostData]:
+    def host_data_after(self, choice: int, output: Output, answer: Future[HostData]) -> None:
+        output_ids = output.output_ids
         self.asked.append((choice, output_ids))
-        future: Future[HostData] = Future()
-        self._held.append((output_ids, future))
+        self._held.append((output_ids, answer))
         if not self.is_held(output_ids):
             self.deliver(-1)
-        return future
 
     def deliver(self, which: int = 0) -> None:
         """One that is held back, the oldest unless said otherwise."""
-        output_ids, future = self._held.pop(which)
+        output_ids, answer = self._held.pop(which)
         mask = None if self._allowed is None else bitmask(self._allowed(output_ids), self._vocab_size)
-        future.set_result(HostData(bitmask=mask))
+        give(answer, HostData(bitmask=mask))
 
     def deliver_all(self) -> None:
         """All that are held back, and from now on every one at once."""

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from greedy import NUM_NEW, model_path, prompts, reference
 from late_host_data import LateHostData, bitmask
 from runtime.actors.engine_core import EngineCore
-from runtime.constraint import Constraint, HostData
+from runtime.constraint import Constraint, HostData, Output, give, refuse
 from runtime.request import Chunk, Request
 from runtime.sampling_params import SamplingParams
 from serve import Engine
@@ -74,8 +74,10 @@ class ThreadedMasks:
         self._threads = threads
         self._allowed = allowed
 
-    def host_data_after(self, choice: int, output_ids: tuple[int, ...]) -> Future[HostData]:
-        return self._threads.submit(lambda: HostData(bitmask=bitmask(self._allowed(output_ids), VOCAB)))
+    def host_data_after(self, choice: int, output: Output, answer: Future[HostData]) -> None:
+        self._threads.submit(
+            lambda: give(answer, HostData(bitmask=bitmask(self._allowed(output.output_ids), VOCAB)))
+        )
 
 
 def request(number: int, constraint: Constraint | None = None, **sampling: Any) -> Request:
@@ -175,12 +177,10 @@ class Failing:
     def __init__(self, *, at_once: bool) -> None:
         self._at_once = at_once
 
-    def host_data_after(self, choice: int, output_ids: tuple[int, ...]) -> Future[HostData]:
+    def host_data_after(self, choice: int, output: Output, answer: Future[HostData]) -> None:
         if self._at_once:
             raise ValueError("a secret of the grammar")
-        future: Future[HostData] = Future()
-        future.set_exception(ValueError("a secret of the grammar"))
-        return future
+        refuse(answer, ValueError("a secret of the grammar"))
 
 
 @pytest.mark.parametrize("at_once", [True, False])

@@ -1,0 +1,206 @@
+"""`grammars`: what constraining outputs costs: a step with a grammar for each row against one without, and masks alone.
+
+The engine generates the same batch with and without grammars, a different one for each row, in turns, so that
+whatever else the machine does falls on both: the ratio means more than the times. Then, without a model, outputs are
+made at random from what the masks allow, and each step's masks for all rows are timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+from collections.abc import Mapping, Sequence
+from statistics import median
+from time import perf_counter, process_time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from bench import PROGRAM
+from runtime.errors import ConfigurationError
+from serve.bench import report
+from serve.bench.load import Generator, parse, run_with_engine
+from serve.bench.metrics import Summary, summarize
+from serve.bench.options import add_output_options, new_parser
+
+if TYPE_CHECKING:
+    from runtime.config import Args
+
+MIN_ITEMS = 1_000  # so that no output ends before its tokens are spent
+
+
+class Costs(NamedTuple):
+    """Microseconds a token of the whole batch, of each turn."""
+
+    free_us: tuple[float, ...]
+    constrained_us: tuple[float, ...]
+    alone: Mapping[str, Summary | None]  # compiling, and the masks of all rows of a step together
+
+    @property
+    def ratio(self) -> float:
+        """How many times longer a token takes with grammars, by medians."""
+        return median(self.constrained_us) / median(self.free_us) if self.free_us else float("nan")
+
+
+def parser() -> argparse.ArgumentParser:
+    options = new_parser(
+        "grammars",
+        "Time steps with a grammar for each row. Every other option is the engine's: --model-path DIR ...",
+        program=PROGRAM,
+    )
+    group = options.add_argument_group("batch")
+    group.add_argument("--batch-size", type=int, default=32, help="rows, each with a JSON schema of its own")
+    group.add_argument("--new-len", type=int, default=96, help="tokens that each row generates")
+    group.add_argument("--repetitions", type=int, default=7, help="turns, after one that is not measured")
+    group.add_argument("--mask-steps", type=int, default=300, help="steps whose masks are timed alone")
+    group.add_argument(
+        "--tokenizer", help="folder with tokenizer.json, for the masks alone; without: the model's"
+    )
+    group.add_argument("--masks-only", action="store_true", help="load no model; needs --tokenizer")
+    add_output_options(options)
+    return options
+
+
+def main(argv: Sequence[str]) -> int:
+    options, args = parse(parser(), argv)
+    if min(options.batch_size, options.new_len, options.repetitions) < 1 or options.mask_steps < 2:
+        raise ConfigurationError("Every size must be at least 1, --mask-steps at least 2.")
+    if options.masks_only and options.tokenizer is None:
+        raise ConfigurationError("--masks-only needs --tokenizer.")
+    free: list[float] = []
+    constrained: list[float] = []
+    if not options.masks_only:
+        free, constrained = run_with_engine(args, lambda engine: turns(engine, options))
+    alone = time_masks(_tokenizer(options, args), options.batch_size, options.mask_steps)
+    costs = Costs(tuple(free), tuple(constrained), alone)
+    report.say(_render(options, costs))
+    if options.output_file:
+        settings = {**vars(options), "engine": args.keywords()}
+        results = {**report.plain(costs), "ratio": costs.ratio}
+        report.write(
+            options.output_file, report.document("grammars", settings, results, argv=argv, program=PROGRAM)
+        )
+    return 0
+
+
+def schemas(count: int, min_items: int = MIN_ITEMS) -> list[dict[str, Any]]:
+    """Of lists of records such as programs ask for: each with other names, kinds and limits."""
+    return [{"type": "array", "minItems": min_items, "items": _record(number)} for number in range(count)]
+
+
+def _record(number: int) -> dict[str, Any]:
+    chance = random.Random(number)
+    kinds: list[Any] = [
+        {"type": "string"},
+        {"type": "string", "maxLength": 20 + number},
+        {"type": "string", "pattern": "^[A-Z][a-z]{2,12}( [A-Z][a-z]{2,12})?$"},
+        {"type": "string", "format": chance.choice(["date", "date-time", "uuid", "email"])},
+        {"type": "integer", "minimum": 0, "maximum": 1000 + number},
+        {"type": "number"},
+        {"type": "boolean"},
+        {"enum": [f"{word}-{number}" for word in ("red", "green", "blue", "grey")]},
+        {"type": ["string", "null"]},
+        {"type": "array", "items": {"type": "string"}, "maxItems": 4},
+        {"anyOf": [{"type": "integer"}, {"type": "object", "properties": {"value": {"type": "string"}}}]},
+    ]
+    chosen = chance.sample(kinds, 6)
+    names = [f"{name}_{number}" for name in ("id", "title", "kind", "amount", "tags", "note")]
+    return {
+        "type": "object",
+        "properties": dict(zip(names, chosen)),
+        "required": names[:4],
+        "additionalProperties": False,
+    }
+
+
+async def turns(engine: Generator, options: argparse.Namespace) -> tuple[list[float], list[float]]:
+    """Microseconds a token without and with grammars, of each turn."""
+    texts = [json.dumps(schema) for schema in schemas(options.batch_size)]
+    times: tuple[list[float], list[float]] = [], []
+    for turn in range(1 + options.repetitions):
+        for constrained in (False, True) if turn % 2 else (True, False):
+            grammars = [{"json_schema": text} if constrained else {} for text in texts]
+            took_us = await _one_turn(engine, grammars, options.new_len, turn)
+            if turn:
+                times[constrained].append(took_us)
+    return times
+
+
+async def _one_turn(
+    engine: Generator, grammars: Sequence[Mapping[str, str]], num_tokens: int, turn: int
+) -> float:
+    async def one(number: int, grammar: Mapping[str, str]) -> int:
+        params = {
+            "max_new_tokens": num_tokens,
+            "ignore_eos": True,
+            "temperature": 1.0,
+            "sampling_seed": 1000 * turn + number,
+            **grammar,
+        }
+        answer = await engine.generate(f"{number}: a list of records", params)
+        return answer["meta_info"]["completion_tokens"]
+
+    began_s = perf_counter()
+    counts = await asyncio.gather(*(one(number, grammar) for number, grammar in enumerate(grammars)))
+    took_s = perf_counter() - began_s
+    if min(counts) < num_tokens:
+        raise ConfigurationError("An output ended early; lower --new-len.")
+    return 1e6 * took_s / sum(counts)
+
+
+def time_masks(path: str, num_rows: int, num_steps: int) -> dict[str, Summary | None]:
+    """To compile a schema, and for the masks of all rows of a step: on the clock, and of all processors."""
+    from runtime.grammar.spec import Grammar
+    from runtime.grammar.with_llguidance import LLGuidanceBackend
+    from serve.bench.schemas import read
+
+    tokenizer = read(path)
+    backend = LLGuidanceBackend.load(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids, None)
+    compile_ms, matchers = [], []
+    for schema in schemas(num_rows):
+        began_s = perf_counter()
+        matchers.append(backend.compile(Grammar("json_schema", json.dumps(schema))))
+        compile_ms.append(1e3 * (perf_counter() - began_s))
+    masks = np.zeros((num_rows, backend.num_words), np.int32)
+    chance = random.Random(0)
+    masks_us: list[float] = []
+    processors_us: list[float] = []
+    for _ in range(num_steps):
+        began_s, worked_s = perf_counter(), process_time()
+        backend.fill_masks(matchers, masks)
+        masks_us.append(1e6 * (perf_counter() - began_s))
+        processors_us.append(1e6 * (process_time() - worked_s))
+        for matcher, mask in zip(matchers, masks):
+            matcher.consume([_draw(mask, chance)])
+    return {
+        "compile (ms)": summarize(compile_ms),
+        "masks of a step (us)": summarize(masks_us),
+        "masks, processors (us)": summarize(processors_us),
+    }
+
+
+def _draw(mask: np.ndarray, chance: random.Random) -> int:
+    allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+    return int(allowed[chance.randrange(len(allowed))])
+
+
+def _tokenizer(options: argparse.Namespace, args: Args) -> str:
+    from serve.demo import demo_path
+
+    path = options.tokenizer or args.model.model_path or demo_path()
+    if path is None:
+        raise ConfigurationError("There is no demo model here; name a folder with --tokenizer.")
+    return str(path)
+
+
+def _render(options: argparse.Namespace, costs: Costs) -> str:
+    rows: list[report.Row] = [("rows", options.batch_size)]
+    if costs.free_us:
+        rows += [
+            ("without grammars (us/token)", median(costs.free_us)),
+            ("with grammars (us/token)", median(costs.constrained_us)),
+            ("with / without", costs.ratio),
+        ]
+    return report.table("grammars", rows, costs.alone, heads=("mean", "median", "p90", "p99", "max"))
