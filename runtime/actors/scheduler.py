@@ -44,6 +44,7 @@ logger = logging.getLogger("penstock.scheduler")
 ARRIVAL_TURNS = 3
 MAX_ARRIVAL_TURNS = 50  # however many keep coming
 WATCHDOG_PERIOD_S = 1.0
+STOOD_STILL_S = 0.5  # by which the loop is late
 QUEUE_PERIOD_S = 1.0
 MAX_RETRY_AFTER_S = 60
 CLOSE_TIMEOUT_S = 30.0
@@ -253,11 +254,19 @@ class SchedulerActor:
             await asyncio.sleep(0)
 
     async def _watch_steps(self) -> None:
-        """Raise `EngineFailure` when a step has not come back for too long: callers must not wait for ever."""
+        """Raise `EngineFailure` when a step has not come back for too long: callers must not wait for ever.
+
+        Time in which this whole process stood still (stopped, or its machine moved) is not the step's.
+        """
         timeout_s = self._watchdog_timeout_s
-        while timeout_s > 0:
-            await anyio.sleep(min(WATCHDOG_PERIOD_S, timeout_s / 2))
-            if self._in_flight and self.step_age_s > timeout_s:
+        period_s = min(WATCHDOG_PERIOD_S, timeout_s / 2) if timeout_s > 0 else WATCHDOG_PERIOD_S
+        while True:
+            due_s = time.monotonic() + period_s
+            await anyio.sleep(period_s)
+            late_s = time.monotonic() - due_s
+            if late_s > STOOD_STILL_S:
+                self.progress.last_step_s = min(self.progress.last_step_s + late_s, time.monotonic())
+            if self._in_flight and 0 < timeout_s < self.step_age_s:
                 reason = f"No step came back for {timeout_s:g} s (--watchdog-timeout)."
                 batches = [batch for batch, _ in self._in_flight]
                 state = {**self.scheduler.load._asdict(), "num_steps": self.progress.num_steps}

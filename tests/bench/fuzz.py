@@ -7,6 +7,7 @@ Exit status 1 for a 5xx other than 501, 503 and 504, for a neighbour whose outpu
 from __future__ import annotations
 
 import asyncio
+import copy
 import random
 import sys
 import tempfile
@@ -29,10 +30,17 @@ from serve.native.schema import GenerateBody
 from serve.openai.schema import ChatBody
 
 KEY, CALM_KEY = "fuzz-key", "calm-key"
-AT_ONCE, NEIGHBOURS = 8, 2
+AT_ONCE, NEIGHBOURS = 32, 2
 WHOLE_S, BROKEN_S = 5.0, 0.5  # for how long a client waits; a broken request may never be answered
 ALLOWED = (501, 503, 504)
 MESSAGES = [{"role": "user", "content": "Hi"}]
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 3}}, "required": ["a"]}
+FUNCTION = {"name": "look", "description": "Looks.", "parameters": SCHEMA}
+TOOLS = [{"type": "function", "function": FUNCTION}]
+TALK = [
+    *({"role": "system", "content": "Be brief."}, *MESSAGES, {"role": "assistant", "content": "Yes?"}),
+    {"role": "user", "content": [{"type": "text", "text": "Well"}]},
+]
 BODIES: Mapping[str, dict[str, Any]] = {
     "/generate": {"text": "Hi", "sampling_params": {"max_new_tokens": 4}},
     "/v1/completions": {"prompt": "Hi", "max_tokens": 4},
@@ -43,11 +51,54 @@ BODIES: Mapping[str, dict[str, Any]] = {
     "/v1/messages/count_tokens": {"model": "default", "messages": MESSAGES},
     "/api/chat": {"model": "default", "messages": MESSAGES, "options": {"num_predict": 4}},
     "/api/generate": {"model": "default", "prompt": "Hi", "options": {"num_predict": 4}},
+    "/v1/embeddings": {"model": "default", "input": ["Hi", "Ho"]},
+    "/encode": {"text": "Hi"},
     "/tokenize": {"prompt": "Hi"},
     "/detokenize": {"tokens": [5, 6]},
     "/abort_request": {"rid": "nobody"},
     "/parse_function_call": {"text": "Hi", "tool_call_parser": "qwen25", "tools": []},
     "/separate_reasoning": {"text": "Hi", "reasoning_parser": "qwen3"},
+}
+# More of what each route knows, to be changed somewhere inside.
+DEEP: Mapping[str, dict[str, Any]] = {
+    "/generate": {"sampling_params": {"max_new_tokens": 4, "json_schema": orjson.dumps(SCHEMA).decode()}},
+    "/v1/completions": {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    },
+    "/v1/chat/completions": {
+        "messages": TALK,
+        "tools": TOOLS,
+        "tool_choice": {"type": "function", "function": {"name": "look"}},
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}},
+    },
+    "/v1/responses": {
+        "input": [
+            *({"role": "user", "content": [{"type": "input_text", "text": "Hi"}]},),
+            {"type": "function_call", "call_id": "1", "name": "look", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "1", "output": "x"},
+        ],
+        "tools": [{"type": "function", **FUNCTION}],
+        "text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}},
+    },
+    "/v1/messages": {
+        "system": [{"type": "text", "text": "Be brief."}],
+        "messages": [
+            *MESSAGES,
+            {
+                "role": "assistant",
+                "content": [{"type": "tool_use", "id": "1", "name": "look", "input": {"a": "b"}}],
+            },
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "x"}]},
+        ],
+        "tools": [{"name": "look", "description": "Looks.", "input_schema": SCHEMA}],
+        "tool_choice": {"type": "tool", "name": "look"},
+    },
+    "/api/chat": {"messages": TALK, "tools": TOOLS, "format": SCHEMA},
+    "/api/generate": {"format": SCHEMA, "system": "Be brief."},
+    "/parse_function_call": {
+        "text": '<tool_call>{"name": "look", "arguments": {}}</tool_call>',
+        "tools": TOOLS,
+    },
 }
 FIELDS = sorted(
     {*GenerateBody.__dataclass_fields__, *ChatBody.__dataclass_fields__, *SamplingParams.__dataclass_fields__}
@@ -130,7 +181,7 @@ def hostile(draw: random.Random) -> tuple[bytes, float]:
     """A request, and for how long its client waits."""
     spec = draw.choice(ROUTES)
     path = spec.path.replace("{response_id}", "resp_1").replace("{model:path}", "x/y")
-    body = orjson.dumps(mutated(draw, BODIES.get(spec.path, BODIES["/generate"])))
+    body = orjson.dumps(mutated(draw, spec.path))
     key = KEY if draw.random() < 0.95 else draw.choice([None, "wrong", ""])
     raw = request(draw.choice(spec.methods), path, body, key)
     if draw.random() < 0.5:
@@ -138,8 +189,29 @@ def hostile(draw: random.Random) -> tuple[bytes, float]:
     return broken(draw, raw), BROKEN_S
 
 
-def mutated(draw: random.Random, body: Mapping[str, Any]) -> dict[str, Any]:
-    """The body with a few of its fields, or others that are known somewhere, set to what they should not be."""
+def change_inside(draw: random.Random, value: Any) -> None:
+    """Set, double or leave out something anywhere in a body."""
+    while True:
+        keys: list[Any] = list(value) if isinstance(value, dict) else list(range(len(value)))
+        if not keys:
+            return
+        key = draw.choice(keys)
+        if isinstance(value[key], dict | list) and value[key] and draw.random() < 0.75:
+            value = value[key]
+        elif draw.random() < 0.2:
+            del value[key]
+            return
+        elif isinstance(value, list) and draw.random() < 0.3:
+            value *= draw.choice([2, 3, 40])
+            return
+        else:
+            value[key] = copy.deepcopy(draw.choice(VALUES))
+            return
+
+
+def mutated(draw: random.Random, path: str) -> dict[str, Any]:
+    """The route's body with a few of its fields, or others that are known somewhere, set to what they should not be."""
+    body = BODIES.get(path, BODIES["/generate"])
     found = {**body, "stream": draw.random() < 0.3}
     for _ in range(draw.choice([0, 1, 1, 1, 2, 3])):
         found[draw.choice([*body, *FIELDS, "x"])] = draw.choice(VALUES)
@@ -150,6 +222,10 @@ def mutated(draw: random.Random, body: Mapping[str, Any]) -> dict[str, Any]:
             **inner,
             name: draw.choice(VALUES),
         }
+    if draw.random() < 0.4:
+        found = orjson.loads(orjson.dumps({**found, **DEEP.get(path, {})}))
+        for _ in range(draw.choice([0, 1, 1, 2])):
+            change_inside(draw, found)
     if draw.random() < 0.1:
         found.pop(draw.choice(list(found)))
     return found

@@ -79,8 +79,8 @@ async def soak(num_requests: int, seed: int) -> int:
         await settled(engine)
         kept = status.num_used_pages == 0 and engine.flush_cache() and engine.status().num_cached_pages == 0
     slope = _slope(samples) * 10_000
-    p50, p99 = (_quantile([each.seconds for each in freed], q) * 1e3 for q in (0.5, 0.99))
-    beyond_s = _quantile([each.seconds - each.longest_step_s for each in freed], 0.99)
+    p50, p99 = (quantile([each.seconds for each in freed], q) * 1e3 for q in (0.5, 0.99))
+    beyond_s = quantile([each.seconds - each.longest_step_s for each in freed], 0.99)
     most_steps = max(each.steps for each in freed)
     print(
         f"{num_requests} requests in {seconds:.0f} s, {left} left early, {status.num_retracted} retractions"
@@ -93,7 +93,7 @@ async def soak(num_requests: int, seed: int) -> int:
     print(
         f"R3 anonymous memory and swap: {slope:+.2f} MB for each 10,000 requests ({samples[-1][1]:.0f} MB at the end)"
     )
-    print(f"R6 false alarms: {len(alarms)}")
+    print(f"R6 false alarms: {len(alarms)}; steps {max(alarms, default=0):.1f} s old at most in them")
     grows = num_requests >= MIN_REQUESTS_FOR_SLOPE and slope > MAX_SLOPE_MB
     late = most_steps > MAX_FREED_STEPS or beyond_s > MAX_FREED_S
     return int(before != after or not kept or grows or late or bool(alarms))
@@ -190,7 +190,7 @@ def memory_mb() -> float:
         return sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "VmSwap"))) / 1024
 
 
-def _quantile(values: Sequence[float], q: float) -> float:
+def quantile(values: Sequence[float], q: float) -> float:
     return sorted(values)[int(q * (len(values) - 1))]
 
 

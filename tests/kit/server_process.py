@@ -6,10 +6,11 @@ with serving("--model-path", path) as server:
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from queue import Queue
@@ -48,9 +49,11 @@ class Server:
 
 
 @contextmanager
-def serving(*options: str) -> Iterator[Server]:
-    command = [sys.executable, "-m", "serve", "--port", "0", *options]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+def serving(*options: str, program: Sequence[str] = ("-m", "serve"), **environment: str) -> Iterator[Server]:
+    command = [sys.executable, *program, "--port", "0", *options]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
+    )
     server = Server(process)
     try:
         line = server.wait_for("Listening on")

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,24 +43,80 @@ def test_greedy_tokens_over_http_are_those_of_transformers(family: str):
         assert [answer["output_ids"] for answer in answers] == greedy.reference(family)
 
 
+STREAMS = 64
+
+
 @pytest.mark.slow
-def test_running_stream_ends_whole_after_sigterm():
-    with serving("--model-path", tiny_models.cached()) as server:
-        body = {
-            "text": "Once",
-            "stream": True,
-            "sampling_params": {"max_new_tokens": 500, "ignore_eos": True},
-        }
-        with httpx.stream("POST", f"{server.url}/generate", json=body, timeout=60) as response:
-            lines = (line for line in response.iter_lines() if line)
-            first = next(lines)
+def test_no_stream_is_lost_after_sigterm(tmp_path: Path):
+    """R7 of docs/reliability.md, at the defaults."""
+    with serving("--model-path", tiny_models.cached(), TMPDIR=str(tmp_path)) as server:
+        sampling = {"max_new_tokens": 200, "ignore_eos": True}
+        body = {"text": "Once", "stream": True, "incremental": True, "sampling_params": sampling}
+        begun = threading.Semaphore(0)
+
+        def read() -> list[str]:
+            with httpx.stream("POST", f"{server.url}/generate", json=body, timeout=120) as response:
+                lines = (line for line in response.iter_lines() if line)
+                first = next(lines)
+                begun.release()
+                return [first, *lines]
+
+        with ThreadPoolExecutor(STREAMS) as readers:
+            asked = [readers.submit(read) for _ in range(STREAMS)]
+            for _ in range(STREAMS):
+                begun.acquire()
             server.process.send_signal(signal.SIGTERM)
-            rest = list(lines)
-        assert '"finish_reason":null' in first
-        assert '"length":500' in rest[-2]
-        assert rest[-1] == "data: [DONE]"
+            server.wait_for("Shutting down")
+            with contextlib.suppress(httpx.TransportError):  # the last stream may have ended
+                assert httpx.post(f"{server.url}/generate", json=body).status_code == 503
+            streams = [each.result() for each in asked]
+        assert any('"finish_reason":null' in stream[-3] for stream in streams)
+        for *pieces, last, done in streams:
+            ids = [token for line in (*pieces, last) for token in orjson.loads(line[6:])["output_ids"]]
+            assert len(ids) == 200
+            assert '"finish_reason":{"type":"length","length":200}' in last
+            assert done == "data: [DONE]"
         assert server.process.wait(timeout=30) == 0
         assert "Traceback" not in server.rest()
+    assert list(tmp_path.iterdir()) == []
+
+
+BLOCKED = """
+import sys, time
+from runtime.worker.model_runner import StepExecutor
+from serve.__main__ import main
+run, blocked = StepExecutor.run, []
+def run_blocked(self, batch):
+    if batch.sequences[0].request.label == "blocked" and batch.counts[0] == 1 and not blocked:
+        blocked.append(time.sleep(8))
+    return run(self, batch)
+StepExecutor.run = run_blocked
+sys.exit(main())
+"""
+
+
+@pytest.mark.slow
+def test_a_forward_that_blocks_is_seen_while_it_blocks():
+    """R6 of docs/reliability.md, at the defaults: 503 from 5 s on, and 200 again afterwards."""
+    with serving("--model-path", tiny_models.cached(), program=("-c", BLOCKED)) as server:
+        body = {
+            "text": "Once",
+            "rid": "blocked",
+            "sampling_params": {"max_new_tokens": 4, "ignore_eos": True},
+        }
+        with ThreadPoolExecutor(1) as other:
+            began = time.monotonic()
+            asked = other.submit(httpx.post, f"{server.url}/generate", json=body, timeout=60)
+            found: list[tuple[int, float]] = []
+            while not asked.done():
+                status = httpx.get(f"{server.url}/health").status_code
+                found.append((status, time.monotonic() - began))
+                time.sleep(0.05)
+        first_s = next(seconds for status, seconds in found if status == 503)
+        print(f"/health says 503 {first_s:.2f} s after the request, whose forward blocks for 8 s")
+        assert {status for status, seconds in found if seconds < 5} == {200}
+        assert asked.result().json()["meta_info"]["completion_tokens"] == 4
+        assert httpx.get(f"{server.url}/health").status_code == 200
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 
 import http_server
 import scripted_core
-from runtime.actors import step_times
+from runtime.actors import scheduler, step_times
 from runtime.actors.engine_core import EngineCore
 from runtime.errors import EngineFailure
 from runtime.request import Request
@@ -59,6 +60,23 @@ async def test_a_step_that_takes_too_long_is_seen_and_the_end_of_it_too(
         runner.open.set()
         await asked.whole()
         assert (await http.get("/health")).status_code == (await http.get("/ready")).status_code == 200
+
+
+async def test_a_process_that_stood_still_is_not_a_step_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_times, "LEAST_PATIENCE_S", 0.25)
+    monkeypatch.setattr(scheduler, "WATCHDOG_PERIOD_S", 0.02)
+    monkeypatch.setattr(scheduler, "STOOD_STILL_S", 0.1)
+    async with running() as (core, runner, http):
+        await core.submit(request()).whole()
+        runner.open.clear()
+        asked = core.submit(request())
+        await until(lambda: core.status().step_age_s > 0)
+        await asyncio.sleep(0.05)  # the watch has begun to wait
+        time.sleep(0.6)
+        assert (await http.get("/health")).status_code == 200
+        await until(lambda: core.status().hangs)
+        runner.open.set()
+        await asked.whole()
 
 
 async def test_the_first_step_of_a_kind_may_take_as_long_as_it_likes(monkeypatch: pytest.MonkeyPatch) -> None:
