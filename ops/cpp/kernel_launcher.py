@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ops.attention import AttentionMetadata
 from ops.cpp.library import (
     TYPES,
+    Attend,
     GraphNode,
     KernelDescription,
     Library,
@@ -51,6 +52,7 @@ class KernelLauncher:
         self._close = weakref.finalize(self, self._pool.close)
         self._graph: KernelGraph | None = None
         self._captured: Step | None = None  # what captured kernels may read of rows
+        self._own_pages: Sequence[Step] = ()  # and those whose pools have pages of their own
 
     def close(self) -> None:
         """End the threads, after the run that another thread is in; nothing can be run any more."""
@@ -93,25 +95,42 @@ class KernelLauncher:
         """Run a kernel now, for the rows in `step` if it reads any; or note it."""
         if self._graph is not None:
             if step is not None and self._captured is not None:
-                _check_same(step, self._captured)
+                self._bind(operands, step, self._captured)
             self._graph.note(kernel, dtype, operands)
             return
         node = GraphNode(self.library.kernel(kernel, dtype), ctypes.addressof(operands))
         self.run(ctypes.addressof(node), 1, step or _NO_STEP)
 
+    def _bind(self, operands: ctypes.Structure, step: Step, captured: Step) -> None:
+        """Have a captured kernel read rows from the captured step, or page table and slots of its pool's own pages."""
+        for own in self._own_pages:
+            if isinstance(operands, Attend | Store) and step.slot_mapping == own.slot_mapping:
+                if isinstance(operands, Attend):
+                    operands.page_table = own.page_table
+                else:
+                    operands.slot_mapping = own.slot_mapping
+                return
+        _check_same(step, captured)
+
     def run(self, nodes: int, count: int, step: Step) -> None:
         """Run so many nodes from an address on. Raises RuntimeError after `close`."""
         self._pool.run(nodes, count, ctypes.addressof(step))
 
-    def capture(self, capacity: int, forward: Callable[[], object], step: Step | None = None) -> KernelGraph:
+    def capture(
+        self,
+        capacity: int,
+        forward: Callable[[], object],
+        step: Step | None = None,
+        own_pages: Sequence[Step] = (),
+    ) -> KernelGraph:
         """What `forward` launches for steps of up to `capacity` tokens.
 
         Raises `NotCapturable` where torch itself would have to compute something. With a `step`, whose buffers
         every step that is run will have, also where a kernel is given token ids, positions, a slot mapping or
-        the rows' borders that are not in those buffers.
+        the rows' borders that are not in those buffers, or page table and slot mapping of one of `own_pages`.
         """
         graph = KernelGraph(self, capacity)
-        self._graph, self._captured = graph, step
+        self._graph, self._captured, self._own_pages = graph, step, own_pages
         try:
             with _ViewsOnly():
                 forward()

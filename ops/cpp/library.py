@@ -103,6 +103,7 @@ class Store(Structure):
         ("v_stride", c_int64),
         ("num_kv_heads", c_int64),
         ("head_dim", c_int64),
+        ("slot_mapping", c_void_p),
     )
 
 
@@ -137,6 +138,7 @@ class Attend(Structure):
         ("sinks", c_void_p),
         ("parts", c_void_p),
         ("num_parts", c_int64),
+        ("page_table", c_void_p),
     )
 
 
@@ -203,6 +205,7 @@ class Begin(Structure):
         ("token_ids", c_void_p),
         ("positions", c_void_p),
         ("slot_mapping", c_void_p),
+        ("page_table", c_void_p),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,22 +24,28 @@ class Inputs:
     token_ids: Tensor  # int64 [T]
     positions: Tensor  # int64 [T]
     slot_mapping: Tensor  # int64 [T]
+    page_table: Tensor | None = None  # int32, as wide as the step's: of a pool with pages of its own
 
     @classmethod
     def empty(cls, max_tokens: int, max_rows: int) -> Inputs:
         ids, positions, slot_mapping = (torch.empty(max_tokens, dtype=torch.int64) for _ in range(3))
         return cls(torch.empty(max_rows + 1, dtype=torch.int32), ids, positions, slot_mapping)
 
+    def with_own_pages(self, page_table: Tensor) -> Inputs:
+        """The same for a pool with pages of its own, named by this table, int32 of any width."""
+        return replace(self, slot_mapping=torch.empty_like(self.slot_mapping), page_table=page_table)
+
     def addresses(self) -> dict[str, int]:
         """As fields of a `Step`."""
         names = ("query_starts", "token_ids", "positions", "slot_mapping")
-        return {name: getattr(self, name).data_ptr() for name in names}
+        own = {} if self.page_table is None else {"page_table": self.page_table.data_ptr()}
+        return {name: getattr(self, name).data_ptr() for name in names} | own
 
     def attention(self, step: Step) -> AttentionMetadata:
         """What layers are given while they are captured: it says nothing of any batch."""
         nothing = torch.empty(0, 0, dtype=torch.int32)
         return AttentionMetadata(
-            page_table=nothing,
+            page_table=nothing if self.page_table is None else self.page_table[None],
             starts=nothing[0:0],
             counts=nothing[0:0],
             query_starts=self.query_starts,

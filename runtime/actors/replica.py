@@ -20,7 +20,9 @@ from runtime.config.plan import Plan
 from runtime.distributed.link import encode
 from runtime.distributed.worker_group import WorkerGroup, thread_environment
 from runtime.errors import CheckpointError, ConfigurationError, EngineFailure, first_error
+from runtime.kv_cache.kinds import Specs
 from runtime.kv_cache.prefix_cache import PrefixCache
+from runtime.kv_cache.registry import make_kinds
 from runtime.kv_cache.sizing import StepMemory, check_balance, max_running, memory_table, size_pool
 from runtime.scheduler.scheduler import Scheduler
 
@@ -115,6 +117,7 @@ class _ReplicaLoader:
     async def finish(self) -> Replica:
         """Size and make the KV pools, and the runner, which owns worker and processes from then on."""
         from runtime.distributed.group_runner import GroupRunner
+        from runtime.distributed.mesh import RankInfo
         from runtime.worker.model_runner import ModelRunner
         from runtime.worker.worker import CacheSetup
 
@@ -129,25 +132,33 @@ class _ReplicaLoader:
             await anyio.to_thread.run_sync(worker.memory),
             *(body["memory"] for body in await group.receive()),
         ]
-        pages, reason = _size(self._plan, facts, memory, steps)
-        given = self._plan
+        given, specs = self._plan, worker.cache_specs
+        ranks = [
+            RankInfo(rank=rank, tp_size=given.parallel.tp_size, pp_size=given.parallel.pp_size)
+            for rank in range(given.parallel.ranks)
+        ]
+        local = [rank.local_specs(specs, facts.num_layers) for rank in ranks]
+        pages, reason = _size(given, local, memory, steps)
         plan = self._plan = replace(
             given, schedule=replace(given.schedule, max_running=max_running(given, pages))
         )
+        kinds = make_kinds(specs, plan, pages)
         cache = CacheSetup(
             num_pages=pages,
             page_size=plan.cache.page_size,
             kv_dtype=plan.cache.kv_dtype,
             num_sequences=plan.schedule.max_running,
+            kinds={kind.name: kind.count for kind in kinds},
         )
         kv_bytes = await self._join(worker, cache)
         logger.info("KV Cache is allocated. #tokens: %d, %.2f GB", pages * cache.page_size, kv_bytes / GIB)
-        reason = f"{pages} pages of {cache.page_size} tokens in {cache.kv_dtype}: {reason}"
+        also = "".join(f", {count} for {name} layers" for name, count in cache.kinds.items())
+        reason = f"{pages} pages{also} of {cache.page_size} tokens in {cache.kv_dtype}: {reason}"
         after = await anyio.to_thread.run_sync(worker.memory)
         _log_memory(plan, memory[0], after, kv_bytes, reason, steps)
         scheduler = Scheduler(
             plan.schedule,
-            PrefixCache(pages, plan.cache.page_size, enabled=plan.cache.prefix_cache),
+            PrefixCache(pages, plan.cache.page_size, enabled=plan.cache.prefix_cache, kinds=kinds),
             vocab_size=facts.vocab_size,
             context_length=plan.model.context_length,
         )
@@ -242,14 +253,12 @@ def _log_memory(
 
 
 def _size(
-    plan: Plan, facts: ModelFacts, memory: Sequence[Mapping[str, int]], steps: StepMemory | None
+    plan: Plan, specs: Sequence[Specs], memory: Sequence[Mapping[str, int]], steps: StepMemory | None
 ) -> tuple[int, str]:
     """Pages of the KV pool, now that the weights are in place: what the rank with the least room can hold.
 
     Raises `ConfigurationError` where other programs take much more of one GPU than of the others.
     """
-    from runtime.distributed.mesh import RankInfo
-
     parallel = plan.parallel
     on_cpu = plan.model.device == "cpu"
     # Ranks of one machine share its memory; each replica counts only itself as there.
@@ -258,13 +267,13 @@ def _size(
     sizes = [
         size_pool(
             plan,
-            RankInfo(rank=rank, tp_size=parallel.tp_size, pp_size=parallel.pp_size).local_facts(facts),
+            local,
             available_bytes=own["available"] // sharing,
             total_bytes=own["total"] // sharing,
             weight_bytes=own["weights"],
             steps=steps,
         )
-        for rank, own in enumerate(memory)
+        for local, own in zip(specs, memory, strict=True)
     ]
     pages, reason = min(sizes)
     asked = plan.cache.max_total_tokens or 0

@@ -45,6 +45,9 @@ class CachePlan(Section):
     mem_fraction: float  # of the device's memory, for weights and KV together; or, if `of_free_memory`,
     of_free_memory: bool = False  # of the memory that is free once the weights are in place, for KV alone
     max_total_tokens: int | None  # cap; the pool is sized when the weights are in place
+    window_ratio: float | None = (
+        None  # pages of sliding-window layers for each page of the others; None: as many, in one pool
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -121,13 +121,16 @@ def encode_batch(batch: Batch) -> bytes:
         "token_ids": batch.token_ids,
         "page_table": batch.page_table,
     }
+    for kind, own in batch.kinds.items():
+        arrays |= {f"{kind}.{name}": array for name, array in own.items()}
     if batch.sampling is not None:
         arrays["rows"] = batch.sampling.rows
     if batch.embedding_rows is not None:
         arrays["embedding_rows"] = batch.embedding_rows
     if wanted:
         arrays["wanted"] = np.array([(w.row, w.offset, len(w.targets)) for w in wanted], np.int32)
-    return encode({"batch": batch.number}, arrays)
+    kinds = {kind: [*own] for kind, own in batch.kinds.items()}
+    return encode({"batch": batch.number, "kinds": kinds}, arrays)
 
 
 def decode_batch(frame: Frame) -> Batch:
@@ -150,6 +153,10 @@ def decode_batch(frame: Frame) -> Batch:
         if "wanted" in arrays
         else (),
         embedding_rows=arrays.get("embedding_rows"),
+        kinds={
+            kind: {name: arrays[f"{kind}.{name}"] for name in names}
+            for kind, names in frame.body["kinds"].items()
+        },
     )
 
 

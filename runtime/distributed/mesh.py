@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
-from runtime.config.model_facts import ModelFacts
 from runtime.distributed.collectives import Group
 from runtime.distributed.rendezvous import Rendezvous
-from runtime.layers.sharding import Stage, shard_range
+from runtime.layers.forward_batch import LayerSpec
+from runtime.layers.sharding import Stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,12 +50,12 @@ class RankInfo:
         first, end = (num_layers * stage // self.pp_size for stage in (self.stage, self.stage + 1))
         return Stage(range(first, end), self.is_first_stage, self.is_last_stage)
 
-    def local_facts(self, facts: ModelFacts) -> ModelFacts:
-        """The facts of this rank's share, as far as its part of the KV pool is concerned."""
-        kv_heads = shard_range("kv_heads", facts.num_kv_heads, 1, self.tp_rank, self.tp_size).size
-        return replace(
-            facts, num_kv_heads=kv_heads, num_layers=len(self.stage_layers(facts.num_layers).layers)
-        )
+    def local_specs(self, specs: Mapping[int, LayerSpec], num_layers: int) -> dict[int, LayerSpec]:
+        """What the layers of this rank keep, of what those of the whole model do."""
+        stage = self.stage_layers(num_layers).layers
+        return {
+            index: spec.local(self.tp_rank, self.tp_size) for index, spec in specs.items() if index in stage
+        }
 
 
 class Mesh:

@@ -19,8 +19,13 @@ their batches were filled, and each batch carries its own copy of the page table
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
+import numpy as np
+
+from runtime.batch import Batch
+from runtime.kv_cache.kinds import CacheKind
 from runtime.kv_cache.pages import PagePool
 from runtime.kv_cache.radix_tree import Node, RadixTree, path_pages
 from runtime.sequence import Sequence
@@ -34,13 +39,19 @@ class Duplicates(NamedTuple):
 
 
 class PrefixCache:
-    """Allocates, shares and frees the pages of sequences. Without `enabled` nothing is shared or kept."""
+    """Allocates, shares and frees the pages of sequences. Without `enabled` nothing is shared or kept.
 
-    def __init__(self, num_pages: int, page_size: int, *, enabled: bool = True) -> None:
+    `kinds` are the caches that layers have beside these pages; they hear of everything that happens to a page.
+    """
+
+    def __init__(
+        self, num_pages: int, page_size: int, *, enabled: bool = True, kinds: Iterable[CacheKind] = ()
+    ) -> None:
         if page_size < 1:
             raise ValueError(f"A page holds at least one token, not {page_size}.")
         self.page_size = page_size
         self.enabled = enabled
+        self.kinds = tuple(kinds)
         self._pool = PagePool(num_pages)
         self._tree = RadixTree(page_size)
 
@@ -66,15 +77,39 @@ class PrefixCache:
     @property
     def num_available(self) -> int:
         """Pages that `allocate` can hand out."""
-        return self._pool.num_free + self._tree.num_evictable
+        available = self._pool.num_free + self._tree.num_evictable
+        for kind in self.kinds:
+            limit = kind.num_available
+            if limit is not None and limit < available:
+                available = limit
+        return available
 
     @property
     def num_used(self) -> int:
         """Pages that running sequences hold."""
-        return self._pool.total - self.num_available
+        return self._pool.total - self._pool.num_free - self._tree.num_evictable
+
+    def demand(self, growing: Iterable[tuple[Sequence, int]]) -> list[int]:
+        """What sequences take while each grows by so many pages: of the pages, and of what each kind hands out."""
+        growing = list(growing)
+        return [
+            sum(pages for _, pages in growing),
+            *(sum(kind.pages_ahead(*each) for each in growing) for kind in self.kinds),
+        ]
+
+    def has_room(self, *demands: Seq[int]) -> bool:
+        """Whether all these demands can be met together."""
+        limits = [
+            self._pool.num_free + self._tree.num_evictable,
+            *(kind.num_available for kind in self.kinds),
+        ]
+        wanted = map(sum, zip(*demands, strict=True))
+        return all(limit is None or each <= limit for each, limit in zip(wanted, limits, strict=True))
 
     def match_length(self, sequence: Sequence) -> int:
         """How many of the sequence's tokens would be found; changes nothing."""
+        if self.kinds:
+            return self._resumable_tokens(sequence)
         return self._tree.match_length(sequence.ids, reusable_tokens(sequence), sequence.namespace)
 
     def path(self, sequence: Sequence) -> list[Node]:
@@ -83,12 +118,24 @@ class PrefixCache:
 
     def lock(self, sequence: Sequence) -> None:
         """Give a sequence without pages the longest known prefix of its ids, and lock it in the tree."""
-        if not self.enabled:
-            return
-        node, pages = self._tree.lock(sequence.ids, reusable_tokens(sequence), sequence.namespace)
-        sequence.locked_node = node
-        sequence.pages = pages
-        sequence.num_computed = sequence.num_shared = len(pages) * self.page_size
+        if self.enabled:
+            limit = self._resumable_tokens(sequence) if self.kinds else reusable_tokens(sequence)
+            node, pages = self._tree.lock(sequence.ids, limit, sequence.namespace)
+            sequence.locked_node = node
+            sequence.pages = pages
+            sequence.num_computed = sequence.num_shared = len(pages) * self.page_size
+        for kind in self.kinds:
+            kind.enter(sequence)
+
+    def _resumable_tokens(self, sequence: Sequence) -> int:
+        """How many leading tokens are found behind which all kinds of caches can go on."""
+        pages = self._tree.pages(sequence.ids, reusable_tokens(sequence), sequence.namespace)
+        count = -1
+        while count != len(pages):  # where one kind cannot go on, another may be unable to go on before it
+            count = len(pages)
+            for kind in self.kinds:
+                del pages[kind.resumable(pages, len(pages)) :]
+        return count * self.page_size
 
     def allocate(self, count: int) -> list[int]:
         """Pages for the caller alone, emptying the tree from its least recently used end when too few are free.
@@ -97,12 +144,24 @@ class PrefixCache:
         """
         missing = count - self._pool.num_free
         if missing > 0:
-            self._pool.free(self._tree.evict(missing))
-        return self._pool.allocate(count)
+            self.free(self._tree.evict(missing))
+        pages = self._pool.allocate(count)
+        for kind in self.kinds:
+            kind.allocate(pages)
+        return pages
 
     def free(self, pages: list[int]) -> None:
         """Return pages that no sequence lists any more."""
         self._pool.free(pages)
+        for kind in self.kinds:
+            kind.free(pages)
+
+    def replaced(self, sequence: Sequence, duplicates: Duplicates) -> None:
+        """Free what `insert` replaced: the batch that writes it is complete, and no other row may get it before."""
+        first, pages = duplicates
+        for kind in self.kinds:
+            kind.replace(sequence, first, pages, sequence.pages[first : first + len(pages)])
+        self.free(pages)
 
     def insert(self, sequence: Sequence) -> Duplicates | None:
         """Enter the known and computed whole pages of a sequence into the tree, to be found at once.
@@ -126,27 +185,38 @@ class PrefixCache:
         sequence.pages[first : first + len(known)] = known
         return Duplicates(first, own[: len(known)])
 
+    def filled(self, batch: Batch) -> None:
+        """A batch is complete: kinds of caches may give up what nobody needs behind it."""
+        size, starts = self.page_size, batch.starts
+        crossing = np.nonzero((starts + batch.counts) // size > starts // size)[0].tolist()
+        for kind in self.kinds:
+            kind.filled([batch.sequences[row] for row in crossing])
+
     def release(self, sequence: Sequence, *, keep: bool = True) -> None:
         """Take all pages from a sequence; with `keep`, what it computed can be found while there is room."""
         if keep:
             duplicates = self.insert(sequence)
             if duplicates is not None:
-                self._pool.free(duplicates.pages)
-        self._pool.free(sequence.pages[sequence.num_shared // self.page_size :])
+                self.replaced(sequence, duplicates)
+        for kind in self.kinds:
+            kind.leave(sequence)
+        self.free(sequence.pages[sequence.num_shared // self.page_size :])
         if sequence.locked_node is not None:
             self._tree.unlock(sequence.locked_node)
         _forget_pages(sequence)
 
     def discard(self, sequence: Sequence) -> None:
         """Take all pages from a sequence with untrusted KV, out of the tree too where nobody shares them."""
-        self._pool.free(sequence.pages[sequence.num_shared // self.page_size :])
+        for kind in self.kinds:
+            kind.leave(sequence)
+        self.free(sequence.pages[sequence.num_shared // self.page_size :])
         if sequence.locked_node is not None:
-            self._pool.free(self._tree.remove(sequence.locked_node))
+            self.free(self._tree.remove(sequence.locked_node))
         _forget_pages(sequence)
 
     def empty(self) -> None:
         """Forget every prefix that no running sequence holds."""
-        self._pool.free(self._tree.evict(self._tree.num_evictable))
+        self.free(self._tree.evict(self._tree.num_evictable))
 
     def reset(self, sequences: Iterable[Sequence]) -> None:
         """Forget everything, whatever the state; `sequences` are all that may hold pages, and lose them."""
@@ -154,11 +224,14 @@ class PrefixCache:
             _forget_pages(sequence)
         self._tree.clear()
         self._pool.reset()
+        for kind in self.kinds:
+            kind.reset()
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Raise `ValueError` unless every page and lock is accounted for by the tree and these sequences."""
         own: list[int] = []
         holders: list[Node] = []
+        sequences = list(sequences)
         for sequence in sequences:
             first = sequence.num_shared // self.page_size
             own += sequence.pages[first:]
@@ -168,7 +241,10 @@ class PrefixCache:
                     raise ValueError(f"{sequence!r} does not list the pages that it shares.")
             elif first:
                 raise ValueError(f"{sequence!r} shares pages without a lock.")
-        self._pool.check(own + self._tree.check(holders))
+        kept = self._tree.check(holders)
+        self._pool.check(own + kept)
+        for kind in self.kinds:
+            kind.check(sequences, kept)
 
 
 def reusable_tokens(sequence: Sequence) -> int:

@@ -68,6 +68,14 @@ class RadixTree:
             current = current.parent
         return nodes[::-1]
 
+    def pages(self, ids: list[int], limit: int, namespace: Hashable = None) -> list[int]:
+        """The pages in which the first `limit` tokens are found, in order; changes nothing."""
+        root = self._roots.get(namespace)
+        if root is None:
+            return []
+        node, _, child, more = self._walk(root, ids, limit)
+        return path_pages(node) + (child.pages[:more] if child is not None else [])
+
     def lock(self, ids: list[int], limit: int, namespace: Hashable = None) -> tuple[Node, list[int]]:
         """Lock the longest prefix of `ids[:limit]`; returns its last node and its pages in order."""
         root = self._roots.get(namespace)

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ops.machine import GIB
-from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import Plan
 from runtime.errors import ConfigurationError
+from runtime.kv_cache.kinds import DTYPE_BYTES, PAGED, Specs
+from runtime.kv_cache.registry import KINDS, by_kind
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e5m2": 1, "float8_e4m3fn": 1}
 BALANCE = 0.9
 MARGIN = 1.05  # of the measured activations: allocators round up and lose a little between blocks
 
@@ -39,19 +39,33 @@ def largest_step_tokens(plan: Plan) -> int:
     return max(prompt + schedule.max_running * schedule.mixed, schedule.max_running)
 
 
-def page_bytes(plan: Plan, facts: ModelFacts) -> int:
-    """Bytes of one page over all layers: keys and values of every kv head. An encoder keeps none."""
-    if facts.is_encoder:
-        return 0
-    token_bytes = (
-        2 * facts.num_layers * facts.num_kv_heads * facts.head_dim * DTYPE_BYTES[plan.cache.kv_dtype]
-    )
-    return token_bytes * plan.cache.page_size
+def pool_bytes(plan: Plan, specs: Specs, num_pages: int) -> int:
+    """Bytes of all layers' caches that go with so many pages."""
+    total = 0
+    for name, own in by_kind(specs, plan).items():
+        if name == PAGED:
+            size, dtype_bytes = plan.cache.page_size, DTYPE_BYTES[plan.cache.kv_dtype]
+            total += num_pages * sum(spec.page_bytes(size, dtype_bytes) for spec in own.values())
+        else:
+            kind = KINDS[name]
+            total += kind.num_units(own, plan, num_pages) * kind.unit_bytes(own, plan)
+    return total
+
+
+def _most_pages(plan: Plan, specs: Specs, budget: int) -> int:
+    """The largest number of pages that, with all that goes with them, takes no more than these bytes."""
+    low, high = 0, 1
+    while high <= budget and pool_bytes(plan, specs, high) <= budget:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if pool_bytes(plan, specs, middle) <= budget else (low, middle)
+    return low
 
 
 def size_pool(
     plan: Plan,
-    facts: ModelFacts,
+    specs: Specs,
     *,
     available_bytes: int,
     total_bytes: int,
@@ -59,15 +73,16 @@ def size_pool(
     steps: StepMemory | None = None,
 ) -> tuple[int, str]:
     """(pages, reason): what the KV pool gets on a device with `total_bytes`, of which `available_bytes` are free
-    now, when the weights (`weight_bytes`) are in place; and what limited it, as a sentence.
+    now, when the weights (`weight_bytes`) are in place; and what limited it, as a sentence. `specs` are what the
+    device's layers keep.
 
     What `steps` need stays free, whatever share of the memory was asked for. Raises `ConfigurationError` when not
     one page fits.
     """
     cache, schedule = plan.cache, plan.schedule
-    if facts.is_encoder:
+    if not specs:
         pages = schedule.max_running * -(-plan.model.context_length // cache.page_size)
-        return pages, "they take no memory: an encoder keeps no keys and values"
+        return pages, "they take no memory: no layer keeps anything"
     if cache.of_free_memory:
         budget = int(cache.mem_fraction * available_bytes)
         reason = f"{cache.mem_fraction:.0%} of the {available_bytes / GIB:.1f} GiB that are free"
@@ -79,7 +94,7 @@ def size_pool(
     if steps is not None and available_bytes - steps.reserved_bytes < budget:
         budget = available_bytes - steps.reserved_bytes
         reason = f"the {available_bytes / GIB:.1f} GiB that are free, less {steps.reserved_bytes / GIB:.1f} for steps"
-    pages = budget // page_bytes(plan, facts)
+    pages = _most_pages(plan, specs, budget)
     if cache.of_free_memory and cache.max_total_tokens is None:
         most = schedule.max_running * -(-plan.model.context_length // cache.page_size)
         if most < pages:

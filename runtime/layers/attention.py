@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from runtime.errors import CheckpointError
 from runtime.layers.build import Build
-from runtime.layers.forward_batch import ForwardBatch
+from runtime.layers.forward_batch import ForwardBatch, KVSpec
 from runtime.layers.linear import Linear
 from runtime.layers.norm import Norm
 from runtime.layers.rope import Rope
@@ -104,6 +104,11 @@ class Attention(nn.Module):
     def prepare(self) -> None:
         if self.sinks is not None:
             self.sinks = frozen(self.sinks.float())  # as kernels take them
+
+    @property
+    def cache_spec(self) -> KVSpec:
+        """What this layer keeps of each sequence."""
+        return KVSpec(self.num_kv_heads, self.head_dim, self.window)
 
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """x [T, E] -> [T, E]; the tokens' keys and values are in the cache then."""

@@ -3,13 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from ops.attention import AttentionMetadata
 from ops.select import Kernels
+from runtime.layers.sharding import shard_range
+
+
+class LayerSpec(Protocol):
+    """What one layer keeps: a frozen value. It belongs to a kind, whose file reads its other attributes."""
+
+    @property
+    def kind(self) -> str:
+        """The name of the kind; a layer whose kind the engine does not use has pages for all tokens."""
+        ...
+
+    def local(self, tp_rank: int, tp_size: int) -> LayerSpec:
+        """This tensor-parallel rank's share."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class KVSpec:
+    """A layer that keeps keys and values: of all tokens or, with a `window`, at least of the last so many."""
+
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None
+
+    @property
+    def kind(self) -> str:
+        return "paged" if self.window is None else "windowed"
+
+    def local(self, tp_rank: int, tp_size: int) -> KVSpec:
+        """This tensor-parallel rank's share."""
+        return replace(
+            self, num_kv_heads=shard_range("kv_heads", self.num_kv_heads, 1, tp_rank, tp_size).size
+        )
+
+    def page_bytes(self, page_size: int, dtype_bytes: int) -> int:
+        """Keys and values of one page."""
+        return 2 * self.num_kv_heads * self.head_dim * page_size * dtype_bytes
 
 
 class LayerCache(Protocol):
@@ -39,11 +76,21 @@ class LayerCache(Protocol):
         """Attention [T, H, D] of the queries [T, H, D]; the options are those of `ops.attention`."""
         ...
 
+    @property
+    def nbytes(self) -> int: ...
+
 
 class Cache(Protocol):
     """The caches of all layers that a rank computes, by the number of the layer in the whole model."""
 
     def __getitem__(self, index: int, /) -> LayerCache: ...
+
+
+class KindInputs(NamedTuple):
+    """What a step tells the caches of one kind: the arrays that the kind made of its rows, on the device."""
+
+    arrays: Mapping[str, Tensor]  # int32
+    attention: AttentionMetadata  # that of the step, or with the kind's own page table and slot mapping
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -60,6 +107,7 @@ class ForwardBatch:
     positions: Tensor  # int64 [T], or [3, T]
     attention: AttentionMetadata
     cache: Cache
+    kinds: Mapping[str, KindInputs] = field(default_factory=dict)  # by kind of cache beside the pages
     input_embeds: Tensor | None = None  # [T, E]
     embeds_mask: Tensor | None = None  # bool [T]
     token_types: Tensor | None = None  # int64 [T], 1 in the second text of a pair; None: there are no pairs

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from runtime.layers.build import Build
 from runtime.layers.embedding import Embedding
-from runtime.layers.forward_batch import ForwardBatch
+from runtime.layers.forward_batch import ForwardBatch, LayerSpec
 from runtime.layers.lm_head import LMHead
 from runtime.layers.norm import Norm, RMSNorm
 from runtime.layers.pooler import Pooler
@@ -32,6 +32,8 @@ class Decoder(nn.Module):
         self.head: LMHead | None = head
         self.hidden_size = embedding.size
         self.pooler = Pooler()
+        # What each layer of the whole model keeps of a sequence, before ranks share it (`runtime.kv_cache.kinds`).
+        self.cache_specs = collect_specs(self)
 
     def keep(self, stage: Stage) -> None:
         """Let go of all that other stages of a pipeline compute."""
@@ -73,6 +75,16 @@ class Decoder(nn.Module):
         if self.head is None:
             raise RuntimeError("Only the first stage has the head.")
         return self.head(hidden)
+
+
+def collect_specs(model: nn.Module) -> dict[int, LayerSpec]:
+    """What the layers of a model keep, by the number of the layer."""
+    found = {}
+    for module in model.modules():
+        spec = getattr(module, "cache_spec", None)
+        if spec is not None:
+            found[int(getattr(module, "index"))] = spec  # noqa: B009 (a module's attributes are of any type)
+    return found
 
 
 def assemble(

@@ -31,6 +31,7 @@ class Encoder(Decoder):
     ) -> None:
         nn.Module.__init__(self)
         self.embedding = self.norm = self.head = None
+        self.cache_specs = {}
         self.embeddings = embeddings
         self.layers = nn.ModuleList(layers)
         self.final_norm = final_norm

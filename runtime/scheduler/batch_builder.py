@@ -62,10 +62,13 @@ class BatchBuilder:
         if not step:
             return None
         tables = self._running.tables
-        batch = step.build(number, tables, self._cache.page_size)
-        for sequence, (first, pages) in step.duplicates:  # only now: no other row of this batch may get them
+        batch = step.build(number, tables, self._cache)
+        for sequence, duplicates in step.duplicates:  # only now: no other row of this batch may get them
+            first, pages = duplicates
             tables.write_pages(sequence.sequence_index, first, sequence.pages[first : first + len(pages)])
-            self._cache.free(pages)
+            self._cache.replaced(sequence, duplicates)
+        if self._cache.kinds:
+            self._cache.filled(batch)
         return batch
 
     def _preempt(self) -> None:
@@ -186,7 +189,10 @@ class BatchBuilder:
         start = sequence.num_computed
         count = budget.grant(start, len(sequence.ids))
         held = len(sequence.pages) + self._cache.num_available
-        return max(min(count, held * self._cache.page_size - start), 0)
+        count = max(min(count, held * self._cache.page_size - start), 0)
+        for kind in self._cache.kinds:
+            count = kind.row_end(sequence, start + count) - start
+        return count
 
     def _compute(self, step: _StepRows, sequence: Sequence, count: int, budget: PromptBudget) -> None:
         self._running.extend(sequence, sequence.num_computed + count)
@@ -201,7 +207,8 @@ class BatchBuilder:
         if running.full or not self._waiting or not running.tables.num_free or budget.exhausted:
             return
         size, estimate = self._cache.page_size, self.new_token_ratio
-        reserved = sum(estimate.pages_ahead(sequence, size) for sequence in running)
+        cache = self._cache
+        reserved = cache.demand((sequence, estimate.pages_ahead(sequence, size)) for sequence in running)
         admitted: list[Sequence] = []
         num_deferred = 0
         for sequence in self._waiting.ordered():
@@ -215,9 +222,8 @@ class BatchBuilder:
                 self._cache.release(sequence, keep=False)
                 num_deferred += 1
                 continue
-            fits = (
-                not running or estimate.pages_at_first(sequence, size) <= self._cache.num_available - reserved
-            )
+            needed = cache.demand([(sequence, estimate.pages_at_first(sequence, size))])
+            fits = not running or cache.has_room(reserved, needed)
             count = self._affordable(sequence, budget) if fits else 0
             if not count:
                 running.full = not fits
@@ -225,7 +231,8 @@ class BatchBuilder:
                 break
             self._start(step, sequence, count, budget)
             admitted.append(sequence)
-            reserved += estimate.pages_ahead(sequence, size)
+            more = cache.demand([(sequence, estimate.pages_ahead(sequence, size))])
+            reserved = [before + own for before, own in zip(reserved, more, strict=True)]
             if len(admitted) == self._plan.max_new_sequences:
                 break
         for sequence in admitted:
@@ -351,13 +358,14 @@ class _StepRows:
         self._prompt_logprobs.append(PromptLogprobs(len(self._sequences), offset, targets, params))
         sequence.next_logprob = last
 
-    def build(self, number: int, tables: RequestTables, page_size: int) -> Batch:
+    def build(self, number: int, tables: RequestTables, cache: PrefixCache) -> Batch:
         """The finished batch; it shares no memory with the tables."""
         indices = np.array([sequence.sequence_index for sequence in self._sequences], np.int32)
         starts = np.array(self._starts, np.int32)
         counts = np.array(self._counts, np.int32)
         ends = starts + counts
-        width = -(-int(ends.max()) // page_size)
+        width = -(-int(ends.max()) // cache.page_size)
+        page_table = tables.pages[indices, :width]
         sampling = None
         if self._sampled:
             rows = np.array(self._sampled, np.int32)
@@ -369,10 +377,14 @@ class _StepRows:
             counts=counts,
             sequence_indices=indices,
             token_ids=np.array(self._token_ids, np.int32),
-            page_table=tables.pages[indices, :width],
+            page_table=page_table,
             sampling=sampling,
             prompt_logprobs=tuple(self._prompt_logprobs),
             embedding_rows=np.array(self._embedded, np.int32) if self._embedded else None,
+            kinds={
+                kind.name: kind.step_arrays(self._sequences, starts, counts, page_table)
+                for kind in cache.kinds
+            },
             stats=StepStats(self.num_new, self.num_cached_tokens, self.num_prompt_tokens, self.num_decodes),
         )
 

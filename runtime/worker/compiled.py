@@ -16,6 +16,7 @@ from runtime.kv_cache.pools import KVPool
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.models.decoder import Decoder
 from runtime.worker.device import Device
+from runtime.worker.step_inputs import scratch_inputs
 
 logger = logging.getLogger("penstock.core")
 
@@ -61,7 +62,13 @@ class CompiledForward:
                     cache.page_size,
                     device.torch_device,
                 )
+                kinds = {
+                    name: scratch_inputs(name, count, num_rows, attention)
+                    for name, count in cache.kinds.items()
+                }
                 self._compiled(
-                    ForwardBatch(token_ids=zeros, positions=zeros, attention=attention, cache=cache)
+                    ForwardBatch(
+                        token_ids=zeros, positions=zeros, attention=attention, cache=cache, kinds=kinds
+                    )
                 )
         logger.info("Compiled the forward in %.1f s.", time.perf_counter() - began)

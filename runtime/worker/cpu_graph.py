@@ -17,7 +17,8 @@ from ops.cpp.library import Step
 from ops.select import Kernels
 from runtime.batch import Batch, Ints, Sampling
 from runtime.kv_cache.pools import KVPool
-from runtime.layers.forward_batch import ForwardBatch
+from runtime.kv_cache.registry import KINDS
+from runtime.layers.forward_batch import ForwardBatch, KindInputs
 from runtime.models.decoder import Decoder
 
 NO_ROWS = np.zeros(0, np.int32)
@@ -41,7 +42,17 @@ class CpuGraph:
     of which torch computes a part.
     """
 
-    def __init__(self, model: Decoder, cache: KVPool, kernels: Kernels, capacity: int, max_rows: int) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        cache: KVPool,
+        kernels: Kernels,
+        capacity: int,
+        max_rows: int,
+        *,
+        context_length: int = 0,
+    ) -> None:
+        """`context_length` is that of the longest row; it matters to caches of other kinds than pages alone."""
         launcher, head = kernels.launcher, model.head
         if head is None:
             raise NotCapturable("this model is no decoder of ours")
@@ -50,20 +61,37 @@ class CpuGraph:
         self._launcher = launcher
         self._model, self._cache = model, cache  # the graph holds addresses in both
         self._head = head
-        self._capacity, self._max_rows = capacity, max_rows
+        self._capacity, self._max_rows, self._context_length = capacity, max_rows, context_length
         with torch.inference_mode():
             self._inputs = whole.Inputs.empty(capacity, max_rows)
             self._hidden = torch.empty(
                 max_rows, model.hidden_size, dtype=model.dtype
             )  # of the rows asked for
             self._step = Step(page_size=cache.page_size, **self._inputs.addresses())
+            attention = self._inputs.attention(self._step)
+            self._kinds = {name: self._buffers(name) for name in cache.kinds}
+            self._own_pages = {
+                name: self._inputs.with_own_pages(buffers["page_table"])
+                for name, buffers in self._kinds.items()
+                if "page_table" in buffers
+            }
             captured = ForwardBatch(
                 token_ids=self._inputs.token_ids,
                 positions=self._inputs.positions,
-                attention=self._inputs.attention(self._step),
+                attention=attention,
                 cache=cache,
+                kinds={
+                    name: KindInputs(
+                        buffers,
+                        self._own_pages[name].attention(self._step) if name in self._own_pages else attention,
+                    )
+                    for name, buffers in self._kinds.items()
+                },
             )
-            forward = launcher.capture(capacity, lambda: self._compute(captured), self._step)
+            own_pages = [
+                Step(page_size=cache.page_size, **inputs.addresses()) for inputs in self._own_pages.values()
+            ]
+            forward = launcher.capture(capacity, lambda: self._compute(captured), self._step, own_pages)
             self._to_hidden = forward
             self._to_tokens: KernelGraph | None = None
             if head.is_plain:
@@ -73,7 +101,15 @@ class CpuGraph:
     def takes(self, batch: Batch) -> bool:
         """Whether the batch fits. Log-probabilities of prompts need hidden states that the graph does not give."""
         fits = len(batch.token_ids) <= self._capacity and len(batch.starts) <= self._max_rows
-        return fits and not batch.prompt_logprobs
+        return (
+            fits
+            and not batch.prompt_logprobs
+            and all(
+                batch.kinds[kind][name].size <= buffer.numel()
+                for kind, buffers in self._kinds.items()
+                for name, buffer in buffers.items()
+            )
+        )
 
     @property
     def chooses(self) -> bool:
@@ -109,7 +145,8 @@ class CpuGraph:
 
     def _compute(self, batch: ForwardBatch) -> None:
         """From the batch's arrays to the hidden states of the rows asked for."""
-        whole.begin(self._launcher, self._inputs, self._model.dtype)
+        for inputs in (self._inputs, *self._own_pages.values()):
+            whole.begin(self._launcher, inputs, self._model.dtype)
         whole.last(self._launcher, self._model(batch), self._hidden)
 
     def _choose(self) -> None:
@@ -126,9 +163,21 @@ class CpuGraph:
         _kept = self._hand_over(batch, last_tokens, rows)
         graph.run(self._step)
 
+    def _buffers(self, kind: str) -> dict[str, Tensor]:
+        """Where every step puts what it tells the caches of a kind."""
+        pages = min(self._cache.num_pages, -(-self._context_length // self._cache.page_size))
+        sizes = KINDS[kind].buffer_sizes(self._max_rows, pages)
+        if sizes is None:
+            raise NotCapturable(f"steps with {kind} caches are not captured")
+        return {name: torch.zeros(size, dtype=torch.int32) for name, size in sizes.items()}
+
     def _hand_over(self, batch: Batch, last_tokens: Tensor, rows: Ints) -> list[np.ndarray]:
         """Put the batch's addresses into the step -> the arrays that must live as long as it is computed."""
         step = self._step
+        for kind, buffers in self._kinds.items():
+            for name, buffer in buffers.items():
+                array = torch.from_numpy(batch.kinds[kind][name]).reshape(-1)
+                buffer[: len(array)] = array
         given = (batch.token_ids, batch.starts, batch.counts, batch.sequence_indices, rows, batch.page_table)
         arrays = [np.ascontiguousarray(array, np.int32) for array in given]
         step.num_tokens, step.num_rows, step.num_samples = (len(arrays[index]) for index in (0, 1, 4))

@@ -14,9 +14,10 @@ from torch import Tensor
 from ops.attention import AttentionMetadata
 from runtime.config.resolve.graph_sizes import Buckets
 from runtime.kv_cache.pools import KVPool
+from runtime.kv_cache.registry import KINDS
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.worker.device import Device, Graph, collector_paused
-from runtime.worker.step_inputs import Forward
+from runtime.worker.step_inputs import Forward, kind_inputs
 
 logger = logging.getLogger("penstock.core")
 
@@ -50,7 +51,11 @@ class CudaGraphRunner:
         self._device = device
         self._buckets = buckets
         self._cache = cache
-        self._waiting = list(buckets.sizes)  # the last one is captured next
+        # Of other kinds of caches only those can be captured that have page tables and nothing else.
+        self._capturable = all([*KINDS[kind].scratch_arrays(0, 0)] == ["page_table"] for kind in cache.kinds)
+        self._waiting = list(buckets.sizes) if self._capturable else []  # the last one is captured next
+        if not self._capturable:
+            logger.info("No CUDA graphs are captured: not with %s caches.", ", ".join(cache.kinds))
         self._graphs: dict[int, tuple[Graph, Tensor]] = {}
         self._collect_garbage = collect_garbage
         self._profile = profile
@@ -90,7 +95,7 @@ class CudaGraphRunner:
     def _fitting(self, batch: ForwardBatch) -> tuple[Graph, Tensor] | None:
         """The graph for a step with these rows."""
         attention = batch.attention
-        if not batch.is_plain or any(count != 1 for count in attention.counts_host):
+        if not self._capturable or not batch.is_plain or any(count != 1 for count in attention.counts_host):
             return None
         size = self._buckets.take(len(attention.counts_host))
         if size is None or attention.page_table.shape[1] > self._buffers.attention.page_table.shape[1]:
@@ -102,9 +107,10 @@ class CudaGraphRunner:
         buffers = self._buffers
         buffers.token_ids[:num_rows].copy_(batch.token_ids)
         buffers.positions[:num_rows].copy_(batch.positions)
-        buffers.attention.slot_mapping[:num_rows].copy_(batch.attention.slot_mapping)
         buffers.attention.starts[:num_rows].copy_(batch.attention.starts)
-        buffers.attention.page_table[:num_rows, :width].copy_(batch.attention.page_table)
+        for own, given in zip(_tables(buffers), _tables(batch), strict=True):
+            own.slot_mapping[:num_rows].copy_(given.slot_mapping)
+            own.page_table[:num_rows, :width].copy_(given.page_table)
         if num_rows < self._num_real:
             self._reset(num_rows)
         self._num_real = num_rows
@@ -115,32 +121,29 @@ class CudaGraphRunner:
         buffers = self._buffers
         buffers.token_ids[rows].fill_(0)
         buffers.positions[rows].fill_(0)
-        buffers.attention.slot_mapping[rows].fill_(self._cache.scratch_page * self._cache.page_size)
         buffers.attention.starts[rows].fill_(0)
-        buffers.attention.page_table[rows].fill_(self._cache.scratch_page)
+        scratch_pages = [self._cache.scratch_page, *self._cache.kinds.values()]
+        for own, scratch_page in zip(_tables(buffers), scratch_pages, strict=True):
+            own.slot_mapping[rows].fill_(scratch_page * self._cache.page_size)
+            own.page_table[rows].fill_(scratch_page)
         self._num_real = min(first, self._num_real)
 
     def _run(self, size: int) -> Tensor:
         """The first `size` rows of the buffers, eagerly. Nothing derived from earlier rows is kept."""
         buffers = self._buffers
-        attention = buffers.attention
-        attention = replace(
-            attention,
-            page_table=attention.page_table[:size],
-            starts=attention.starts[:size],
-            counts=attention.counts[:size],
-            query_starts=attention.query_starts[: size + 1],
-            slot_mapping=attention.slot_mapping[:size],
-            starts_host=[0] * size,
-            counts_host=[1] * size,
-            plan_cache={},
-        )
+        attention = _first_rows(buffers.attention, size)
+        kinds = {
+            name: kind_inputs({"page_table": own.page_table}, own.slot_mapping, attention)
+            for name, kind in buffers.kinds.items()
+            if (own := _first_rows(kind.attention, size))
+        }
         return self._eager(
             replace(
                 buffers,
                 token_ids=buffers.token_ids[:size],
                 positions=buffers.positions[:size],
                 attention=attention,
+                kinds=kinds,
             )
         )
 
@@ -160,8 +163,21 @@ class CudaGraphRunner:
             starts_host=[],
             counts_host=[],
         )
+        kinds = {
+            name: kind_inputs(
+                {"page_table": filled(scratch_page, num_rows, max_pages, dtype=torch.int32)},
+                filled(scratch_page * cache.page_size, num_rows),
+                attention,
+            )
+            for name, scratch_page in cache.kinds.items()
+            if self._capturable
+        }
         return ForwardBatch(
-            token_ids=filled(0, num_rows), positions=filled(0, num_rows), attention=attention, cache=cache
+            token_ids=filled(0, num_rows),
+            positions=filled(0, num_rows),
+            attention=attention,
+            cache=cache,
+            kinds=kinds,
         )
 
     def _around(self, size: int) -> ExitStack:
@@ -172,6 +188,25 @@ class CudaGraphRunner:
         if self._profile:
             around.enter_context(_profiled(f"Capture of the CUDA graph for {size} rows"))
         return around
+
+
+def _tables(batch: ForwardBatch) -> list[AttentionMetadata]:
+    """What names pages: that of all layers, then those of the kinds with pages of their own."""
+    return [batch.attention, *(kind.attention for kind in batch.kinds.values())]
+
+
+def _first_rows(attention: AttentionMetadata, size: int) -> AttentionMetadata:
+    return replace(
+        attention,
+        page_table=attention.page_table[:size],
+        starts=attention.starts[:size],
+        counts=attention.counts[:size],
+        query_starts=attention.query_starts[: size + 1],
+        slot_mapping=attention.slot_mapping[:size],
+        starts_host=[0] * size,
+        counts_host=[1] * size,
+        plan_cache={},
+    )
 
 
 @contextmanager

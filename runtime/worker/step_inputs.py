@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +13,8 @@ from torch import Tensor
 from ops.attention import AttentionMetadata
 from runtime.batch import Batch
 from runtime.kv_cache.pools import KVPool
-from runtime.layers.forward_batch import ForwardBatch
+from runtime.kv_cache.registry import KINDS
+from runtime.layers.forward_batch import ForwardBatch, KindInputs
 from runtime.worker.device import Device, Event
 
 # How hidden states [T, E] are computed, the final norm applied: a model, or what captured or compiled its forward.
@@ -42,7 +44,11 @@ def prepare(batch: Batch, cache: KVPool, staging: Staging, last_tokens: Tensor) 
     rows = np.repeat(np.arange(len(counts)), counts)
     positions = np.arange(num_tokens) + (starts - query_starts[:-1])[rows]
     page_size = cache.page_size
-    pages = batch.page_table[rows, positions // page_size].astype(np.int64)
+
+    def slots(page_table: np.ndarray) -> np.ndarray:
+        pages = page_table[rows, positions // page_size].astype(np.int64)
+        return pages * page_size + positions % page_size
+
     nobody = np.zeros(0, np.int64)
     sample_rows = batch.sampling.rows if batch.sampling is not None else nobody
     embedding_rows = batch.embedding_rows if batch.embedding_rows is not None else nobody
@@ -51,7 +57,7 @@ def prepare(batch: Batch, cache: KVPool, staging: Staging, last_tokens: Tensor) 
             "token_ids": batch.token_ids.astype(np.int64),
             "token_sequence_indices": batch.sequence_indices[rows].astype(np.int64),
             "positions": positions,
-            "slot_mapping": pages * page_size + positions % page_size,
+            "slot_mapping": slots(batch.page_table),
             "last_index": query_starts[1:][sample_rows] - 1,
             "sample_sequence_indices": batch.sequence_indices[sample_rows].astype(np.int64),
             "embedding_index": query_starts[1:][embedding_rows] - 1,
@@ -59,27 +65,63 @@ def prepare(batch: Batch, cache: KVPool, staging: Staging, last_tokens: Tensor) 
             "starts": batch.starts,
             "counts": batch.counts,
             "query_starts": query_starts.astype(np.int32),
+            **{f"{kind}.{name}": own[name] for kind, own in batch.kinds.items() for name in own},
+            **{
+                f"{kind}.slot_mapping": slots(own["page_table"])
+                for kind, own in batch.kinds.items()
+                if "page_table" in own
+            },
         }
     )
     token_ids = there["token_ids"]
+    attention = AttentionMetadata(
+        page_table=there["page_table"],
+        starts=there["starts"],
+        counts=there["counts"],
+        query_starts=there["query_starts"],
+        slot_mapping=there["slot_mapping"],
+        page_size=page_size,
+        starts_host=starts.tolist(),
+        counts_host=counts.tolist(),
+    )
+    kinds = {
+        kind: kind_inputs(
+            {name: there[f"{kind}.{name}"] for name in own}, there.get(f"{kind}.slot_mapping"), attention
+        )
+        for kind, own in batch.kinds.items()
+    }
     forward = ForwardBatch(
         token_ids=torch.where(token_ids < 0, last_tokens[there["token_sequence_indices"]], token_ids),
         positions=there["positions"],
-        attention=AttentionMetadata(
-            page_table=there["page_table"],
-            starts=there["starts"],
-            counts=there["counts"],
-            query_starts=there["query_starts"],
-            slot_mapping=there["slot_mapping"],
-            page_size=page_size,
-            starts_host=starts.tolist(),
-            counts_host=counts.tolist(),
-        ),
+        attention=attention,
         cache=cache,
+        kinds=kinds,
     )
     return StepInputs(
         forward, there["last_index"], there["sample_sequence_indices"], there["embedding_index"]
     )
+
+
+def kind_inputs(
+    arrays: Mapping[str, Tensor], slot_mapping: Tensor | None, attention: AttentionMetadata
+) -> KindInputs:
+    """What a kind of cache is told: its arrays and, where it has a page table and slots, metadata with these."""
+    if slot_mapping is not None:
+        attention = replace(
+            attention, page_table=arrays["page_table"], slot_mapping=slot_mapping, plan_cache={}
+        )
+    return KindInputs(arrays, attention)
+
+
+def scratch_inputs(kind: str, num_units: int, num_rows: int, attention: AttentionMetadata) -> KindInputs:
+    """For rows of one token at position 0 that touch nothing of this kind of cache."""
+    device = attention.slot_mapping.device
+    arrays = {
+        name: torch.from_numpy(array).to(device)
+        for name, array in KINDS[kind].scratch_arrays(num_rows, num_units).items()
+    }
+    slots = arrays["page_table"][:, 0].long() * attention.page_size if "page_table" in arrays else None
+    return kind_inputs(arrays, slots, attention)
 
 
 class Staging:

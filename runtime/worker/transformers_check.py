@@ -29,9 +29,7 @@ def check_against_itself(model: Decoder, facts: ModelFacts, device: torch.device
     """
     if not isinstance(model, TransformersDecoder):
         raise TypeError(f"{type(model).__name__} is not computed by transformers.")
-    pool = KVPool(
-        facts.num_layers, 2, PAGE, facts.num_kv_heads, facts.head_dim, model.dtype, device, first_layer=0
-    )
+    pool = KVPool.uniform(facts.num_layers, 2, PAGE, facts.num_kv_heads, facts.head_dim, model.dtype, device)
     first, second = (
         torch.tensor([(start + 2 * index) % facts.vocab_size for index in range(count)], device=device)
         for start, count in ((3, FIRST), (4, SECOND))

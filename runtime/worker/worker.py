@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
@@ -84,6 +84,7 @@ class CacheSetup:
     page_size: int
     kv_dtype: str
     num_sequences: int
+    kinds: Mapping[str, int] = field(default_factory=dict)  # units of the kinds of caches beside the pages
 
 
 class ModelWorker:
@@ -104,6 +105,7 @@ class ModelWorker:
             from runtime.worker.transformers_check import check_against_itself  # imports transformers' models
 
             check_against_itself(decoder, self.facts, self.device)
+        self.cache_specs = decoder.cache_specs  # of the whole model
         self.weight_bytes = sum(parameter.nbytes for parameter in decoder.parameters())
         self._model: Decoder | None = decoder
         self._pool: KVPool | None = None
@@ -224,16 +226,13 @@ class ModelWorker:
         return model, pool, cache
 
     def _make_pool(self, cache: CacheSetup) -> KVPool:
-        local = self.mesh.rank_info.local_facts(self.facts)
         return KVPool(
-            0 if self.facts.is_encoder else local.num_layers,
+            self.mesh.rank_info.local_specs(self.cache_specs, self.facts.num_layers),
             cache.num_pages,
             cache.page_size,
-            local.num_kv_heads,
-            local.head_dim,
             getattr(torch, cache.kv_dtype),
             self.device,
-            first_layer=self.mesh.rank_info.stage_layers(self.facts.num_layers).layers.start,
+            kinds=cache.kinds,
         )
 
     def _make_sampler(self, num_sequences: int, device: Device) -> Sampler:
@@ -254,7 +253,14 @@ class ModelWorker:
         schedule = plan.schedule
         capacity = (schedule.chunk_tokens or schedule.max_prefill_tokens) + cache.num_sequences
         try:
-            return CpuGraph(model, pool, self.kernels, capacity, cache.num_sequences)
+            return CpuGraph(
+                model,
+                pool,
+                self.kernels,
+                capacity,
+                cache.num_sequences,
+                context_length=plan.model.context_length,
+            )
         except NotCapturable as reason:
             logger.info("Steps are computed operation by operation: %s.", reason)
             return None

@@ -78,7 +78,7 @@ def measure(options: argparse.Namespace, facts: ModelFacts, plan: Plan) -> list[
     rows, length = max(options.batch_size), options.context_len + options.new_len
     page_size, dtype = plan.cache.page_size, getattr(torch, plan.cache.kv_dtype)
     num_pages = rows * -(-length // page_size)
-    pool = KVPool(
+    pool = KVPool.uniform(
         facts.num_layers, num_pages, page_size, facts.num_kv_heads, facts.head_dim, dtype, plan.model.device
     )
     try:

@@ -136,7 +136,7 @@ def _runner(
     from runtime.worker.sampler import Sampler
 
     device, page_size = plan.model.device, plan.cache.page_size
-    pool = KVPool(
+    pool = KVPool.uniform(
         facts.num_layers,
         num_rows * -(-length // page_size),
         page_size,

@@ -17,7 +17,10 @@ import numpy as np
 from runtime.batch import UNKNOWN, Batch, StepOutput
 from runtime.config.plan import SchedulePlan
 from runtime.constraint import Constraint
+from runtime.kv_cache.kinds import CacheKind
 from runtime.kv_cache.prefix_cache import PrefixCache
+from runtime.kv_cache.windowed import WindowedPages, pages_held
+from runtime.layers.forward_batch import KVSpec
 from runtime.request import Delta, LogprobParams, Logprobs, Request
 from runtime.sampling_params import SamplingParams
 from runtime.scheduler.scheduler import Scheduler
@@ -78,6 +81,8 @@ class FakeRunner:
         self._tokens = np.full(num_pages * page_size, UNKNOWN, np.int64)
         self._states: list[int | None] = [None] * (num_pages * page_size)
         self._last = [UNKNOWN] * num_sequences
+        self._windowed: dict[int, int] = {}  # as `_states`, of layers that hold a window only
+        self._window: int | None = None
         self._queue: deque[Batch] = deque()
         self._gate = HostDataGate(CpuDevice(), vocab_size, grace_s=0.0)
 
@@ -88,6 +93,10 @@ class FakeRunner:
     @property
     def oldest(self) -> Batch | None:
         return self._queue[0] if self._queue else None
+
+    def use_window(self, window: int) -> None:
+        """Read and write windowed pages too, and expect every token to find its window there."""
+        self._window = window
 
     def launch(self, batch: Batch) -> None:
         self.last_batch = batch
@@ -111,6 +120,8 @@ class FakeRunner:
         self._store(batch, places)
         states = [self._attend(batch, row, places[row]) for row in range(len(batch.sequences))]
         self._check(places, states)
+        if self._window is not None:
+            self._check_windows(batch, states, self._window)
         return self._sample(batch, states)
 
     def _places(self, batch: Batch, row: int) -> list[int]:
@@ -149,6 +160,23 @@ class FakeRunner:
         for row_places, row_states in zip(places, states):
             for place, state in zip(row_places, row_states):
                 assert self._states[place] == state, "a page holds another history than its reader has"
+
+    def _check_windows(self, batch: Batch, states: list[list[int]], window: int) -> None:
+        """All rows store their states in windowed pages, before any row reads those of its window."""
+        size, table = self._page_size, batch.kinds["windowed"]["page_table"]
+        places = [
+            [int(table[row, position // size]) * size + position % size for position in range(len(own))]
+            for row, own in enumerate(states)
+        ]
+        starts = batch.starts.tolist()
+        written = [place for own, start in zip(places, starts) for place in own[start:]]
+        assert len(written) == len(set(written)), "two rows of a step write the same windowed place"
+        for own, known, start in zip(places, states, starts):
+            self._windowed |= zip(own[start:], known[start:])
+        for own, known, start in zip(places, states, starts):
+            first = max(0, start - window + 1)
+            found = [self._windowed.get(place) for place in own[first:]]
+            assert found == known[first:], "a windowed page holds another history than its reader has"
 
     def _sample(self, batch: Batch, states: list[list[int]]) -> StepOutput:
         tokens: list[list[int]] = [[] for _ in batch.sequences]
@@ -266,11 +294,21 @@ class Drive:
         context_length: int = 4096,
         watch: Callable[[Batch], None] | None = None,
         runner: Any = None,
+        window: int | None = None,
+        num_windowed: int = 0,
     ) -> None:
+        """With a `window` there are layers that hold no more, in so many pages, or few more than one sequence needs."""
         plan = plan or make_plan()
-        self.cache = PrefixCache(num_pages, page_size, enabled=prefix)
+        kinds: list[CacheKind] = []
+        if window is not None:
+            least = min(num_pages, pages_held(window, page_size) + 1)
+            specs = {0: KVSpec(1, 1, window)}
+            kinds = [WindowedPages(specs, max(least, num_windowed), num_pages, page_size)]
+        self.cache = PrefixCache(num_pages, page_size, enabled=prefix, kinds=kinds)
         self.scheduler = Scheduler(plan, self.cache, vocab_size=vocab_size, context_length=context_length)
         self.runner = runner or FakeRunner(num_pages, page_size, plan.max_running, vocab_size)
+        if window is not None:
+            self.runner.use_window(window)
         self.depth = depth
         self.deltas: list[Delta] = []
         self._watch = watch

@@ -94,7 +94,7 @@ class Steps:
 
     def __init__(self, num_pages: int, num_sequences: int, device: Device | None = None) -> None:
         self.device = device or CpuDevice()
-        self.pool = KVPool(
+        self.pool = KVPool.uniform(
             facts().num_layers,
             num_pages,
             PAGE_SIZE,

@@ -104,7 +104,7 @@ def batch_of(
 def pool_for(model: Decoder, num_pages: int, page_size: int) -> KVPool:
     """A pool that fits the model."""
     attention: Any = model.layers[0].get_submodule("attention")
-    return KVPool(
+    return KVPool.uniform(
         len(model.layers),
         num_pages,
         page_size,

@@ -20,6 +20,7 @@ struct AttendOperands {
     const float* sinks;     // [H] or null
     float* parts;           // for what tasks give each other; with more room, more keys are shared and divided
     int64_t num_parts;      // floats there
+    const int32_t* page_table;  // of a pool with pages of its own, as wide as the step's; null: the step's
 };
 
 constexpr int64_t TILE_ROWS = 256;  // that share packed keys, at most

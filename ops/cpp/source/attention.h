@@ -331,8 +331,10 @@ private:
 };
 
 template <class T>
-void attend(const void* operands, const Step& step, Team& team) {
+void attend(const void* operands, const Step& given_step, Team& team) {
     const auto& given = *static_cast<const AttendOperands*>(operands);
+    Step step = given_step;
+    if (given.page_table) step.page_table = given.page_table;
     const int64_t num_heads = given.num_kv_heads;
     thread_local SharedPrefixes shared;
     shared.find(given, step, team.size);

@@ -168,12 +168,13 @@ struct StoreOperands {
     void* v_pool;
     int64_t k_stride, v_stride;
     int64_t num_kv_heads, head_dim;
+    const int64_t* slot_mapping;  // in pages of the pool's own; null: the step's
 };
 
 // Calls work(to, from) for the keys and the values of each head of a token.
 template <class T, class Work>
 inline void each_stored(const StoreOperands& o, const Step& step, int64_t token, const Work& work) {
-    const int64_t slot = step.slot_mapping[token], page = slot / step.page_size, offset = slot % step.page_size;
+    const int64_t slot = (o.slot_mapping ? o.slot_mapping : step.slot_mapping)[token], page = slot / step.page_size, offset = slot % step.page_size;
     const T* k = static_cast<const T*>(o.k) + token * o.k_stride;
     const T* v = static_cast<const T*>(o.v) + token * o.v_stride;
     for (int64_t h = 0; h < o.num_kv_heads; h++) {

@@ -17,6 +17,7 @@ struct BeginOperands {
     int64_t* token_ids;     // [T]
     int64_t* positions;     // [T]
     int64_t* slot_mapping;  // [T]
+    const int32_t* page_table;  // as in AttendOperands
 };
 
 inline void begin(const void* operands, const Step& step, Team& team) {
@@ -28,7 +29,7 @@ inline void begin(const void* operands, const Step& step, Team& team) {
     }
     team.barrier();
     team.share(step.num_rows, [&](int64_t row) {
-        const int32_t* pages = step.page_table + row * step.table_width;
+        const int32_t* pages = (o.page_table ? o.page_table : step.page_table) + row * step.table_width;
         for (int64_t i = 0, token = o.query_starts[row]; i < step.counts[row]; i++, token++) {
             const int64_t position = step.starts[row] + i, given = step.given_ids[token];
             o.positions[token] = position;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from runtime.config.option_spec import Json, always, option, planned
+from runtime.config.option_spec import Json, option, planned
 from runtime.config.plan import CachePlan
 
 
@@ -58,18 +58,18 @@ class CacheArgs:
         low=0,
         high=1,
     )
-    swa_full_tokens_ratio: float = planned(
+    swa_full_tokens_ratio: float = option(
         0.8,
         "For models with sliding windows: size of the window layers' pool as a share of the full layers' "
         "pool.",
         above=0,
         high=1,
+        plan=CachePlan.window_ratio,
     )
-    disable_hybrid_swa_memory: bool = always(
+    disable_hybrid_swa_memory: bool = option(
         False,
         "Give sliding-window layers a pool as large as the others' instead of a smaller one of their own.",
-        reason="all layers have pools of one size so far",
-        sglang="off: layers with a sliding window have a smaller pool",
+        plan=CachePlan.window_ratio,
     )
     max_mamba_cache_size: int | None = planned(
         None,

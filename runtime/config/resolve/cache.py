@@ -29,6 +29,7 @@ def cache_plan(builder: PlanBuilder, gpu: Gpu | None, dtype: str, facts: ModelFa
         mem_fraction=_mem_fraction(builder, gpu),
         of_free_memory=Decision(of_free_memory, "only without a GPU, and if no fraction was asked for"),
         max_total_tokens=builder.follow("max_total_tokens"),
+        window_ratio=_window_ratio(builder),
     )
 
 
@@ -45,6 +46,13 @@ def _page_size(builder: PlanBuilder) -> Decision[int]:
     return Decision(
         PAGE_SIZE, "pages of 16 are read faster than single tokens, and cut little off shared prefixes"
     )
+
+
+def _window_ratio(builder: PlanBuilder) -> Decision[float | None]:
+    args = builder.args.cache
+    if args.disable_hybrid_swa_memory:
+        return Decision(None, "as asked with --disable-hybrid-swa-memory")
+    return Decision(args.swa_full_tokens_ratio, "layers with a sliding window hold their window only")
 
 
 def _kv_dtype(builder: PlanBuilder, gpu: Gpu | None, dtype: str) -> Decision[str]:

@@ -15,7 +15,7 @@ from ops.select import Kernels
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import ModelPlan
 from runtime.errors import CheckpointError
-from runtime.layers.forward_batch import ForwardBatch
+from runtime.layers.forward_batch import ForwardBatch, KVSpec, LayerSpec
 from runtime.layers.pooler import Pooler
 from runtime.layers.sharding import Stage
 from runtime.models.by_transformers import attention
@@ -87,6 +87,7 @@ class TransformersDecoder(Decoder):
         self.pooler = Pooler()
         self.hidden_size = model.config.get_text_config().hidden_size
         self._attend = attend
+        self.cache_specs = attend.cache_specs
         attention.give(model, attend)
         # The same model with its body replaced by what the body gave: its head, whatever that does to logits.
         self._given = _Given()
@@ -159,6 +160,10 @@ class _Attention:
         self._kernels = kernels
         self._head_dim = facts.head_dim
         self._windows = numbers(facts.config).windows
+        self.cache_specs: dict[int, LayerSpec] = {
+            index: KVSpec(facts.num_kv_heads, facts.head_dim, window)
+            for index, window in enumerate(self._windows)
+        }
         self._batch: ForwardBatch | None = None
         self._calls = 0
 

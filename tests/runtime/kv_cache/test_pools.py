@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from runtime.kv_cache.pools import KVPool
+from runtime.layers.forward_batch import KVSpec
 
 
 def test_pool_holds_its_pages_and_one_for_scratch() -> None:
-    pool = KVPool(3, 5, 4, 2, 8, torch.bfloat16, "cpu")
+    pool = KVPool.uniform(3, 5, 4, 2, 8, torch.bfloat16, "cpu")
     for index in range(3):
-        k, v = pool[index]
+        k, v, _ = pool[index]
         assert k.shape == v.shape == (6, 2, 4, 8)
         assert k.is_contiguous()
         assert not k.any()
@@ -21,7 +22,7 @@ def test_pool_holds_its_pages_and_one_for_scratch() -> None:
 
 
 def test_a_forked_process_writes_to_a_copy() -> None:
-    pool = KVPool(1, 1, 1, 1, 1, torch.float32, "cpu")
+    pool = KVPool.uniform(1, 1, 1, 1, 1, torch.float32, "cpu")
     pool[0].k.fill_(1)
     address = pool[0].k.data_ptr()
     child = os.fork()
@@ -33,14 +34,15 @@ def test_a_forked_process_writes_to_a_copy() -> None:
 
 
 def test_layers_do_not_share_memory() -> None:
-    pool = KVPool(2, 1, 1, 1, 1, torch.float32, "cpu")
+    pool = KVPool.uniform(2, 1, 1, 1, 1, torch.float32, "cpu")
     pool[0].k.fill_(1)
     assert not pool[0].v.any()
     assert not pool[1].k.any()
 
 
 def test_a_stage_has_the_caches_of_its_own_layers() -> None:
-    pool = KVPool(2, 1, 1, 1, 1, torch.float32, "cpu", first_layer=3)
+    spec = KVSpec(1, 1)
+    pool = KVPool({3: spec, 4: spec}, 1, 1, torch.float32, "cpu")
     assert pool[3].k is not pool[4].k
     with pytest.raises(KeyError):
         pool[0]

@@ -20,8 +20,10 @@ from runtime.kv_cache.sizing import (
     memory_table,
     size_pool,
 )
+from runtime.layers.forward_batch import KVSpec
 from small_facts import FACTS, TOKEN_BYTES
 
+SPECS = {index: KVSpec(FACTS.num_kv_heads, FACTS.head_dim) for index in range(FACTS.num_layers)}
 CPU = Machine.named("cpu")
 H200 = Machine.named("h200")
 
@@ -31,7 +33,7 @@ def plan(machine: Machine = CPU, **keywords: Any) -> Plan:
 
 
 def pages(made: Plan, *, available: int = 10 * GIB, total: int = 10 * GIB, weights: int = 0) -> int:
-    found, _ = size_pool(made, FACTS, available_bytes=available, total_bytes=total, weight_bytes=weights)
+    found, _ = size_pool(made, SPECS, available_bytes=available, total_bytes=total, weight_bytes=weights)
     return found
 
 
@@ -68,19 +70,19 @@ def test_what_steps_need_stays_free():
         "weight_bytes": GIB,
     }
     steps = StepMemory(activation_bytes=20 * GIB, graph_bytes=2 * GIB, measured=True)
-    found, reason = size_pool(made, FACTS, **memory, steps=steps)
+    found, reason = size_pool(made, SPECS, **memory, steps=steps)
     assert found == (100 * GIB - steps.reserved_bytes) // (TOKEN_BYTES * 16)
     assert steps.reserved_bytes == int(20 * GIB * 1.05) + 2 * GIB
     assert "less 23.0 for steps" in reason
     small = StepMemory(activation_bytes=GIB >> 10, measured=True)
-    assert size_pool(made, FACTS, **memory, steps=small) == size_pool(made, FACTS, **memory)
+    assert size_pool(made, SPECS, **memory, steps=small) == size_pool(made, SPECS, **memory)
 
 
 def test_steps_that_leave_nothing_are_refused():
     steps = StepMemory(activation_bytes=10 * GIB, measured=True)
     with pytest.raises(ConfigurationError, match="Not enough memory"):
         size_pool(
-            plan(H200), FACTS, available_bytes=9 * GIB, total_bytes=9 * GIB, weight_bytes=0, steps=steps
+            plan(H200), SPECS, available_bytes=9 * GIB, total_bytes=9 * GIB, weight_bytes=0, steps=steps
         )
 
 
@@ -140,7 +142,7 @@ def test_asked_fraction_holds_weights_and_cache() -> None:
 def test_asked_tokens_cap_the_pool() -> None:
     assert pages(plan(max_total_tokens=1000, max_running_requests=1)) == 62
     made = plan(max_total_tokens=10**12)
-    count, why = size_pool(made, FACTS, available_bytes=GIB, total_bytes=GIB, weight_bytes=0)
+    count, why = size_pool(made, SPECS, available_bytes=GIB, total_bytes=GIB, weight_bytes=0)
     assert count == int(0.3 * GIB) // (16 * TOKEN_BYTES)
     assert "less than --max-total-tokens asks for" in why
     with pytest.raises(ConfigurationError, match="less than one page"):

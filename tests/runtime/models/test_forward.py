@@ -31,7 +31,7 @@ def test_prompt_then_decode_gives_the_logits_of_transformers(tmp_path: Path) -> 
     path = tiny_checkpoints.write(tmp_path, "llama")
     facts = read_facts(path)
     model = load_model(facts, plan_for(path), select())
-    pool = KVPool(facts.num_layers, 8, 16, facts.num_kv_heads, facts.head_dim, torch.float32, "cpu")
+    pool = KVPool.uniform(facts.num_layers, 8, 16, facts.num_kv_heads, facts.head_dim, torch.float32, "cpu")
     ids = list(range(20, 50))
     page_table = np.array([[3, 5]], np.int32)  # positions 0..15 live in page 3, 16..31 in page 5
     expected = tiny_checkpoints.reference(path, ids)

@@ -37,6 +37,8 @@ class AnyOrder(RuleBasedStateMachine):
         reserved=st.sampled_from([1, 4, 4096]),
         priorities=st.booleans(),
         max_new_sequences=st.sampled_from([None, None, 1]),
+        window=st.sampled_from([None, None, 1, 3, 6, 11]),
+        windowed_share=st.sampled_from([0.0, 0.5, 1.0]),
     )
     def start(
         self,
@@ -48,6 +50,8 @@ class AnyOrder(RuleBasedStateMachine):
         tokens_per_step: int,
         ratio: float,
         reserved: int,
+        window: int | None,
+        windowed_share: float,
         **plan: Any,
     ):
         self.patch = pytest.MonkeyPatch()  # long outputs, of which only a part is reserved, in small
@@ -60,6 +64,8 @@ class AnyOrder(RuleBasedStateMachine):
             prefix=prefix,
             depth=depth,
             vocab_size=VOCAB,
+            window=window,
+            num_windowed=int(windowed_share * num_tokens // page_size),
         )
         if not depth:  # a step that brings several tokens must be the only one of its sequence
             self.drive.runner.tokens_per_step = tokens_per_step
@@ -207,7 +213,7 @@ class AnyOrder(RuleBasedStateMachine):
                 self._check_interrupted(sequence, deltas)
             else:
                 self._check_complete(sequence, deltas)
-        assert self.drive.cache.num_available == self.drive.cache.num_pages
+        assert self.drive.cache.num_used == 0
         assert self.drive.scheduler.flush()
         assert self.drive.cache.num_free == self.drive.cache.num_pages
 
