@@ -58,7 +58,7 @@ class WindowedPages(CacheKind):
     def make_layer(
         spec: Any, num_units: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> LayerCache:
-        from runtime.kv_cache.pools import PagedKVCache
+        from runtime.kv_cache.paged import PagedKVCache
 
         return PagedKVCache.zeros(spec, num_units, page_size, dtype, device, kind=WindowedPages.name)
 

@@ -18,7 +18,7 @@ import tiny_checkpoints
 from ops.attention import AttentionMetadata, token_positions
 from ops.select import select
 from runtime.errors import CheckpointError
-from runtime.kv_cache.pools import PagedKVCache
+from runtime.kv_cache.paged import PagedKVCache
 from runtime.layers.attention import Attention
 from runtime.layers.build import Build
 from runtime.layers.forward_batch import ForwardBatch

@@ -1,0 +1,89 @@
+"""A layer's keys and values in pages."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping
+from math import prod
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from ops.attention import AttentionMetadata
+from ops.select import Kernels
+from runtime.kv_cache.kinds import PAGED
+from runtime.layers.forward_batch import ForwardBatch, KVSpec
+
+
+class PagedKVCache(NamedTuple):
+    """One layer's keys and values in pages, [num_pages + 1, K, page, D] each, written in place.
+
+    The pages are those that all sequences have, or those of a kind that has a page table of its own.
+    """
+
+    k: Tensor
+    v: Tensor
+    kind: str = PAGED
+
+    @classmethod
+    def zeros(
+        cls,
+        spec: KVSpec,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        kind: str = PAGED,
+    ) -> Self:
+        shape = (num_pages + 1, spec.num_kv_heads, page_size, spec.head_dim)
+        return cls(zeros(shape, dtype, device), zeros(shape, dtype, device), kind)
+
+    @property
+    def nbytes(self) -> int:
+        return self.k.nbytes + self.v.nbytes
+
+    def store(
+        self, kernels: Kernels, k: Tensor, v: Tensor, batch: ForwardBatch, scales: Mapping[str, float]
+    ) -> None:
+        """Put keys and values [T, K, D] into the slots of their tokens."""
+        kernels.store(k, v, self.k, self.v, self._metadata(batch), **self._used(scales))
+
+    def attend(
+        self,
+        kernels: Kernels,
+        q: Tensor,
+        batch: ForwardBatch,
+        scales: Mapping[str, float],
+        *,
+        scale: float,
+        window: int | None,
+        soft_cap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Attention [T, H, D] of the queries [T, H, D] over their rows' pages (see `ops.attention`)."""
+        return kernels.attend(
+            q,
+            self.k,
+            self.v,
+            self._metadata(batch),
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+            sinks=sinks,
+            **self._used(scales),
+        )
+
+    def _metadata(self, batch: ForwardBatch) -> AttentionMetadata:
+        return batch.attention if self.kind == PAGED else batch.kinds[self.kind].attention
+
+    def _used(self, scales: Mapping[str, float]) -> Mapping[str, float]:
+        return scales if self.k.dtype.itemsize == 1 else {}
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on a CPU in private memory that the system hands out page by page, when a page is first written."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
