@@ -75,7 +75,7 @@ class AttentionBackend(Backend):
     page_sizes: tuple[int, ...] = ()
     float8_cache: bool = True  # it reads a cache of another dtype than the model's
     lacks: frozenset[str] = frozenset()  # features
-    # Whether a CUDA graph can hold it: it must read nothing of the rows on the host.
+    # Whether a CUDA graph can hold it: it reads nothing of the rows on the host, or leaves `replans` that do.
     captured: bool = False
     decode_settings: Mapping[str, str] = field(default_factory=dict)  # option -> keyword of make_attend
     uncaptured_with: Mapping[str, str] = field(default_factory=dict)  # option -> why no graph holds it then
@@ -127,6 +127,7 @@ ATTENTION: Mapping[str, AttentionBackend] = {
         head_dims=FLASHINFER_HEAD_DIMS,
         dtypes=FLASHINFER_DTYPES,
         lacks=frozenset({"sinks"}),
+        captured=True,
     ),
     "fa3": AttentionBackend(
         file="with_fa3",
@@ -136,6 +137,7 @@ ATTENTION: Mapping[str, AttentionBackend] = {
         dtypes=FLASHINFER_DTYPES,
         float8_cache=False,
         lacks=frozenset({"sinks"}),
+        captured=True,
     ),
     "trtllm_mha": AttentionBackend(
         file="with_trtllm",
@@ -146,6 +148,7 @@ ATTENTION: Mapping[str, AttentionBackend] = {
         page_sizes=TRTLLM_PAGE_SIZES,
         float8_cache=False,
         lacks=frozenset({"soft cap"}),
+        captured=True,
     ),
 }
 SAMPLING: Mapping[str, Backend] = {

@@ -21,7 +21,7 @@ Nothing outside a row's own positions has any influence on it, not even a value 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +37,12 @@ class AttentionMetadata:
 
     `plan_cache` is for backends: what one derives from the other fields in the first layer (a gather index, a mask)
     it keeps there for the others. Its keys begin with the backend's module name.
+
+    `replans` is None but in a step of single tokens that is captured as a CUDA graph, whose tensors keep their
+    addresses. There `starts_host` says nothing of the steps that will replay it: a backend that has to know their rows
+    on the host leaves, under a key of its own, what brings them to where the captured kernels look. It is called with
+    each step's metadata before the replay, and kept while the graph is; the same dict is given to the run that warms
+    up and to the one that is captured.
     """
 
     page_table: Tensor  # int32 [B, W], a row's pages in order; entries beyond its length are any valid page
@@ -48,6 +54,7 @@ class AttentionMetadata:
     starts_host: Sequence[int]  # the same as above, so that no backend has to wait for the device
     counts_host: Sequence[int]
     plan_cache: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+    replans: dict[Hashable, Callable[[AttentionMetadata], None]] | None = None
 
     @classmethod
     def build(

@@ -3,14 +3,20 @@
 Written against flashinfer-python 0.6.13. Its wrappers keep what they planned, so they belong to one engine:
 `FlashInfer` owns them. A row's pages are read in our own layout, which FlashInfer calls HND. Which of its kernels run
 is its own choice, or FlashAttention 3 (arXiv 2407.08608) for all rows.
+
+A step that is captured gets a wrapper of its own for each number of rows, over buffers that keep their addresses; it
+is planned outside the graph before each replay, as `AttentionMetadata.replans` says.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +26,7 @@ from ops.backends import FLASHINFER_HEAD_DIMS
 from ops.sampling.native import to_device
 
 WORKSPACE_BYTES = 256 * 2**20  # for partial results; shared by all wrappers, which run one after the other
+PLAN_BYTES = 8 * 2**20  # for what a plan says to the kernels
 # A plan is copied from a pinned buffer of its wrapper while later steps are launched already, so wrappers take
 # turns; the runner keeps two steps in flight.
 TURNS = 3
@@ -42,6 +49,16 @@ class Setting(NamedTuple):
     soft_cap: float | None
 
 
+class FixedBuffers(NamedTuple):
+    """Where captured kernels look for a step's rows: one for all sizes, each of which is planned before its replay."""
+
+    plan: Tensor  # uint8 [PLAN_BYTES]
+    query_starts: Tensor  # int32 [B + 1]
+    page_starts: Tensor  # int32 [B + 1]
+    pages: Tensor  # int32 [all rows' pages at most]
+    last_lengths: Tensor  # int32 [B]
+
+
 class FlashInfer:
     """FlashInfer's wrappers of one engine. `attend` follows the contract of `ops.attention`, without sinks.
 
@@ -54,6 +71,9 @@ class FlashInfer:
         self._kernels = kernels
         self._workspace: Tensor | None = None
         self._wrappers: dict[Setting, list[Any]] = {}
+        # Of captured steps, by setting and address of the page table; the wrappers also by the number of rows.
+        self._buffers: dict[tuple[Setting, int], FixedBuffers] = {}
+        self._fixed: dict[tuple[Setting, int, int], Any] = {}
 
     def _attend(
         self,
@@ -88,51 +108,72 @@ class FlashInfer:
             window,
             soft_cap,
         )
-        key = (__name__, setting)
-        if key not in metadata.plan_cache:
-            metadata.plan_cache[key] = self._planned(setting, metadata)
+        wrapper = (
+            self._planned(setting, metadata)
+            if metadata.replans is None
+            else self._captured(setting, metadata)
+        )
         scales = {"k_scale": k_scale, "v_scale": v_scale}
         used = {
             name: scale for name, scale in scales.items() if scale != 1.0
         }  # each costs a pass over the result
-        return metadata.plan_cache[key].run(q, (k_pool, v_pool), **used)
+        return wrapper.run(q, (k_pool, v_pool), **used)
 
     def _planned(self, setting: Setting, metadata: AttentionMetadata) -> Any:
-        """The next wrapper for this setting, planned for these rows."""
-        device = metadata.page_table.device
-        ring = self._wrappers.setdefault(setting, [])
-        wrapper = self._new(setting, device) if len(ring) < TURNS else ring.pop(0)
-        ring.append(wrapper)
-        pages = _pages(metadata)
-        shared: dict[str, Any] = {
-            "num_qo_heads": setting.num_heads,
-            "num_kv_heads": setting.num_kv_heads,
-            "page_size": setting.page_size,
-            "sm_scale": setting.scale,
-            "window_left": -1 if setting.window is None else setting.window - 1,
-            "logits_soft_cap": setting.soft_cap,
-            "q_data_type": setting.dtype,
-            "kv_data_type": setting.kv_dtype,
-        }
-        if setting.is_decode:
-            wrapper.plan(*pages, head_dim=setting.head_dim, **shared)
-        else:
-            query_starts = torch.tensor([0, *accumulate(metadata.counts_host)], dtype=torch.int32)
-            wrapper.plan(query_starts, *pages, head_dim_qk=setting.head_dim, causal=True, **shared)
+        """The wrapper of this step for this setting, planned by the first layer that asks."""
+        key = (__name__, setting)
+        if key not in metadata.plan_cache:
+            ring = self._wrappers.setdefault(setting, [])
+            wrapper = self._new(setting, metadata.page_table.device) if len(ring) < TURNS else ring.pop(0)
+            ring.append(wrapper)
+            _plan(wrapper, setting, metadata)
+            metadata.plan_cache[key] = wrapper
+        return metadata.plan_cache[key]
+
+    def _captured(self, setting: Setting, metadata: AttentionMetadata) -> Any:
+        """The wrapper of captured steps of so many rows; planned in the run that warms up, and not in the capture."""
+        size, table = len(metadata.counts_host), metadata.page_table.data_ptr()
+        if (setting, table, size) not in self._fixed:
+            self._fixed[setting, table, size] = self._new_fixed(setting, metadata)
+        wrapper, key = self._fixed[setting, table, size], (__name__, setting)
+        if metadata.replans is not None and key not in metadata.replans:
+            _plan(wrapper, setting, metadata)
+            metadata.replans[key] = partial(_plan, wrapper, setting)
         return wrapper
 
-    def _new(self, setting: Setting, device: torch.device) -> Any:
+    def _new(self, setting: Setting, device: torch.device, **fixed: Any) -> Any:
         flashinfer = import_module("flashinfer")  # seconds, and an extra: for those who chose it
         if self._workspace is None:
             self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         if not setting.is_decode:
             return flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-                self._workspace, "HND", backend=self._kernels
+                self._workspace, "HND", backend=self._kernels, **fixed
             )
         group = setting.num_heads // setting.num_kv_heads
         return flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            self._workspace, "HND", use_tensor_cores=group not in CUDA_CORE_GROUPS
+            self._workspace, "HND", use_tensor_cores=group not in CUDA_CORE_GROUPS, **fixed
         )
+
+    def _new_fixed(self, setting: Setting, metadata: AttentionMetadata) -> Any:
+        """A wrapper over the fixed buffers. The largest size is captured first, so that they serve all others."""
+        size, device = len(metadata.counts_host), metadata.page_table.device
+        place = (setting, metadata.page_table.data_ptr())
+        if place not in self._buffers or len(self._buffers[place].last_lengths) < size:
+            lengths = (size + 1, size + 1, metadata.page_table.numel(), size)
+            self._buffers[place] = FixedBuffers(
+                torch.empty(PLAN_BYTES, dtype=torch.uint8, device=device),
+                *(torch.zeros(length, dtype=torch.int32, device=device) for length in lengths),
+            )
+        buffers = self._buffers[place]
+        names = ("paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf")
+        values = (buffers.page_starts[: size + 1], buffers.pages, buffers.last_lengths[:size])
+        if setting.is_decode:
+            fixed = dict(zip((f"{name}fer" for name in names), values))
+        else:
+            fixed = {"qo_indptr_buf": buffers.query_starts[: size + 1], **dict(zip(names, values))}
+        wrapper = self._new(setting, device, use_cuda_graph=True, **fixed)
+        wrapper.reset_workspace_buffer(self._workspace, buffers.plan)
+        return wrapper
 
 
 def make_attend() -> Attend:
@@ -149,16 +190,48 @@ def check_heads(q: Tensor) -> None:
         )
 
 
+def _plan(wrapper: Any, setting: Setting, metadata: AttentionMetadata) -> None:
+    """Tell a wrapper which rows it will be run for."""
+    pages = _pages(metadata)
+    shared: dict[str, Any] = {
+        "num_qo_heads": setting.num_heads,
+        "num_kv_heads": setting.num_kv_heads,
+        "page_size": setting.page_size,
+        "sm_scale": setting.scale,
+        "window_left": -1 if setting.window is None else setting.window - 1,
+        "logits_soft_cap": setting.soft_cap,
+        "q_data_type": setting.dtype,
+        "kv_data_type": setting.kv_dtype,
+    }
+    if setting.is_decode:
+        wrapper.plan(*pages, head_dim=setting.head_dim, **shared)
+    else:
+        query_starts = _pinned([0, *accumulate(metadata.counts_host)], metadata.page_table.device)
+        wrapper.plan(query_starts, *pages, head_dim_qk=setting.head_dim, causal=True, **shared)
+
+
 def _pages(metadata: AttentionMetadata) -> tuple[Tensor, Tensor, Tensor]:
     """(prefix sums of the rows' numbers of pages, their pages, tokens in each last page).
 
-    The pages are on the device; the others on the host, where a plan reads them.
+    The pages are on the device; the others on the host, where a plan reads them. Found once for all settings.
     """
-    size, width = metadata.page_size, metadata.page_table.shape[1]
-    lengths = [start + count for start, count in zip(metadata.starts_host, metadata.counts_host)]
-    num_pages = [-(-length // size) for length in lengths]
-    index = torch.cat([torch.arange(n) + row * width for row, n in enumerate(num_pages)])
-    pages = metadata.page_table.flatten().index_select(0, to_device(index, metadata.page_table.device))
-    last = [length - (n - 1) * size for length, n in zip(lengths, num_pages)]
-    starts = [0, *accumulate(num_pages)]
-    return torch.tensor(starts, dtype=torch.int32), pages, torch.tensor(last, dtype=torch.int32)
+    key = (__name__, "pages")
+    if key not in metadata.plan_cache:
+        size, width, device = metadata.page_size, metadata.page_table.shape[1], metadata.page_table.device
+        lengths = np.add(metadata.starts_host, metadata.counts_host)
+        num_pages = -(-lengths // size)
+        starts = np.concatenate([[0], np.cumsum(num_pages)])
+        first = np.arange(len(lengths)) * width - starts[:-1]  # what to add to a page's number in the batch
+        index = torch.from_numpy(np.arange(starts[-1]) + np.repeat(first, num_pages))
+        metadata.plan_cache[key] = (
+            _pinned(starts, device),
+            metadata.page_table.flatten().index_select(0, to_device(index, device)),
+            _pinned(lengths - (num_pages - 1) * size, device),
+        )
+    return metadata.plan_cache[key]
+
+
+def _pinned(values: Sequence[int] | np.ndarray, device: torch.device) -> Tensor:
+    """int32 on the host, which a plan can copy to this device without anybody waiting."""
+    host = torch.from_numpy(np.array(values, np.int32))
+    return host.pin_memory() if device.type == "cuda" else host

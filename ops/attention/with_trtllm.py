@@ -1,7 +1,8 @@
 """Paged attention by TensorRT-LLM's kernels, as FlashInfer contains them: no plan, the page table is read as it is.
 
 Written against flashinfer-python 0.6.13. The kernels are machine code that FlashInfer fetches at first use, or that
-its package flashinfer-cubin holds. What they read lies on the device but for the longest lengths.
+its package flashinfer-cubin holds. What they read lies on the device but for the longest lengths, by which they only
+divide their work: in a captured step it is that of the page table.
 """
 
 from __future__ import annotations
@@ -111,6 +112,9 @@ def _lengths(metadata: AttentionMetadata) -> Lengths:
         of_rows = metadata.starts + metadata.counts
         starts = torch.zeros_like(metadata.query_starts)
         torch.cumsum(of_rows, 0, dtype=torch.int32, out=starts[1:])
-        longest = max(start + count for start, count in zip(metadata.starts_host, metadata.counts_host))
+        if metadata.replans is None:
+            longest = max(start + count for start, count in zip(metadata.starts_host, metadata.counts_host))
+        else:  # of any step that replays this one
+            longest = metadata.page_table.shape[1] * metadata.page_size
         metadata.plan_cache[__name__] = Lengths(of_rows, starts, longest, max(metadata.counts_host))
     return metadata.plan_cache[__name__]

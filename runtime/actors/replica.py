@@ -27,6 +27,7 @@ from runtime.kv_cache.sizing import StepMemory, check_balance, max_running, memo
 from runtime.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
+    from runtime.worker.model_runner import StepExecutor
     from runtime.worker.worker import CacheSetup, ModelWorker
 
 logger = logging.getLogger("penstock.core")
@@ -162,7 +163,7 @@ class _ReplicaLoader:
             vocab_size=facts.vocab_size,
             context_length=plan.model.context_length,
         )
-        executor = await anyio.to_thread.run_sync(worker.lead, plan)
+        executor = await self._lead(worker)
         runner = ModelRunner(executor, kernels_description=worker.kernels_description)
         self._runner = GroupRunner(runner, group, worker.mesh) if group.workers else runner
         return Replica(plan, scheduler, self._runner)
@@ -190,6 +191,17 @@ class _ReplicaLoader:
                 join = partial(worker.join, cache, rendezvous, listening=listening)
                 kv_bytes = await anyio.to_thread.run_sync(join, abandon_on_cancel=True)
         return kv_bytes
+
+    async def _lead(self, worker: ModelWorker) -> StepExecutor:
+        """Have all ranks make ready for steps, together -> those of rank 0."""
+        plan, group = self._plan, self._group
+        if not group.workers:
+            return await anyio.to_thread.run_sync(worker.lead, plan)
+        with _in_time(plan.parallel.join_timeout_s, "capture their CUDA graphs"):
+            async with anyio.create_task_group() as preparing:
+                preparing.start_soon(group.receive)
+                executor = await anyio.to_thread.run_sync(worker.lead, plan, abandon_on_cancel=True)
+        return executor
 
 
 def _share_processors(plan: Plan) -> dict[str, str]:

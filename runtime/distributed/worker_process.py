@@ -63,6 +63,7 @@ def _work(link: WorkerLink, path: str | None) -> None:
     join = link.receive().body["join"]
     rendezvous = Rendezvous(**join["rendezvous"])
     worker.join(CacheSetup(**join["cache"]), rendezvous, address=link.address)
+    link.send(encode({"joined": True}))
     executor = worker.follow()
     link.send(encode({"ready": True}))
     if worker.mesh.rank_info.is_first_stage:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,13 +15,27 @@ from ops.attention import AttentionMetadata
 from runtime.config.resolve.graph_sizes import Buckets
 from runtime.kv_cache.pools import KVPool
 from runtime.kv_cache.registry import KINDS
-from runtime.layers.forward_batch import ForwardBatch
-from runtime.worker.device import Device, Graph, collector_paused
+from runtime.layers.forward_batch import ForwardBatch, KindInputs
+from runtime.worker.device import Device, Event, Graph, collector_paused
 from runtime.worker.step_inputs import Forward, kind_inputs
 
 logger = logging.getLogger("penstock.core")
 
 PROFILE_ROWS = 20  # of the table that --enable-profile-cuda-graph prints
+
+
+Replans = list[dict[Hashable, Callable[[AttentionMetadata], None]]]  # one for each of `_tables`
+
+
+@dataclass(slots=True)
+class _Captured:
+    """The graph of one size."""
+
+    size: int
+    graph: Graph
+    result: Tensor  # what each replay writes
+    replans: Replans
+    planned: Event  # reached when what was planned last is on the device
 
 
 class CudaGraphRunner:
@@ -30,7 +44,8 @@ class CudaGraphRunner:
     Captured is `eager`, a model as a rule, with a batch of fixed buffers, into which a step's inputs are copied. Rows
     beyond the step's own write to the cache's scratch page and read position 0 of it. Until `capture_next` has been
     called for a size, batches of that size run eagerly. The attention must read nothing of the rows on the host, for
-    that is captured too.
+    that is captured too, or leave what is called with each step's rows before the replay
+    (`AttentionMetadata.replans`).
 
     All buffers are of the largest size and shared; smaller graphs use their first rows.
     """
@@ -56,7 +71,7 @@ class CudaGraphRunner:
         self._waiting = list(buckets.sizes) if self._capturable else []  # the last one is captured next
         if not self._capturable:
             logger.info("No CUDA graphs are captured: not with %s caches.", ", ".join(cache.kinds))
-        self._graphs: dict[int, tuple[Graph, Tensor]] = {}
+        self._graphs: dict[int, _Captured] = {}
         self._collect_garbage = collect_garbage
         self._profile = profile
         self._seconds = 0.0
@@ -65,12 +80,14 @@ class CudaGraphRunner:
         self._num_real = 0  # leading rows of the buffers that may hold a step's own values
 
     def __call__(self, batch: ForwardBatch) -> Tensor:
-        graph = self._fitting(batch)
-        if graph is None:
+        captured = self._fitting(batch)
+        if captured is None:
             return self._eager(batch)
         self._fill(batch)
-        graph[0].replay()
-        return graph[1][: batch.num_tokens]
+        if any(captured.replans):
+            self._replan(captured, batch.attention.starts_host)
+        captured.graph.replay()
+        return captured.result[: batch.num_tokens]
 
     @property
     def captured(self) -> frozenset[int]:
@@ -85,14 +102,16 @@ class CudaGraphRunner:
         began = time.perf_counter()
         with torch.inference_mode(), self._device.forward(), self._around(size):
             self._reset(0)
-            self._run(size)  # compiles and loads kernels, which a capture cannot
-            self._graphs[size] = self._device.capture(lambda: self._run(size))
+            replans: Replans = [{} for _ in _tables(self._buffers)]
+            self._run(size, replans)  # compiles and loads kernels, which a capture cannot
+            graph, result = self._device.capture(lambda: self._run(size, replans))
+            self._graphs[size] = _Captured(size, graph, result, replans, self._device.record())
         self._seconds += time.perf_counter() - began
         if not self._waiting:
             logger.info("Captured %d CUDA graphs in %.1f s of work.", len(self._graphs), self._seconds)
         return bool(self._waiting)
 
-    def _fitting(self, batch: ForwardBatch) -> tuple[Graph, Tensor] | None:
+    def _fitting(self, batch: ForwardBatch) -> _Captured | None:
         """The graph for a step with these rows."""
         attention = batch.attention
         if not self._capturable or not batch.is_plain or any(count != 1 for count in attention.counts_host):
@@ -128,22 +147,33 @@ class CudaGraphRunner:
             own.page_table[rows].fill_(scratch_page)
         self._num_real = min(first, self._num_real)
 
-    def _run(self, size: int) -> Tensor:
+    def _replan(self, captured: _Captured, starts: Sequence[int]) -> None:
+        """Bring a step's rows to where the captured attention looks for them, behind earlier replays."""
+        captured.planned.wait()  # host memory of the last plan is read; a step or more ago, so mostly long since
+        starts = [*starts, *[0] * (captured.size - len(starts))]
+        for own, replans in zip(_tables(self._buffers), captured.replans, strict=True):
+            metadata = _first_rows(own, starts)
+            for replan in replans.values():
+                replan(metadata)
+        captured.planned = self._device.record()
+
+    def _run(self, size: int, replans: Replans) -> Tensor:
         """The first `size` rows of the buffers, eagerly. Nothing derived from earlier rows is kept."""
         buffers = self._buffers
-        attention = _first_rows(buffers.attention, size)
-        kinds = {
-            name: kind_inputs({"page_table": own.page_table}, own.slot_mapping, attention)
-            for name, kind in buffers.kinds.items()
-            if (own := _first_rows(kind.attention, size))
-        }
+        attention, *others = (
+            replace(_first_rows(own, [0] * size), replans=left)
+            for own, left in zip(_tables(buffers), replans, strict=True)
+        )
         return self._eager(
             replace(
                 buffers,
                 token_ids=buffers.token_ids[:size],
                 positions=buffers.positions[:size],
                 attention=attention,
-                kinds=kinds,
+                kinds={
+                    name: KindInputs({"page_table": own.page_table}, own)
+                    for name, own in zip(buffers.kinds, others, strict=True)
+                },
             )
         )
 
@@ -195,7 +225,9 @@ def _tables(batch: ForwardBatch) -> list[AttentionMetadata]:
     return [batch.attention, *(kind.attention for kind in batch.kinds.values())]
 
 
-def _first_rows(attention: AttentionMetadata, size: int) -> AttentionMetadata:
+def _first_rows(attention: AttentionMetadata, starts: Sequence[int]) -> AttentionMetadata:
+    """As many rows of the buffers as there are `starts`, which are what the host knows of them."""
+    size = len(starts)
     return replace(
         attention,
         page_table=attention.page_table[:size],
@@ -203,7 +235,7 @@ def _first_rows(attention: AttentionMetadata, size: int) -> AttentionMetadata:
         counts=attention.counts[:size],
         query_starts=attention.query_starts[: size + 1],
         slot_mapping=attention.slot_mapping[:size],
-        starts_host=[0] * size,
+        starts_host=starts,
         counts_host=[1] * size,
         plan_cache={},
     )

@@ -14,11 +14,12 @@ from ops.cpp.kernel_launcher import NotCapturable
 from ops.machine import Machine
 from ops.select import Kernels, select
 from runtime.config.model_facts import ModelFacts
-from runtime.config.plan import KernelPlan, ModelPlan, Plan
+from runtime.config.plan import GraphPlan, KernelPlan, ModelPlan, Plan
 from runtime.config.pooling import Pooling
 from runtime.config.resolve.graphs import within
 from runtime.distributed.mesh import Mesh, RankInfo
 from runtime.distributed.rendezvous import Rendezvous
+from runtime.errors import EngineFailure
 from runtime.kv_cache.pools import KVPool
 from runtime.kv_cache.sizing import StepMemory
 from runtime.models.decoder import Decoder
@@ -43,7 +44,7 @@ class WorkerSetup:
     facts: ModelFacts
     model: ModelPlan  # with this rank's device
     kernels: KernelPlan
-    compiled: bool  # some steps run through torch.compile
+    graphs: GraphPlan  # which steps every rank captures
 
     @classmethod
     def of(cls, plan: Plan, facts: ModelFacts, rank: int, first_device: int) -> Self:
@@ -58,7 +59,7 @@ class WorkerSetup:
             facts=facts,
             model=replace(plan.model, device=device),
             kernels=plan.kernels,
-            compiled=plan.graphs.compile_max_rows > 0,
+            graphs=plan.graphs,
         )
 
     @classmethod
@@ -72,7 +73,7 @@ class WorkerSetup:
             facts=ModelFacts(**facts),
             model=ModelPlan(**{**body["model"], **here}),
             kernels=KernelPlan(**body["kernels"]),
-            compiled=body["compiled"],
+            graphs=GraphPlan(**body["graphs"]),
         )
 
 
@@ -97,7 +98,8 @@ class ModelWorker:
         self.device = torch.device(model.device)
         self.mesh = Mesh(setup.rank_info, self.device)
         self.kernels = _select(setup.kernels)
-        if setup.compiled:
+        self._context_length, self._graphs = model.context_length, setup.graphs
+        if setup.graphs.compile_max_rows:
             self.kernels = compilable(self.kernels)
         layers = setup.rank_info.stage_layers(self.facts.num_layers)
         decoder = load_model(self.facts, model, self.kernels, self.mesh, layers)
@@ -175,11 +177,12 @@ class ModelWorker:
     def lead(self, plan: Plan) -> StepExecutor:
         """Rank 0's steps, with what makes them faster: CUDA graphs, compiled layers or the CPU graph.
 
-        The executor owns model and pool from now on. May take minutes to compile.
+        The executor owns model and pool from now on. May take minutes to compile, or to capture where other ranks
+        take part, which have to be in `follow` then; `EngineFailure` where a rank cannot capture.
         """
         model, pool, cache = self._hand_over()
         device = open_device(self.device)
-        forward, capture_next = self._make_forward(model, pool, device, cache, plan)
+        forward, capture_next = self._make_forward(model, pool, device, cache)
         return StepExecutor(
             model,
             pool,
@@ -194,15 +197,12 @@ class ModelWorker:
         )
 
     def follow(self) -> StepExecutor:
-        """The steps of a rank that rank 0 leads. The executor owns model and pool from now on."""
+        """The steps of a rank that rank 0 leads. The executor owns model and pool from now on. Captures as `lead`."""
         model, pool, cache = self._hand_over()
+        device = open_device(self.device)
+        forward, _ = self._make_forward(model, pool, device, cache)
         return StepExecutor(
-            model,
-            pool,
-            model,
-            num_sequences=cache.num_sequences,
-            device=open_device(self.device),
-            mesh=self.mesh,
+            model, pool, forward, num_sequences=cache.num_sequences, device=device, mesh=self.mesh
         )
 
     def close(self) -> None:
@@ -266,10 +266,14 @@ class ModelWorker:
             return None
 
     def _make_forward(
-        self, model: Decoder, pool: KVPool, device: Device, cache: CacheSetup, plan: Plan
+        self, model: Decoder, pool: KVPool, device: Device, cache: CacheSetup
     ) -> tuple[Forward, Callable[[], bool] | None]:
-        """How hidden states are computed, and what captures the next CUDA graph."""
-        graphs = plan.graphs
+        """How hidden states are computed, and what captures the next CUDA graph.
+
+        Where several ranks compute, all are captured here: a capture holds the ranks' collectives, so that all of
+        them have to capture the same sizes in the same order, with no step in between.
+        """
+        graphs, info = self._graphs, self.mesh.rank_info
         forward: Forward = model
         if graphs.compile_max_rows:
             forward = CompiledForward(model, pool, graphs.compile_max_rows)
@@ -283,11 +287,20 @@ class ModelWorker:
             pool,
             device,
             within(graphs, cache.num_sequences),
-            max_pages=min(pool.num_pages, -(-plan.model.context_length // pool.page_size)),
+            max_pages=min(pool.num_pages, -(-self._context_length // pool.page_size)),
             collect_garbage=graphs.collect_garbage,
             profile=graphs.profile,
         )
-        return captured, captured.capture_next
+        if info.world_size == 1:
+            return captured, captured.capture_next
+        try:
+            while captured.capture_next():
+                pass
+        except Exception as error:  # whatever a driver or a kernel says
+            raise EngineFailure(
+                f"Rank {info.rank} could not capture its CUDA graphs: {error}. --disable-cuda-graph goes without."
+            ) from error
+        return captured, None
 
 
 def _select(plan: KernelPlan) -> Kernels:

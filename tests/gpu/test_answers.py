@@ -102,3 +102,21 @@ async def test_replayed_graphs_give_the_tokens_of_eager_steps(family: str, devic
         pytest.skip("nothing is replayed on a CPU")
     eager, replayed = await eager_and_replayed(model_path(family), device)
     assert replayed == eager
+
+
+@pytest.mark.parametrize("backend", ["flashinfer", "fa3", "trtllm_mha"])
+@pytest.mark.parametrize("model", ["llama", "gemma3"])  # one kind of layer, and two
+async def test_replayed_graphs_of_planned_attention_give_nearly_the_best_tokens(
+    model: str, backend: str, device: str
+) -> None:
+    from on_device.graphs import eager_and_replayed
+    from on_device.greedy_tokens import assert_nearly_the_best, wide_path
+    from runtime.errors import ConfigurationError
+
+    skip_what_cannot_run(backend, device)
+    path = wide_path(model)
+    try:
+        _, replayed = await eager_and_replayed(path, device, dtype="bfloat16", attention_backend=backend)
+    except ConfigurationError as refusal:
+        pytest.skip(str(refusal))
+    assert_nearly_the_best(path, device, "bfloat16", replayed)

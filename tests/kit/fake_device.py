@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from runtime.worker.device import MemoryUse
+from runtime.worker.device import CpuDevice, Graph, MemoryUse
 
 POISON = 0x5A  # in every byte of what is read before it is there
 # What makes the host wait for a GPU.
@@ -292,3 +293,23 @@ def _selects_by_mask(func: Any, args: Any) -> bool:
     if func._schema.name != "aten::index":
         return False
     return any(index is not None and index.dtype == torch.bool for index in args[1])
+
+
+class ReplayingDevice(CpuDevice):
+    """A device that does everything at once; captured is the call itself, done again at each replay.
+
+    Python runs again too, so that even collectives can be captured; what a capture would freeze is not frozen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_replays = 0
+
+    def capture(self, run: Callable[[], Tensor]) -> tuple[Graph, Tensor]:
+        result = run()
+
+        def replay() -> None:
+            self.num_replays += 1
+            result.copy_(run())
+
+        return SimpleNamespace(replay=replay), result

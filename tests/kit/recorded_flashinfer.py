@@ -11,14 +11,65 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ops.attention import AttentionMetadata, native
 
 
+class _Fixed:
+    """What a wrapper made for CUDA graphs does: it copies a plan to where captured kernels read it.
+
+    As in the real one, the plan is written to host memory of the wrapper's own, which the copy reads when its turn
+    comes; and kernels see nothing but device memory.
+    """
+
+    def __init__(self, page_starts: Tensor, pages: Tensor, last_lengths: Tensor) -> None:
+        assert len(page_starts) == len(last_lengths) + 1
+        self._buffers = (page_starts, pages, last_lengths)
+        self._size = len(last_lengths)
+        self._host = torch.zeros(self._size, dtype=torch.int32)
+        self.said: Tensor | None = None
+
+    def plan(self, indptr: Tensor, indices: Tensor, last_page_len: Tensor, page_size: int) -> None:
+        page_starts, pages, last_lengths = self._buffers
+        assert len(last_page_len) == self._size, "The batch size should be fixed in cudagraph mode"
+        assert len(indices) <= len(pages)
+        assert indptr.dtype == indices.dtype == last_page_len.dtype == torch.int32
+        page_starts.copy_(indptr)
+        last_lengths.copy_(last_page_len)
+        pages[: len(indices)].copy_(indices)
+        self._host.copy_((indptr.diff() - 1) * page_size + last_page_len)
+        assert self.said is not None
+        self.said[: 4 * self._size].view(torch.int32).copy_(self._host)
+
+    def attend(self, q: Tensor, cache: tuple[Tensor, Tensor], plan: dict[str, Any]) -> Tensor:
+        page_starts, pages, _ = self._buffers
+        assert len(q) == self._size
+        assert self.said is not None
+        lengths = self.said[: 4 * self._size].view(torch.int32)
+        width = len(pages) // self._size
+        places = (page_starts[:-1, None] + torch.arange(width)).clamp_max(len(pages) - 1)
+        keys, values = (pool[pages[places].long()].transpose(1, 2).flatten(2, 3) for pool in cache)
+        scores = q.unflatten(1, (keys.shape[1], -1)) @ keys.transpose(2, 3) * plan["sm_scale"]
+        positions = torch.arange(keys.shape[2])
+        unseen = positions >= lengths[:, None, None, None]
+        if plan["window_left"] >= 0:
+            unseen = unseen | (positions + plan["window_left"] + 1 < lengths[:, None, None, None])
+        if plan["logits_soft_cap"]:
+            scores = plan["logits_soft_cap"] * torch.tanh(scores / plan["logits_soft_cap"])
+        scores, values = scores.masked_fill(unseen, -torch.inf), values.nan_to_num()
+        return (scores.float().softmax(-1).to(q.dtype) @ values).flatten(1, 2)
+
+
 class _Wrapper:
     kv_layout: str
     planned: dict[str, Any]
+    fixed: _Fixed | None = None
+
+    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
+        assert self.fixed is not None
+        self.fixed.said = int_workspace_buffer
 
     def compute(
         self, q: Tensor, cache: tuple[Tensor, Tensor], counts: list[int], **scales: float | None
@@ -26,6 +77,9 @@ class _Wrapper:
         """Native attention over what was planned."""
         plan = self.planned
         assert self.kv_layout == "HND"
+        if self.fixed is not None:
+            assert set(scales.values()) == {None}
+            return self.fixed.attend(q, cache, plan)
         assert cache[0].shape[1:] == (plan["num_kv_heads"], plan["page_size"], q.shape[2])
         assert (q.shape[1], q.dtype) == (plan["num_qo_heads"], plan["q_data_type"])
         assert cache[0].dtype == plan["kv_data_type"]
@@ -58,6 +112,10 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         jit_args=None,
     ) -> None:
         self.kv_layout, self.use_tensor_cores = kv_layout, use_tensor_cores
+        if use_cuda_graph:
+            self.fixed = _Fixed(
+                paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer
+            )
 
     def plan(
         self,
@@ -86,6 +144,8 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         q_len_per_req=1,
     ) -> None:
         self.planned = dict(locals())
+        if self.fixed is not None:
+            self.fixed.plan(indptr, indices, last_page_len, page_size)
 
     def run(
         self,
@@ -126,6 +186,9 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         jit_kwargs=None,
     ) -> None:
         self.kv_layout, self.backend = kv_layout, backend
+        if use_cuda_graph:
+            assert len(qo_indptr_buf) == len(paged_kv_indptr_buf)
+            self.fixed = _Fixed(paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf)
 
     def plan(
         self,
@@ -171,6 +234,9 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
             "indices": paged_kv_indices,
             "last_page_len": paged_kv_last_page_len,
         }
+        if self.fixed is not None:
+            assert qo_indptr.tolist() == list(range(len(qo_indptr)))
+            self.fixed.plan(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size)
 
     def run(
         self,
@@ -202,4 +268,4 @@ def module() -> ModuleType:
 
 
 WRAPPERS = (BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper)
-METHODS = ("__init__", "plan", "run")
+METHODS = ("__init__", "plan", "run", "reset_workspace_buffer")

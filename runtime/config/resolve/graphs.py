@@ -69,8 +69,8 @@ def _none_here(builder: PlanBuilder, gpu: Gpu | None, decode_attention: str) -> 
     parallel = builder.args.parallel
     if gpu is None:
         return "CUDA graphs need an NVIDIA GPU, and this model runs on the CPU"
-    if parallel.tp_size * parallel.pp_size > 1:
-        return "CUDA graphs are captured on one rank only so far"
+    if parallel.pp_size > 1:
+        return "no CUDA graphs are captured where layers lie in stages (--pp-size)"
     backend = ATTENTION[decode_attention]
     if not backend.captured:
         others = " or ".join(name for name, other in ATTENTION.items() if other.captured)

@@ -17,13 +17,15 @@ from serve import Engine
 Tokens = list[list[int]]
 
 
-async def eager_and_replayed(path: str, device: str, **options: Any) -> tuple[Tokens, Tokens]:
+async def eager_and_replayed(
+    path: str, device: str, *, dtype: str = "float32", **options: Any
+) -> tuple[Tokens, Tokens]:
     """The greedy answers of an engine without graphs and of one whose graphs are all captured.
 
     AssertionError if the second did not replay them on a GPU, or captured none.
     """
-    eager = await answers(path, device, disable_cuda_graph=True, **options)
-    async with Engine(path, **engine_options(device), **options) as engine:
+    eager = await answers(path, device, dtype=dtype, disable_cuda_graph=True, **options)
+    async with Engine(path, **engine_options(device, dtype), **options) as engine:
         await ids_of(engine)
         await prepared(engine)
         with counted_replays() as replays:

@@ -43,11 +43,15 @@ def test_asked_sizes_are_captured():
     assert plan(disable_cuda_graph=True).graphs.sizes == ()
 
 
+@pytest.mark.parametrize("backend", ["triton", "flashinfer", "fa3"])
+def test_attention_on_gpus_is_captured(backend: str):
+    assert plan(attention_backend=backend).graphs.sizes == plan().graphs.sizes
+
+
 @pytest.mark.parametrize(
     ("keywords", "reason"),
     [
         ({"decode_attention_backend": "torch_native"}, "attention by torch_native reads the lengths"),
-        ({"attention_backend": "flashinfer"}, "attention by flashinfer reads the lengths"),
         ({"triton_attention_split_tile_size": 512}, "the longest row decides"),
     ],
 )
@@ -85,10 +89,11 @@ def test_compilation_is_asked_for_and_needs_a_compiler():
     assert "only with --enable-torch-compile" in refusals(CPU, torch_compile_max_bs=4)
 
 
-def test_several_ranks_neither_capture_nor_compile():
+def test_several_ranks_capture_where_they_share_layers_and_never_compile():
     two = replace(H200, gpus=H200.gpus * 2)
-    assert plan(two, tp_size=2).graphs.sizes == ()
-    assert "one rank only" in refusals(two, tp_size=2, cuda_graph_bs=[1])
+    assert plan(two, tp_size=2).graphs == plan(two).graphs
+    assert plan(two, pp_size=2).graphs.sizes == ()
+    assert "in stages" in refusals(two, pp_size=2, cuda_graph_bs=[1])
     assert "one rank only" in refusals(two, tp_size=2, enable_torch_compile=True)
 
 

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -11,11 +13,15 @@ import pytest
 import torch
 
 import late_steps
-from fake_device import LateDevice
+import recorded_flashinfer
+from fake_device import LateDevice, LateEvent
 from late_steps import PAGE_SIZE, Steps
+from ops.attention import with_flashinfer
+from ops.attention.with_flashinfer import FlashInfer
 from runtime.batch import Batch, Sampling
 from runtime.config.resolve.graph_sizes import Buckets
 from runtime.layers.forward_batch import ForwardBatch
+from runtime.models.loader import load_model
 from runtime.worker.cuda_graph import CudaGraphRunner
 
 NUM_PAGES = 12
@@ -162,6 +168,56 @@ def test_profile_of_each_capture_is_logged(caplog: pytest.LogCaptureFixture):
         steps(1, 2, profile=True)
     tables = [record.getMessage() for record in caplog.records if "Self CPU" in record.getMessage()]
     assert [table.split("\n")[0][-6:] for table in tables] == ["2 rows", "1 rows"]
+
+
+# --- attention that is planned on the host ---
+
+
+@pytest.fixture
+def planned(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FlashInfer:
+    """Models whose captured steps attend by stand-ins of FlashInfer's wrappers for CUDA graphs."""
+    backend = FlashInfer(getattr(request, "param", "auto"))
+
+    def attend(*args: Any, **options: Any) -> torch.Tensor:
+        captured = args[3].replans is not None
+        return (backend.attend if captured else late_steps.attend)(*args, **options)
+
+    monkeypatch.setitem(sys.modules, "flashinfer", recorded_flashinfer.module())
+    monkeypatch.setattr(with_flashinfer, "WORKSPACE_BYTES", 16)
+    monkeypatch.setattr(with_flashinfer, "check_heads", lambda q: None)
+    model = load_model(
+        late_steps.facts(), late_steps.model_plan(), replace(late_steps.kernels(), attend=attend)
+    )
+    monkeypatch.setattr(late_steps, "model", lambda: model)
+    return backend
+
+
+@pytest.mark.parametrize("planned", ["auto", "fa3"], indirect=True)
+@pytest.mark.parametrize("haste", [0.0, 0.7])
+def test_rows_are_planned_anew_before_each_replay(planned: FlashInfer, haste: float):
+    device = LateDevice(Random(1), haste)
+    assert late_steps.outputs(PROMPTS, device=device, sizes=(1, 2, 4), capture_every=2) == late_steps.outputs(
+        PROMPTS
+    )
+    assert len(planned._fixed) == 3
+    buffers = {wrapper.fixed._buffers[1].data_ptr() for wrapper in planned._fixed.values()}
+    assert len(buffers) == 1  # shared by the sizes
+
+
+@pytest.mark.parametrize("lost", ["plan", "wait"])
+@pytest.mark.usefixtures("planned")
+def test_a_plan_that_is_old_or_comes_too_early_is_noticed(lost: str, monkeypatch: pytest.MonkeyPatch):
+    replan = CudaGraphRunner._replan
+
+    def hasty(self: CudaGraphRunner, captured: Any, attention: Any) -> None:
+        captured.planned = LateEvent(self._device)  # pyright: ignore[reportArgumentType]
+        captured.planned.reach()
+        replan(self, captured, attention)
+
+    expected = late_steps.outputs(PROMPTS)
+    monkeypatch.setattr(CudaGraphRunner, "_replan", hasty if lost == "wait" else lambda *_: None)
+    device = LateDevice(Random(1), 0.0)
+    assert late_steps.outputs(PROMPTS, device=device, sizes=(4,), depth=2, capture_every=1) != expected
 
 
 # --- that the proof can fail ---

@@ -1,0 +1,142 @@
+"""CUDA graphs of a model that several ranks compute: two in threads, with real collectives over a stand-in device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import late_steps
+from fake_device import ReplayingDevice
+from late_steps import PAGE_SIZE
+from runtime.batch import Batch, Sampling
+from runtime.config.plan import GraphPlan, KernelPlan
+from runtime.distributed.group_runner import decode_batch, encode_batch
+from runtime.distributed.link import HEAD, decode
+from runtime.distributed.mesh import RankInfo
+from runtime.distributed.rendezvous import Rendezvous
+from runtime.errors import EngineFailure
+from runtime.worker import worker as worker_module
+from runtime.worker.model_runner import StepExecutor
+from runtime.worker.worker import CacheSetup, ModelWorker, WorkerSetup
+
+CACHE = CacheSetup(num_pages=12, page_size=PAGE_SIZE, kv_dtype="float32", num_sequences=4)
+PLAN: Any = SimpleNamespace(kernels=KernelPlan(), parallel=SimpleNamespace(ranks=2))
+TIMEOUT_S = 60.0
+
+
+class Ranks:
+    """Two ranks, each on a device of its own."""
+
+    def __init__(self, folder: Path, sizes: tuple[int, ...], timeout_s: float = TIMEOUT_S) -> None:
+        self.rendezvous = Rendezvous(host="127.0.0.1", timeout_s=timeout_s, path=str(folder / "store"))
+        self.workers = [
+            ModelWorker(
+                WorkerSetup(
+                    rank_info=RankInfo(rank=rank, tp_size=2),
+                    facts=late_steps.facts(),
+                    model=late_steps.model_plan(),
+                    kernels=KernelPlan(),
+                    graphs=GraphPlan(sizes=sizes),
+                )
+            )
+            for rank in range(2)
+        ]
+
+    def together(self, lead: Callable[[ModelWorker], Any], follow: Callable[[ModelWorker], Any]) -> list[Any]:
+        """Results of both, or what they raised."""
+        with ThreadPoolExecutor(2) as pool:
+            futures = [pool.submit(work, worker) for work, worker in zip((lead, follow), self.workers)]
+            return [future.exception() or future.result() for future in futures]
+
+    def start(self) -> list[Any]:
+        self.together(*[lambda worker: worker.join(CACHE, self.rendezvous)] * 2)
+        return self.together(lambda worker: worker.lead(PLAN), lambda worker: worker.follow())
+
+    def tokens(self, executors: list[StepExecutor], batches: list[Batch]) -> list[list[list[int]]]:
+        def follow(_: Any) -> None:
+            for batch in batches:
+                content = encode_batch(batch)
+                length = HEAD.unpack_from(content)[1]
+                executors[1].begin(decode_batch(decode(bytearray(content[HEAD.size :]), length)))
+                executors[1].follow()
+
+        found, nothing = self.together(
+            lambda _: [executors[0].run(batch)().tokens for batch in batches], follow
+        )
+        assert nothing is None
+        return found
+
+
+@pytest.fixture(autouse=True)
+def devices(monkeypatch: pytest.MonkeyPatch) -> list[ReplayingDevice]:
+    """In the order of their making."""
+    made: list[ReplayingDevice] = []
+
+    def open_device(_: torch.device) -> ReplayingDevice:
+        made.append(ReplayingDevice())
+        return made[-1]
+
+    monkeypatch.setattr(worker_module, "open_device", open_device)
+    monkeypatch.setattr(worker_module, "_select", lambda _: late_steps.kernels())
+    return made
+
+
+def batches() -> list[Batch]:
+    """A prompt for each of three rows, then single tokens of two and of three of them."""
+    steps = [(3, 0, 5), (3, 5, 1), (2, 6, 1), (3, 7, 1)]
+    return [
+        Batch(
+            number=number,
+            sequences=(None,) * rows,  # type: ignore[arg-type]
+            starts=np.full(rows, start, np.int32),
+            counts=np.full(rows, count, np.int32),
+            sequence_indices=np.arange(rows, dtype=np.int32),
+            token_ids=np.arange(3, 3 + rows * count, dtype=np.int32)
+            if number == 0
+            else np.full(rows, -1, np.int32),
+            page_table=np.arange(3 * 3, dtype=np.int32).reshape(3, 3)[:rows],
+            sampling=Sampling(
+                rows=np.arange(rows, dtype=np.int32),
+                greedy=np.ones(rows, np.bool_),
+                uniform=np.zeros(rows, np.float32),
+            ),
+        )
+        for number, (rows, start, count) in enumerate(steps)
+    ]
+
+
+def test_all_ranks_capture_and_replay_the_same_steps(tmp_path: Path, devices: list[ReplayingDevice]):
+    found = []
+    for name, sizes in (("eager", ()), ("replayed", (2, 4))):
+        (tmp_path / name).mkdir()
+        ranks = Ranks(tmp_path / name, sizes)
+        executors = ranks.start()
+        assert executors[0].capture_next is None  # nothing is left for later
+        found.append(ranks.tokens(executors, batches()))
+        for worker in ranks.workers:
+            worker.close()
+    assert found[1] == found[0]
+    assert [device.num_replays for device in devices] == [0, 0, 3, 3]
+
+
+def test_a_rank_that_cannot_capture_fails_the_start_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def broken(self: ReplayingDevice, run: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    ranks = Ranks(tmp_path, (2, 4))
+    monkeypatch.setattr(ReplayingDevice, "capture", broken)
+    failures = ranks.start()
+    assert [type(failure) for failure in failures] == [EngineFailure] * 2
+    assert "Rank 1 could not capture" in str(failures[1])
+    assert "not permitted when stream is capturing" in str(failures[1])
+    for worker in ranks.workers:
+        worker.close()
