@@ -60,6 +60,8 @@ class Batch:
     embedding_rows: Ints | None = (
         None  # rows of which a vector is wanted instead of a token; None: there are none
     )
+    # What layers are told of each row, [B] each, by name (`Request.row_values`); no graph was captured with them.
+    row_values: Mapping[str, Ints] = field(default_factory=dict)
     # By kind of cache beside the pages, what its layers need to know (`runtime.kv_cache.kinds`): arrays by name.
     kinds: Mapping[str, Mapping[str, Ints]] = field(default_factory=dict)
     stats: StepStats = NO_STATS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Literal, NamedTuple
@@ -65,6 +66,9 @@ class Request:
     namespace: tuple[str | None, str | None] | None = (
         None  # cache_salt and extra_key: shares prefixes within it
     )
+    row_values: Mapping[str, int] = field(
+        default_factory=dict
+    )  # what layers are told of its rows, 0 where others say nothing: which adapter, say
     priority: int | None = None  # None: after all that have one
     follows: bool = False  # another prompt of its call was let in: the queue takes this one too, full or not
     shown_special_ids: frozenset[int] = frozenset()  # special tokens that stay in the text all the same

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Hashable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
@@ -114,7 +115,7 @@ class InputProcessor:
                 max_tokens=min(len(ids) + new, self._context_length),
                 stop_ids=stop_ids,
                 seed=(seed + index * CHOICE_STRIDE) & SEED_MASK,
-                namespace=request.namespace,
+                namespace=_namespace(request),
                 banned_ids=banned_ids,
                 urgency=self.urgency(request),
             )
@@ -226,3 +227,10 @@ def _check_embedding(request: Request) -> None:
         raise InvalidRequest("A prompt has one embedding; n must be 1.", param="n")
     if request.logprobs is not None:
         raise InvalidRequest("Logprobs are not computed for embeddings.", param="return_logprob")
+
+
+def _namespace(request: Request) -> Hashable:
+    """Within which prefixes are shared: what a layer is told of a row is part of the row's KV."""
+    if not request.row_values:
+        return request.namespace
+    return (request.namespace, *sorted(request.row_values.items()))

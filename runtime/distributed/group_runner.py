@@ -121,6 +121,7 @@ def encode_batch(batch: Batch) -> bytes:
         "token_ids": batch.token_ids,
         "page_table": batch.page_table,
     }
+    arrays |= {f"row.{name}": values for name, values in batch.row_values.items()}
     for kind, own in batch.kinds.items():
         arrays |= {f"{kind}.{name}": array for name, array in own.items()}
     if batch.sampling is not None:
@@ -130,7 +131,7 @@ def encode_batch(batch: Batch) -> bytes:
     if wanted:
         arrays["wanted"] = np.array([(w.row, w.offset, len(w.targets)) for w in wanted], np.int32)
     kinds = {kind: [*own] for kind, own in batch.kinds.items()}
-    return encode({"batch": batch.number, "kinds": kinds}, arrays)
+    return encode({"batch": batch.number, "kinds": kinds, "row_values": [*batch.row_values]}, arrays)
 
 
 def decode_batch(frame: Frame) -> Batch:
@@ -153,6 +154,7 @@ def decode_batch(frame: Frame) -> Batch:
         if "wanted" in arrays
         else (),
         embedding_rows=arrays.get("embedding_rows"),
+        row_values={name: arrays[f"row.{name}"] for name in frame.body["row_values"]},
         kinds={
             kind: {name: arrays[f"{kind}.{name}"] for name in names}
             for kind, names in frame.body["kinds"].items()

@@ -108,6 +108,7 @@ class ForwardBatch:
     attention: AttentionMetadata
     cache: Cache
     kinds: Mapping[str, KindInputs] = field(default_factory=dict)  # by kind of cache beside the pages
+    row_values: Mapping[str, Tensor] = field(default_factory=dict)  # int32 [B] by name: which adapter, say
     input_embeds: Tensor | None = None  # [T, E]
     embeds_mask: Tensor | None = None  # bool [T]
     token_types: Tensor | None = None  # int64 [T], 1 in the second text of a pair; None: there are no pairs
@@ -118,5 +119,12 @@ class ForwardBatch:
 
     @property
     def is_plain(self) -> bool:
-        """Whether all tokens are ids at positions of one axis, as captured and recorded steps take them."""
-        return self.input_embeds is None and self.positions.dim() == 1
+        """Whether all tokens are ids at positions of one axis, and nothing is said of single rows: as captured and
+        compiled steps take them.
+        """
+        return self.input_embeds is None and self.positions.dim() == 1 and not self.row_values
+
+    def values_of_tokens(self, name: str) -> Tensor | None:
+        """The value of each token's row, int32 [T]; None where no row has one but 0."""
+        values = self.row_values.get(name)
+        return None if values is None else values.repeat_interleave(self.attention.counts)

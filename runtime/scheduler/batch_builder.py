@@ -381,6 +381,7 @@ class _StepRows:
             sampling=sampling,
             prompt_logprobs=tuple(self._prompt_logprobs),
             embedding_rows=np.array(self._embedded, np.int32) if self._embedded else None,
+            row_values=tables.values_of(indices),
             kinds={
                 kind.name: kind.step_arrays(self._sequences, starts, counts, page_table)
                 for kind in cache.kinds

@@ -23,6 +23,8 @@ class RequestTables:
         self.sampling = SamplingTables(num_rows, vocab_size)
         self.sequences: list[Sequence | None] = [None] * num_rows
         self.pages: Ints = np.zeros((num_rows, 16), np.int32)
+        self._values: dict[str, Ints] = {}  # of `Request.row_values`, for every row
+        self._num_with_values = 0
         self._free = list(range(num_rows - 1, -1, -1))
 
     @property
@@ -35,6 +37,10 @@ class RequestTables:
         self.sequences[index] = sequence
         self.sampling.enter(sequence)
         self.write_pages(index, 0, sequence.pages)
+        if sequence.request.row_values:
+            self._num_with_values += 1
+            for name, value in sequence.request.row_values.items():
+                self._values.setdefault(name, np.zeros(len(self.sequences), np.int32))[index] = value
 
     def leave(self, sequence: Sequence) -> None:
         """Free the row and clear its part of the page table."""
@@ -42,8 +48,19 @@ class RequestTables:
         self.sequences[index] = None
         self.sampling.leave(sequence)
         self.pages[index, : len(sequence.pages)] = 0
+        if sequence.request.row_values:
+            self._num_with_values -= 1
+            for name in sequence.request.row_values:
+                self._values[name][index] = 0
         self._free.append(index)
         sequence.sequence_index = -1
+
+    def values_of(self, indices: Ints) -> dict[str, Ints]:
+        """What layers are told of these rows, [B] each, by name: where a row says something that is not 0."""
+        if not self._num_with_values:
+            return {}
+        found = {name: values[indices] for name, values in self._values.items()}
+        return {name: values for name, values in found.items() if values.any()}
 
     def write_pages(self, index: int, first: int, pages: list[int]) -> None:
         """Set the page table's entries first .. first + len(pages) - 1 of a row."""

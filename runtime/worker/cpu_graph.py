@@ -99,11 +99,14 @@ class CpuGraph:
                 self._to_tokens = forward.followed_by(chosen)
 
     def takes(self, batch: Batch) -> bool:
-        """Whether the batch fits. Log-probabilities of prompts need hidden states that the graph does not give."""
+        """Whether the batch fits, and says nothing that was not captured. Log-probabilities of prompts need hidden
+        states that the graph does not give.
+        """
         fits = len(batch.token_ids) <= self._capacity and len(batch.starts) <= self._max_rows
         return (
             fits
             and not batch.prompt_logprobs
+            and not batch.row_values
             and all(
                 batch.kinds[kind][name].size <= buffer.numel()
                 for kind, buffers in self._kinds.items()

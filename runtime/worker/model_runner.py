@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -30,6 +31,8 @@ from runtime.worker.non_finite import NonFiniteSearch
 from runtime.worker.sampler import Sampled, Sampler
 from runtime.worker.step_inputs import Forward, Staging, StepInputs, prepare
 from runtime.worker.step_timer import StepTimer
+
+logger = logging.getLogger("penstock.core")
 
 
 class ModelRunner:
@@ -157,6 +160,7 @@ class StepExecutor:
         self._cpu_graph = cpu_graph
         self._staging = Staging(device)
         self._begun: deque[_Begun] = deque()
+        self._said: set[str] = set()  # what it was logged of that it is not captured
         self._search = NonFiniteSearch(model) if nan_detection and self.mesh is None else None
 
     # --- rank 0 ---
@@ -164,6 +168,8 @@ class StepExecutor:
     def run(self, batch: Batch) -> Read[StepOutput]:
         """Enqueue a whole step."""
         with self._enqueueing():
+            if batch.row_values:
+                self._say_once(batch.row_values)
             search, graph = self._search, self._cpu_graph
             before = self.last_tokens.clone() if search is not None else None
             if graph is not None and graph.takes(batch) and not self._pools_all(batch):
@@ -176,6 +182,13 @@ class StepExecutor:
             if output.failed:
                 search.log_origin(prepare(batch, self._pool, self._staging, before).forward)
             return lambda: output
+
+    def _say_once(self, names: Iterable[str]) -> None:
+        """Log that steps with these values of rows are not captured, and so are slower."""
+        new = set(names) - self._said
+        if new and (self._cpu_graph is not None or self.capture_next is not None):
+            logger.info("Steps with %s are computed operation by operation.", ", ".join(sorted(new)))
+        self._said |= new
 
     def end(self) -> Read[StepOutput]:
         """Enqueue the end of the oldest step that only began."""

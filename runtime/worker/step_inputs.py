@@ -65,6 +65,7 @@ def prepare(batch: Batch, cache: KVPool, staging: Staging, last_tokens: Tensor) 
             "starts": batch.starts,
             "counts": batch.counts,
             "query_starts": query_starts.astype(np.int32),
+            **{f"row.{name}": values for name, values in batch.row_values.items()},
             **{f"{kind}.{name}": own[name] for kind, own in batch.kinds.items() for name in own},
             **{
                 f"{kind}.slot_mapping": slots(own["page_table"])
@@ -96,6 +97,7 @@ def prepare(batch: Batch, cache: KVPool, staging: Staging, last_tokens: Tensor) 
         attention=attention,
         cache=cache,
         kinds=kinds,
+        row_values={name: there[f"row.{name}"] for name in batch.row_values},
     )
     return StepInputs(
         forward, there["last_index"], there["sample_sequence_indices"], there["embedding_index"]

@@ -77,7 +77,7 @@ def run(made: Attention, pool_dtype: torch.dtype = torch.float32) -> Tensor:
         token_ids=torch.zeros(8, dtype=torch.int64),
         positions=torch.from_numpy(token_positions(starts, counts)),
         attention=AttentionMetadata.build(starts, counts, np.array([[0, 1], [2, 3]], np.int32), 4),
-        cache={INDEX: PagedKVCache(*pools)},
+        cache={INDEX: PagedKVCache(pools[0], pools[1])},
     )
     return made(x, batch)
 

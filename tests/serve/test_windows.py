@@ -1,0 +1,47 @@
+"""Layers that hold their window only give transformers' tokens, however little room there is for windows."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+import pytest
+
+from greedy import GREEDY, model_path, prompts, reference
+from serve import Engine
+
+SMALL = {"swa_full_tokens_ratio": 0.02, "page_size": 4, "chunked_prefill_size": 8, "max_running_requests": 6}
+
+
+RETRACTING = {"schedule_conservativeness": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("family", "total", "options"),
+    [
+        ("gemma3", 2048, {}),
+        pytest.param("gpt_oss", 2048, {}, marks=pytest.mark.slow),
+        pytest.param("mistral", 2048, {}, marks=pytest.mark.slow),
+        ("gemma3", 200, RETRACTING),
+        ("gpt_oss", 200, RETRACTING),
+        ("mistral", 200, RETRACTING),
+    ],
+)
+async def test_tokens_are_the_same_with_few_windowed_pages(
+    family: str, total: int, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "penstock.core")
+    path = model_path(family)
+    async with Engine(
+        path, skip_tokenizer_init=True, random_seed=1, max_total_tokens=total, **SMALL, **options
+    ) as engine:
+        for _ in range(2):  # cold, and from what the cache still has
+            answers = await engine.generate(input_ids=prompts(), sampling_params=GREEDY)
+            assert [answer["output_ids"] for answer in answers] == reference(family)
+        assert engine.status().num_used_pages == 0
+        if options:
+            assert engine.status().num_retracted > 0
+    found = re.search(r"(\d+) pages, (\d+) for windowed layers", caplog.text)
+    assert found is not None
+    assert int(found[2]) < int(found[1]) // 2
