@@ -1,7 +1,9 @@
 """The names of the formats of tool calls and of reasoning, and how a chat template gives them away.
 
 What the formats are is in `serve.chat`; a test holds that both sides know the same names. A format is guessed where
-the template contains all of its texts; the first in this order counts, so the more particular ones come first.
+the template contains all of its texts; the first in this order counts, so the more particular ones come first. Formats
+whose outputs are reasoning from the first token on are not guessed: such models' templates open the block, and where
+they do not, answers would be lost in it.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ TOOL_CALL_PARSERS: Mapping[str, Signs] = {
     "llama3": ("<|start_header_id|>", '"parameters"'),
     "mistral": ("[TOOL_CALLS]", "[ARGS]"),
     "mistral-list": ("[TOOL_CALLS]",),
-    "deepseekv32": ("<｜DSML｜",),
+    "deepseekv32": ("｜DSML｜",),
     "deepseekv3": ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "```json"),
     "deepseekv31": ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"),
     "kimi_k2": ("<|tool_calls_section_begin|>",),
@@ -26,7 +28,7 @@ TOOL_CALL_PARSERS: Mapping[str, Signs] = {
     "minimax-m2": ("<minimax:tool_call>",),
     "seed_oss": ("<seed:tool_call>",),
     "gemma4": ("<|tool_call>", "<tool_call|>"),
-    "lfm2": ("<|tool_call_start|>",),
+    "lfm2": ("List of tools: ",),
     "phi4": ("<|/tool|>",),
     "granite": ("<|start_of_role|>", "<|tool_call|>"),
     "command_r": ("<|START_ACTION|>",),
@@ -55,13 +57,13 @@ REASONING_PARSERS: Mapping[str, Signs] = {
     "kimi_k2": ("<|tool_calls_section_begin|>", "<think>"),
     "minimax": ("<minimax:tool_call>", "<think>"),
     "glm45": ("<arg_key>", "<think>"),
-    "deepseek-v3": ("<｜tool▁call▁begin｜>", "thinking", "<think>"),
-    "deepseek-r1": ("<｜tool▁call▁begin｜>", "</think>"),
-    "qwen3": ("<think>", "enable_thinking"),
-    "qwen3-thinking": ("<think>", "add_generation_prompt"),
+    "deepseek-v3": ("<｜tool▁call▁begin｜>", "</think>"),
+    "qwen3": ("<think>",),
+    "deepseek-r1": (),
     "granite": (),
     "interns1": (),
     "nemotron_3": (),
+    "qwen3-thinking": (),
     "step3p5": (),
 }
 

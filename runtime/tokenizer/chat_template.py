@@ -16,7 +16,7 @@ from jinja2.parser import Parser
 from jinja2.utils import Namespace
 
 from runtime.errors import ConfigurationError, InvalidRequest, TakesLong
-from runtime.tokenizer.messages import Accepts, accepted_content, prepare_messages
+from runtime.tokenizer.messages import Accepts, accepted_content, asks_for_none, prepare_messages
 from runtime.tokenizer.template_limits import (
     MAX_BYTES,
     MAX_SECONDS,
@@ -57,9 +57,13 @@ class ChatTemplate:
         self._sources = dict(sources)
         self._compiled: dict[str, jinja2.Template] = {}
         self._accepts: dict[str, Accepts] = {}
+        self._asks_for_none: set[str] = set()
         for name, source in sources.items():
             try:
-                self._accepts[name] = accepted_content(environment.parse(source))
+                tree = environment.parse(source)
+                self._accepts[name] = accepted_content(tree)
+                if asks_for_none(tree):
+                    self._asks_for_none.add(name)
                 self._compiled[name] = environment.from_string(source)
             except (jinja2.TemplateError, RecursionError, SyntaxError, MemoryError) as error:
                 raise ConfigurationError(f"The chat template {name!r} is no valid jinja: {error}.") from error
@@ -98,7 +102,9 @@ class ChatTemplate:
             raise InvalidRequest(
                 f"chat_template_kwargs may not set {min(taken)}.", param="chat_template_kwargs"
             )
-        prepared = prepare_messages(messages, self._accepts[name])
+        prepared = prepare_messages(
+            messages, self._accepts[name], none_with_calls=name in self._asks_for_none
+        )
         variables = {
             **self._special,
             "documents": None,

@@ -29,6 +29,19 @@ def accepted_content(tree: nodes.Template) -> Accepts:
     return "both" if tests & {"string", "iterable", "sequence", "mapping"} else "parts"
 
 
+def asks_for_none(tree: nodes.Template) -> bool:
+    """Whether it knows calls of tools by a content that `is none`, as DeepSeek's first templates do.
+
+    `is not none`, and `is none or ...`, know other contents as well.
+    """
+    names = _content_names(tree)
+    others = {id(test) for node in tree.find_all((nodes.Not, nodes.Or)) for test in node.find_all(nodes.Test)}
+    return any(
+        test.name == "none" and id(test) not in others and _is_content(test.node, names)
+        for test in tree.find_all(nodes.Test)
+    )
+
+
 def _content_names(tree: nodes.Template) -> frozenset[str]:
     """Variables that stand for a message's content: assigned from it, or a macro's parameter for it."""
     macros = {macro.name: macro for macro in tree.find_all(nodes.Macro)}
@@ -61,16 +74,23 @@ def _is_content(node: nodes.Node | None, names: frozenset[str]) -> bool:
     return isinstance(node, nodes.Name) and node.name in names
 
 
-def prepare_messages(messages: Sequence[Mapping[str, Any]], accepts: Accepts) -> list[dict[str, Any]]:
+def prepare_messages(
+    messages: Sequence[Mapping[str, Any]], accepts: Accepts, *, none_with_calls: bool = False
+) -> list[dict[str, Any]]:
     """Copies of the messages as templates expect them. Raises InvalidRequest naming the culprit.
 
     Keys that are None are left out. Content in parts is joined by spaces for templates that take strings (a
-    string becomes one part for those that take parts only). A tool call's arguments become an object.
+    string becomes one part for those that take parts only). A tool call's arguments become an object. Calls without
+    content have an empty one, or None for templates that ask for it (`none_with_calls`).
     Reasoning is given under each of the names that templates use.
     """
     if isinstance(messages, str | bytes) or not isinstance(messages, Sequence) or not messages:
         raise InvalidRequest("messages must be a list of at least one message.", param="messages")
-    return [_prepared(message, accepts, f"messages.{index}") for index, message in enumerate(messages)]
+    prepared = [_prepared(message, accepts, f"messages.{index}") for index, message in enumerate(messages)]
+    for message in prepared:
+        if message.get("tool_calls") and not message.get("content"):
+            message["content"] = None if none_with_calls else message.get("content", "")
+    return prepared
 
 
 def _prepared(message: Any, accepts: Accepts, path: str) -> dict[str, Any]:
@@ -129,4 +149,17 @@ def _tool_call(call: Any, path: str) -> dict[str, Any]:
             ) from error
     if not isinstance(arguments, Mapping):
         raise InvalidRequest("The arguments must be an object.", param=f"{path}.function.arguments")
-    return {**call, "function": {**function, "arguments": dict(arguments)}}
+    return {**call, "function": {**function, "arguments": _Arguments(arguments)}}
+
+
+class _Arguments(dict[str, Any]):
+    """The arguments of a call: an object for templates that look into it, JSON for those that write it as a text."""
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+    def __add__(self, text: str) -> str:
+        return str(self) + text
+
+    def __radd__(self, text: str) -> str:
+        return text + str(self)

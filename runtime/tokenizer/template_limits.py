@@ -247,7 +247,7 @@ def _finalize(context: Any, value: Any) -> Any:
 _INNER = {"*each": _each, "*joined": _joined, "*billed": _billed, "*walked": _walked, "*made": _made}
 
 
-# --- filters and methods that make much of little ---
+# --- filters and methods that make much of little; arguments may be named, so their names are jinja's and Python's ---
 
 
 def _metered_filter(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -332,10 +332,10 @@ def _joining(separator: Any, values: Any = (), *rest: Any, **more: Any) -> float
     return float(num) * len(separator) if isinstance(separator, str | bytes) else 0
 
 
-def _filter_joining(values: Any, separator: Any = "", attribute: Any = None) -> float:
+def _filter_joining(values: Any, d: Any = "", attribute: Any = None) -> float:
     many = isinstance(values, Iterable) and hasattr(values, "__len__")
     num = len(values) if many else MAX_WIDTH // 10  # type: ignore[arg-type]
-    return float(num) * _text_size(separator)
+    return float(num) * _text_size(d)
 
 
 def _indenting(text: Any, width: Any = 4, *rest: Any, **more: Any) -> float:
@@ -343,11 +343,16 @@ def _indenting(text: Any, width: Any = 4, *rest: Any, **more: Any) -> float:
     return float(str(text).count("\n") + 1) * step
 
 
-def _wrapping(text: Any, width: Any = 79, longs: Any = True, by: Any = None, *rest: Any) -> float:
-    return float(len(str(text))) * (1 + len(str(by or "")))
+def _wrapping(
+    text: Any, width: Any = 79, break_long_words: Any = True, wrapstring: Any = None, *rest: Any, **more: Any
+) -> float:
+    return float(len(str(text))) * (1 + len(str(wrapstring or "")))
 
 
-def _pieces(values: Any, num: Any = 1, fill: Any = None) -> float:
+def _pieces(
+    values: Any, num: Any = 1, fill_with: Any = None, *, linecount: Any = None, slices: Any = None
+) -> float:
+    num = linecount or slices or num
     size = len(values) if hasattr(values, "__len__") else MAX_WIDTH // 10
     return 64.0 * size + _too_much(num, MAX_WIDTH // 10) + 8.0 * (num if isinstance(num, int) else 0)
 
@@ -357,7 +362,7 @@ def _listing(values: Any) -> float:
 
 
 def _to_json(
-    value: Any, ascii_: Any = False, indent: Any = None, separators: Any = None, sort_keys: Any = False
+    value: Any, ensure_ascii: Any = False, indent: Any = None, separators: Any = None, sort_keys: Any = False
 ) -> float:
     step = indent if isinstance(indent, int) else len(str(indent or ""))
     between = sum(len(str(each)) for each in separators or ())
@@ -381,10 +386,13 @@ def _summing(values: Any, attribute: Any = None, start: Any = 0) -> float:
     return 0.0 if isinstance(start, int | float) else float("inf")  # adding up lists is quadratic
 
 
-def _expanding(text: Any, size: Any = 8) -> float:
-    return float(text.count("\t" if isinstance(text, str) else b"\t")) * max(size, 0) + _too_much(
-        size, MAX_WIDTH
-    )
+def _expanding(text: Any, tabsize: Any = 8) -> float:
+    tabs = text.count("\t" if isinstance(text, str) else b"\t")
+    return float(tabs) * max(tabsize, 0) + _too_much(tabsize, MAX_WIDTH)
+
+
+def _to_bytes(_: Any, length: Any = 1, *rest: Any, **more: Any) -> float:
+    return _width(_, length)
 
 
 def _translating(text: Any, table: Any, *rest: Any) -> float:
@@ -462,7 +470,7 @@ _METHODS: dict[str, Callable[..., float]] = {
     "rsplit": _splitting,
     "split": _splitting,
     "splitlines": _splitting,
-    "to_bytes": _width,
+    "to_bytes": _to_bytes,
     "translate": _translating,
     "zfill": _width,
 }

@@ -23,14 +23,28 @@ _HEADER_WORDS = re.compile(
 )
 _HEADER_ENDS = Marks(("<|message|>",))
 _ENDS = Marks(("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>"))
+_LEAD = Marks(("to=",))
 _BEGINS = Marks(("<|start|>", "<|channel|>"))
 
 
 def read_harmony(source: Source, output: Output, *, separate: bool, offers_tools: bool) -> Reader[None]:
-    """Read messages until the text ends. Text outside of messages is content."""
-    mark = yield from source.until(_BEGINS, output.content)
+    """Read messages until the text ends. Text outside of messages is content.
+
+    The prompt has begun the first message: its recipient may stand before its channel.
+    """
+    source.trace()
+    yield from source.skip()
+    lead = yield from source.one_of(_LEAD)
+    if lead is not None:
+        yield from source.short(_BEGINS, MAX_HEADER_CHARS)
+    lead = source.traced()
+    mark = next((mark for mark in ("<|start|>", "<|channel|>") if lead.endswith(mark)), None)
+    if mark is None:
+        output.content(lead)
+        mark, lead = (yield from source.until(_BEGINS, output.content)), ""
     while mark is not None:
-        source.trace(mark)
+        source.trace(lead or mark)
+        lead = ""
         found = yield from source.short(_HEADER_ENDS, MAX_HEADER_CHARS)
         header = source.traced()
         if found is None:

@@ -55,6 +55,7 @@ class OutputParser:
                 offers_tools=self._settings.calls is not None or self._settings.harmony,
                 max_calls=self._settings.max_calls,
                 holds_reasoning=not self._settings.stream_reasoning,
+                shaped_id=self._settings.calls.shaped_id if self._settings.calls is not None else None,
             )
             self._reader: Reader[None] | None = _read(self._source, self._output, self._settings)
 

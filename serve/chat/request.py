@@ -14,7 +14,9 @@ from serve.chat.message import AssistantMessage, collect
 from serve.chat.parser import OutputParser, ParserSettings
 from serve.chat.settings import grammar_of_chat, parser_settings, shown_special_ids, thinking_limit
 from serve.chat.tools.choice import read_choice
+from serve.chat.tools.format import ShapedId
 from serve.chat.tools.offered import read_tools
+from serve.chat.tools.table import FORMATS
 from serve.sampling import sampling_params
 
 if TYPE_CHECKING:
@@ -121,10 +123,39 @@ def render(core: EngineCore, chat: ChatRequest) -> str:
     calls = bool(chat.tools) and chat.tool_choice != "none"
     if calls and not core.tokenizer.template.mentions("tools"):
         raise InvalidRequest("This model's chat template has no place for tools.", param="tools")
+    form = FORMATS.get(core.plan.text.tool_call_parser or "")
+    shaped_id = None if form is None else form.shaped_id
     return core.tokenizer.template.render(
-        chat.messages,
+        chat.messages if shaped_id is None else _with_ids(chat.messages, shaped_id),
         **({"tools": list(chat.tools or ())} if calls else {}),
         add_generation_prompt=chat.add_generation_prompt and not chat.continue_final_message,
         continue_final_message=chat.continue_final_message,
         **chat.template_kwargs,
     )
+
+
+def _with_ids(messages: Sequence[Mapping[str, Any]], shaped_id: ShapedId) -> list[Mapping[str, Any]]:
+    """The messages with the ids of calls, and of their results, as the chat template takes them.
+
+    A result without an id is that of the first call that has none yet.
+    """
+    known: dict[str, str] = {}
+    waiting: dict[str, None] = {}  # for their results
+    num_calls = 0
+    made: list[Mapping[str, Any]] = []
+    for message in messages:
+        calls: list[Mapping[str, Any]] = []
+        for call in message.get("tool_calls") or ():
+            given = str(call.get("id") or f"call {num_calls}")
+            waiting[given] = None
+            known[given] = shaped_id(given, call["function"]["name"], num_calls)
+            calls.append({**call, "id": known[given]})
+            num_calls += 1
+        if calls:
+            message = {**message, "tool_calls": calls}
+        elif message["role"] == "tool":
+            given = message.get("tool_call_id") or next(iter(waiting), "none")
+            waiting.pop(given, None)
+            message = {**message, "tool_call_id": known.get(given) or shaped_id(given, "", num_calls)}
+        made.append(message)
+    return made

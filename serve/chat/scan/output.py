@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from serve.chat.events import ChatEvent, Content, Reasoning, ToolCallArguments, ToolCallStart, new_call_id
 
 
@@ -12,7 +14,12 @@ class Output:
     """
 
     def __init__(
-        self, *, offers_tools: bool, max_calls: int | None = None, holds_reasoning: bool = False
+        self,
+        *,
+        offers_tools: bool,
+        max_calls: int | None = None,
+        holds_reasoning: bool = False,
+        shaped_id: Callable[[str, str, int], str] | None = None,
     ) -> None:
         self.num_calls = 0
         self._events: list[ChatEvent] = []
@@ -21,6 +28,7 @@ class Output:
         self._offers_tools = offers_tools
         self._max_calls = max_calls
         self._holds_reasoning = holds_reasoning  # give it whole, when it has ended
+        self._shaped_id = shaped_id  # of a new id, a call's name and its place
         self._space: list[str] = []
         self._wrote_arguments = False
         self._ids: set[str] = set()
@@ -97,6 +105,8 @@ class Output:
             return
         if call_id is None or call_id in self._ids:
             call_id = new_call_id()
+            if self._shaped_id is not None:
+                call_id = self._shaped_id(call_id, name, self.num_calls - 1)
         self._ids.add(call_id)
         self._events.append(ToolCallStart(self.num_calls - 1, call_id, name))
 

@@ -204,11 +204,12 @@ def _in_text(form: ToolFormat, choice: ToolChoice, marks: Marks, rules: list[str
 def _in_python_text(form: ToolFormat, choice: ToolChoice, marks: Marks, rules: list[str]) -> str:
     """Where a list begins with the name of a tool and a parenthesis, a call does; a bracket alone is text."""
     names = "|".join(_escaped(tool.name) for tool in choice.tools)
-    rules.append("FREE: /(?s:.*)/" + _without([rf"\[\s*({names})\("]))
+    text = r"(\s*[^\s{](?s:.*))?\s*" if form.bare else "(?s:.*)"  # a brace begins calls as JSON there
+    rules.append(f"FREE: /{text}/" + _without([rf"\[\s*({names})\("]))
     rules.append('listed: further "]"')
     ways: list[str] = []
     for index, tool in enumerate(choice.tools):
-        rules.append(rf"until_{index}[lazy]: /(?s:.*)\[\s*{_escaped(tool.name)}\(/")
+        rules.append(rf"until_{index}[lazy]: /{text}\[\s*{_escaped(tool.name)}\(/")
         ways.append(f"until_{index} rest_{index} listed")
     if any(form.rendered_all[0].startswith(mark) for mark in marks.ids):
         ways.append("FREE calls")

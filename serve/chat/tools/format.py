@@ -24,6 +24,8 @@ class CallContext:
     ends: Marks  # where a call that was not completed ends
 
 
+# The id that a chat template takes for a call: from an id, the call's name, and its place among the calls.
+ShapedId = Callable[[str, str, int], str]
 # Reads one call behind its opening mark. False: it is none, and nothing was written.
 CallReader = Callable[[CallContext], Reader[bool]]
 
@@ -45,6 +47,7 @@ class ToolFormat:
     vague: tuple[str, ...] = ()  # opening marks that are words as well, without an object behind them
     arguments: str = "json"  # or how parameters are written instead
     parameters: Any = None  # of the format's family, where arguments are not JSON
+    shaped_id: ShapedId | None = None  # where the chat template takes no other ids of calls
     shown: tuple[str, ...] = field(default=())  # marks beside those above that must stay in the text
 
     @cached_property
@@ -94,8 +97,9 @@ def read_calls(source: Source, output: Output, tools: OfferedTools, form: ToolFo
     if form.bare:
         source.trace()
         yield from source.skip()
-        if (yield from source.peek()) in ("{", "["):
-            yield from _read_section(context, form, in_section=False, has_begun=True)
+        first = yield from source.peek()
+        if first == "{" or (first == "[" and first not in form.call_open):
+            yield from _read_section(context, form, has_begun=True)
         else:
             output.content(source.traced())
     while True:
@@ -103,20 +107,19 @@ def read_calls(source: Source, output: Output, tools: OfferedTools, form: ToolFo
         if mark is None:
             return
         source.trace(mark)
-        yield from _read_section(
-            context, form, in_section=mark in form.section_open, has_begun=mark in form.call_open
-        )
+        yield from _read_section(context, form, has_begun=mark in form.call_open)
 
 
-def _read_section(
-    context: CallContext, form: ToolFormat, *, in_section: bool, has_begun: bool
-) -> Reader[None]:
+def _read_section(context: CallContext, form: ToolFormat, *, has_begun: bool) -> Reader[None]:
     """Read calls that follow each other. The source traces from the first mark on; `has_begun`: so has a call."""
     source, output = context.source, context.output
     while True:
         if not has_begun:
             yield from source.skip()
-            if form.call_open and (yield from source.one_of(form.call_openers)) is None:
+            while (yield from source.one_of(form.section_openers)) is not None:
+                yield from source.skip()
+            is_bare = form.bare and (yield from source.peek()) == "{"
+            if form.call_open and not is_bare and (yield from source.one_of(form.call_openers)) is None:
                 break
         if not (yield from form.read(context)):
             break

@@ -57,6 +57,7 @@ def _value(context: CallContext, depth: int) -> Reader[bool]:
     if not end or not plain:
         output.arguments(word)
         return False
+    plain = "null" if plain == "None" else plain  # which its template writes
     is_json = plain in ("true", "false", "null") or NUMBER.fullmatch(plain)
     output.arguments(plain if is_json else f'"{quoted(plain)}"')
     return True

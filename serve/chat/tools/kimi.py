@@ -18,6 +18,11 @@ def _name(text: str) -> tuple[str, str | None] | None:
     return match[1], text if match[2] else None
 
 
+def _shaped_id(call_id: str, name: str, index: int) -> str:
+    """The template writes ids and no names."""
+    return call_id if call_id.startswith(f"functions.{name}:") else f"functions.{name}:{index}"
+
+
 def _rendered(name: str) -> Rendered:
     return f"<|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>", "<|tool_call_end|>"
 
@@ -28,6 +33,7 @@ KIMI_K2 = ToolFormat(
     call_open=("<|tool_call_begin|>",),
     call_close=("<|tool_call_end|>",),
     read=named(Marks(("<|tool_call_argument_begin|>",)), read_name=_name),
+    shaped_id=_shaped_id,
     shown=("<|tool_call_argument_begin|>",),
     rendered=_rendered,
     rendered_all=("<|tool_calls_section_begin|>", "", "<|tool_calls_section_end|>"),

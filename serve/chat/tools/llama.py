@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from serve.chat.tools.format import Rendered, ToolFormat
+from serve.chat.scan.source import Reader
+from serve.chat.tools.format import CallContext, Rendered, ToolFormat
 from serve.chat.tools.json_calls import json_list
 from serve.chat.tools.python_calls import python_calls
 
@@ -21,11 +22,21 @@ LLAMA3 = ToolFormat(
     shown=("<|eom_id|>",),
 )
 
+_read_python = python_calls()
+_read_json = json_list(only_offered=True)
+
+
+def _read_llama4(context: CallContext) -> Reader[bool]:
+    is_json = (yield from context.source.peek()) == "{"
+    return (yield from (_read_json if is_json else _read_python)(context))
+
+
 LLAMA4 = ToolFormat(
-    section_open=("<|python_start|>",),
+    section_open=("<|python_start|>", "<|python_end|>"),  # its template writes a text between them, then JSON
     section_close=("<|python_end|>",),
     call_open=("[",),
-    read=python_calls(),
+    bare=True,
+    read=_read_llama4,
     rendered=lambda name: (f"{name}(", ")"),
     rendered_all=("<|python_start|>[", ", ", "]<|python_end|>"),
     arguments="python",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from hashlib import sha256
 
 from serve.chat.scan.source import Marks, Reader
 from serve.chat.tools.format import CallContext, Rendered, ToolFormat
@@ -11,6 +12,11 @@ from serve.chat.tools.json_calls import json_list, named, plain_name
 _read_list = json_list()
 _ID = re.compile(r"[A-Za-z0-9]{9}")
 _ENDS = Marks(("[ARGS]", "{"))
+
+
+def _shaped_id(call_id: str, name: str, index: int) -> str:
+    """Nine letters or digits; the templates refuse others."""
+    return call_id if _ID.fullmatch(call_id) else sha256(call_id.encode()).hexdigest()[:9]
 
 
 def _name(text: str) -> tuple[str, str | None] | None:
@@ -43,6 +49,7 @@ def _rendered_list(name: str) -> Rendered:
 MISTRAL = ToolFormat(
     call_open=("[TOOL_CALLS]",),
     read=_read,
+    shaped_id=_shaped_id,
     shown=("[ARGS]", "[CALL_ID]"),
     rendered=_rendered,
 )
@@ -51,6 +58,7 @@ MISTRAL = ToolFormat(
 MISTRAL_LIST = ToolFormat(
     call_open=("[TOOL_CALLS]",),
     read=_read,
+    shaped_id=_shaped_id,
     shown=("[ARGS]", "[CALL_ID]"),
     rendered=_rendered_list,
     rendered_all=("[TOOL_CALLS] [", ", ", "]"),

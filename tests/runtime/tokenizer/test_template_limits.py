@@ -116,6 +116,23 @@ async def test_on_a_loop_long_work_is_sent_to_a_thread() -> None:
     assert template.render(HELLO, n=9) == "9"
 
 
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ('{{ {"a": "ü"} | tojson(ensure_ascii=False, sort_keys=True) }}', '{"a": "ü"}'),  # as GLM's
+        ("{{ [1, 2] | join(d='-') }}", "1-2"),
+        ("{{ [1, 2, 3] | batch(linecount=2, fill_with=0) | list }}", "[[1, 2], [3, 0]]"),
+        ("{{ [1, 2] | slice(slices=2) | list }}", "[[1], [2]]"),
+        ("{{ 'a b' | wordwrap(width=1, wrapstring='|') }}", "a|b"),
+        ("{{ 'a' | indent(width=2, first=true) }}", "  a"),
+        ("{{ '\ta'.expandtabs(tabsize=2) }}", "  a"),
+        ("{{ (1).to_bytes(length=1, byteorder='big') }}", "b'\\x01'"),
+    ],
+)
+def test_arguments_of_filters_may_be_named(source: str, text: str) -> None:
+    assert rendered(source) == text
+
+
 def test_long_honest_chats_are_rendered() -> None:
     source = tiny_tokenizers.chat_template("byte_bpe")
     messages = [{"role": ("user", "assistant")[i % 2], "content": "word " * 200} for i in range(1999)]

@@ -106,7 +106,7 @@ PUBLISHED = [
     ),
     Published(
         "LFM2 with JSON, llama.cpp's",
-        "<|tool_list_start|> <|tool_call_start|>[ ]<|tool_call_end|> <|tool_response_start|> add_generation_prompt",
+        "List of tools: <|tool_list_start|>[ <|tool_response_start|> add_generation_prompt",
         "lfm2",
         None,
         f'<|tool_call_start|>[{{"name": "look", "arguments": {ARGUMENTS}, "id": "1"}}, '
