@@ -10,12 +10,14 @@ import asyncio
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from runtime.constraint import HostData
+from runtime.profile import ProfileOptions
 from runtime.request import LogprobParams, Logprobs
 
 if TYPE_CHECKING:
@@ -156,6 +158,14 @@ class Runner(Protocol):
 
     def finish_oldest(self) -> None:
         """No batch is launched before the oldest step is waited for: a pipeline enqueues that step's end now."""
+        ...
+
+    async def start_profile(self, options: ProfileOptions) -> None:
+        """Profile the next steps. Raises `InvalidRequest` while that is being done."""
+        ...
+
+    async def stop_profile(self) -> Path | None:
+        """End the profile, or the last one that ended by itself -> where it was written; None: there is none."""
         ...
 
     async def watch(self) -> None:

@@ -21,7 +21,7 @@ from serve.anthropic import messages
 from serve.body_limit import max_body_bytes
 from serve.endpoint import Endpoint, Handler
 from serve.errors import NATIVE, OPENAI, ErrorFormat, refusal_response
-from serve.native import admin, encode, generate, metrics, parsing, tokens, vertex
+from serve.native import admin, encode, generate, metrics, parsing, profile, tokens, vertex
 from serve.ollama import handlers as ollama
 from serve.ollama import models as ollama_models
 from serve.open_calls import OpenCalls
@@ -93,6 +93,8 @@ ROUTES = (  # searched from the first to the last: what is called most often com
     RouteSpec(GET, "/get_weight_version", admin.weight_version, USER),
     RouteSpec(("GET", "POST"), "/flush_cache", admin.flush_cache, ADMIN),
     RouteSpec(("GET", "POST"), "/freeze_gc", admin.freeze_collector, ADMIN),
+    RouteSpec(("GET", "POST"), "/start_profile", profile.start, ADMIN),
+    RouteSpec(("GET", "POST"), "/stop_profile", profile.stop, ADMIN),
     RouteSpec(POST, "/abort_request", admin.abort_request, USER),
     RouteSpec(POST, "/tokenize", tokens.tokenize, USER),
     RouteSpec(POST, "/v1/tokenize", tokens.tokenize, USER),

@@ -28,6 +28,7 @@ from serve.decode import decode
 from serve.demo import demo_path
 from serve.native.encode import vector_requests
 from serve.native.generate import GenerateAnswers
+from serve.native.profile import ProfileBody, profile_options
 from serve.native.schema import GenerateBody, requests_of
 from serve.output_streams import read_all, submit_all
 from serve.python_chat import Answer, Messages
@@ -235,6 +236,15 @@ class Engine:
         """Empty the prefix cache; False, and nothing done, while requests run."""
         return self.core.flush_cache()
 
+    async def start_profile(self, **options: Any) -> None:
+        """Profile the next steps; `options` are the fields of `/start_profile`, such as `num_steps`."""
+        made = await anyio.to_thread.run_sync(profile_options, decode(ProfileBody, options))
+        await self.core.start_profile(made)
+
+    async def stop_profile(self) -> str:
+        """End the profile -> the path of its Chrome trace, which ui.perfetto.dev and chrome://tracing show."""
+        return str(await self.core.stop_profile())
+
     def status(self) -> Status:
         """Counts of requests, pages and tokens now, and in `kernels` what computes the model."""
         return self.core.status()
@@ -367,6 +377,14 @@ class SyncEngine:
     def flush_cache(self) -> bool:
         """See `Engine.flush_cache`."""
         return self._call(self._engine.flush_cache)
+
+    def start_profile(self, **options: Any) -> None:
+        """See `Engine.start_profile`."""
+        self._call(partial(self._engine.start_profile, **options))
+
+    def stop_profile(self) -> str:
+        """See `Engine.stop_profile`."""
+        return self._call(self._engine.stop_profile)
 
     def status(self) -> Status:
         """See `Engine.status`."""

@@ -34,6 +34,7 @@ from serve.endpoint import json_response
 from serve.native.admin import AbortBody
 from serve.native.encode import EncodeBody
 from serve.native.parsing import ParseBody, SeparateBody
+from serve.native.profile import ProfileBody
 from serve.native.schema import GenerateBody
 from serve.native.tokens import DetokenizeBody, TokenizeBody, TokenizeChatBody
 from serve.native.vertex import PredictBody
@@ -59,6 +60,7 @@ BODIES: Mapping[str, tuple[type, ...]] = {
     "serve.native.generate.generate": (GenerateBody,),
     "serve.native.encode.encode": (EncodeBody,),
     "serve.native.vertex.predict": (PredictBody,),
+    "serve.native.profile.start": (ProfileBody,),
     "serve.native.admin.abort_request": (AbortBody,),
     "serve.native.tokens.tokenize": (TokenizeBody, TokenizeChatBody),
     "serve.native.tokens.detokenize": (DetokenizeBody,),

@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import anyio
@@ -24,10 +25,11 @@ from runtime.actors.tokenizer import TokenizerActor
 from runtime.batch import Runner
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import ObservePlan, Plan
-from runtime.errors import EngineClosed, EngineFailure, PenstockError
+from runtime.errors import EngineClosed, EngineFailure, InvalidRequest, PenstockError
 from runtime.grammar.load import load_grammars
 from runtime.metrics.loop_lag import watch_loop
 from runtime.metrics.series import EngineMetrics
+from runtime.profile import ProfileOptions
 from runtime.request import NOBODY, Caller, Request, with_grammar
 from runtime.tokenizer.tokenizer import Tokenizer
 
@@ -195,6 +197,24 @@ class EngineCore:
             actor.scheduler.flush() for actor in self._scheduler.alive
         ]  # all, not up to the first False
         return all(flushed)
+
+    async def start_profile(self, options: ProfileOptions) -> None:
+        """Profile the next steps of the first replica's rank 0. Raises `InvalidRequest` while that is being done."""
+        await self._first_runner.start_profile(options)
+
+    async def stop_profile(self) -> Path:
+        """End the profile -> where its trace was written. Raises `InvalidRequest` where none was begun."""
+        path = await self._first_runner.stop_profile()
+        if path is None:
+            raise InvalidRequest("No profile was started.")
+        return path
+
+    @property
+    def _first_runner(self) -> Runner:
+        runners = self.runners
+        if not runners:
+            raise EngineClosed("No replica is alive.")
+        return runners[0]
 
     @property
     def runners(self) -> list[Runner]:

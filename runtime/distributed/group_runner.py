@@ -7,6 +7,7 @@ import threading
 import time
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +16,7 @@ from runtime.batch import Batch, PromptLogprobs, Sampling, StepOutput
 from runtime.distributed.link import Frame, encode
 from runtime.distributed.worker_group import WorkerGroup
 from runtime.errors import WorkerFailed
+from runtime.profile import ProfileOptions
 from runtime.request import LogprobParams
 
 if TYPE_CHECKING:
@@ -66,6 +68,14 @@ class GroupRunner:
             for worker in self._end_with_us:
                 worker.send(frame)
         self._runner.finish_oldest()
+
+    async def start_profile(self, options: ProfileOptions) -> None:
+        """Of rank 0."""
+        await self._runner.start_profile(options)
+
+    async def stop_profile(self) -> Path | None:
+        """Of rank 0."""
+        return await self._runner.stop_profile()
 
     async def watch(self) -> None:
         """Never returns; raises `WorkerFailed` when a worker failed or is gone."""

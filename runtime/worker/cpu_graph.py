@@ -58,6 +58,7 @@ class CpuGraph:
             raise NotCapturable("this model is no decoder of ours")
         if launcher is None or model.dtype not in launcher.dtypes:
             raise NotCapturable(f"the kernels in C++ compute nothing in {model.dtype}")
+        self.profiled = False  # show each kernel in the profile that is being taken
         self._launcher = launcher
         self._model, self._cache = model, cache  # the graph holds addresses in both
         self._head = head
@@ -164,7 +165,10 @@ class CpuGraph:
     def _run(self, graph: KernelGraph, batch: Batch, last_tokens: Tensor, rows: Ints) -> None:
         """Compute the batch; `rows` are those whose last hidden state is wanted."""
         _kept = self._hand_over(batch, last_tokens, rows)
-        graph.run(self._step)
+        if self.profiled:
+            graph.record(self._step)
+        else:
+            graph.run(self._step)
 
     def _buffers(self, kind: str) -> dict[str, Tensor]:
         """Where every step puts what it tells the caches of a kind."""

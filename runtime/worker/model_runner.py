@@ -7,9 +7,11 @@ import logging
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import NamedTuple
 
 import anyio
@@ -20,9 +22,10 @@ from torch import Tensor
 from ops.sampling.native import to_device
 from runtime.batch import Batch, StepOutput
 from runtime.distributed.mesh import Mesh
-from runtime.errors import OutOfMemory
+from runtime.errors import InvalidRequest, OutOfMemory
 from runtime.kv_cache.pools import KVPool
 from runtime.models.decoder import Decoder
+from runtime.profile import ProfileOptions
 from runtime.worker.cpu_graph import NO_ROWS, CpuGraph, chooses_greedily
 from runtime.worker.device import Device, DeviceThread, Read
 from runtime.worker.graph_capture import BackgroundCapture
@@ -30,6 +33,7 @@ from runtime.worker.logprobs import CHUNK, ScoredPrompts, prompt_indices
 from runtime.worker.non_finite import NonFiniteSearch
 from runtime.worker.sampler import Sampled, Sampler
 from runtime.worker.step_inputs import Forward, Staging, StepInputs, prepare
+from runtime.worker.step_profiler import StepProfiler
 from runtime.worker.step_timer import StepTimer
 
 logger = logging.getLogger("penstock.core")
@@ -99,6 +103,15 @@ class ModelRunner:
         self._thread.around = timer.around
         return timer
 
+    async def start_profile(self, options: ProfileOptions) -> None:
+        """Profile the next steps of this rank. Raises `InvalidRequest` while that is being done."""
+        await self._thread.submit(lambda: self._executor.start_profile(options))
+
+    async def stop_profile(self) -> Path | None:
+        """End the profile, or the last one that ended by itself -> where it was written; None: there is none."""
+        written = await self._thread.submit(lambda: self._executor.stop_profile())
+        return None if written is None else await asyncio.wrap_future(written)
+
     def _begin(self, batch: Batch) -> asyncio.Future[StepOutput]:
         step = self._thread.new_future()
         self._unfinished.append(step)
@@ -161,13 +174,29 @@ class StepExecutor:
         self._staging = Staging(device)
         self._begun: deque[_Begun] = deque()
         self._said: set[str] = set()  # what it was logged of that it is not captured
+        self._profiler: StepProfiler | None = None
         self._search = NonFiniteSearch(model) if nan_detection and self.mesh is None else None
 
     # --- rank 0 ---
 
+    def start_profile(self, options: ProfileOptions) -> Read[None]:
+        """Take a profile of the next steps. Raises `InvalidRequest` while one is being taken."""
+        if self._profiler is not None and self._profiler.running:
+            raise InvalidRequest("A profile is being taken already; stop that one first.")
+        self._profiler = StepProfiler(options, on_cuda=not self.device.is_host)
+        self._profiler.start()
+        return lambda: None
+
+    def stop_profile(self) -> Read[Future[Path] | None]:
+        """End the profile -> the path of its trace, once that is written; None where none was begun."""
+        profiler, self._profiler = self._profiler, None
+        if profiler is not None and profiler.running:
+            profiler.stop()
+        return lambda: None if profiler is None else profiler.written
+
     def run(self, batch: Batch) -> Read[StepOutput]:
         """Enqueue a whole step."""
-        with self._enqueueing():
+        with self._profiled(batch), self._enqueueing():
             if batch.row_values:
                 self._say_once(batch.row_values)
             search, graph = self._search, self._cpu_graph
@@ -192,7 +221,7 @@ class StepExecutor:
 
     def end(self) -> Read[StepOutput]:
         """Enqueue the end of the oldest step that only began."""
-        with self._enqueueing():
+        with self._profiled(self._begun[0].batch), self._enqueueing():
             return self._end(self._begun.popleft())
 
     # --- every rank of the first stage ---
@@ -239,6 +268,14 @@ class StepExecutor:
             self._cpu_graph.close()
 
     # --- the parts of a step ---
+
+    def _profiled(self, batch: Batch) -> AbstractContextManager[None]:
+        """Around a step, where a profile is being taken."""
+        profiler, graph = self._profiler, self._cpu_graph
+        is_taken = profiler is not None and profiler.running
+        if graph is not None:
+            graph.profiled = is_taken
+        return profiler.step(batch) if profiler is not None and is_taken else nullcontext()
 
     def _begin(self, batch: Batch) -> _Begun:
         inputs = prepare(batch, self._pool, self._staging, self.last_tokens)

@@ -29,6 +29,7 @@ from runtime.batch import Batch, StepOutput
 from runtime.config import Args
 from runtime.errors import ConfigurationError, EngineFailure
 from runtime.kv_cache.prefix_cache import PrefixCache
+from runtime.profile import ProfileOptions
 from runtime.scheduler.scheduler import Scheduler
 from runtime.tokenizer.tokenizer import Tokenizer
 from serve.server import calm_collector
@@ -89,6 +90,12 @@ class ScriptedRunner:
     def _finish(self, future: asyncio.Future[StepOutput], batch: Batch) -> None:
         if not future.done():
             future.set_result(scripted_output(batch))
+
+    async def start_profile(self, options: ProfileOptions) -> None:
+        """There is nothing to profile."""
+
+    async def stop_profile(self) -> None:
+        """As before it."""
 
     def finish_oldest(self) -> None:
         """Steps end by themselves."""

@@ -21,6 +21,7 @@ from runtime.actors.output_stream import OutputStream
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import CachePlan, KernelPlan, ModelPlan, Plan, SchedulePlan, ServePlan, TextPlan
 from runtime.errors import ContextOverflow, EngineClosed, EngineFailure, InvalidRequest, PenstockError
+from runtime.profile import ProfileOptions
 from runtime.request import NOBODY, Caller, Delta, Finish, LogprobParams, Logprobs, Request, Usage
 from runtime.tokenizer.tokenizer import Tokenizer
 
@@ -196,6 +197,13 @@ class FakeCore:
     def close(self) -> None:
         """Every request ends as when the engine is shut down."""
         self._requests.fail_all(EngineClosed("The engine is shut down."))
+
+    async def start_profile(self, options: ProfileOptions) -> None:
+        """There is nothing to profile."""
+
+    async def stop_profile(self) -> str:
+        """Where nothing was written."""
+        return "nowhere"
 
     def flush_cache(self) -> bool:
         if self._requests:

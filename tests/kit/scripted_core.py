@@ -16,6 +16,7 @@ from runtime.batch import Batch, StepOutput
 from runtime.config.plan import ObservePlan
 from runtime.errors import EngineFailure
 from runtime.kv_cache.prefix_cache import PrefixCache
+from runtime.profile import ProfileOptions
 from runtime.scheduler.scheduler import Scheduler
 
 NUM_PAGES, PAGE_SIZE, NUM_SEQUENCES = 64, 4, 8
@@ -62,6 +63,12 @@ class ScriptedRunner:
         self._steps.discard(step)
         if not step.cancelled():
             step.exception()  # its waiter may be gone
+
+    async def start_profile(self, options: ProfileOptions) -> None:
+        """There is nothing to profile."""
+
+    async def stop_profile(self) -> None:
+        """As before it."""
 
     def finish_oldest(self) -> None:
         """Steps end by themselves."""

@@ -1,0 +1,56 @@
+"""What a profile of the running steps is to hold, and where it goes."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from runtime.errors import InvalidRequest
+
+MAX_STEPS = 1000  # in one profile: some hundred bytes of memory for each operation
+MAX_FOLDER_BYTES = 4 * 1024**3
+FOLDER_VARIABLES = ("PENSTOCK_PROFILE_DIR", "SGLANG_TORCH_PROFILER_DIR", "VLLM_TORCH_PROFILER_DIR")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileOptions:
+    """One profile. It ends by itself after `num_steps` steps."""
+
+    path: Path  # of the trace, which must not exist
+    num_steps: int = MAX_STEPS
+    cpu: bool = True
+    gpu: bool = True  # where there is one
+    with_stack: bool = False  # Python's, for each operation: slow
+    record_shapes: bool = False
+    memory: bool = False
+
+
+def profile_path(
+    output_dir: str | None, prefix: str | None, environment: Mapping[str, str] = os.environ
+) -> Path:
+    """A new file's path in the server's folder of profiles, or in the folder `output_dir` within that one.
+
+    Makes the folder. Raises `InvalidRequest` for a folder elsewhere, and where the profiles take too much room.
+    """
+    named = next((environment[name] for name in FOLDER_VARIABLES if environment.get(name)), None)
+    base = Path(named or Path(tempfile.gettempdir()) / "penstock-profiles").resolve()
+    folder = (base / (output_dir or "")).resolve()
+    if not folder.is_relative_to(base):
+        raise InvalidRequest(
+            f"output_dir must lie in the server's folder of profiles, which {FOLDER_VARIABLES[0]} sets.",
+            param="output_dir",
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        size = sum(file.stat().st_size for file in base.rglob("*.trace.json.gz"))
+    except OSError as error:
+        raise InvalidRequest(f"The folder cannot be used: {error.strerror}.", param="output_dir") from None
+    if size > MAX_FOLDER_BYTES:
+        raise InvalidRequest(
+            f"The server's profiles take {size} bytes; delete some before the next one.", param="output_dir"
+        )
+    return folder / f"{prefix + '-' if prefix else ''}{time.time():.3f}-TP-0.trace.json.gz"
