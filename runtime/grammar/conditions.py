@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 from runtime.grammar.disjoint import are_disjoint
-from runtime.grammar.opposites import NoOppositeError
+from runtime.grammar.opposites import NoOppositeError, opposite
 
 Schema = Any
 Peek = Callable[[Any], Any]  # follows references
 MAX_DEPENDENCIES = 8  # of one object: each doubles what is to be compared
+MAX_UNKNOWN = 8  # names of which one tells an object from those that do not know them
 IN_PLACE = ("anyOf", "oneOf", "if", "dependentSchemas", "dependencies", "$dynamicRef", "$recursiveRef")
 
 
@@ -89,7 +90,8 @@ def exclusive(options: list[Schema], peek: Peek) -> list[list[Schema]] | tuple[i
     """What must hold beside each schema of a `oneOf`, so that no value that is left satisfies another one.
 
     Where two are not seen to exclude each other, a property that tells them apart is required, or one that the other
-    requires is forbidden. Otherwise the indices of two that may both hold.
+    requires is forbidden, or one that the other does not know is required; else each gets the other's opposite.
+    Otherwise, and where that would leave nothing of one, the indices of two that may both hold.
     """
     seen = [peek(option) for option in options]
     narrowed: list[list[Schema]] = [[] for _ in options]
@@ -100,10 +102,20 @@ def exclusive(options: list[Schema], peek: Peek) -> list[list[Schema]] | tuple[i
             for one, two in ((index, other), (other, index)):
                 part = _apart(seen[one], seen[two], peek)
                 if part is None:
+                    part = _opposite_in_part(seen[two], peek)
+                if are_disjoint(seen[one], part, peek):
                     return index, other
                 if part not in narrowed[one]:
                     narrowed[one].append(part)
     return narrowed
+
+
+def _opposite_in_part(schema: Schema, peek: Peek) -> Schema:
+    """What `schema` refuses for reasons that can be said."""
+    try:
+        return opposite(schema, peek, known=())
+    except NoOppositeError:
+        return False
 
 
 def _apart(one: Schema, other: Schema, peek: Peek) -> Schema | None:
@@ -121,4 +133,8 @@ def _apart(one: Schema, other: Schema, peek: Peek) -> Schema | None:
         for name in needed:
             if isinstance(name, str) and name not in own:
                 return {"type": "object", "properties": {name: False}}
+    if other.get("additionalProperties") is False and not other.get("patternProperties"):
+        unknown = [name for name in mine if name not in theirs][:MAX_UNKNOWN]
+        if unknown:
+            return {"type": "object", "anyOf": [{"required": [name]} for name in unknown]}
     return None

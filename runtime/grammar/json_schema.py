@@ -21,7 +21,8 @@ from runtime.grammar import conditions, patterns
 from runtime.grammar.errors import InvalidGrammar
 from runtime.grammar.formats import INTEGER_BITS, MAX_LENGTHS, UNLIMITED, format_regex
 from runtime.grammar.opposites import NoOppositeError, opposite
-from runtime.grammar.references import References, Unsupported
+from runtime.grammar.references import REFERENCES, References, Unsupported
+from runtime.grammar.unique import MAX_UNIQUE, unique_arrays
 
 MAX_DEPTH = 96  # of the JSON text
 MAX_NODES = 12_000  # subschemas, after references are followed, and enum values
@@ -40,10 +41,7 @@ UNSUPPORTED: Mapping[str, str] = {
     "contains": "",
     "minContains": "",
     "maxContains": "",
-    "uniqueItems": "use enum for the whole array, or maxItems 1",
     "unevaluatedItems": "use items false",
-    "$dynamicRef": "use $ref",
-    "$recursiveRef": "use $ref",
     "extends": "use allOf",
     "disallow": "",
     "divisibleBy": "use multipleOf",
@@ -158,7 +156,7 @@ class _Writer:
     def check(self, schema: Schema, pointer: str) -> None:
         """Raise `Unsupported` for keywords that nothing enforces."""
         for keyword, advice in UNSUPPORTED.items():
-            if keyword not in schema or (keyword == "uniqueItems" and _is_unique_anyway(schema)):
+            if keyword not in schema:
                 continue
             if keyword in ("minContains", "maxContains") and "contains" not in schema:
                 continue
@@ -234,6 +232,7 @@ class _Writer:
             "exclusive"
         ):  # of draft 4: about the limit beside it
             return {}
+        value = _within_exact(value, keyword)
         _check_number(value, keyword, pointer)
         limit = "minimum" if keyword.endswith("inimum") else "maximum"
         exclusive = f"exclusive{limit.capitalize()}"
@@ -357,6 +356,19 @@ class _Writer:
             written["items"] = self.schema(schema["additionalItems"], f"{beside}/additionalItems")
         return written
 
+    def unique_items(self, value: Any, pointer: str, schema: Schema) -> Schema:
+        """Where few values may be items: as one of the arrays that are made of them."""
+        if value is False or (_is_number(schema.get("maxItems")) and schema["maxItems"] <= 1):
+            return {}
+        arrays = unique_arrays(self.references.peek(schema.get("items")), schema)
+        if value is not True or arrays is None or "prefixItems" in schema:
+            advice = f"but for items with an enum of up to {MAX_UNIQUE} values; use maxItems 1"
+            raise Unsupported("uniqueItems", pointer, f"it cannot be enforced {advice}")
+        self.pause(pointer, len(arrays))
+        unique: Schema = {"enum": arrays} if arrays else {"allOf": [False]}
+        others = set(types_of(schema)) - {"array"}
+        return {"allOf": [{"anyOf": [unique, {"type": sorted(others)}]} if others else unique]}
+
     def prefix_items(self, value: Any, pointer: str, schema: Schema) -> Schema:
         if isinstance(schema.get("items"), list):
             raise Unsupported("prefixItems", pointer, "it stands beside a list in items")
@@ -423,7 +435,9 @@ class _Writer:
         return [self.schema(item, f"{pointer}/{index}") for index, item in enumerate(value)]
 
     def ref(self, value: Any, pointer: str, schema: Schema) -> Schema:
-        return {"$ref": f"#/$defs/{self.references.name(value, pointer)}"}
+        name = self.references.name(value, pointer)
+        reference = {"$ref": f"#/$defs/{name}"}
+        return reference if pointer.endswith("/$ref") else {"allOf": [reference]}
 
 
 Writer = Callable[[_Writer, Any, str, Schema], Schema]
@@ -444,10 +458,11 @@ _WRITERS: Mapping[str, Writer] = {
     "required": _Writer.required,
     "items": _Writer.items,
     "prefixItems": _Writer.prefix_items,
+    "uniqueItems": _Writer.unique_items,
     "anyOf": _Writer.any_of,
     "allOf": _Writer.all_of,
     "oneOf": _Writer.one_of,
-    "$ref": _Writer.ref,
+    **dict.fromkeys(REFERENCES, _Writer.ref),
     **dict.fromkeys(CONDITIONS, _Writer.condition),
 }
 SUPPORTED = tuple(_WRITERS)
@@ -471,6 +486,17 @@ def _pattern(value: Any, keyword: str, pointer: str) -> str:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _within_exact(value: Any, keyword: str) -> Any:
+    """A limit that leaves room beyond the integers that are told apart, without that room."""
+    if not isinstance(value, bool) and isinstance(value, int | float):
+        inside = MAX_EXACT - keyword.startswith("exclusive")
+        if keyword.endswith("aximum") and value > inside:
+            return inside
+        if keyword.endswith("inimum") and value < -inside:
+            return -inside
+    return value
 
 
 def _check_number(value: Any, keyword: str, pointer: str) -> None:
@@ -516,15 +542,10 @@ def _check_text(text: str, pointer: str) -> None:
         raise Unsupported("text", pointer, "half a surrogate pair is no text") from None
 
 
-def _is_unique_anyway(schema: Schema) -> bool:
-    limit = schema.get("maxItems")
-    return schema["uniqueItems"] is False or (isinstance(limit, int) and limit <= 1)
-
-
 def _refers(schema: Any) -> bool:
-    """Whether there is a $ref below; the schema's depth is bounded."""
+    """Whether there is a reference below; the schema's depth is bounded."""
     if isinstance(schema, dict):
-        return "$ref" in schema or any(_refers(item) for item in schema.values())
+        return not schema.keys().isdisjoint(REFERENCES) or any(_refers(item) for item in schema.values())
     return isinstance(schema, list) and any(_refers(item) for item in schema)
 
 

@@ -34,12 +34,12 @@ def opposite(schema: Schema, peek: Peek, known: Iterable[str], depth: int = 0) -
         raise NoOppositeError("schema")
     peek(None)  # counts
     found: list[Schema] = []
+    if "$ref" in schema:  # what stands beside it counts in some drafts only
+        return opposite(peek({"$ref": schema["$ref"]}), peek, known, depth + 1)
     for keyword, value in schema.items():
-        if keyword == "$ref":
-            found.append(opposite(peek({"$ref": value}), peek, known, depth + 1))
-        elif keyword in ("anyOf", "allOf") and isinstance(value, list) and value:
+        if keyword in ("anyOf", "allOf", "oneOf") and isinstance(value, list) and value:
             parts = [opposite(part, peek, known, depth + 1) for part in value]
-            found.append({"allOf" if keyword == "anyOf" else "anyOf": parts})
+            found.append({"anyOf" if keyword == "allOf" else "allOf": parts})
         elif keyword == "not":
             found.append(value)
         elif keyword == "properties" and isinstance(value, dict):
@@ -47,6 +47,14 @@ def opposite(schema: Schema, peek: Peek, known: Iterable[str], depth: int = 0) -
                 other = opposite(part, peek, known, depth + 1)
                 if other is not False:
                     found.append({"type": "object", "required": [name], "properties": {name: other}})
+        elif keyword == "items" and isinstance(value, dict | bool):
+            other = opposite(value, peek, known, depth + 1)
+            if (
+                other is not False and "prefixItems" not in schema
+            ):  # the first one breaks it: others may as well
+                found.append({"type": "array", "minItems": 1, "items": [other], "additionalItems": True})
+        elif keyword.startswith("exclusive") and isinstance(value, bool):
+            continue  # of draft 4: the limit beside it says enough
         elif keyword in _SIMPLE:
             found.append(_SIMPLE[keyword](value))
         elif keyword in known:

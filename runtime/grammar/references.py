@@ -12,6 +12,7 @@ from runtime.grammar.errors import InvalidGrammar
 MAX_COMPARED = 100_000  # looks behind references, for comparing schemas and for their opposites
 MAX_STEPS = 16  # of references that lead to references alone
 LOOKS_BETWEEN_PAUSES = 64
+REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 
 
 class Unsupported(InvalidGrammar):
@@ -33,6 +34,7 @@ class References:
         self._names: dict[str, str] = {}  # of the definitions, by the pointers to them
         self._pending: list[str] = []
         self._num_compared = 0
+        self._anchors: dict[str, list[str]] | None = None  # pointers, by names
 
     def name(self, reference: Any, pointer: str) -> str:
         """What its target is called among the definitions. Raises `Unsupported`."""
@@ -91,5 +93,28 @@ class References:
         if reference in ("#", "#/"):
             return ""
         if not reference.startswith("#/"):
-            raise Unsupported("$ref", pointer, "only references into the schema itself (#/...) are followed")
+            found = self._named(reference[1:]) if reference.startswith("#") else []
+            if len(found) != 1:
+                raise Unsupported(
+                    "$ref", pointer, "only references into the schema itself (#/...) are followed"
+                )
+            return found[0]
         return unquote(reference[1:], errors="strict") if "%" in reference else reference[1:]
+
+    def _named(self, name: str) -> list[str]:
+        """The pointers to what has this name: an $anchor or $dynamicAnchor, or an $id or id such as #name."""
+        if self._anchors is None:
+            self._anchors = {}
+            pending: list[tuple[str, Any]] = [("", self._root)]
+            while pending:
+                pointer, found = pending.pop()
+                if isinstance(found, dict):
+                    for keyword in ("$anchor", "$dynamicAnchor", "$id", "id"):
+                        value = found.get(keyword)
+                        if isinstance(value, str) and (keyword.endswith("nchor") or value.startswith("#")):
+                            self._anchors.setdefault(value.lstrip("#"), []).append(pointer)
+                    parts = ((key.replace("~", "~0").replace("/", "~1"), item) for key, item in found.items())
+                    pending += [(f"{pointer}/{key}", item) for key, item in parts]
+                elif isinstance(found, list):
+                    pending += [(f"{pointer}/{index}", item) for index, item in enumerate(found)]
+        return self._anchors.get(name, [])

@@ -99,7 +99,25 @@ SCHEMAS: list[Any] = [
     {"type": "object", "propertyNames": {"minLength": 1, "maxLength": 1}, "additionalProperties": {"type": "integer"}},
     {"allOf": [{"properties": {"a": {}}}], "properties": {"b": {}}, "unevaluatedProperties": False, "type": "object"},
     {"type": "number", "maximum": 4.95}, {"type": "number", "exclusiveMaximum": 1},
-    {"type": "number", "minimum": -0.95},
+    {"type": "number", "minimum": -0.95}, {"type": "integer", "maximum": 2**63 - 1, "minimum": -(2**63)},
+    {"oneOf": [{"type": ["string", "integer"]}, {"type": ["integer", "null"]}]},
+    {"type": "array", "uniqueItems": True, "items": {"enum": ["a", "b", "c", "d"]}},
+    {"uniqueItems": True, "items": {"$ref": "#/$defs/x"}, "$defs": {"x": {"const": "a"}}, "minItems": 1},
+    {"$defs": {"x": {"$anchor": "name", "type": "integer"}}, "items": {"$ref": "#name"}},
+    {"$defs": {"x": {"$dynamicAnchor": "name", "type": "integer"}}, "items": {"$dynamicRef": "#name"}},
+    {"$schema": "http://json-schema.org/draft-04/schema#", "definitions": {"x": {"id": "#n", "type": "integer"}},
+     "items": {"$ref": "#n"}},
+]  # fmt: skip
+# Less is accepted of these than is valid.
+NARROWED: list[Any] = [
+    {"type": "array", "uniqueItems": True, "items": {"enum": ["a", "b", "c", "d", "e", "f"]}, "minItems": 5},
+    {"oneOf": [{"type": "object", "properties": {"a": {}}, "additionalProperties": False},
+               {"type": "object", "properties": {"b": {}}, "additionalProperties": False}]},
+    {"oneOf": [{"type": "array", "items": {"type": "string"}}, {"type": "array", "items": {"type": "integer"}}]},
+    {"oneOf": [{"type": "object", "properties": {"a": {"type": "integer"}}},
+               {"type": "object", "patternProperties": {"^b": {"type": "integer"}}, "required": ["c"]}]},
+    {"$schema": "http://json-schema.org/draft-07/schema#", "$defs": {"x": {"type": "integer"}},
+     "not": {"$ref": "#/$defs/x", "minimum": 3}},
 ]  # fmt: skip
 
 
@@ -110,7 +128,7 @@ def validator_of(schema: Any) -> Any:
     return cls(schema, format_checker=cls.FORMAT_CHECKER)
 
 
-@pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: json.dumps(schema)[:80])
+@pytest.mark.parametrize("schema", [*SCHEMAS, *NARROWED], ids=lambda schema: json.dumps(schema)[:80])
 def test_no_invalid_value_is_accepted_and_no_random_output_is_invalid(schema: Any) -> None:
     validator, matcher = validator_of(schema), grammars.compiled("json_schema", schema)
     for value in VALUES:
@@ -176,6 +194,7 @@ def test_keywords_that_nothing_enforces_are_refused_by_name_and_place(keyword: s
         ({"$ref": "#name"}, "/$ref"),
         ({"multipleOf": 0.01}, "/multipleOf"),
         ({"minimum": 9007199254740993}, "/minimum"),
+        ({"$defs": {"a": {"$anchor": "n"}, "b": {"$anchor": "n"}}, "$ref": "#n"}, "/$ref"),
         ({"const": 9007199254740993}, "/const"),
         ({"maxItems": 10**9}, "/maxItems"),
         ({"minLength": -1}, "/minLength"),
@@ -184,7 +203,9 @@ def test_keywords_that_nothing_enforces_are_refused_by_name_and_place(keyword: s
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "/oneOf"),
         ({"oneOf": [{"required": ["a"]}, {"required": ["a"]}]}, "/oneOf"),
         ({"not": {"pattern": "a"}}, "/not"),
-        ({"not": {"items": {"type": "integer"}}}, "/not"),
+        ({"not": {"contains": {"type": "integer"}}}, "/not"),
+        ({"uniqueItems": True, "items": {"type": "string"}}, "/uniqueItems"),
+        ({"oneOf": [{"type": "string", "pattern": "a"}, {"enum": ["a", "b"]}]}, "/oneOf"),
         ({"if": {"format": "date"}, "then": True}, "/if"),
         ({"if": {"required": ["a"]}, "then": {"contains": {}}}, "/then/contains"),
         ({"propertyNames": {"format": "date"}}, "/propertyNames"),
