@@ -48,7 +48,7 @@ class Router:
     """One scheduler actor for each replica, all on one loop.
 
     A replica that fails is closed and started again: requests of which nothing was sent yet go to the others, the
-    rest fail with the reason. The engine fails when the last replica is given up.
+    rest fail with the reason. Once it is back it gets its share of those that wait. The engine fails when the last replica is given up.
     """
 
     def __init__(
@@ -142,14 +142,34 @@ class Router:
             except Exception:  # the replica's border: a device without memory must not end the healthy ones
                 logger.exception("Replica %d could not be started again.", index)
                 continue
-            self._schedulers[index] = self._actor(index, replica)
+            self._schedulers[index] = fresh = self._actor(index, replica)
             logger.warning("Replica %d is alive again.", index)
             for live in self._requests:
                 if live.sequences and live.scheduler is None:
                     self.admit(live)
+            self._share_waiting(fresh)
             return True
         logger.critical("Replica %d is given up.", index)
         return False
+
+    def _share_waiting(self, fresh: SchedulerActor) -> None:
+        """Move requests that wait elsewhere, the latest first, to a replica that has come back: to each its share."""
+        waiting: dict[object, list[LiveRequest]] = {scheduler: [] for scheduler in self.alive}
+        for live in self._requests:
+            if live.scheduler in waiting and live.waits and live.aborting is None:
+                waiting[live.scheduler].append(live)
+        share = sum(map(len, waiting.values())) // len(waiting)
+
+        def take(live: LiveRequest) -> None:
+            if fresh in self._schedulers:
+                fresh.admit(live)
+            else:
+                self.admit(live)
+
+        for scheduler in self.alive:
+            for live in waiting[scheduler][share:]:
+                if scheduler is not fresh:
+                    scheduler.give_back(live, take)
 
     def _move_requests(self, dead: SchedulerActor, error: EngineFailure) -> None:
         """Nothing more comes from this replica: give its requests to others, or fail them."""

@@ -74,6 +74,13 @@ class EndChoice(NamedTuple):
     index: int
 
 
+class GiveBack(NamedTuple):
+    """Hand a request to somebody else, unless it has begun meanwhile."""
+
+    live: LiveRequest
+    to: Callable[[LiveRequest], None]
+
+
 class Wake(NamedTuple):
     """Host data came for a sequence that is in no step."""
 
@@ -112,7 +119,7 @@ class SchedulerActor:
         self._receive_interval = plan.receive_interval
         self._requests = requests
         self._detokenizer = detokenizer
-        self._inbox: Mailbox[Admit | Abort | EndChoice | Wake] = Mailbox()
+        self._inbox: Mailbox[Admit | Abort | EndChoice | GiveBack | Wake] = Mailbox()
         self._series = series
         self._num_arriving = 0  # choices in the inbox
         self._in_flight: deque[tuple[Batch, asyncio.Future[StepOutput]]] = deque()
@@ -149,6 +156,10 @@ class SchedulerActor:
     def end_choice(self, live: LiveRequest, index: int) -> None:
         """See SchedulerHandle."""
         self._inbox.put(EndChoice(live, index))
+
+    def give_back(self, live: LiveRequest, to: Callable[[LiveRequest], None]) -> None:
+        """Have `to` take over a request, unless it has begun."""
+        self._inbox.put(GiveBack(live, to))
 
     @property
     def room(self) -> int:
@@ -425,7 +436,7 @@ class SchedulerActor:
         if broken is not None:
             raise broken
 
-    def _take_in(self, message: Admit | Abort | EndChoice) -> None:
+    def _take_in(self, message: Admit | Abort | EndChoice | GiveBack) -> None:
         live = message.live
         if isinstance(message, Admit):
             self._num_arriving -= len(live.sequences)
@@ -434,6 +445,11 @@ class SchedulerActor:
             self.scheduler.add(*live.sequences)
         elif isinstance(message, EndChoice):
             self.scheduler.end(live.sequences[message.index])
+        elif isinstance(message, GiveBack):
+            if live.scheduler is self and live.waits and live.aborting is None:
+                self.scheduler.withdraw(live.sequences)
+                live.sequences = [sequence.restarted() for sequence in live.sequences]
+                message.to(live)
         elif live.aborting is not None:
             deltas = self.scheduler.abort(live.sequences, live.aborting)
             if deltas:

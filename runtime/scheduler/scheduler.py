@@ -127,6 +127,14 @@ class Scheduler:
                 deltas.append(final_delta(sequence, finish))
         return deltas
 
+    def withdraw(self, sequences: Iterable[Sequence]) -> None:
+        """Forget sequences that wait and have never run: another scheduler computes them."""
+        for sequence in sequences:
+            self._waiting.remove(sequence)
+            if sequence.constraint is not None:
+                sequence.constraint.release()
+        self._running.full = False
+
     def end(self, sequence: Sequence) -> None:
         """End a sequence whose text reached a stop string, without a Delta; ignored if it has ended."""
         if sequence in self:

@@ -83,6 +83,22 @@ async def test_dead_replica_keeps_what_was_not_begun_and_is_started_again():
         assert runners[2].num_launched
 
 
+async def test_a_replica_that_is_back_gets_its_share_of_those_that_wait():
+    async with scripted_core.running_several(2, max_running=1) as (core, runners):
+        for runner in runners:
+            runner.open.clear()
+        outputs = [core.submit(request(3, 4, place)) for place in range(13)]
+        await until(lambda: all(runner.num_launched for runner in runners))
+        core.abort(outputs[-1].request_id)
+        runners[1].die(DEATH)
+        await until(lambda: len(runners) == 3)
+        runners[0].open.set()
+        found = await asyncio.gather(*map(whole, outputs[:-1]))
+        assert found == [expected((3, 4, place)) for place in range(12)]
+        assert runners[2].num_launched >= 4 * 8  # of the twelve, of eight steps each
+        core.check()
+
+
 async def test_what_was_begun_fails_with_the_reason():
     async with scripted_core.running_several(2) as (core, runners):
         outputs = [core.submit(request(3, 4, place, new=200)) for place in range(2)]
