@@ -48,7 +48,8 @@ class Router:
     """One scheduler actor for each replica, all on one loop.
 
     A replica that fails is closed and started again: requests of which nothing was sent yet go to the others, the
-    rest fail with the reason. Once it is back it gets its share of those that wait. The engine fails when the last replica is given up.
+    rest fail with the reason. Once it is back it gets its share of those that wait. The engine fails when the last
+    replica is given up.
     """
 
     def __init__(
