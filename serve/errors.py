@@ -16,6 +16,7 @@ from sse_starlette.event import ServerSentEvent
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from runtime.actors.live_requests import ABORTED, ABORTED_EARLY
 from runtime.errors import (
     EngineClosed,
     EngineFailure,
@@ -26,6 +27,7 @@ from runtime.errors import (
     Unauthorized,
     WorkerFailed,
 )
+from runtime.request import Finish
 
 logger = logging.getLogger("penstock.http")
 
@@ -67,6 +69,21 @@ def describe(error: Exception) -> Failure:
         return Failure(error.status, error.kind, message)
     logger.error("a request failed unexpectedly", exc_info=error)
     return Failure(EngineFailure.status, EngineFailure.kind, "The server failed to answer this request.")
+
+
+class Aborted(RequestError):
+    """Somebody ended the request. OpenAI's, Anthropic's and Ollama's clients know no such end of an answer."""
+
+    kind = "RequestAborted"
+
+
+def ended(finish: Finish | None) -> Finish:
+    """How an answer ended that is whole. Raises `Aborted` or `EngineFailure` for one that is not."""
+    if finish is None or finish in (ABORTED, ABORTED_EARLY):
+        raise Aborted("The request was aborted.")
+    if finish.kind == "abort":
+        raise EngineFailure(finish.message or "The server could not finish this request.")
+    return finish
 
 
 def renamed(error: AnyRequestError, param: str) -> AnyRequestError:

@@ -9,12 +9,12 @@ from typing import Any
 
 import orjson
 
-from runtime.errors import RequestError
+from runtime.errors import EngineFailure, RequestError
 from runtime.request import Chunk, Finish, Usage
 from serve.anthropic.errors import error_event, event
 from serve.chat.parts import Closed, Grown, Opened, Part, PartAssembler, PartEvent, parts_of
 from serve.chat.request import PreparedChat
-from serve.errors import describe
+from serve.errors import describe, ended
 from serve.sse import Framing
 
 SIGNATURE = "penstock"  # clients refuse to send thinking back that has none
@@ -26,15 +26,11 @@ _DELTAS = {
 }
 
 
-class Aborted(RequestError):
-    """Somebody else ended the request: this API has no word for that in an answer."""
-
-
 def message_answer(prepared: PreparedChat, chunk: Chunk, model: str) -> dict[str, Any]:
-    """The `message` object. Raises `Aborted`."""
+    """The `message` object. Raises what `serve.errors.ended` does."""
     parser = prepared.new_parser()
     parts = parts_of(parser.feed_chunk(chunk))
-    finish = _finish(chunk.finish)
+    finish = ended(chunk.finish)
     blocks = [_block(part) for part in parts]
     return {
         **_opening(prepared, model),
@@ -70,12 +66,6 @@ def _block(part: Part) -> dict[str, Any] | None:
     if not isinstance(arguments, dict):
         return None
     return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": arguments}
-
-
-def _finish(finish: Finish | None) -> Finish:
-    if finish is None or finish.kind == "abort":
-        raise Aborted("The request was aborted.")
-    return finish
 
 
 def _stop_reason(finish: Finish, kind: str) -> str:
@@ -125,9 +115,9 @@ class MessageEvents:
     def closing(self) -> bytes:
         written = [_part_event(found) for found in self._parts.end()]
         try:
-            finish = _finish(self._last_finish)
-        except Aborted as aborted:
-            return b"".join([*written, error_event(describe(aborted))])
+            finish = ended(self._last_finish)
+        except (RequestError, EngineFailure) as error:
+            return b"".join([*written, error_event(describe(error))])
         kind = self._prepared.finish_kind(finish, self._parser)
         delta = {"stop_reason": _stop_reason(finish, kind), "stop_sequence": _stop_sequence(finish)}
         usage = _usage(self._usage or Usage(0, 0, 0), self._parser.num_reasoning_tokens)

@@ -77,7 +77,7 @@ class PreparedChat:
         return collect(parser.feed_chunk(chunk))
 
     def finish_kind(self, finish: Finish, parser: OutputParser) -> str:
-        """OpenAI's finish_reason: "stop", "length", "tool_calls" or "abort"."""
+        """OpenAI's finish_reason: "stop", "length" or "tool_calls"; "abort" for what has no such."""
         return "tool_calls" if finish.kind == "stop" and parser.num_calls else finish.kind
 
 

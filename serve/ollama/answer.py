@@ -14,6 +14,7 @@ from runtime.actors.output_stream import OutputStream
 from runtime.request import Chunk, Finish, Usage
 from serve.chat.events import ChatEvent
 from serve.chat.parts import Closed, Grown, Part, PartAssembler, PartEvent
+from serve.errors import ended
 from serve.openai.logprobs import chat_logprobs
 from serve.sse import Framing
 
@@ -129,7 +130,7 @@ class Answer:
             "created_at": now(),
             **said,
             "done": True,
-            "done_reason": self._finish.kind if self._finish else "abort",
+            "done_reason": ended(self._finish).kind,
             "total_duration": ended_ns - self._begun_ns,
             "load_duration": 0,  # it was loaded before
             "prompt_eval_count": self._usage.prompt,

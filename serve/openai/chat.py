@@ -19,7 +19,7 @@ from serve.chat.message import AssistantMessage
 from serve.chat.parser import OutputParser
 from serve.chat.request import PreparedChat, prepare
 from serve.endpoint import json_response, read_all_or_disconnect, read_body
-from serve.errors import ErrorFormat, openai_body
+from serve.errors import ErrorFormat, ended, openai_body
 from serve.openai.answers import AnswerHeader, UsageCount, event_end
 from serve.openai.logprobs import chat_logprobs
 from serve.openai.messages import chat_of
@@ -79,7 +79,7 @@ def _read(core: EngineCore, raw: bytes) -> _Call:
 def chat_answer(
     header: AnswerHeader, tokenizer: Tokenizer | None, prepared: PreparedChat, chunks: Sequence[Chunk]
 ) -> dict[str, Any]:
-    """The `chat.completion` object; one finished chunk per choice."""
+    """The `chat.completion` object; one finished chunk per choice. Raises what `serve.errors.ended` does."""
     usage = UsageCount(cache_report=header.cache_report)
     choices = []
     for chunk in chunks:
@@ -87,7 +87,7 @@ def chat_answer(
         message = prepared.message(chunk, parser)
         usage.note(0, chunk.index, chunk.usage)
         usage.note_reasoning(0, chunk.index, parser.num_reasoning_tokens)
-        finish = chunk.finish or Finish("abort")
+        finish = ended(chunk.finish)
         choices.append(
             {
                 "index": chunk.index,
@@ -166,6 +166,9 @@ class ChatEvents:
         return b"".join(parts)
 
     def closing(self) -> bytes:
+        """Raises what `serve.errors.ended` does, after all text was sent."""
+        for finish in self._finishes.values():
+            ended(finish)
         parts = [self._delta(index, {}, None, finish) for index, finish in sorted(self._finishes.items())]
         if self._options.include_usage:
             parts.append(self._start + event_end(self._usage.total()))

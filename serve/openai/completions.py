@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 from runtime.errors import InvalidRequest
 from runtime.request import Chunk, Finish, LogprobParams, Logprobs, Request
 from serve.endpoint import json_response, read_all_or_disconnect, read_body
-from serve.errors import ErrorFormat, openai_body
+from serve.errors import ErrorFormat, ended, openai_body
 from serve.native.schema import check_choices, labels_of, namespaces_of
 from serve.openai.answers import AnswerHeader, UsageCount, event_end
 from serve.openai.logprobs import CompletionLogprobs
@@ -174,6 +174,7 @@ class CompletionAnswers:
         self._start = header.event_start(KIND)
         self._end = event_end()
         self._before_text: dict[int, bytes] = {}
+        self._finishes: list[Finish] = []
 
     def whole(self, answers: Sequence[Sequence[Chunk]]) -> dict[str, Any]:
         """The `text_completion` object; one finished chunk per choice."""
@@ -182,7 +183,7 @@ class CompletionAnswers:
             for chunk in chunks:
                 number, text = self._number(request_index, chunk), self._echo(request_index) + chunk.text
                 self._usage.note(request_index, chunk.index, chunk.usage)
-                finish = chunk.finish or Finish("abort")
+                finish = ended(chunk.finish)
                 choices.append(
                     {
                         "index": number,
@@ -216,6 +217,9 @@ class CompletionAnswers:
         return b"".join(parts)
 
     def closing(self) -> bytes:
+        """Raises what `serve.errors.ended` does, after all text was sent."""
+        for finish in self._finishes:
+            ended(finish)
         return self._start + event_end(self._usage.total()) if self._options.include_usage else b""
 
     def _rest(self, request_index: int, number: int, chunk: Chunk, text: str) -> bytes:
@@ -223,10 +227,13 @@ class CompletionAnswers:
         if chunk.finish is None and chunk.logprobs is None:
             return b',"logprobs":null,"finish_reason":null,"matched_stop":null}'
         finish = chunk.finish
+        if finish is not None:
+            self._finishes.append(finish)
+        is_whole = finish is not None and finish.kind != "abort"
         fields = {
             "logprobs": self._piece(request_index, number, chunk, text),
-            "finish_reason": finish.kind if finish else None,
-            "matched_stop": finish.matched if finish else None,
+            "finish_reason": finish.kind if is_whole else None,
+            "matched_stop": finish.matched if is_whole else None,
         }
         return b"," + orjson.dumps(fields)[1:]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request as HttpRequest
@@ -33,8 +34,12 @@ def _missing(core: EngineCore, model: str) -> str:
 
 
 async def list_models(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """The model that is served."""
-    return json_response({"object": "list", "data": [_card(core)]})
+    """The model that is served, to Anthropic's clients as they know it."""
+    card = _card(core)
+    if _is_anthropics(http):
+        page = {"first_id": card["id"], "last_id": card["id"], "has_more": False}
+        return json_response({"data": [_model_info(core)], **page})
+    return json_response({"object": "list", "data": [card]})
 
 
 async def retrieve_model(http: HttpRequest, core: EngineCore) -> ASGIApp:
@@ -42,7 +47,7 @@ async def retrieve_model(http: HttpRequest, core: EngineCore) -> ASGIApp:
     model = http.path_params["model"]
     card = _card(core)
     if model == card["id"]:
-        return json_response(card)
+        return json_response(_model_info(core) if _is_anthropics(http) else card)
     error = {
         "message": _missing(core, model),
         "type": "invalid_request_error",
@@ -50,6 +55,26 @@ async def retrieve_model(http: HttpRequest, core: EngineCore) -> ASGIApp:
         "code": "model_not_found",
     }
     return json_response({"error": error}, 404)
+
+
+def _is_anthropics(http: HttpRequest) -> bool:
+    return "anthropic-version" in http.headers
+
+
+def _model_info(core: EngineCore) -> dict[str, Any]:
+    name = core.plan.serve.served_model_name
+    made = datetime.fromtimestamp(STARTED_S, UTC).isoformat().replace("+00:00", "Z")
+    return {
+        "type": "model",
+        "id": name,
+        "display_name": name,
+        "created_at": made,
+        "max_input_tokens": core.plan.model.context_length,
+        "max_tokens": core.plan.model.context_length,
+        "capabilities": None,
+        "lifecycle": "active",
+        "line": None,
+    }
 
 
 def _card(core: EngineCore) -> dict[str, Any]:

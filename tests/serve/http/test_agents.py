@@ -9,7 +9,7 @@ import anthropic
 import ollama
 import orjson
 import pytest
-from anthropic.types import RawMessageStreamEvent
+from anthropic.types import ModelInfo, RawMessageStreamEvent
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
@@ -71,6 +71,15 @@ async def test_message_has_thinking_text_and_tool_use(served: Served) -> None:
     assert answer.usage.output_tokens_details.thinking_tokens > 0
 
 
+async def test_anthropics_client_finds_the_model(served: Served) -> None:
+    async with anthropic_of(served) as client:
+        [model] = [model async for model in client.models.list()]
+        again = await client.models.retrieve(fake_core.MODEL)
+    assert (model.type, model.id, model.max_input_tokens) == ("model", fake_core.MODEL, fake_core.CONTEXT)
+    assert again == model
+    ModelInfo.model_validate_json(again.to_json(), strict=True)
+
+
 async def test_anthropics_accumulator_reads_the_stream(served: Served) -> None:
     ask: Any = {"model": fake_core.MODEL, "messages": HELLO, "max_tokens": 400, "tools": ANTHROPIC_TOOLS}
     async with anthropic_of(served) as client, client.messages.stream(**ask) as stream:
@@ -81,7 +90,7 @@ async def test_anthropics_accumulator_reads_the_stream(served: Served) -> None:
     response = await served.http.post("/v1/messages", json={**ask, "stream": True})
     found = frames(response.text)
     for event in found:
-        MESSAGE_EVENT.validate_python(event)
+        MESSAGE_EVENT.validate_python(event, strict=True)
     opened = [event["index"] for event in found if event["type"] == "content_block_start"]
     closed = [event["index"] for event in found if event["type"] == "content_block_stop"]
     assert opened == closed == [0, 1, 2, 3]

@@ -12,6 +12,8 @@ from typing import Any
 import httpx
 import orjson
 import pytest
+from openai.types.chat import ChatCompletionChunk
+from pydantic import BaseModel
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 import fake_core
@@ -50,6 +52,43 @@ async def test_client_that_leaves_a_stream_aborts_it(serve: Serve, path: str, bo
             break
     await until(lambda: served.core.num_open == 0)
     assert sorted(served.core.aborted) == [request.id for request in served.core.submitted]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "answer"),
+    [
+        ("/v1/chat/completions", CHAT, ChatCompletionChunk),
+        ("/v1/completions", {"prompt": ["Hello", "you"], "n": 2, "max_tokens": 200}, None),
+        ("/api/chat", {"messages": CHAT["messages"]}, None),
+    ],
+)
+async def test_aborted_answer_ends_with_an_error_that_clients_know(
+    serve: Serve, path: str, body: dict[str, Any], answer: type[BaseModel] | None
+) -> None:
+    served = await serve(held=True)
+    for stream in (True, False):
+        posted = asyncio.create_task(
+            served.http.post(path, json={"model": fake_core.MODEL, **body, "stream": stream})
+        )
+        await until(lambda: served.core.num_open > 0)
+        served.core.step()
+        await asyncio.sleep(0)
+        served.core.abort_all()
+        response = await posted
+        if not stream:
+            assert (response.status_code, "The request was aborted." in response.text) == (400, True)
+            continue
+        lines = [
+            line.removeprefix("data: ")
+            for line in response.text.split("\n")
+            if line.startswith(("data", "{"))
+        ]
+        *events, last = [orjson.loads(line) for line in lines if line != "[DONE]"]
+        assert "The request was aborted." in str(last["error"])
+        assert events
+        for event in events:
+            if answer is not None:
+                answer.model_validate(event, strict=True)
 
 
 @pytest.mark.parametrize(("path", "body"), BODIES)

@@ -8,6 +8,7 @@ from typing import Any
 
 import openai
 import pytest
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 import fake_core
 import tiny_tokenizers
@@ -66,6 +67,19 @@ async def test_stream_is_as_openai_writes_it(served: Served) -> None:
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "tool_calls"
     assert sum(bool(delta.tool_calls) for delta in deltas) > 10, "arguments stream"
     assert chunks[-1].usage.completion_tokens_details.reasoning_tokens > 0
+
+
+async def test_answers_are_of_openais_types_to_the_letter(served: Served) -> None:
+    ask = {"model": fake_core.MODEL, "messages": HELLO, "max_tokens": 400, "tools": TOOLS, "logprobs": True}
+    whole = await served.http.post("/v1/chat/completions", json=ask)
+    ChatCompletion.model_validate_json(whole.content, strict=True)
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    streamed = await served.http.post("/v1/chat/completions", json={**ask, **options})
+    *events, done, _ = streamed.text.split("\n\n")
+    assert done == "data: [DONE]"
+    assert len(events) > 20
+    for event in events:
+        ChatCompletionChunk.model_validate_json(event.removeprefix("data: "), strict=True)
 
 
 async def test_openais_own_accumulator_reads_the_stream(served: Served) -> None:
