@@ -25,7 +25,7 @@ PREFILL = "prefill_attention"  # in choices: attention of rows of several tokens
 
 # operation -> (the Kernels fields its backend file provides, the backend files there are)
 OPERATIONS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "activation": (("gate", "activate"), ("native", "with_cpp", "with_triton")),
+    "activation": (("gate", "activate", "modulate"), ("native", "with_cpp", "with_triton")),
     "attention": (
         ("attend",),
         ("with_cpp", "with_onednn", *(backend.file for backend in ATTENTION.values())),
@@ -42,6 +42,7 @@ OPERATIONS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "add"),
         ("native", "with_cpp", "with_triton"),
     ),
+    "recurrence": (("convolve", "delta_rule", "scan"), ("native",)),
     "rope": (("rotate",), ("native", "with_cpp", "with_triton")),
     "sampling": (
         ("choose", "penalize", "apply_bitmask", "score"),
@@ -66,12 +67,16 @@ class Kernels:
     rotate: Callable[..., tuple[Tensor, Tensor]]
     gate: Callable[..., Tensor]
     activate: Callable[..., Tensor]
+    modulate: Callable[..., Tensor]
     embed: Callable[..., Tensor]
     reads: Callable[[Tensor], bool]
     as_logits: Callable[..., Tensor]
     route: Callable[..., tuple[Tensor, Tensor]]
     mix: Callable[..., Tensor]
     prepare_experts: Callable[..., Mixture]
+    convolve: Callable[..., Tensor]
+    delta_rule: Callable[..., Tensor]
+    scan: Callable[..., Tensor]
     prepare: Callable[..., Tensor]
     prepare_grouped: Callable[..., Tensor]
     linear: Callable[..., Tensor]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -31,6 +32,12 @@ def gate(x: Tensor, activation: str) -> Tensor:
         values = values.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT).add_(1)
         return gates.mul((gates * SWIGLU_SLOPE).sigmoid_()).mul_(values)
     return _FUNCTIONS[activation](gates).mul_(values)
+
+
+def modulate(x: Tensor, gate: Tensor, activation: str) -> Tensor:
+    """x * activation(gate) (see `ops.activation`)."""
+    function = torch.sigmoid if activation == "sigmoid" else _FUNCTIONS[activation]
+    return (x.float() * function(gate.float())).to(x.dtype)
 
 
 def activate(x: Tensor, activation: str) -> Tensor:

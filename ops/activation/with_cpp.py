@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ops.activation.native import modulate
 from ops.cpp.kernel_launcher import KernelLauncher
 from ops.cpp.library import Gate, address
 
@@ -14,7 +15,7 @@ KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "clamped_s
 
 
 def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
-    """`gate` and `activate` (see `ops.activation`)."""
+    """`gate` and `activate` (see `ops.activation`); `modulate` is torch's."""
 
     def gate(x: Tensor, activation: str) -> Tensor:
         """Activate the first half and multiply it with the second."""
@@ -33,4 +34,4 @@ def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
         )
         return out
 
-    return {"gate": gate, "activate": activate}
+    return {"gate": gate, "activate": activate, "modulate": modulate}

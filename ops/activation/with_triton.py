@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ops.activation.native import activate
+from ops.activation.native import activate, modulate
 
-__all__ = ["activate", "gate"]  # the former is one kernel of torch's
+__all__ = ["activate", "gate", "modulate"]  # but for the gate they are torch's
 
 BLOCK = 1024
 

@@ -144,6 +144,8 @@ class _ReplicaLoader:
             given, schedule=replace(given.schedule, max_running=max_running(given, pages))
         )
         kinds = make_kinds(specs, plan, pages)
+        limits = [plan.schedule.max_running, *(kind.max_sequences for kind in kinds if kind.max_sequences)]
+        plan = self._plan = replace(plan, schedule=replace(plan.schedule, max_running=min(limits)))
         cache = CacheSetup(
             num_pages=pages,
             page_size=plan.cache.page_size,

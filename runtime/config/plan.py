@@ -32,6 +32,7 @@ class ModelPlan(Section):
     by_transformers: bool = False  # transformers' modules compute the model
     mmap: bool = True
     num_load_threads: int = 1
+    state_dtype: str = "float32"  # of the states of recurrent layers
     quantization: str | None = (
         None  # how weights are rounded when they are loaded; None: they stay as they are
     )
@@ -48,6 +49,7 @@ class CachePlan(Section):
     window_ratio: float | None = (
         None  # pages of sliding-window layers for each page of the others; None: as many, in one pool
     )
+    max_states: int | None = None  # of recurrent layers; None: as memory allows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,6 +42,9 @@ class CacheKind:
     """
 
     name: ClassVar[str]
+    one_step_back: ClassVar[bool] = (
+        False  # a token can be computed once more, but only in the step behind its own
+    )
 
     # --- how large, before there is one ---
 
@@ -77,14 +80,21 @@ class CacheKind:
         return None
 
     @staticmethod
-    def scratch_arrays(num_rows: int, num_units: int) -> dict[str, Ints]:
-        """As `step_arrays`, for rows of one token that touch nothing but the unit that is for nobody's use."""
+    def scratch_arrays(counts: Seq[int], num_units: int) -> dict[str, Ints]:
+        """As `step_arrays`, for rows of so many tokens that touch nothing but the unit that is for nobody's use; of
+        one token each where a kind has pages.
+        """
         return {}
 
     # --- while the engine runs ---
 
     def __init__(self, specs: Specs, num_units: int, num_pages: int, page_size: int) -> None:
         self.count = num_units
+
+    @property
+    def max_sequences(self) -> int | None:
+        """How many sequences may run together; None: any number."""
+        return None
 
     @property
     def num_available(self) -> int | None:

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from runtime.kv_cache.kinds import PAGED, CacheKind, Specs
+from runtime.kv_cache.states import StateKind
 from runtime.kv_cache.windowed import WindowedPages
 
 if TYPE_CHECKING:
     from runtime.config.plan import Plan
 
-KINDS: Mapping[str, type[CacheKind]] = {kind.name: kind for kind in (WindowedPages,)}
+KINDS: Mapping[str, type[CacheKind]] = {kind.name: kind for kind in (StateKind, WindowedPages)}
 
 
 def make_kinds(specs: Specs, plan: Plan, num_pages: int) -> list[CacheKind]:

@@ -67,8 +67,8 @@ class WindowedPages(CacheKind):
         return {"page_table": max_rows * max_pages}
 
     @staticmethod
-    def scratch_arrays(num_rows: int, num_units: int) -> dict[str, Ints]:
-        return {"page_table": np.full((num_rows, 1), num_units, np.int32)}
+    def scratch_arrays(counts: Seq[int], num_units: int) -> dict[str, Ints]:
+        return {"page_table": np.full((len(counts), 1), num_units, np.int32)}
 
     # --- while the engine runs ---
 

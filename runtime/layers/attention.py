@@ -25,7 +25,8 @@ class Attention(nn.Module):
     many positions, `scale` is 1 / sqrt(head_dim) unless given. With `sinks` each head has a learned score that takes
     part in its softmax. `fused` is the checkpoint's one tensor of q, k and v, where it has one; `by_group` if in it
     the query heads of a kv head stand before its key and its value. Without `rope` nothing is rotated. `qk_norm` are
-    the norms of q and k, of each head or over all of them, which come before the rotation unless `norm_last`.
+    the norms of q and k, of each head or over all of them, which come before the rotation unless `norm_last`. If
+    `gated`, the checkpoint's tensor of q holds a gate behind each head, whose sigmoid its output is multiplied with.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Attention(nn.Module):
         sinks: bool = False,
         fused: str | None = None,
         by_group: bool = False,
+        gated: bool = False,
         out_name: str = "o_proj",
     ) -> None:
         super().__init__()
@@ -66,6 +68,11 @@ class Attention(nn.Module):
         if fused is not None:
             together = in_groups if by_group else in_one_tensor
             qkv = together(f"{name}.{fused}", qkv)
+        self.gated = gated
+        if gated:
+            rows, pair = 2 * num_heads * head_dim, {"piece": head_dim, "stride": 2 * head_dim}
+            qkv[0] = qkv[0]._replace(tensor_rows=rows, **pair)
+            qkv.append(qkv[0]._replace(first_row=head_dim))
         self.qkv = Linear(size, qkv, build, bias=bias)
         self.out = Linear(
             num_heads * head_dim,
@@ -112,8 +119,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """x [T, E] -> [T, E]; the tokens' keys and values are in the cache then."""
-        heads = self.qkv(x, batch).unflatten(-1, (-1, self.head_dim))  # [T, H + 2K, D]
-        q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+        heads = self.qkv(x, batch).unflatten(-1, (-1, self.head_dim))  # [T, H + 2K, D], and H gates
+        sizes = (self.num_heads, self.num_kv_heads, self.num_kv_heads, self.num_heads * self.gated)
+        q, k, v, gates = heads.split(sizes, dim=1)
         if not self.norm_last:
             q, k = self._normed(q, k)
         if self.rope is not None:
@@ -131,8 +139,10 @@ class Attention(nn.Module):
             window=self.window,
             soft_cap=self.soft_cap,
             sinks=self.sinks,
-        )  # [T, H, D]
-        return self.out(out.flatten(1), batch)
+        ).flatten(1)  # [T, H * D]
+        if self.gated:
+            out = self.kernels.modulate(out, gates.flatten(1), "sigmoid")
+        return self.out(out, batch)
 
     def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q [T, H, D], k [T, K, D] -> the same, normalised if there are norms."""

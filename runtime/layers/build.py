@@ -21,6 +21,7 @@ class Build:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     quantization: QuantizationMethod = field(default_factory=Unquantized)
     ropes: dict[RopeParameters, Rope] = field(default_factory=dict)
+    state_dtype: str = "float32"  # of recurrent layers
 
     def rope(self, parameters: RopeParameters) -> Rope:
         if parameters not in self.ropes:

@@ -34,6 +34,7 @@ ACTIVATIONS = {
     "relu": "relu",
     "relu2": "relu2",
 }
+LINEAR = "linear_attention"
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -113,6 +114,7 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         "context_length": config.rope().context_length,
         "has_sinks": entry(config.architecture).sinks,
+        "recurrent": bool(entry(config.architecture).layer_types),
     }
 
 
@@ -209,8 +211,9 @@ class Config(Fields):
         kinds = self.values.get("layer_types")
         if kinds is None:
             return None
-        if not isinstance(kinds, list) or len(kinds) != self.num_layers or not set(kinds) <= set(LAYER_TYPES):
-            raise self.wrong("layer_types", f"{self.num_layers} of {', '.join(LAYER_TYPES)}")
+        known = entry(self.architecture).layer_types or LAYER_TYPES
+        if not isinstance(kinds, list) or len(kinds) != self.num_layers or not set(kinds) <= set(known):
+            raise self.wrong("layer_types", f"{self.num_layers} of {', '.join(known)}")
         return kinds
 
     def rope(self, layer_type: str | None = None) -> RopeParameters:

@@ -20,8 +20,13 @@ def decoder(config: Config, build: Build) -> Decoder:
     return scaled(config, build, lambda index: mlp(config, index, build, bias=bias))
 
 
-def scaled(config: Config, build: Build, inner: Callable[[int], nn.Module]) -> Decoder:
-    """Granite with `inner` in the place of each layer's MLP."""
+def scaled(
+    config: Config,
+    build: Build,
+    inner: Callable[[int], nn.Module],
+    mixer: Callable[[int], nn.Module] | None = None,
+) -> Decoder:
+    """Granite with `inner` in the place of each layer's MLP, and `mixer` in that of its attention."""
     bias, scale = config.flag("attention_bias"), config.number("attention_multiplier")
     multiplier = config.number("residual_multiplier")
 
@@ -31,7 +36,7 @@ def scaled(config: Config, build: Build, inner: Callable[[int], nn.Module]) -> D
 
         return ScaledBlock(
             norm("input_layernorm"),
-            attention(config, index, build, bias=bias, out_bias=bias, scale=scale),
+            mixer(index) if mixer else attention(config, index, build, bias=bias, out_bias=bias, scale=scale),
             norm("post_attention_layernorm"),
             inner(index),
             build.kernels,

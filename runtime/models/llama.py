@@ -58,7 +58,7 @@ def block(
     config: Config,
     index: int,
     build: Build,
-    attention: Attention,
+    attention: nn.Module,
     mlp: nn.Module,
     *,
     unit_offset: bool = False,

@@ -67,7 +67,9 @@ def load_model(
     device = torch.device(plan.device)
     config = Config(facts.config)
     tensors = open_tensors(facts, plan) if plan.load_format != "dummy" else None
-    build = Build(kernels, plan.context_length, device, _method(plan, kernels, tensors))
+    build = Build(
+        kernels, plan.context_length, device, _method(plan, kernels, tensors), state_dtype=plan.state_dtype
+    )
     with torch.device("meta"):
         model = entry(config.architecture).decoder()(config, build)
     if tensors is not None:

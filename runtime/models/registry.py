@@ -30,6 +30,7 @@ class Entry:
     encoder: bool = False  # sees each text whole and writes no token
     cuttable: bool = True  # over ranks; not where a norm is taken over all heads together
     tensors: Mapping[str, str | None] = field(default_factory=dict)  # see `tensor_name`
+    layer_types: tuple[str, ...] = ()  # those that its configuration may list; (): those of attention
     spelling: str | None = None  # a function in `spellings.py` that brings older files into the usual form
 
     def values(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,6 +72,17 @@ _QWEN_EXPERTS = {
     "moe_intermediate_size": 768,
     "num_experts_per_tok": 8,
     "num_local_experts": 128,
+}
+
+_DELTA_NET = {
+    "head_dim": 256,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 32768,
+    "partial_rotary_factor": 0.25,
 }
 
 _GEMMA = {"head_dim": 256, "max_position_embeddings": 8192, "tie_word_embeddings": True}
@@ -125,6 +137,8 @@ _COHERE = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": True,
 }
+
+_LINEAR_OR_FULL = ("linear_attention", "full_attention")
 
 _LAYER_NORM = {"layer_norm_eps": "rms_norm_eps"}
 
@@ -231,6 +245,24 @@ ARCHITECTURES: Mapping[str, Entry] = {
     "GraniteMoeForCausalLM": Entry(
         "granitemoe", {**_GRANITE, "num_experts_per_tok": 2, "num_local_experts": 8}
     ),
+    "GraniteMoeHybridForCausalLM": Entry(
+        "granitemoehybrid",
+        {
+            **_GRANITE,
+            "mamba_d_conv": 4,
+            "mamba_d_state": 256,
+            "mamba_expand": 2,
+            "mamba_n_groups": 1,
+            "mamba_n_heads": 128,
+            "num_experts_per_tok": 2,
+            "num_local_experts": 8,
+            "shared_intermediate_size": 1024,
+        },
+        cuttable=False,
+        layer_types=_LINEAR_OR_FULL,
+        tensors={r"(model\.layers\.\d+\.shared_mlp\.)output_linear\.": r"\1down_proj."},
+        spelling="granitemoehybrid",
+    ),
     "HunYuanDenseV1ForCausalLM": Entry(
         "hunyuan_v1_dense", {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
     ),
@@ -319,6 +351,31 @@ ARCHITECTURES: Mapping[str, Entry] = {
         renamed={"num_local_experts": "num_experts"},
     ),
     "Qwen3ForCausalLM": Entry("qwen3", {**_QWEN, "head_dim": 128}),
+    "Qwen3NextForCausalLM": Entry(
+        "qwen3_next",
+        {
+            **_DELTA_NET,
+            "decoder_sparse_step": 1,
+            "moe_intermediate_size": 512,
+            "norm_topk_prob": True,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "num_key_value_heads": 2,
+            "shared_expert_intermediate_size": 512,
+        },
+        cuttable=False,
+        layer_types=_LINEAR_OR_FULL,
+        tensors={r"mtp\.": None},  # predict further tokens
+        spelling="qwen3_next",
+    ),
+    "Qwen3_5ForCausalLM": Entry(
+        "qwen3_5",
+        {**_DELTA_NET, "num_key_value_heads": 4},
+        cuttable=False,
+        layer_types=_LINEAR_OR_FULL,
+        tensors={r"mtp\.": None},
+        spelling="qwen3_next",
+    ),
     "Qwen3MoeForCausalLM": Entry("qwen3_moe", {**_QWEN, **_QWEN_EXPERTS, "num_key_value_heads": 4}),
     "SeedOssForCausalLM": Entry(
         "seed_oss",

@@ -56,6 +56,28 @@ def exaone4(values: Mapping[str, Any]) -> dict[str, Any]:
     return read if read.get("sliding_window") is None else windows_by_pattern(read, 4)
 
 
+def qwen3_next(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Attention in every `full_attention_interval`-th layer."""
+    read = dict(values)
+    if read.get("layer_types") is None and isinstance(read.get("num_hidden_layers"), int):
+        interval = read.get("full_attention_interval", 4)
+        if not isinstance(interval, int) or interval < 1:
+            raise CheckpointError(f"config.json: full_attention_interval must be a number, not {interval!r}.")
+        number = range(1, read["num_hidden_layers"] + 1)
+        read["layer_types"] = ["linear_attention" if index % interval else FULL for index in number]
+    return read
+
+
+def granitemoehybrid(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The kinds of layers by the names that attention and recurrent layers have elsewhere."""
+    read = dict(values)
+    kinds = read.get("layers_block_type") or read.get("layer_types")
+    usual = {"mamba": "linear_attention", "attention": FULL}
+    if isinstance(kinds, list):
+        read["layer_types"] = [usual.get(each, each) if isinstance(each, str) else each for each in kinds]
+    return read
+
+
 def text_part(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values of `text_config` where there is one, with those beside it that it does not have itself."""
     inner = values.get("text_config")

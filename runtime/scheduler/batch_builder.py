@@ -107,6 +107,8 @@ class BatchBuilder:
         num_decoding = 0
         # In a pipeline only who is in no other micro-batch decodes, so that these need not wait for each other.
         one_at_a_time = self._plan.micro_batches > 1
+        # Nor does one whose token may come late, where only its newest step can be taken back.
+        one_step_back = any(kind.one_step_back for kind in self._cache.kinds)
         running: Iterable[Sequence] = self._running
         if self._running.stalled:
             self._running.resume()
@@ -117,7 +119,8 @@ class BatchBuilder:
             if lacking == 1 and computed >= sequence.num_prompt:
                 if computed + 1 < sequence.max_tokens:  # else its last token is under way
                     num_decoding += 1
-                    if not (one_at_a_time and sequence.num_pending):
+                    alone = one_at_a_time or (one_step_back and sequence.constraint is not None)
+                    if not (alone and sequence.num_pending):
                         decodes.append(sequence)
             elif lacking:
                 prompts.append(sequence)

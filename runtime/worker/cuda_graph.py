@@ -67,7 +67,7 @@ class CudaGraphRunner:
         self._buckets = buckets
         self._cache = cache
         # Of other kinds of caches only those can be captured that have page tables and nothing else.
-        self._capturable = all([*KINDS[kind].scratch_arrays(0, 0)] == ["page_table"] for kind in cache.kinds)
+        self._capturable = all([*KINDS[kind].scratch_arrays([], 0)] == ["page_table"] for kind in cache.kinds)
         self._waiting = list(buckets.sizes) if self._capturable else []  # the last one is captured next
         if not self._capturable:
             logger.info("No CUDA graphs are captured: not with %s caches.", ", ".join(cache.kinds))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -9,23 +11,26 @@ import numpy as np
 from runtime.batch import Batch, Sampling
 from runtime.config.plan import Plan
 from runtime.errors import ConfigurationError, OutOfMemory
+from runtime.kv_cache.registry import KINDS
 from runtime.kv_cache.sizing import StepMemory, largest_step_tokens
 from runtime.worker.model_runner import StepExecutor
 
 GRAPH_BYTES = 16 << 20  # what the driver keeps for each graph, guessed
 
 
-def profile_memory(executor: StepExecutor, plan: Plan) -> StepMemory:
+def profile_memory(
+    executor: StepExecutor, plan: Plan, kinds: Mapping[str, int] = MappingProxyType({})
+) -> StepMemory:
     """The larger of the largest prompt step and the largest step of single tokens, and what graphs take.
 
-    The executor's pool needs one page: all rows write there, and what they compute is worth nothing. Raises
-    `ConfigurationError` when there is too little memory for one of the steps.
+    The executor's pool needs one page, and of these `kinds` of caches so many units: all rows write there, and what
+    they compute is worth nothing. Raises `ConfigurationError` when there is too little memory for one of the steps.
     """
     schedule, sizes = plan.schedule, plan.graphs.sizes
     page_size, context = plan.cache.page_size, plan.model.context_length
 
     def run(counts: list[int]) -> None:
-        executor.run(profile_batch(counts, page_size, schedule.max_running))()
+        executor.run(profile_batch(counts, page_size, schedule.max_running, kinds))()
 
     def peak(counts: list[int]) -> int:
         return executor.device.measure(lambda: run(counts)).peak_bytes
@@ -44,7 +49,12 @@ def profile_memory(executor: StepExecutor, plan: Plan) -> StepMemory:
     return StepMemory(activation_bytes=activation_bytes, graph_bytes=graph_bytes, measured=True)
 
 
-def profile_batch(counts: list[int], page_size: int, num_sequences: int) -> Batch:
+def profile_batch(
+    counts: list[int],
+    page_size: int,
+    num_sequences: int,
+    kinds: Mapping[str, int] = MappingProxyType({}),
+) -> Batch:
     """Rows of so many tokens from position 0, all in page 0, that choose in the way that takes most memory."""
     num_rows = len(counts)
     nothing: Any = None  # the runner never looks inside a sequence
@@ -62,4 +72,5 @@ def profile_batch(counts: list[int], page_size: int, num_sequences: int) -> Batc
             uniform=np.full(num_rows, 0.5, np.float32),
             params={"top_p": np.full(num_rows, 0.9, np.float32)},
         ),
+        kinds={name: KINDS[name].scratch_arrays(counts, units) for name, units in kinds.items()},
     )

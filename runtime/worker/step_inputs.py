@@ -120,7 +120,7 @@ def scratch_inputs(kind: str, num_units: int, num_rows: int, attention: Attentio
     device = attention.slot_mapping.device
     arrays = {
         name: torch.from_numpy(array).to(device)
-        for name, array in KINDS[kind].scratch_arrays(num_rows, num_units).items()
+        for name, array in KINDS[kind].scratch_arrays([1] * num_rows, num_units).items()
     }
     slots = arrays["page_table"][:, 0].long() * attention.page_size if "page_table" in arrays else None
     return kind_inputs(arrays, slots, attention)

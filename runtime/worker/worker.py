@@ -20,7 +20,9 @@ from runtime.config.resolve.graphs import within
 from runtime.distributed.mesh import Mesh, RankInfo
 from runtime.distributed.rendezvous import Rendezvous
 from runtime.errors import EngineFailure
+from runtime.kv_cache.kinds import PAGED
 from runtime.kv_cache.pools import KVPool
+from runtime.kv_cache.registry import KINDS, by_kind
 from runtime.kv_cache.sizing import StepMemory
 from runtime.models.decoder import Decoder
 from runtime.models.loader import load_model
@@ -136,11 +138,18 @@ class ModelWorker:
         Raises `ConfigurationError` when there is too little memory for one of them.
         """
         device = open_device(self.device)
+        # Layers whose kind has pages use the one page here.
+        kinds = {
+            name: 1
+            for name in by_kind(self.cache_specs, plan)
+            if name != PAGED and "page_table" not in KINDS[name].scratch_arrays([], 0)
+        }
         cache = CacheSetup(
             num_pages=1,
             page_size=plan.cache.page_size,
             kv_dtype=plan.cache.kv_dtype,
             num_sequences=plan.schedule.max_running,
+            kinds=kinds,
         )
         pool = self._make_pool(cache)
         executor = StepExecutor(
@@ -151,7 +160,7 @@ class ModelWorker:
             device=device,
             sampler=self._make_sampler(cache.num_sequences, device),
         )
-        steps = profile_memory(executor, plan)
+        steps = profile_memory(executor, plan, kinds)
         del executor, pool
         device.release_unused()  # or the driver would count it as used
         return steps

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 from zlib import crc32
 
@@ -19,6 +20,7 @@ from runtime.config.plan import SchedulePlan
 from runtime.constraint import Constraint
 from runtime.kv_cache.kinds import CacheKind
 from runtime.kv_cache.prefix_cache import PrefixCache
+from runtime.kv_cache.states import StateKind
 from runtime.kv_cache.windowed import WindowedPages, pages_held
 from runtime.layers.forward_batch import KVSpec
 from runtime.request import Delta, LogprobParams, Logprobs, Request
@@ -83,6 +85,7 @@ class FakeRunner:
         self._last = [UNKNOWN] * num_sequences
         self._windowed: dict[int, int] = {}  # as `_states`, of layers that hold a window only
         self._window: int | None = None
+        self._lines: dict[int, int] = {}  # of recurrent layers: the state of a history as a whole
         self._queue: deque[Batch] = deque()
         self._gate = HostDataGate(CpuDevice(), vocab_size, grace_s=0.0)
 
@@ -113,6 +116,7 @@ class FakeRunner:
         self._queue.clear()
         self._states = [None] * len(self._states)
         self._tokens.fill(UNKNOWN)
+        self._lines.clear()
         return batches
 
     def _run(self, batch: Batch) -> StepOutput:
@@ -122,6 +126,8 @@ class FakeRunner:
         self._check(places, states)
         if self._window is not None:
             self._check_windows(batch, states, self._window)
+        if "state" in batch.kinds:
+            self._go_on(batch, states)
         return self._sample(batch, states)
 
     def _places(self, batch: Batch, row: int) -> list[int]:
@@ -177,6 +183,24 @@ class FakeRunner:
             first = max(0, start - window + 1)
             found = [self._windowed.get(place) for place in own[first:]]
             assert found == known[first:], "a windowed page holds another history than its reader has"
+
+    def _go_on(self, batch: Batch, states: list[list[int]]) -> None:
+        """Each span goes on from the history behind the tokens before it, and leaves its own."""
+        spans = iter(batch.kinds["state"]["spans"].tolist())
+        place = 0
+        for row, start, count in zip(states, batch.starts.tolist(), batch.counts.tolist()):
+            position, end = start, start + count
+            while position < end:
+                read, write, first, length = next(spans)
+                assert first == place + position - start, "a span is of another row"
+                assert write > 0, "the zeros are overwritten"
+                known = self._lines.get(read) if read else None
+                assert known == (row[position - 1] if position else None), "a state is of another history"
+                position += length
+                self._lines[write] = row[position - 1]
+            assert position == end, "a span goes on beyond its row"
+            place += count
+        assert next(spans, None) is None
 
     def _sample(self, batch: Batch, states: list[list[int]]) -> StepOutput:
         tokens: list[list[int]] = [[] for _ in batch.sequences]
@@ -296,14 +320,20 @@ class Drive:
         runner: Any = None,
         window: int | None = None,
         num_windowed: int = 0,
+        num_states: int = 0,
     ) -> None:
         """With a `window` there are layers that hold no more, in so many pages, or few more than one sequence needs."""
+        # With `num_states` there are layers that have so many lines of states.
         plan = plan or make_plan()
         kinds: list[CacheKind] = []
         if window is not None:
             least = min(num_pages, pages_held(window, page_size) + 1)
             specs = {0: KVSpec(1, 1, window)}
             kinds = [WindowedPages(specs, max(least, num_windowed), num_pages, page_size)]
+        if num_states:
+            states = StateKind({}, 1 + num_states, num_pages, page_size)
+            plan = replace(plan, max_running=min(plan.max_running, states.max_sequences))
+            kinds.append(states)
         self.cache = PrefixCache(num_pages, page_size, enabled=prefix, kinds=kinds)
         self.scheduler = Scheduler(plan, self.cache, vocab_size=vocab_size, context_length=context_length)
         self.runner = runner or FakeRunner(num_pages, page_size, plan.max_running, vocab_size)

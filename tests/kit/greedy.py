@@ -12,7 +12,9 @@ from transformers import AutoModelForCausalLM
 import tiny_checkpoints
 
 FAMILIES = tuple(tiny_checkpoints.CONFIGS)
-NOT_RECORDABLE: dict[str, str] = {}  # whose steps no CPU graph computes, and why
+NOT_RECORDABLE = dict.fromkeys(
+    ("granitemoehybrid", "qwen3_5", "qwen3_next"), "steps with state caches are not captured"
+)  # whose steps no CPU graph computes, and why
 CAPTURABLE = tuple(family for family in FAMILIES if family not in NOT_RECORDABLE)
 FACTORS = [
     1.0,

@@ -13,10 +13,10 @@ from ops.select import Kernels, select
 from runtime.batch import Batch
 from runtime.config.plan import ModelPlan
 from runtime.kv_cache.pools import KVPool
-from runtime.layers.forward_batch import ForwardBatch
+from runtime.layers.forward_batch import ForwardBatch, KindInputs
 from runtime.layers.sharding import TensorParallelGroup
 from runtime.models.config import read_facts
-from runtime.models.decoder import Decoder
+from runtime.models.decoder import Decoder, collect_specs
 from runtime.models.loader import load_model
 from runtime.worker.cpu_graph import NO_ROWS, CpuGraph
 
@@ -98,21 +98,24 @@ def batch_of(
         "attention": AttentionMetadata.build(starts, counts, page_table, pool.page_size),
         "cache": pool,
     }
+    if "state" in pool.kinds:
+        places = np.cumsum([0, *counts])
+        lines = [int(page) + 1 for page in page_table[:, 0]]
+        spans = [
+            (line if start else 0, line, place, count)
+            for line, start, place, count in zip(lines, starts, places, counts, strict=False)
+        ]
+        inputs = KindInputs({"spans": torch.tensor(spans, dtype=torch.int32)}, values["attention"])
+        values["kinds"] = {"state": inputs}
     return ForwardBatch(**{**values, **changes})
 
 
 def pool_for(model: Decoder, num_pages: int, page_size: int) -> KVPool:
-    """A pool that fits the model."""
-    attention: Any = model.layers[0].get_submodule("attention")
-    return KVPool.uniform(
-        len(model.layers),
-        num_pages,
-        page_size,
-        int(attention.num_kv_heads),
-        int(attention.head_dim),
-        model.dtype,
-        "cpu",
-    )
+    """A pool that fits the model or its rank's share of it. A row's state lies where its first page's number says."""
+    specs = collect_specs(model)
+    with_states = any(spec.kind == "state" for spec in specs.values())
+    kinds = {"state": num_pages + 1} if with_states else {}  # line 0 holds zeros
+    return KVPool(specs, num_pages, page_size, model.dtype, "cpu", kinds=kinds)
 
 
 def embedded(model: Decoder) -> torch.Tensor:

@@ -30,6 +30,7 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
+    GraniteMoeHybridConfig,
     HunYuanDenseV1Config,
     MinistralConfig,
     MixtralConfig,
@@ -54,7 +55,9 @@ from transformers.models.mistral import MistralConfig
 from transformers.models.phi3 import Phi3Config
 from transformers.models.qwen2 import Qwen2Config
 from transformers.models.qwen3 import Qwen3Config
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_moe import Qwen3MoeConfig
+from transformers.models.qwen3_next import Qwen3NextConfig
 
 
 def seeing_gemma3(**text: Any) -> Gemma3Config:
@@ -86,6 +89,7 @@ CONFIGS = {
     "gpt_oss": GptOssConfig,
     "granite": GraniteConfig,
     "granitemoe": GraniteMoeConfig,
+    "granitemoehybrid": GraniteMoeHybridConfig,
     "hunyuan_v1_dense": HunYuanDenseV1Config,
     "internlm3": InternLM3Config,
     "llama": LlamaConfig,
@@ -102,7 +106,9 @@ CONFIGS = {
     "qwen2": Qwen2Config,
     "qwen2_moe": Qwen2MoeConfig,
     "qwen3": Qwen3Config,
+    "qwen3_5": Qwen3_5TextConfig,
     "qwen3_moe": Qwen3MoeConfig,
+    "qwen3_next": Qwen3NextConfig,
     "seed_oss": SeedOssConfig,
     "smollm3": SmolLM3Config,
     "stablelm": StableLmConfig,
@@ -233,6 +239,23 @@ OWN = {  # of a family
 }
 
 
+DELTA_NET = {
+    "layer_types": ["linear_attention", FULL, "linear_attention"],
+    "linear_key_head_dim": 6,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 10,
+}
+OWN["qwen3_5"] = DELTA_NET
+OWN["qwen3_next"] = {**DELTA_NET, **OWN["qwen2_moe"], "norm_topk_prob": True}
+OWN["granitemoehybrid"] = {
+    **OWN["granitemoe"],
+    "layer_types": DELTA_NET["layer_types"],
+    "mamba_d_state": 6,
+    "mamba_n_groups": 2,
+    "mamba_n_heads": 4,
+    "shared_intermediate_size": 24,
+}
 OWN["gemma3_seeing"] = OWN["gemma3"]
 
 
@@ -284,7 +307,8 @@ def redraw(model: PreTrainedModel, seed: int) -> None:
     """Matrices of standard deviation 0.2, norms and biases around what does nothing but well off it."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        norm = 0.0 if model.config.model_type.startswith("gemma") else 1.0  # what a norm's weight says 1 with
+        # What a norm's weight says 1 with.
+        norm = 0.0 if model.config.model_type.startswith(("gemma", "qwen3_next", "qwen3_5")) else 1.0
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.dim() > 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from runtime.config.option_spec import Json, option, planned
-from runtime.config.plan import CachePlan
+from runtime.config.plan import CachePlan, ModelPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,13 +71,18 @@ class CacheArgs:
         "Give sliding-window layers a pool as large as the others' instead of a smaller one of their own.",
         plan=CachePlan.window_ratio,
     )
-    max_mamba_cache_size: int | None = planned(
+    max_mamba_cache_size: int | None = option(
         None,
-        "Number of recurrent states kept for models with Mamba-like layers; bounds the running requests.",
-        low=1,
+        "Number of states kept for models with recurrent layers: two for each running request, at most a third of "
+        "this number of requests run together, and the others are kept behind prefixes. Default: by memory.",
+        low=2,
+        plan=CachePlan.max_states,
     )
-    mamba_ssm_dtype: str = planned(
-        "float32", "Precision of the recurrent states of Mamba-like layers.", choices=("float32", "bfloat16")
+    mamba_ssm_dtype: str = option(
+        "float32",
+        "Precision of the states of recurrent layers.",
+        choices=("float32", "bfloat16"),
+        plan=ModelPlan.state_dtype,
     )
 
 

@@ -84,6 +84,7 @@ def decide(
             kernels.decode_attention_backend,
             schedule.max_running,
             by_transformers=model.by_transformers,
+            recurrent=facts.recurrent,
         ),
         parallel=parallel_plan(builder, machine, facts, model.device),
         observe=observe_plan(builder),

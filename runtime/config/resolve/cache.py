@@ -15,6 +15,11 @@ E4M3_CAPABILITY = (8, 9)  # below it Triton has no e4m3
 
 def cache_plan(builder: PlanBuilder, gpu: Gpu | None, dtype: str, facts: ModelFacts) -> CachePlan:
     args = builder.args.cache
+    for option in ("max_mamba_cache_size", "mamba_ssm_dtype"):
+        if builder.args.changed(option) and facts.path and not facts.recurrent:
+            builder.refuse(
+                option, f"--{option.replace('_', '-')}: {facts.architecture} has no recurrent layers."
+            )
     page_size, cap = _page_size(builder), args.max_total_tokens
     if cap is not None and cap < page_size.value:
         builder.refuse(
@@ -30,6 +35,7 @@ def cache_plan(builder: PlanBuilder, gpu: Gpu | None, dtype: str, facts: ModelFa
         of_free_memory=Decision(of_free_memory, "only without a GPU, and if no fraction was asked for"),
         max_total_tokens=builder.follow("max_total_tokens"),
         window_ratio=_window_ratio(builder),
+        max_states=builder.follow("max_mamba_cache_size"),
     )
 
 

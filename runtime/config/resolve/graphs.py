@@ -25,12 +25,17 @@ def graph_plan(
     max_running: int,
     *,
     by_transformers: bool = False,
+    recurrent: bool = False,
 ) -> GraphPlan:
-    """`by_transformers`: its modules compute the model, which may look at numbers on the host."""
+    """`by_transformers`: its modules compute the model, which may look at numbers on the host, as `recurrent` layers
+    do.
+    """
     args = builder.args.graphs
     foreign = (
         "transformers' modules compute this model, and they are run as they are" if by_transformers else ""
     )
+    if recurrent:
+        foreign = "recurrent layers read on the host which state each row goes on from"
     return build(
         GraphPlan,
         sizes=_sizes(builder, gpu, decode_attention, max_running, foreign),

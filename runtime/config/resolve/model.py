@@ -41,6 +41,7 @@ def model_plan(builder: PlanBuilder, machine: Machine, facts: ModelFacts) -> Mod
         by_transformers=_by_transformers(builder, facts),
         mmap=builder.follow("weight_loader_disable_mmap", not args.weight_loader_disable_mmap),
         num_load_threads=_num_load_threads(builder),
+        state_dtype=builder.follow("mamba_ssm_dtype"),
         quantization=_quantization(builder, chosen_gpu(device.value, machine), facts),
     )
 

@@ -33,6 +33,7 @@ CONFIG = {
     "rms_norm_eps": 1e-5,
     "dtype": "bfloat16",
 }
+HYBRID = {"architectures": ["Qwen3_5ForCausalLM"]}  # instead: a model with recurrent layers
 CPU = replace(Machine.named("cpu"), compiler="/usr/bin/c++")
 H200 = Machine.named("h200")
 FOUR_GPUS = replace(H200, gpus=H200.gpus * 4)
@@ -47,6 +48,7 @@ SITUATIONS: list[tuple[Machine, dict[str, Any]]] = [
     (CPU, {"collect_tokens_histogram": True, "log_requests": True}),
     (H200, {}),
     (FOUR_GPUS, {"tp_size": 2}),
+    (CPU, {"json_model_override_args": HYBRID}),
 ]
 # What an option takes that no value made up by a test would be.
 VALUES: dict[str, list[Any]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -19,7 +20,11 @@ from ops.matmul import with_onednn
 from ops.matmul.with_cpp import PackedWeight
 from ops.select import select
 from runtime.errors import CheckpointError
+from runtime.layers.attention import Attention
 from runtime.layers.forward_batch import ForwardBatch
+from runtime.layers.recurrent import GatedDeltaNet, Mamba2
+from runtime.layers.rope import Rope
+from runtime.layers.rope_parameters import RopeParameters
 from runtime.models.config import read_facts
 from runtime.models.decoder import Decoder
 from runtime.models.registry import ARCHITECTURES
@@ -113,6 +118,42 @@ def no_final_cap(model: Decoder) -> None:
 def turned_head(model: Decoder) -> None:
     embedding: Any = model.embedding
     embedding.head_weight = torch.nn.Parameter(embedding.weight.flip(0), requires_grad=False)
+
+
+def nets(change: Callable[[GatedDeltaNet], object]) -> Mutate:
+    """Apply a change to the gated delta net of every layer that has one."""
+    return lambda model: [change(each) for each in model.modules() if isinstance(each, GatedDeltaNet)]
+
+
+def ungated(model: Decoder) -> None:
+    """Everything that attention gives is let through."""
+    for each in model.modules():
+        if isinstance(each, Attention):
+            each.kernels = replace(each.kernels, modulate=lambda x, gate, activation: x)
+
+
+NETS = {
+    "gate of attention": ungated,
+    "convolution": nets(lambda net: net.convolution.weight[..., :-1].zero_()),
+    "decay": nets(lambda net: net.rate.fill_(-9)),
+    "step": nets(lambda net: net.shift.zero_()),
+    "norm of outputs": nets(lambda net: net.norm.weight.fill_(1)),
+    "1 + weight": put("attention_norm", unit_offset=False),
+}
+
+
+def mamba(change: Callable[[Any], object]) -> Mutate:
+    """Apply a change to every Mamba layer."""
+    return lambda model: [change(each) for each in model.modules() if isinstance(each, Mamba2)]
+
+
+def rotated_as_llama(model: Decoder) -> None:
+    """Attention that does not rotate does."""
+    for layer in model.layers:
+        attention: Any = layer.get_submodule("attention")
+        if isinstance(attention, Attention):
+            parameters = RopeParameters(theta=10000.0, dim=attention.head_dim, max_position=256)
+            attention.rope = Rope(parameters, 256, attention.kernels, torch.device("cpu"))
 
 
 class Variant(NamedTuple):
@@ -331,6 +372,31 @@ VARIANTS = {
             "norm behind the MLP": drop("post_mlp_norm"),
         },
     ),
+    "granitemoehybrid": Variant(
+        "granitemoehybrid",
+        mutations={
+            "no rotation": rotated_as_llama,
+            "second expert": route(top_k=1),
+            "shared MLP": put("mlp", shared=None),
+            "convolution": mamba(lambda layer: layer.convolution.weight[..., :-1].zero_()),
+            "bias of the convolution": mamba(lambda layer: layer.convolution.bias.zero_()),
+            "decay": mamba(lambda layer: layer.rate.fill_(-9)),
+            "skip": mamba(lambda layer: layer.skip.zero_()),
+            "norm": mamba(lambda layer: layer.norm_weight.fill_(1)),
+            "groups of the norm": mamba(lambda layer: setattr(layer, "groups", 1)),
+        },
+        overrides={"limits": {"time_step_limit": [0.5, 0.6]}},
+    ),
+    "granitemoehybrid-dense": Variant(
+        "granitemoehybrid",
+        {
+            "num_local_experts": 0,
+            "position_embedding_type": "rope",
+            "mamba_proj_bias": True,
+            "mamba_n_groups": 1,
+        },
+        {"rotation": put("attention", rope=None)},
+    ),
     "gpt_oss": Variant(
         "gpt_oss",
         mutations={
@@ -521,6 +587,16 @@ VARIANTS = {
         "qwen3", {"attention_bias": True}, {"qkv bias": no_qkv_bias, "out bias": no_out_bias}
     ),
     "qwen3-windows": Variant("qwen3", {**WINDOWS, "max_window_layers": 2}, {"window": no_window}),
+    "qwen3_5": Variant("qwen3_5", mutations=NETS, overrides={"partial rotation": PARTIAL}),
+    "qwen3_5-tied": Variant(
+        "qwen3_5", {"tie_word_embeddings": True, "num_hidden_layers": 4, "layer_types": None}
+    ),
+    "qwen3_next": Variant(
+        "qwen3_next",
+        mutations={**NETS, "shared expert": put("mlp", shared=None)},
+        overrides={"experts of a token": {"num_experts_per_tok": 3}},
+    ),
+    "qwen3_next-some-plain-layers": Variant("qwen3_next", {"mlp_only_layers": [1], "attention_bias": True}),
     "qwen3-moe": Variant(
         "qwen3_moe",
         mutations={
@@ -605,7 +681,14 @@ def test_every_logit_equals_transformers_with_attention_in_cpp(family: str, page
         assert (logits - tiny_checkpoints.reference(path, ids)).abs().max() < THRESHOLD
 
 
-WHOLE = {"olmo2", "olmo3", "olmoe"}  # families that cannot be cut over ranks
+WHOLE = {
+    "olmo2",
+    "olmo3",
+    "olmoe",
+    "qwen3_5",
+    "qwen3_next",
+    "granitemoehybrid",
+}  # families that cannot be cut over ranks
 
 
 @pytest.mark.parametrize("family", tiny_checkpoints.CONFIGS)
@@ -679,7 +762,7 @@ async def test_tokens_served_over_the_cpu_graph_equal_transformers(
     ]
     if family in greedy.NOT_RECORDABLE:
         assert greedy.NOT_RECORDABLE[family] in reason[0]
-        assert len(called) > greedy.NUM_NEW
+        assert len(called) >= greedy.NUM_NEW
     else:
         assert not reason
         assert len(called) == 1  # while it was recorded

@@ -38,6 +38,7 @@ class AnyOrder(RuleBasedStateMachine):
         priorities=st.booleans(),
         max_new_sequences=st.sampled_from([None, None, 1]),
         window=st.sampled_from([None, None, 1, 3, 6, 11]),
+        num_states=st.sampled_from([0, 0, 2, 7, 40]),
         windowed_share=st.sampled_from([0.0, 0.5, 1.0]),
     )
     def start(
@@ -52,6 +53,7 @@ class AnyOrder(RuleBasedStateMachine):
         reserved: int,
         window: int | None,
         windowed_share: float,
+        num_states: int,
         **plan: Any,
     ):
         self.patch = pytest.MonkeyPatch()  # long outputs, of which only a part is reserved, in small
@@ -66,6 +68,7 @@ class AnyOrder(RuleBasedStateMachine):
             vocab_size=VOCAB,
             window=window,
             num_windowed=int(windowed_share * num_tokens // page_size),
+            num_states=num_states,
         )
         if not depth:  # a step that brings several tokens must be the only one of its sequence
             self.drive.runner.tokens_per_step = tokens_per_step

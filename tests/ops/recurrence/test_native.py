@@ -1,0 +1,142 @@
+"""Recurrent layers against transformers' own functions: any cutting of a sequence gives the same values."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers.models.granitemoehybrid import modeling_granitemoehybrid as mamba
+from transformers.models.qwen3_next import modeling_qwen3_next as delta
+
+from ops.recurrence import ZEROS, Segments, Span
+from ops.recurrence.native import convolve, delta_rule, scan
+
+LENGTHS = (70, 1, 9, 131)
+CUTS = ((), (1,), (1, 2, 3), (64,), (30, 31, 95, 130))
+
+
+def cut(length: int, cuts: tuple[int, ...]) -> list[tuple[int, int]]:
+    borders = [0, *(each for each in cuts if each < length), length]
+    return list(pairwise(borders))
+
+
+def steps(cuts: tuple[int, ...]) -> list[list[tuple[int, int, int]]]:
+    """For each step the (row, first, end) that it computes: row by row cut at these positions."""
+    parts = [cut(length, cuts) for length in LENGTHS]
+    return [
+        [(row, *each[number]) for row, each in enumerate(parts) if number < len(each)]
+        for number in range(max(map(len, parts)))
+    ]
+
+
+def run(operation, inputs: list[list[torch.Tensor]], pool: torch.Tensor, cuts: tuple[int, ...]):
+    """`operation(operands, segments)` over several steps -> outputs of each row; row r has line r + 1."""
+    outputs: list[list[torch.Tensor]] = [[] for _ in LENGTHS]
+    for step in steps(cuts):
+        spans, place = [], 0
+        for row, first, end in step:
+            spans.append(Span(row + 1 if first else ZEROS, row + 1, place, end - first))
+            place += end - first
+        operands = [torch.cat([each[row][first:end] for row, first, end in step]) for each in inputs]
+        out = operation(operands, Segments.build(spans))
+        for (row, _, _), part in zip(step, out.split([span.count for span in spans]), strict=True):
+            outputs[row].append(part)
+    assert not pool[ZEROS].any()
+    return [torch.cat(each) for each in outputs]
+
+
+def drawn(*shape: int) -> list[torch.Tensor]:
+    return [torch.randn(length, *shape) for length in LENGTHS]
+
+
+@pytest.mark.parametrize("cuts", CUTS)
+def test_delta_rule(cuts: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    groups, heads, size, out_size = 2, 4, 8, 6
+    rate, shift = torch.randn(heads), torch.randn(heads)
+    inputs = [drawn(groups, size), drawn(groups, size), drawn(heads, out_size), drawn(heads), drawn(heads)]
+    pool = torch.zeros(len(LENGTHS) + 1, heads, size, out_size)
+    found = run(
+        lambda each, segments: delta_rule(*each, rate=rate, shift=shift, pool=pool, segments=segments),
+        inputs,
+        pool,
+        cuts,
+    )
+    for row, ours in enumerate(found):
+        q, k, v, a, b = (each[row].unsqueeze(0) for each in inputs)
+        theirs, state = delta.torch_recurrent_gated_delta_rule(
+            q,
+            k,
+            v,
+            g=-rate.exp() * F.softplus(a + shift),
+            beta=b.sigmoid(),
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+        )
+        torch.testing.assert_close(ours, theirs[0], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(pool[row + 1], state[0], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("cuts", CUTS)
+def test_scan(cuts: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    groups, heads, size, state_size = 2, 4, 6, 8
+    rate, shift, skip = torch.randn(heads), torch.randn(heads), torch.randn(heads)
+    inputs = [drawn(heads, size), drawn(heads), drawn(groups, state_size), drawn(groups, state_size)]
+    pool = torch.zeros(len(LENGTHS) + 1, heads, size, state_size)
+    limits = {"low": 0.01, "high": 1.5}
+    found = run(
+        lambda each, segments: scan(
+            *each, rate=rate, shift=shift, skip=skip, pool=pool, segments=segments, **limits
+        ),
+        inputs,
+        pool,
+        cuts,
+    )
+    for row, ours in enumerate(found):
+        x, dt, b, c = (each[row].unsqueeze(0) for each in inputs)
+        theirs, state = mamba.mamba2_chunk_scan(
+            x,
+            dt,
+            -rate.exp(),
+            b,
+            c,
+            chunk_size=16,
+            D=skip,
+            dt_bias=shift,
+            dt_softplus=True,
+            dt_limit=(0.01, 1.5),
+            return_final_states=True,
+        )
+        torch.testing.assert_close(ours, theirs[0], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(pool[row + 1], state[0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("cuts", CUTS)
+@pytest.mark.parametrize("biased", [True, False])
+def test_convolution(cuts: tuple[int, ...], biased: bool) -> None:
+    torch.manual_seed(0)
+    size, kernel = 10, 4
+    weight, bias = torch.randn(size, kernel), torch.randn(size) if biased else None
+    pool, inputs = torch.zeros(len(LENGTHS) + 1, kernel - 1, size), [drawn(size)]
+    found = run(
+        lambda each, segments: convolve(*each, weight=weight, bias=bias, pool=pool, segments=segments),
+        inputs,
+        pool,
+        cuts,
+    )
+    for ours, x in zip(found, inputs[0], strict=True):
+        theirs = delta.causal_conv1d_fn(x.t().unsqueeze(0), weight, bias, activation="silu")[0].t()
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+
+
+def test_segments_wait_for_what_they_read_and_for_those_who_read_what_they_overwrite() -> None:
+    spans = [Span(ZEROS, 1, 0, 3), Span(ZEROS, 2, 3, 1), Span(1, 3, 4, 2), Span(2, 2, 6, 1), Span(4, 1, 7, 1)]
+    waves = Segments.build(spans).waves
+    assert [[*wave.tokens.tolist(), *(span.start for span in wave.spans)] for wave in waves] == [
+        [3, 0],
+        [6, 4],
+        [7],
+    ]
