@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from ctypes import Structure, c_float, c_int64, sizeof
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -107,91 +108,99 @@ def scratch8(launcher: KernelLauncher, rows: int, in_size: int) -> Tensor:
 
 def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
     """`prepare`, `linear` and `logits` (see `ops.matmul`)."""
+    operations = (prepare, prepare_grouped, linear, logits)
+    return {operation.__name__: partial(operation, launcher) for operation in operations}
+
+
+def prepare(launcher: KernelLauncher, weight: Tensor, *, bits: int | None = None) -> Tensor:
+    """The weight in packed, of 8 bits if asked; as it is where the kernels do not take it."""
+    if bits not in (None, 8):
+        raise ValueError(f"Weights are rounded to 8 bits, not {bits}.")
+    dtype, (out_size, in_size) = weight.dtype, weight.shape
     width, step = launcher.library.panel_width, launcher.library.byte_step
+    if weight.device.type != "cpu" or dtype not in TYPES:
+        return weight
+    padded = -(-out_size // width) * width
+    plain = weight.detach().contiguous()
+    if bits == 8 and in_size <= launcher.library.max_byte_depth:
+        scales, depth = padded * SCALE_BYTES, -(-in_size // step) * step
+        memory = torch.empty(scales + padded * depth, dtype=torch.uint8)
+        first = memory.data_ptr()
+        launcher.launch("pack8", dtype, Pack8(address(plain), first + scales, first, in_size, out_size))
+        return memory.as_strided((out_size, in_size), (in_size, 1), scales).as_subclass(PackedWeight8)
+    if in_size * dtype.itemsize % 4:
+        return weight
+    memory = torch.empty(padded * in_size, dtype=dtype)
+    launcher.launch("pack", dtype, Pack(address(plain), address(memory), in_size, out_size))
+    return memory.as_strided((out_size, in_size), (in_size, 1)).as_subclass(PackedWeight)
 
-    def prepare(weight: Tensor, *, bits: int | None = None) -> Tensor:
-        """The weight in packed, of 8 bits if asked; as it is where the kernels do not take it."""
-        if bits not in (None, 8):
-            raise ValueError(f"Weights are rounded to 8 bits, not {bits}.")
-        dtype, (out_size, in_size) = weight.dtype, weight.shape
-        if weight.device.type != "cpu" or dtype not in TYPES:
-            return weight
-        padded = -(-out_size // width) * width
-        plain = weight.detach().contiguous()
-        if bits == 8 and in_size <= launcher.library.max_byte_depth:
-            scales, depth = padded * SCALE_BYTES, -(-in_size // step) * step
-            memory = torch.empty(scales + padded * depth, dtype=torch.uint8)
-            first = memory.data_ptr()
-            launcher.launch("pack8", dtype, Pack8(address(plain), first + scales, first, in_size, out_size))
-            return memory.as_strided((out_size, in_size), (in_size, 1), scales).as_subclass(PackedWeight8)
-        if in_size * dtype.itemsize % 4:
-            return weight
-        memory = torch.empty(padded * in_size, dtype=dtype)
-        launcher.launch("pack", dtype, Pack(address(plain), address(memory), in_size, out_size))
-        return memory.as_strided((out_size, in_size), (in_size, 1)).as_subclass(PackedWeight)
 
-    def prepare_grouped(weight: GroupedWeight, dtype: torch.dtype) -> Tensor:
-        """The weight packed in 4 bits; as a plain one where the kernels do not take it."""
-        (out_size, in_size), group = weight.codes.shape, weight.group
-        if dtype not in TYPES or group % 8:
-            return prepare(weight.dequantised().to(dtype))
-        padded, shifted = -(-out_size // width) * width, weight.shifts is not None
-        scale_bytes = 2 if dtype == torch.bfloat16 else 4
-        panels = padded * (in_size // group * scale_bytes * (1 + shifted) + in_size // 2)
-        memory = aligned_bytes(sizeof(Header4) + panels)
-        codes, scales = weight.codes.contiguous(), weight.scales.float().contiguous()
-        shifts = None if weight.shifts is None else weight.shifts.float().contiguous()
-        packed = memory.data_ptr() + sizeof(Header4)
-        operands = Pack4(address(codes), address(scales), address(shifts), packed, in_size, out_size, group)
-        launcher.launch("pack4", dtype, operands)
-        made = memory.as_strided((out_size, in_size), (0, 0)).as_subclass(PackedWeight4)
-        header = made.header
-        header.group, header.shifted, header.type_size = group, shifted, dtype.itemsize
-        header.table[:] = weight.table
-        return made
+def prepare_grouped(launcher: KernelLauncher, weight: GroupedWeight, dtype: torch.dtype) -> Tensor:
+    """The weight packed in 4 bits; as a plain one where the kernels do not take it."""
+    (out_size, in_size), group = weight.codes.shape, weight.group
+    if dtype not in TYPES or group % 8:
+        return prepare(launcher, weight.dequantised().to(dtype))
+    width = launcher.library.panel_width
+    padded, shifted = -(-out_size // width) * width, weight.shifts is not None
+    scale_bytes = 2 if dtype == torch.bfloat16 else 4
+    panels = padded * (in_size // group * scale_bytes * (1 + shifted) + in_size // 2)
+    memory = aligned_bytes(sizeof(Header4) + panels)
+    codes, scales = weight.codes.contiguous(), weight.scales.float().contiguous()
+    shifts = None if weight.shifts is None else weight.shifts.float().contiguous()
+    packed = memory.data_ptr() + sizeof(Header4)
+    operands = Pack4(address(codes), address(scales), address(shifts), packed, in_size, out_size, group)
+    launcher.launch("pack4", dtype, operands)
+    made = memory.as_strided((out_size, in_size), (0, 0)).as_subclass(PackedWeight4)
+    header = made.header
+    header.group, header.shifted, header.type_size = group, shifted, dtype.itemsize
+    header.table[:] = weight.table
+    return made
 
-    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x @ weight.T + bias."""
-        if not isinstance(weight, PACKED):
-            return F.linear(x, weight, bias)
-        return product(x, weight, bias, x.dtype)
 
-    def logits(x: Tensor, weight: Tensor) -> Tensor:
-        """x @ weight.T, not rounded to x's dtype."""
-        if not isinstance(weight, PACKED):
-            return F.linear(x, weight).float()
-        return product(x, weight, None, torch.float32)
+def linear(launcher: KernelLauncher, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias."""
+    if not isinstance(weight, PACKED):
+        return F.linear(x, weight, bias)
+    return _product(launcher, x, weight, bias, x.dtype)
 
-    def product(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-        out_size, in_size = weight.shape
-        shape = (*x.shape[:-1], out_size)
-        x = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-        x = x if x.stride(1) == 1 else x.contiguous()
-        if x.shape[1] != in_size:
-            raise ValueError(f"A weight of {in_size} inputs cannot be multiplied with rows of {x.shape[1]}.")
-        wide = "_wide" if out_dtype != x.dtype else ""
-        out = launcher.empty((len(x), out_size), out_dtype)
-        plain = Product(
-            x=address(x),
-            x_stride=x.stride(0),
-            rows=launcher.tokens(x),
-            weight=address(weight),
-            bias=address(bias),
-            out=address(out),
-            in_size=in_size,
-            out_size=out_size,
-        )
-        if isinstance(weight, PackedWeight4):
-            operands, _kept = product4(launcher, plain, weight, len(x), x.dtype)
-            launcher.launch(f"product4{wide}", x.dtype, operands)
-            return out.view(shape)
-        if not isinstance(weight, PackedWeight8):
-            if x.dtype != weight.dtype:
-                raise ValueError(f"A weight in {weight.dtype} cannot be multiplied with rows in {x.dtype}.")
-            launcher.launch(f"product{wide}", x.dtype, plain)
-            return out.view(shape)
-        rounded = scratch8(launcher, len(x), in_size)
-        launcher.launch(f"product8{wide}", x.dtype, Product8(plain, weight.scales_address, address(rounded)))
+
+def logits(launcher: KernelLauncher, x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight.T, not rounded to x's dtype."""
+    if not isinstance(weight, PACKED):
+        return F.linear(x, weight).float()
+    return _product(launcher, x, weight, None, torch.float32)
+
+
+def _product(
+    launcher: KernelLauncher, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    out_size, in_size = weight.shape
+    shape = (*x.shape[:-1], out_size)
+    x = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    x = x if x.stride(1) == 1 else x.contiguous()
+    if x.shape[1] != in_size:
+        raise ValueError(f"A weight of {in_size} inputs cannot be multiplied with rows of {x.shape[1]}.")
+    wide = "_wide" if out_dtype != x.dtype else ""
+    out = launcher.empty((len(x), out_size), out_dtype)
+    plain = Product(
+        x=address(x),
+        x_stride=x.stride(0),
+        rows=launcher.tokens(x),
+        weight=address(weight),
+        bias=address(bias),
+        out=address(out),
+        in_size=in_size,
+        out_size=out_size,
+    )
+    if isinstance(weight, PackedWeight4):
+        operands, _kept = product4(launcher, plain, weight, len(x), x.dtype)
+        launcher.launch(f"product4{wide}", x.dtype, operands)
         return out.view(shape)
-
-    return {"prepare": prepare, "prepare_grouped": prepare_grouped, "linear": linear, "logits": logits}
+    if not isinstance(weight, PackedWeight8):
+        if x.dtype != weight.dtype:
+            raise ValueError(f"A weight in {weight.dtype} cannot be multiplied with rows in {x.dtype}.")
+        launcher.launch(f"product{wide}", x.dtype, plain)
+        return out.view(shape)
+    rounded = scratch8(launcher, len(x), in_size)
+    launcher.launch(f"product8{wide}", x.dtype, Product8(plain, weight.scales_address, address(rounded)))
+    return out.view(shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,130 +24,145 @@ DEPTH = 32  # inner sizes are filled up to whole steps of a matrix unit
 
 def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
     """All of `ops.moe`."""
-    width = launcher.library.panel_width
-    half = width // 2
-    pack = matmul.make(launcher)["prepare"]
+    operations = (route, mix, prepare_experts)
+    return {operation.__name__: partial(operation, launcher) for operation in operations}
 
-    def route(
-        logits: Tensor,
-        top_k: int,
-        *,
-        renormalise: bool,
-        scoring: str = "softmax",
-        bias: Tensor | None = None,
-        grouping: Grouping | None = None,
-        scale: float = 1.0,
-    ) -> tuple[Tensor, Tensor]:
-        """The best experts of each token and their weights."""
-        num_experts = logits.shape[1]
-        if num_experts > MAX_EXPERTS or logits.dtype not in TYPES:
-            return native.route(
-                logits,
-                top_k,
-                renormalise=renormalise,
-                scoring=scoring,
-                bias=bias,
-                grouping=grouping,
-                scale=scale,
-            )
-        logits = logits if logits.stride(1) == 1 else logits.contiguous()
-        weights = launcher.empty((len(logits), top_k), torch.float32)
-        experts = launcher.empty((len(logits), top_k), torch.int32)
-        groups, top_groups, places = grouping or (1, 1, 1)
-        operands = Route(
-            logits=address(logits),
-            stride=logits.stride(0),
-            bias=address(bias),
-            weights=address(weights),
-            experts=address(experts),
-            tokens=launcher.tokens(logits),
-            num_experts=num_experts,
-            top_k=top_k,
-            scoring=SCORINGS[scoring],
+
+def route(
+    launcher: KernelLauncher,
+    logits: Tensor,
+    top_k: int,
+    *,
+    renormalise: bool,
+    scoring: str = "softmax",
+    bias: Tensor | None = None,
+    grouping: Grouping | None = None,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """The best experts of each token and their weights."""
+    num_experts = logits.shape[1]
+    if num_experts > MAX_EXPERTS or logits.dtype not in TYPES:
+        return native.route(
+            logits,
+            top_k,
             renormalise=renormalise,
-            num_groups=groups,
-            top_groups=top_groups,
-            group_places=places,
+            scoring=scoring,
+            bias=bias,
+            grouping=grouping,
             scale=scale,
         )
-        launcher.launch("route", logits.dtype, operands)
-        return weights, experts
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    weights = launcher.empty((len(logits), top_k), torch.float32)
+    experts = launcher.empty((len(logits), top_k), torch.int32)
+    groups, top_groups, places = grouping or (1, 1, 1)
+    operands = Route(
+        logits=address(logits),
+        stride=logits.stride(0),
+        bias=address(bias),
+        weights=address(weights),
+        experts=address(experts),
+        tokens=launcher.tokens(logits),
+        num_experts=num_experts,
+        top_k=top_k,
+        scoring=SCORINGS[scoring],
+        renormalise=renormalise,
+        num_groups=groups,
+        top_groups=top_groups,
+        group_places=places,
+        scale=scale,
+    )
+    launcher.launch("route", logits.dtype, operands)
+    return weights, experts
 
-    def prepare_experts(mixture: Mixture, *, bits: int | None = None) -> Mixture:
-        """All experts' weights packed one after the other, gates beside what they gate."""
-        gate_up, down, gate_up_bias, down_bias = mixture
-        (num_experts, twice, size), dtype = gate_up.shape, gate_up.dtype
-        if gate_up.device.type != "cpu" or dtype not in TYPES or num_experts > MAX_EXPERTS:
-            return mixture
-        if size * dtype.itemsize % 4 or (bits == 8 and max(size, twice) > launcher.library.max_byte_depth):
-            return mixture
-        more = -(twice // 2) % DEPTH  # zeros behind the inner activations
-        gate_up = F.pad(gate_up.detach().unflatten(1, (2, -1)), (0, 0, 0, more))
-        inner = gate_up.shape[2]
-        gate_up = gate_up.unflatten(2, (-1, half)).transpose(1, 2).reshape(-1, size)
-        down = F.pad(down.detach(), (0, more, 0, -size % width))
-        if gate_up_bias is not None:
-            gate_up_bias = F.pad(gate_up_bias.detach().unflatten(1, (2, -1)), (0, more))
-            gate_up_bias = gate_up_bias.unflatten(2, (-1, half)).transpose(1, 2).reshape(num_experts, -1)
-        return Mixture(
-            _as_experts(pack(gate_up, bits=bits), num_experts, 2 * inner),
-            _as_experts(pack(down.reshape(-1, inner), bits=bits), num_experts, down.shape[1]),
-            gate_up_bias,
-            down_bias,
-        )
 
-    def mix(x: Tensor, mixture: Mixture, weights: Tensor, experts: Tensor, activation: str) -> Tensor:
-        """The weighted sum of each token's experts."""
-        gate_up, down, gate_up_bias, down_bias = mixture
-        if not isinstance(gate_up, PackedWeight | PackedWeight8):
-            return native.mix(x, mixture, weights, experts, activation)
-        x = x if x.stride(1) == 1 else x.contiguous()
-        (num_tokens, size), top_k, tokens = x.shape, experts.shape[1], launcher.tokens(x)
-        (num_experts, twice, _), inner = gate_up.shape, gate_up.shape[1] // 2
-        pairs = num_tokens * top_k
-        tables = [
-            launcher.empty((length,), torch.int32) for length in (pairs, num_experts + 1, num_experts + 1)
-        ]
-        table, rows = PairTable(*map(address, tables)), launcher.empty((pairs, size), x.dtype)
-        operands = Dispatch(
-            x=address(x),
-            x_stride=x.stride(0),
-            experts=address(experts),
-            table=table,
-            rows=address(rows),
-            tokens=tokens,
-            num_experts=num_experts,
-            top_k=top_k,
-            size=size,
-        )
-        launcher.launch("dispatch", x.dtype, operands)
-        common = {"table": table, "num_experts": num_experts, "kind": KINDS[activation]}
-        hidden = launcher.empty((pairs, inner), x.dtype)
-        multiply(
-            "experts_up", rows, gate_up, hidden, bias=address(gate_up_bias), panels=twice // width, **common
-        )
-        results = launcher.empty((pairs, size), x.dtype)
-        panels = down.shape[1] // width
-        multiply("experts_down", hidden, down, results, bias=address(down_bias), panels=panels, **common)
-        out = launcher.empty((num_tokens, size), x.dtype)
-        launcher.launch(
-            "combine",
-            x.dtype,
-            Combine(address(results), table.places, address(weights), address(out), tokens, top_k, size),
-        )
-        return out
+def prepare_experts(launcher: KernelLauncher, mixture: Mixture, *, bits: int | None = None) -> Mixture:
+    """All experts' weights packed one after the other, gates beside what they gate."""
+    gate_up, down, gate_up_bias, down_bias = mixture
+    (num_experts, twice, size), dtype = gate_up.shape, gate_up.dtype
+    if gate_up.device.type != "cpu" or dtype not in TYPES or num_experts > MAX_EXPERTS:
+        return mixture
+    if size * dtype.itemsize % 4 or (bits == 8 and max(size, twice) > launcher.library.max_byte_depth):
+        return mixture
+    width = launcher.library.panel_width
+    half, pack = width // 2, partial(matmul.prepare, launcher)
+    more = -(twice // 2) % DEPTH  # zeros behind the inner activations
+    gate_up = F.pad(gate_up.detach().unflatten(1, (2, -1)), (0, 0, 0, more))
+    inner = gate_up.shape[2]
+    gate_up = gate_up.unflatten(2, (-1, half)).transpose(1, 2).reshape(-1, size)
+    down = F.pad(down.detach(), (0, more, 0, -size % width))
+    if gate_up_bias is not None:
+        gate_up_bias = F.pad(gate_up_bias.detach().unflatten(1, (2, -1)), (0, more))
+        gate_up_bias = gate_up_bias.unflatten(2, (-1, half)).transpose(1, 2).reshape(num_experts, -1)
+    return Mixture(
+        _as_experts(pack(gate_up, bits=bits), num_experts, 2 * inner),
+        _as_experts(pack(down.reshape(-1, inner), bits=bits), num_experts, down.shape[1]),
+        gate_up_bias,
+        down_bias,
+    )
 
-    def multiply(kernel: str, x: Tensor, weight: Tensor, out: Tensor, **operands: Any) -> None:
-        plain = Product(x=address(x), x_stride=x.shape[1], weight=address(weight), in_size=x.shape[1])
-        product = Product8(plain=plain)
-        if isinstance(weight, PackedWeight8):
-            kernel += "8"
-            rounded = scratch8(launcher, len(x), x.shape[1])
-            product = Product8(plain, weight.scales_address, address(rounded))
-        shape = {"product": product, "out": address(out), "out_size": out.shape[1]}
-        launcher.launch(kernel, x.dtype, Experts(**shape, **operands))
 
-    return {"route": route, "mix": mix, "prepare_experts": prepare_experts}
+def mix(
+    launcher: KernelLauncher, x: Tensor, mixture: Mixture, weights: Tensor, experts: Tensor, activation: str
+) -> Tensor:
+    """The weighted sum of each token's experts."""
+    gate_up, down, gate_up_bias, down_bias = mixture
+    if not isinstance(gate_up, PackedWeight | PackedWeight8):
+        return native.mix(x, mixture, weights, experts, activation)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    (num_tokens, size), top_k, tokens = x.shape, experts.shape[1], launcher.tokens(x)
+    (num_experts, twice, _), inner = gate_up.shape, gate_up.shape[1] // 2
+    pairs, width = num_tokens * top_k, launcher.library.panel_width
+    tables = [launcher.empty((length,), torch.int32) for length in (pairs, num_experts + 1, num_experts + 1)]
+    table, rows = PairTable(*map(address, tables)), launcher.empty((pairs, size), x.dtype)
+    operands = Dispatch(
+        x=address(x),
+        x_stride=x.stride(0),
+        experts=address(experts),
+        table=table,
+        rows=address(rows),
+        tokens=tokens,
+        num_experts=num_experts,
+        top_k=top_k,
+        size=size,
+    )
+    launcher.launch("dispatch", x.dtype, operands)
+    common = {"table": table, "num_experts": num_experts, "kind": KINDS[activation]}
+    hidden = launcher.empty((pairs, inner), x.dtype)
+    _multiply(
+        launcher,
+        "experts_up",
+        rows,
+        gate_up,
+        hidden,
+        bias=address(gate_up_bias),
+        panels=twice // width,
+        **common,
+    )
+    results = launcher.empty((pairs, size), x.dtype)
+    panels = down.shape[1] // width
+    _multiply(
+        launcher, "experts_down", hidden, down, results, bias=address(down_bias), panels=panels, **common
+    )
+    out = launcher.empty((num_tokens, size), x.dtype)
+    launcher.launch(
+        "combine",
+        x.dtype,
+        Combine(address(results), table.places, address(weights), address(out), tokens, top_k, size),
+    )
+    return out
+
+
+def _multiply(
+    launcher: KernelLauncher, kernel: str, x: Tensor, weight: Tensor, out: Tensor, **operands: Any
+) -> None:
+    plain = Product(x=address(x), x_stride=x.shape[1], weight=address(weight), in_size=x.shape[1])
+    product = Product8(plain=plain)
+    if isinstance(weight, PackedWeight8):
+        kernel += "8"
+        rounded = scratch8(launcher, len(x), x.shape[1])
+        product = Product8(plain, weight.scales_address, address(rounded))
+    shape = {"product": product, "out": address(out), "out_size": out.shape[1]}
+    launcher.launch(kernel, x.dtype, Experts(**shape, **operands))
 
 
 def _as_experts(packed: Tensor, num_experts: int, rows: int) -> Tensor:

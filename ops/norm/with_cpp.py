@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -23,72 +24,86 @@ class Kind(NamedTuple):
 
 def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
     """All of `ops.norm`."""
+    operations = (rms_norm, add_rms_norm, layer_norm, add_layer_norm, add)
+    return {operation.__name__: partial(operation, launcher) for operation in operations}
 
-    def rms_norm(x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False) -> Tensor:
-        """Normalise the last dimension of [T, E], or of [T, H, D] with heads one after the other."""
-        return norm(x, Kind(weight, eps, unit_offset))
 
-    def add_rms_norm(
-        x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """Add x to the residual, in place where that is contiguous, then normalise; returns both."""
-        return add_norm(x, residual, Kind(weight, eps, unit_offset))
+def rms_norm(
+    launcher: KernelLauncher, x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False
+) -> Tensor:
+    """Normalise the last dimension of [T, E], or of [T, H, D] with heads one after the other."""
+    return _norm(launcher, x, Kind(weight, eps, unit_offset))
 
-    def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        """Centre and normalise the last dimension of what `rms_norm` takes."""
-        return norm(x, Kind(weight, eps, centred=True, bias=bias))
 
-    def add_layer_norm(
-        x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        """As `add_rms_norm`, centred."""
-        return add_norm(x, residual, Kind(weight, eps, centred=True, bias=bias))
+def add_rms_norm(
+    launcher: KernelLauncher,
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    unit_offset: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Add x to the residual, in place where that is contiguous, then normalise; returns both."""
+    return _add_norm(launcher, x, residual, Kind(weight, eps, unit_offset))
 
-    def norm(x: Tensor, kind: Kind) -> Tensor:
-        shape = x.shape
-        if x.dim() not in (2, 3):
-            x = x.reshape(-1, shape[-1])
-        if x.stride(-1) != 1 or (x.dim() == 3 and x.stride(1) != shape[-1]):
-            x = x.contiguous()
-        return launch(x, None, kind).view(shape)
 
-    def add_norm(x: Tensor, residual: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
-        residual = residual.contiguous()
-        return launch(x if x.stride(1) == 1 else x.contiguous(), residual, kind), residual
+def layer_norm(
+    launcher: KernelLauncher, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+) -> Tensor:
+    """Centre and normalise the last dimension of what `rms_norm` takes."""
+    return _norm(launcher, x, Kind(weight, eps, centred=True, bias=bias))
 
-    def launch(x: Tensor, residual: Tensor | None, kind: Kind) -> Tensor:
-        size = x.shape[-1]
-        out = launcher.empty(x.shape, x.dtype)
-        operands = Norm(
-            x=address(x),
-            residual=address(residual),
-            weight=address(kind.weight),
-            bias=address(kind.bias),
-            out=address(out),
-            tokens=launcher.tokens(x),
-            lines=x.shape[1] if x.dim() == 3 else 1,
-            stride=x.stride(0),
-            size=size,
-            weight_stride=size if kind.weight.dim() == 2 else 0,
-            centred=kind.centred,
-            eps=kind.eps,
-            offset=float(kind.unit_offset),
-        )
-        launcher.launch("norm", x.dtype, operands)
-        return out
 
-    def add(x: Tensor, y: Tensor, *, scale: float = 1.0, gate: Tensor | None = None) -> Tensor:
-        """Add x to y, in place where that is contiguous."""
-        x, y = x.contiguous(), y.contiguous()
-        gate = None if gate is None else gate.contiguous()
-        operands = Add(address(x), address(y), address(gate), launcher.tokens(x), x.shape[1], scale)
-        launcher.launch("add", x.dtype, operands)
-        return y
+def add_layer_norm(
+    launcher: KernelLauncher, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """As `add_rms_norm`, centred."""
+    return _add_norm(launcher, x, residual, Kind(weight, eps, centred=True, bias=bias))
 
-    return {
-        "rms_norm": rms_norm,
-        "add_rms_norm": add_rms_norm,
-        "layer_norm": layer_norm,
-        "add_layer_norm": add_layer_norm,
-        "add": add,
-    }
+
+def _norm(launcher: KernelLauncher, x: Tensor, kind: Kind) -> Tensor:
+    shape = x.shape
+    if x.dim() not in (2, 3):
+        x = x.reshape(-1, shape[-1])
+    if x.stride(-1) != 1 or (x.dim() == 3 and x.stride(1) != shape[-1]):
+        x = x.contiguous()
+    return _launch(launcher, x, None, kind).view(shape)
+
+
+def _add_norm(launcher: KernelLauncher, x: Tensor, residual: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
+    residual = residual.contiguous()
+    return _launch(launcher, x if x.stride(1) == 1 else x.contiguous(), residual, kind), residual
+
+
+def _launch(launcher: KernelLauncher, x: Tensor, residual: Tensor | None, kind: Kind) -> Tensor:
+    size = x.shape[-1]
+    out = launcher.empty(x.shape, x.dtype)
+    operands = Norm(
+        x=address(x),
+        residual=address(residual),
+        weight=address(kind.weight),
+        bias=address(kind.bias),
+        out=address(out),
+        tokens=launcher.tokens(x),
+        lines=x.shape[1] if x.dim() == 3 else 1,
+        stride=x.stride(0),
+        size=size,
+        weight_stride=size if kind.weight.dim() == 2 else 0,
+        centred=kind.centred,
+        eps=kind.eps,
+        offset=float(kind.unit_offset),
+    )
+    launcher.launch("norm", x.dtype, operands)
+    return out
+
+
+def add(
+    launcher: KernelLauncher, x: Tensor, y: Tensor, *, scale: float = 1.0, gate: Tensor | None = None
+) -> Tensor:
+    """Add x to y, in place where that is contiguous."""
+    x, y = x.contiguous(), y.contiguous()
+    gate = None if gate is None else gate.contiguous()
+    operands = Add(address(x), address(y), address(gate), launcher.tokens(x), x.shape[1], scale)
+    launcher.launch("add", x.dtype, operands)
+    return y
