@@ -13,7 +13,7 @@ has not arrived by then yields no token in that step and is computed again once 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -122,3 +122,19 @@ class SequenceConstraint:
         """The sequence ended, and its tokens of steps in flight will be dropped: let these steps not wait."""
         for future in self._futures.values():
             give(future, HostData())
+
+
+class AllowedTokens:
+    """A `Constraint` that allows the same token ids, all below `vocab_size`, at every position of an output."""
+
+    def __init__(self, token_ids: Collection[int], vocab_size: int) -> None:
+        import numpy as np
+
+        allowed = np.zeros(-(-vocab_size // 32) * 32, np.bool_)
+        allowed[list(token_ids)] = True
+        bitmask = np.packbits(allowed, bitorder="little").view("<i4").astype(np.int32)
+        self._data = HostData(bitmask=bitmask)
+
+    def host_data_after(self, choice: int, output: Output, answer: Future[HostData]) -> None:
+        """The mask, which is there already."""
+        give(answer, self._data)

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Literal
 
 import anyio
 
-from runtime.actors.collector_watch import collector_watched
 from runtime.actors.detokenizer import DetokenizerActor
 from runtime.actors.input_processor import InputProcessor
 from runtime.actors.live_requests import LiveRequests, RequestObserver
+from runtime.actors.loop_watch import collector_watched, watch_loop
 from runtime.actors.output_stream import OutputStream
-from runtime.actors.request_log import RequestLog, TimeStatsLog
-from runtime.actors.request_metrics import RequestMetrics
+from runtime.actors.request_observers import RequestLog, RequestMetrics, TimeStatsLog
 from runtime.actors.router import Router
 from runtime.actors.scheduler import SchedulerActor
 from runtime.actors.tokenizer import TokenizerActor
@@ -27,7 +26,6 @@ from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import ObservePlan, Plan
 from runtime.errors import EngineClosed, EngineFailure, InvalidRequest, PenstockError
 from runtime.grammar.load import load_grammars
-from runtime.metrics.loop_lag import watch_loop
 from runtime.metrics.series import EngineMetrics
 from runtime.profile import ProfileOptions
 from runtime.request import NOBODY, Caller, Request, with_grammar

@@ -7,9 +7,9 @@ from collections.abc import Hashable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
-from runtime.allowed_tokens import AllowedTokens
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import Plan
+from runtime.constraint import AllowedTokens
 from runtime.errors import ContextOverflow, InvalidRequest
 from runtime.grammar.constraint import Ends
 from runtime.request import Request

@@ -18,7 +18,7 @@ from runtime.actors.crash_record import write_record
 from runtime.actors.detokenizer import DetokenizerActor
 from runtime.actors.live_requests import LiveRequest, LiveRequests
 from runtime.actors.mailbox import Mailbox
-from runtime.actors.step_times import StepTimes
+from runtime.actors.step_times import Progress
 from runtime.batch import Batch, Runner, StepOutput
 from runtime.config.plan import SchedulePlan
 from runtime.errors import (
@@ -469,97 +469,3 @@ class SchedulerActor:
 def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *args: object) -> None:
     with suppress(RuntimeError):  # the loop is closed: nobody waits any more
         loop.call_soon_threadsafe(call, *args)
-
-
-class Progress:
-    """What the logs and the watchdog want to know about the steps."""
-
-    def __init__(self, scheduler: Scheduler, log_interval_steps: int) -> None:
-        self.num_steps = 0
-        self.num_generated = 0  # tokens of all outputs
-        self.gen_throughput = 0.0  # tokens per second over the last log interval
-        self.last_step_s = time.monotonic()
-        self.queue = QueueRate()
-        self.times = StepTimes()
-        self._scheduler = scheduler
-        self._interval = log_interval_steps
-        self._interval_began_s = time.monotonic()
-        self._num_generated_before = 0  # at the beginning of the interval
-        self._num_decode_steps = 0
-
-    def note_launch(self, batch: Batch) -> None:
-        """After every launch."""
-        stats = batch.stats
-        self.queue.note(time.monotonic(), stats.num_new, self._scheduler.num_waiting)
-        if stats.num_prompt_tokens and logger.isEnabledFor(logging.INFO):
-            load = self._scheduler.load
-            logger.info(
-                "Prefill batch. #new-seq: %d, #new-token: %d, #cached-token: %d, token usage: %.2f, "
-                "#running-req: %d, #queue-req: %d, ",
-                stats.num_new,
-                stats.num_prompt_tokens,
-                stats.num_cached_tokens,
-                load.token_usage,
-                load.num_running,
-                load.num_waiting,
-            )
-
-    def note_applied(self, batch: Batch, deltas: list[Delta]) -> tuple[float, int]:
-        """After every applied step, with what it added to the outputs -> the step's seconds and its new tokens.
-
-        A step takes from its launch, or the end of the step before it if that is later, until its result is applied.
-        """
-        num_tokens = sum([len(delta.ids) for delta in deltas])
-        self.num_steps += 1
-        self.num_generated += num_tokens
-        before_s, self.last_step_s = self.last_step_s, time.monotonic()
-        self.times.note(batch, self.last_step_s - before_s)
-        if not batch.stats.num_prompt_tokens:
-            self._num_decode_steps += 1
-            if self._num_decode_steps % self._interval == 0:
-                self._log_decode()
-        return self.last_step_s - before_s, num_tokens
-
-    def _log_decode(self) -> None:
-        seconds = self.last_step_s - self._interval_began_s
-        self.gen_throughput = (self.num_generated - self._num_generated_before) / max(seconds, 1e-9)
-        self._interval_began_s, self._num_generated_before = self.last_step_s, self.num_generated
-        load = self._scheduler.load
-        logger.info(
-            "Decode batch. #running-req: %d, #token: %d, token usage: %.2f, "
-            "gen throughput (token/s): %.2f, #queue-req: %d, ",
-            load.num_running,
-            load.num_used_tokens,
-            load.token_usage,
-            self.gen_throughput,
-            load.num_waiting,
-        )
-
-
-class QueueRate:
-    """How fast the queue moves: sequences that begin to run in a second while others wait."""
-
-    WINDOW_S = 5.0
-
-    def __init__(self) -> None:
-        self._rate: float | None = None
-        self._began_s: float | None = None  # of the window; None while nobody waits
-        self._num_started = 0
-
-    def note(self, now_s: float, num_started: int, num_waiting: int) -> None:
-        """After every launch."""
-        if self._began_s is None:
-            if num_waiting:
-                self._began_s, self._num_started = now_s, 0
-            return
-        self._num_started += num_started
-        passed_s = now_s - self._began_s
-        if passed_s >= self.WINDOW_S or (not num_waiting and self._num_started and passed_s > 0):
-            self._rate = self._num_started / passed_s
-            self._began_s, self._num_started = (now_s if num_waiting else None), 0
-
-    def wait_s(self, num_waiting: int) -> float:
-        """Until the last of so many runs; 0 where nothing is known yet."""
-        if not num_waiting or self._rate is None:
-            return 0.0
-        return num_waiting / max(self._rate, 1e-3)

@@ -1,8 +1,15 @@
-"""How long a step should take, from how long steps took: what tells a long step from one that hangs."""
+"""What is noted of steps as they go by, for the log, for the watchdog and for what a waiting client is told."""
 
 from __future__ import annotations
 
+import logging
+import time
+
 from runtime.batch import Batch
+from runtime.request import Delta
+from runtime.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger("penstock.scheduler")
 
 WEIGHT = 0.1  # of the newest step in the means
 PATIENCE = 10  # times as long as predicted a step may take
@@ -50,3 +57,97 @@ def _mean(before: float | None, newest: float) -> float:
     if before is None or newest > before:
         return newest if before is None else before + max(WEIGHT, 0.5) * (newest - before)
     return before + WEIGHT * (newest - before)
+
+
+class Progress:
+    """What the logs and the watchdog want to know about the steps."""
+
+    def __init__(self, scheduler: Scheduler, log_interval_steps: int) -> None:
+        self.num_steps = 0
+        self.num_generated = 0  # tokens of all outputs
+        self.gen_throughput = 0.0  # tokens per second over the last log interval
+        self.last_step_s = time.monotonic()
+        self.queue = QueueRate()
+        self.times = StepTimes()
+        self._scheduler = scheduler
+        self._interval = log_interval_steps
+        self._interval_began_s = time.monotonic()
+        self._num_generated_before = 0  # at the beginning of the interval
+        self._num_decode_steps = 0
+
+    def note_launch(self, batch: Batch) -> None:
+        """After every launch."""
+        stats = batch.stats
+        self.queue.note(time.monotonic(), stats.num_new, self._scheduler.num_waiting)
+        if stats.num_prompt_tokens and logger.isEnabledFor(logging.INFO):
+            load = self._scheduler.load
+            logger.info(
+                "Prefill batch. #new-seq: %d, #new-token: %d, #cached-token: %d, token usage: %.2f, "
+                "#running-req: %d, #queue-req: %d, ",
+                stats.num_new,
+                stats.num_prompt_tokens,
+                stats.num_cached_tokens,
+                load.token_usage,
+                load.num_running,
+                load.num_waiting,
+            )
+
+    def note_applied(self, batch: Batch, deltas: list[Delta]) -> tuple[float, int]:
+        """After every applied step, with what it added to the outputs -> the step's seconds and its new tokens.
+
+        A step takes from its launch, or the end of the step before it if that is later, until its result is applied.
+        """
+        num_tokens = sum([len(delta.ids) for delta in deltas])
+        self.num_steps += 1
+        self.num_generated += num_tokens
+        before_s, self.last_step_s = self.last_step_s, time.monotonic()
+        self.times.note(batch, self.last_step_s - before_s)
+        if not batch.stats.num_prompt_tokens:
+            self._num_decode_steps += 1
+            if self._num_decode_steps % self._interval == 0:
+                self._log_decode()
+        return self.last_step_s - before_s, num_tokens
+
+    def _log_decode(self) -> None:
+        seconds = self.last_step_s - self._interval_began_s
+        self.gen_throughput = (self.num_generated - self._num_generated_before) / max(seconds, 1e-9)
+        self._interval_began_s, self._num_generated_before = self.last_step_s, self.num_generated
+        load = self._scheduler.load
+        logger.info(
+            "Decode batch. #running-req: %d, #token: %d, token usage: %.2f, "
+            "gen throughput (token/s): %.2f, #queue-req: %d, ",
+            load.num_running,
+            load.num_used_tokens,
+            load.token_usage,
+            self.gen_throughput,
+            load.num_waiting,
+        )
+
+
+class QueueRate:
+    """How fast the queue moves: sequences that begin to run in a second while others wait."""
+
+    WINDOW_S = 5.0
+
+    def __init__(self) -> None:
+        self._rate: float | None = None
+        self._began_s: float | None = None  # of the window; None while nobody waits
+        self._num_started = 0
+
+    def note(self, now_s: float, num_started: int, num_waiting: int) -> None:
+        """After every launch."""
+        if self._began_s is None:
+            if num_waiting:
+                self._began_s, self._num_started = now_s, 0
+            return
+        self._num_started += num_started
+        passed_s = now_s - self._began_s
+        if passed_s >= self.WINDOW_S or (not num_waiting and self._num_started and passed_s > 0):
+            self._rate = self._num_started / passed_s
+            self._began_s, self._num_started = (now_s if num_waiting else None), 0
+
+    def wait_s(self, num_waiting: int) -> float:
+        """Until the last of so many runs; 0 where nothing is known yet."""
+        if not num_waiting or self._rate is None:
+            return 0.0
+        return num_waiting / max(self._rate, 1e-3)

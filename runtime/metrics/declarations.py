@@ -31,8 +31,8 @@ class Metric:
 _SCRAPE = "actors.scrape"
 _STEP = "metrics.series.ReplicaSeries"
 _REQUEST = "metrics.series.RequestSeries"
-_SENT = "actors.request_metrics.RequestMetrics.sent"
-_ENDED = "actors.request_metrics.RequestMetrics.ended"
+_SENT = "actors.request_observers.RequestMetrics.sent"
+_ENDED = "actors.request_observers.RequestMetrics.ended"
 _ENGINE = "metrics.series.EngineMetrics"
 
 METRICS: tuple[Metric, ...] = (
@@ -217,7 +217,7 @@ METRICS: tuple[Metric, ...] = (
         "penstock:event_loop_lag_seconds",
         "histogram",
         "How late the event loop wakes whom it promised to wake.",
-        "metrics.loop_lag.watch_loop",
+        "actors.loop_watch.watch_loop",
     ),
     Metric(
         "penstock:tokenizer_seconds",

@@ -17,13 +17,8 @@ from jinja2.utils import Namespace
 
 from runtime.errors import ConfigurationError, InvalidRequest, TakesLong
 from runtime.tokenizer.messages import Accepts, accepted_content, asks_for_none, prepare_messages
-from runtime.tokenizer.template_limits import (
-    MAX_BYTES,
-    MAX_SECONDS,
-    MeteredEnvironment,
-    TemplateLimit,
-    metered,
-)
+from runtime.tokenizer.template_costs import TemplateLimit
+from runtime.tokenizer.template_limits import MAX_BYTES, MAX_SECONDS, MeteredEnvironment, metered
 
 _CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "
 _OURS = frozenset({"messages", "tools", "add_generation_prompt"})

@@ -11,7 +11,7 @@ import scripted_core
 from runtime.actors import scheduler, tokenizer
 from runtime.actors.engine_core import EngineCore
 from runtime.actors.output_stream import OutputStream
-from runtime.actors.scheduler import QueueRate
+from runtime.actors.step_times import QueueRate
 from runtime.errors import EngineClosed, EngineFailure, InvalidRequest, OutOfMemory, Overloaded, StepFailed
 from runtime.request import Finish, Request
 from runtime.sampling_params import SamplingParams

@@ -13,7 +13,7 @@ from fake_runner import Drive, make_plan, make_sequence, reference_embedding
 from late_host_data import LateHostData
 from runtime.errors import ContextOverflow
 from runtime.request import Delta, Finish, LogprobParams, Request
-from runtime.scheduler import batch_builder
+from runtime.scheduler import budget
 from runtime.sequence import Sequence
 
 VOCAB = 5  # small, so that prompts share prefixes by chance and outputs meet stop ids
@@ -57,7 +57,7 @@ class AnyOrder(RuleBasedStateMachine):
         **plan: Any,
     ):
         self.patch = pytest.MonkeyPatch()  # long outputs, of which only a part is reserved, in small
-        self.patch.setattr(batch_builder, "RESERVED_OUTPUT_TOKENS", reserved)
+        self.patch.setattr(budget, "RESERVED_OUTPUT_TOKENS", reserved)
         plan |= {"new_token_ratio": ratio, "min_new_token_ratio": 0.0}
         self.drive = Drive(
             make_plan(**plan),

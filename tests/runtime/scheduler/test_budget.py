@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from fake_runner import make_plan, make_sequence
-from runtime.scheduler.batch_builder import NewTokenRatio, PromptBudget, pages_ahead
+from runtime.scheduler.budget import NewTokenRatio, PromptBudget, pages_ahead
 
 
 def test_a_cut_ends_at_a_page_boundary():

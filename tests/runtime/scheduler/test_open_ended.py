@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fake_runner import Drive, make_plan, make_sequence, reference_output
-from runtime.scheduler.batch_builder import NewTokenRatio
+from runtime.scheduler.budget import NewTokenRatio
 from runtime.sequence import Sequence
 
 PAGES, PAGE_SIZE, VOCAB = 96, 4, 5000

@@ -6,14 +6,14 @@ import pytest
 
 from fake_runner import Drive, make_plan, make_sequence
 from runtime.request import Finish
-from runtime.scheduler import batch_builder
+from runtime.scheduler import budget
 from runtime.sequence import Sequence
 
 
 @pytest.fixture
 def trusting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Admission reserves next to nothing, as if every output ended at once."""
-    monkeypatch.setattr(batch_builder, "RESERVED_OUTPUT_TOKENS", 1)
+    monkeypatch.setattr(budget, "RESERVED_OUTPUT_TOKENS", 1)
 
 
 def crowd(*shapes: tuple[int, int]) -> list[Sequence]:

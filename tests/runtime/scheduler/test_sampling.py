@@ -8,7 +8,7 @@ from fake_runner import Drive, make_plan, make_sequence
 from runtime.batch import Batch, Sampling
 from runtime.request import LogprobParams
 from runtime.sampling_params import ROW_ARRAYS
-from runtime.scheduler import batch_builder
+from runtime.scheduler import budget
 from runtime.scheduler.sampling import uniform_numbers
 from runtime.sequence import Sequence
 
@@ -126,7 +126,7 @@ def test_penalties_start_with_a_fresh_sequence_index_once():
 
 
 def test_a_retracted_sequence_brings_its_output_to_its_new_row(monkeypatch: Any):
-    monkeypatch.setattr(batch_builder, "RESERVED_OUTPUT_TOKENS", 1)
+    monkeypatch.setattr(budget, "RESERVED_OUTPUT_TOKENS", 1)
     plan = make_plan(new_token_ratio=0.0, min_new_token_ratio=0.0)
     sequences = [make_sequence([i] * 4, max_new_tokens=9, frequency_penalty=0.5) for i in range(2)]
     found = samplings(*sequences, plan=plan, num_pages=14, page_size=1)

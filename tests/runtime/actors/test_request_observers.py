@@ -10,7 +10,7 @@ import re
 import pytest
 
 import scripted_core
-from runtime.actors import request_log
+from runtime.actors import request_observers
 from runtime.config.plan import ObservePlan
 from runtime.errors import StepFailed
 from runtime.request import Request
@@ -47,7 +47,7 @@ async def logged(
 async def test_each_level_says_more(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, level: int
 ) -> None:
-    monkeypatch.setattr(request_log, "SHORT_CHARS", 50)
+    monkeypatch.setattr(request_observers, "SHORT_CHARS", 50)
     ids = tuple(range(3, 103))
     first, last = await logged(caplog, ObservePlan(request_log_level=level), ids=ids)
     assert "\n" not in first + last

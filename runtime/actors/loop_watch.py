@@ -1,14 +1,19 @@
-"""A warning when Python's garbage collector holds everything up."""
+"""How late the event loop is, and a warning when Python's garbage collector holds everything up."""
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from runtime.metrics.series import Histogram
+
 logger = logging.getLogger("penstock.core")
+
+PERIOD_S = 0.05
 
 
 @contextmanager
@@ -36,3 +41,12 @@ def collector_watched(threshold_s: float) -> Iterator[None]:
         yield
     finally:
         gc.callbacks.remove(note)
+
+
+async def watch_loop(lag_s: Histogram) -> None:
+    """Until cancelled: ask to be woken, over and over, and note by how much that was late."""
+    loop = asyncio.get_running_loop()
+    while True:
+        due_s = loop.time() + PERIOD_S
+        await asyncio.sleep(PERIOD_S)
+        lag_s.observe(max(loop.time() - due_s, 0.0))
