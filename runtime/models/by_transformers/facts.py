@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -78,7 +80,16 @@ def forget_padding(config: Any) -> None:
 
 
 def numbers(values: Mapping[str, Any]) -> Numbers:
-    """Raises CheckpointError, with the reason, for a model that cannot be served in this way."""
+    """Of the model with these values of config.json, found once for what is read and what is loaded.
+
+    Raises CheckpointError, with the reason, for a model that cannot be served in this way.
+    """
+    return _numbers(json.dumps(values, sort_keys=True))
+
+
+@lru_cache(maxsize=1)
+def _numbers(encoded: str) -> Numbers:
+    values = json.loads(encoded)
     config = config_of(values)
     forget_padding(config)
     name, text = values["architectures"][0], config.get_text_config()
