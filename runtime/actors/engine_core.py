@@ -102,7 +102,12 @@ class EngineCore:
             )
         self._grammars = load_grammars(plan, facts, tokenizer, self._processor.eos_ids)
         self._tokenizer = TokenizerActor(
-            tokenizer, self._processor, requests, self._scheduler, self._grammars
+            tokenizer,
+            self._processor,
+            requests,
+            self._scheduler,
+            self._grammars,
+            num_threads=plan.text.encoder_threads,
         )
 
     # --- life ---

@@ -25,7 +25,6 @@ from runtime.tokenizer.tokenizer import Tokenizer
 logger = logging.getLogger("penstock.tokenizer")
 
 INLINE_CHARS = 2048  # about 0.5 ms of encoding; a thread's round trip costs as much
-ENCODER_THREADS = 2
 NO_GRAMMARS = "This server constrains no outputs: it has no tokenizer, or runs with --grammar-backend none."
 MAX_WAITING_BYTES = 64 * 1024 * 1024  # about twenty seconds of encoding
 
@@ -40,12 +39,15 @@ class TokenizerActor:
         requests: LiveRequests,
         scheduler: SchedulerActor | Router,
         grammars: GrammarCompiler | None = None,
+        *,
+        num_threads: int = 2,
     ) -> None:
         self._tokenizer = tokenizer
         self._processor = processor
         self._requests = requests
         self._scheduler = scheduler
         self._grammars = grammars
+        self._num_threads = num_threads  # that encode long texts
         self._inbox: Mailbox[LiveRequest] = Mailbox()
         self._num_waiting = 0  # choices of requests that are not handed on yet
         self._waiting_bytes = 0
@@ -70,7 +72,7 @@ class TokenizerActor:
 
     async def run(self) -> None:
         """Until cancelled."""
-        limiter = anyio.CapacityLimiter(ENCODER_THREADS)
+        limiter = anyio.CapacityLimiter(self._num_threads)
         async with anyio.create_task_group() as tasks:
             while True:
                 short: list[LiveRequest] = []

@@ -11,6 +11,7 @@ from typing import Any
 
 from runtime.config import buckets
 from runtime.config.buckets import Bounds
+from runtime.config.chat_templates import MiddleTemplate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +149,8 @@ class TextPlan(Section):
     tool_call_parser: str | None = None  # a name of `runtime.config.parsers`; None: calls are not recognised
     reasoning_parser: str | None = None  # a name of `runtime.config.parsers`; None: the output is not divided
     grammar_backend: str = "none"
+    middle: MiddleTemplate | None = None  # of prompts with a suffix; None: as the tokenizer's tokens tell
+    encoder_threads: int = 2  # that tokenize long texts
     json_whitespace: str | None = None  # regular expression; None: the backend's
 
 

@@ -15,6 +15,7 @@ from jinja2 import nodes
 from jinja2.parser import Parser
 from jinja2.utils import Namespace
 
+from runtime.config.chat_templates import chat_template_named
 from runtime.errors import ConfigurationError, InvalidRequest, TakesLong
 from runtime.tokenizer.messages import Accepts, accepted_content, asks_for_none, prepare_messages
 from runtime.tokenizer.template_costs import TemplateLimit
@@ -155,20 +156,16 @@ class ChatTemplate:
 def load_template(
     choice: str | None, own: Mapping[str, str], special: Mapping[str, str]
 ) -> ChatTemplate | None:
-    """The template of a file if one was chosen, else the tokenizer's own, else None.
+    """The template that was chosen, a file or a name of ours, else the tokenizer's own, else None.
 
-    Raises ConfigurationError for a choice that is not a jinja file.
+    Raises ConfigurationError for a choice that is neither.
     """
     if choice is None:
         return ChatTemplate(own, special) if own else None
-    path = Path(choice)
-    if path.suffix not in (".jinja", ".jinja2", ".j2"):
-        raise ConfigurationError(
-            f"--chat-template {choice}: neither conversations by name nor JSON conversations are built; "
-            "write the template to a .jinja file."
-        )
+    if (named := chat_template_named(choice)) is not None:
+        return ChatTemplate({"default": named}, special)
     try:
-        source = path.read_text(encoding="utf-8")
+        source = Path(choice).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"--chat-template {choice} cannot be read: {error}.") from error
     # Templates copied out of JSON carry their line breaks escaped.

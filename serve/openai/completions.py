@@ -14,6 +14,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from runtime.config.chat_templates import MIDDLE_TEMPLATES
 from runtime.errors import InvalidRequest
 from runtime.request import Chunk, Finish, LogprobParams, Logprobs, Request
 from serve.endpoint import json_response, read_all_or_disconnect, read_body
@@ -88,6 +89,8 @@ def _read(core: EngineCore, raw: bytes) -> _Call:
             "echo and truncate_prompt_tokens exclude each other.", param="truncate_prompt_tokens"
         )
     prompts, is_batch = _prompts(body)
+    if body.suffix:
+        prompts = _around_the_hole(core, body, prompts)
     check_choices(len(prompts), sampling.n)
     logprobs = _logprobs(body)
     rid = body.rid or uuid4().hex
@@ -136,6 +139,26 @@ def _prompts(body: CompletionBody) -> tuple[Sequence[str | list[int]], bool]:
         if not item:
             raise InvalidRequest(f"prompt.{index} must not be empty.", param=f"prompt.{index}")
     return prompt, True  # pyright: ignore[reportReturnType]
+
+
+def _around_the_hole(core: EngineCore, body: CompletionBody, prompts: Sequence[str | list[int]]) -> list[str]:
+    """Prompts that ask for what stands between each of these and the body's suffix."""
+    template = core.plan.text.middle
+    if template is None and core.tokenizer is not None:
+        marks = {mark for each in MIDDLE_TEMPLATES.values() for mark in each[:3]}
+        known = core.tokenizer.ids_of(marks).keys()
+        template = next((each for each in MIDDLE_TEMPLATES.values() if known >= {*each[:3]}), None)
+    if template is None:
+        raise InvalidRequest(
+            "How this model fills in the middle is not known: start the server with --completion-template.",
+            param="suffix",
+        )
+    if body.echo:
+        raise InvalidRequest("echo and suffix exclude each other.", param="suffix")
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if len(texts) < len(prompts):
+        raise InvalidRequest("With a suffix the prompt must be text, not token ids.", param="suffix")
+    return [template.prompt(text, body.suffix or "") for text in texts]
 
 
 def _logprobs(body: CompletionBody) -> LogprobParams | None:

@@ -101,7 +101,7 @@ class CompletionBody(OpenAIBody):
     echo: bool = False
     logprobs: Annotated[int, Range(0, MAX_TOP_LOGPROBS)] | None = None
     best_of: int | None = None
-    suffix: NotBuilt = None
+    suffix: str | None = None  # what comes after the text to be written
     add_special_tokens: bool = True
 
 

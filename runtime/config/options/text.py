@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from runtime.config.chat_templates import CHAT_TEMPLATES
 from runtime.config.option_spec import always, inert, option, planned
 from runtime.config.parsers import REASONING_PARSERS, TOOL_CALL_PARSERS
 from runtime.config.plan import TextPlan
+
+NO_TOKENIZER_BATCHES = (
+    "each prompt is tokenized by itself, beside the running steps; the token ids are the same"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +35,8 @@ class TextArgs:
     )
     chat_template: str | None = option(
         None,
-        "Jinja file (.jinja) that turns messages into a prompt. Default: the template that comes with the "
-        "tokenizer.",
+        "What turns messages into a prompt: a jinja file (.jinja), or one of ours by name: "
+        f"{', '.join(CHAT_TEMPLATES)}. Default: the template that comes with the tokenizer.",
         plan=TextPlan.chat_template,
     )
     grammar_backend: str | None = option(
@@ -43,13 +48,19 @@ class TextArgs:
         sglang="xgrammar",
         plan=TextPlan.grammar_backend,
     )
-    tokenizer_worker_num: int = planned(
-        1, "Number of tokenizer workers. One thread tokenizes for all by default.", low=1
+    tokenizer_worker_num: int = option(
+        1,
+        "Threads that tokenize long texts, two at least; they hold no lock of Python's.",
+        low=1,
+        high=64,
+        plan=TextPlan.encoder_threads,
     )
-    completion_template: str | None = planned(
+    completion_template: str | None = option(
         None,
         "Template of fill-in-the-middle prompts, used when /v1/completions gets a suffix: deepseek_coder, "
-        "star_coder, qwen_coder, or a JSON file.",
+        "star_coder, qwen_coder, or a JSON file with fim_begin_token, fim_middle_token, fim_end_token and "
+        "fim_position (MIDDLE or END). Default: the one whose marks are tokens of the model.",
+        plan=TextPlan.middle,
     )
     reasoning_parser: str | None = option(
         None,
@@ -65,15 +76,22 @@ class TextArgs:
         choices=("none", *sorted(TOOL_CALL_PARSERS)),
         plan=TextPlan.tool_call_parser,
     )
-    enable_tokenizer_batch_encode: bool = planned(
-        False, "Tokenize the prompts of one request list in a single call."
+    enable_tokenizer_batch_encode: bool = inert(
+        False,
+        "Tokenize the prompts of one request list in a single call.",
+        reason=NO_TOKENIZER_BATCHES,
     )
-    enable_dynamic_batch_tokenizer: bool = planned(
-        False, "Tokenize requests that arrive together in a single call."
+    enable_dynamic_batch_tokenizer: bool = inert(
+        False, "Tokenize requests that arrive together in a single call.", reason=NO_TOKENIZER_BATCHES
     )
-    dynamic_batch_tokenizer_batch_size: int = planned(32, "Most prompts in one such tokenizer call.", low=1)
-    dynamic_batch_tokenizer_batch_timeout: float = planned(
-        0.002, "Longest wait in seconds for more prompts before such a call starts.", low=0
+    dynamic_batch_tokenizer_batch_size: int = inert(
+        32, "Most prompts in one such tokenizer call.", reason=NO_TOKENIZER_BATCHES, low=1
+    )
+    dynamic_batch_tokenizer_batch_timeout: float = inert(
+        0.002,
+        "Longest wait in seconds for more prompts before such a call starts.",
+        reason=NO_TOKENIZER_BATCHES,
+        low=0,
     )
     constrained_json_whitespace_pattern: str | None = option(
         None,

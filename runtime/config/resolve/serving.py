@@ -7,6 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from runtime.config.chat_templates import MiddleTemplate, chat_template_named, middle_template
 from runtime.config.gguf_header import is_gguf, read_header
 from runtime.config.parsers import REASONING_PARSERS, TOOL_CALL_PARSERS, Signs, guess
 from runtime.config.plan import ServePlan, TextPlan
@@ -17,16 +18,17 @@ from runtime.grammar.errors import InvalidGrammar
 from runtime.grammar.whitespace import check_whitespace
 from runtime.sampling_params import SamplingParams
 
+MIN_ENCODER_THREADS = 2
 DEMO_NAME = "penstock-demo"
 
 
 def text_plan(builder: PlanBuilder, model_path: str) -> TextPlan:
     args = builder.args.text
-    if args.chat_template is not None and not args.chat_template.endswith(".jinja"):
-        builder.refuse(
-            "chat_template",
-            f"--chat-template {args.chat_template}: only .jinja files work so far; write it as one.",
-        )
+    try:
+        if args.chat_template is not None:
+            chat_template_named(args.chat_template)
+    except ConfigurationError as error:
+        builder.refuse("chat_template", str(error))
     template = _template(builder, model_path)
     return build(
         TextPlan,
@@ -39,7 +41,25 @@ def text_plan(builder: PlanBuilder, model_path: str) -> TextPlan:
         reasoning_parser=_parser(builder, "reasoning_parser", REASONING_PARSERS, template),
         grammar_backend=_grammar_backend(builder),
         json_whitespace=_json_whitespace(builder),
+        middle=_middle(builder),
+        encoder_threads=_encoder_threads(builder),
     )
+
+
+def _middle(builder: PlanBuilder) -> Decision[MiddleTemplate | None]:
+    name, choice = "completion_template", builder.args.text.completion_template
+    try:
+        return builder.follow(name, None if choice is None else middle_template(choice))
+    except ConfigurationError as error:
+        builder.refuse(name, str(error))
+        return Decision(None, "what was asked for cannot be used")
+
+
+def _encoder_threads(builder: PlanBuilder) -> Decision[int]:
+    asked = builder.args.text.tokenizer_worker_num
+    if asked < MIN_ENCODER_THREADS:
+        return Decision(MIN_ENCODER_THREADS, "one long text must not hold up all others")
+    return builder.follow("tokenizer_worker_num")
 
 
 def _parser(
@@ -65,7 +85,7 @@ def _template(builder: PlanBuilder, model_path: str) -> str:
     folder = Path(args.tokenizer_path or model_path)
     try:
         if args.chat_template is not None:
-            return Path(args.chat_template).read_text(encoding="utf-8")
+            return chat_template_named(args.chat_template) or Path(args.chat_template).read_text("utf-8")
         if is_gguf(folder):
             return str(read_header(folder).values.get("tokenizer.chat_template", ""))
         if not model_path or not folder.is_dir():

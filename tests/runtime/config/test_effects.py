@@ -53,7 +53,9 @@ SITUATIONS: list[tuple[Machine, dict[str, Any]]] = [
 # What an option takes that no value made up by a test would be.
 VALUES: dict[str, list[Any]] = {
     "device": ["cpu"],
-    "chat_template": ["chat.jinja"],
+    "chat_template": ["llama-3"],
+    "completion_template": ["star_coder"],
+    "tokenizer_worker_num": [3],
     "context_length": [100],
     "dist_init_addr": ["other:5000"],
     "json_model_override_args": [{"vocab_size": 17}],

@@ -185,7 +185,7 @@ def test_text_options() -> None:
     assert plan(skip_tokenizer_init=True).text.tokenizer_path is None
     assert plan(tokenizer_path="/t").text.tokenizer_path == "/t"
     assert plan(chat_template="my.jinja").text.chat_template == "my.jinja"
-    assert "only .jinja files" in refusals(chat_template="llama-2")
+    assert "names are chatml" in refusals(chat_template="llama-5")
     assert "exclude each other" in refusals(skip_tokenizer_init=True, tokenizer_path="/t")
 
 

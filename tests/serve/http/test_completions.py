@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import openai
 import pytest
 
 import fake_core
+from runtime.config.chat_templates import MIDDLE_TEMPLATES
 from served_core import Serve, Served
 
 
@@ -216,3 +218,20 @@ async def test_completions_without_a_tokenizer_are_refused(serve: Serve) -> None
     served = await serve(fake_core.FakeCore(None))
     with pytest.raises(openai.BadRequestError, match="use /generate with input_ids"):
         await complete(served, prompt=[1, 2])
+
+
+async def test_a_suffix_asks_for_what_stands_before_it(serve: Serve) -> None:
+    served = await serve()
+    ask = {"prompt": ["def f(", "a"], "suffix": "): pass", "max_tokens": 1}
+    refused = await served.http.post("/v1/completions", json=ask)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "suffix")
+    assert "--completion-template" in refused.text
+    plan = served.core.plan
+    served.core.plan = replace(plan, text=replace(plan.text, middle=MIDDLE_TEMPLATES["qwen_coder"]))
+    await served.post("/v1/completions", **ask)
+    assert [request.text for request in served.core.submitted] == [
+        f"<|fim_prefix|>{prompt}<|fim_suffix|>): pass<|fim_middle|>" for prompt in ask["prompt"]
+    ]
+    for wrong in ({"prompt": [5, 6]}, {"echo": True}):
+        refused = await served.http.post("/v1/completions", json={**ask, **wrong})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "suffix")

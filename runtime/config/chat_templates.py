@@ -1,0 +1,113 @@
+"""Chat templates by name (`--chat-template llama-3`), and templates of fill-in-the-middle prompts.
+
+For checkpoints that come without a chat template of their own: each writes the prompts that the family's publisher
+describes. System messages stand where the family expects them; there is no system message that nobody asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from runtime.config.template_files import read_json
+from runtime.errors import ConfigurationError
+
+_TURNS = "{% for message in messages %}"
+# The system message, which these families write into the first turn of the user's.
+_SYSTEM_FIRST = """{% if messages[0].role == 'system' %}{% set system = messages[0].content | trim %}\
+{% set turns = messages[1:] %}{% else %}{% set system = '' %}{% set turns = messages %}{% endif %}"""
+
+CHAT_TEMPLATES: Mapping[str, str] = {
+    "chatml": _TURNS
+    + """{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}{% endfor %}\
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}""",
+    "gemma-it": _SYSTEM_FIRST
+    + """{{ bos_token }}{% for message in turns %}\
+{{ '<start_of_turn>' + ('model' if message.role == 'assistant' else message.role) + '\n' }}\
+{% if loop.first and system %}{{ system + '\n\n' }}{% endif %}\
+{{ message.content | trim + '<end_of_turn>\n' }}{% endfor %}\
+{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}""",
+    "llama-2": _SYSTEM_FIRST
+    + """{% for message in turns %}{% if message.role == 'user' %}{{ bos_token + '[INST] ' }}\
+{% if loop.first and system %}{{ '<<SYS>>\n' + system + '\n<</SYS>>\n\n' }}{% endif %}\
+{{ message.content | trim + ' [/INST]' }}\
+{% else %}{{ ' ' + message.content | trim + ' ' + eos_token }}{% endif %}{% endfor %}""",
+    "llama-3": "{{ bos_token }}"
+    + _TURNS
+    + """{{ '<|start_header_id|>' + message.role + '<|end_header_id|>\n\n' + message.content | trim + '<|eot_id|>' }}\
+{% endfor %}{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}""",
+    "llama-4": "{{ bos_token }}"
+    + _TURNS
+    + """{{ '<|header_start|>' + message.role + '<|header_end|>\n\n' + message.content | trim + '<|eot|>' }}\
+{% endfor %}{% if add_generation_prompt %}{{ '<|header_start|>assistant<|header_end|>\n\n' }}{% endif %}""",
+    "mistral": _SYSTEM_FIRST
+    + """{{ bos_token }}{% for message in turns %}{% if message.role == 'user' %}{{ '[INST] ' }}\
+{% if loop.last and system %}{{ system + '\n\n' }}{% endif %}{{ message.content + ' [/INST]' }}\
+{% else %}{{ ' ' + message.content | trim + eos_token }}{% endif %}{% endfor %}""",
+    "vicuna_v1.1": _SYSTEM_FIRST
+    + """{{ system or 'A chat between a curious user and an artificial intelligence assistant. The assistant gives \
+helpful, detailed, and polite answers to the user\\'s questions.' }}\
+{% for message in turns %}{% if message.role == 'user' %}{{ ' USER: ' + message.content | trim }}\
+{% else %}{{ ' ASSISTANT: ' + message.content | trim + eos_token }}{% endif %}{% endfor %}\
+{% if add_generation_prompt %}{{ ' ASSISTANT:' }}{% endif %}""",
+}
+OTHER_NAMES = {"llama-3-instruct": "llama-3", "vicuna": "vicuna_v1.1"}
+JINJA_SUFFIXES = (".jinja", ".jinja2", ".j2")
+
+
+def chat_template_named(choice: str) -> str | None:
+    """The jinja text of a template by name; None where the choice is a file's path.
+
+    Raises `ConfigurationError` for what is neither.
+    """
+    found = CHAT_TEMPLATES.get(OTHER_NAMES.get(choice, choice))
+    if found is not None:
+        return found
+    if Path(choice).suffix in JINJA_SUFFIXES:
+        return None
+    raise ConfigurationError(
+        f"--chat-template {choice} is neither a .jinja file nor a name; names are {', '.join(CHAT_TEMPLATES)}. "
+        "JSON conversations are not supported: write the template to a .jinja file."
+    )
+
+
+class MiddleTemplate(NamedTuple):
+    """How a prompt asks for what is missing between its `prefix` and its `suffix`."""
+
+    begin: str
+    hole: str  # where the missing text stands, or begins
+    end: str
+    position: Literal["MIDDLE", "END"]  # of the hole: between prefix and suffix, or behind both
+
+    def prompt(self, prefix: str, suffix: str) -> str:
+        """The prompt whose continuation is what stands between them."""
+        if self.position == "MIDDLE":
+            return f"{self.begin}{prefix}{self.hole}{suffix}{self.end}"
+        return f"{self.begin}{prefix}{self.end}{suffix}{self.hole}"
+
+
+MIDDLE_TEMPLATES: Mapping[str, MiddleTemplate] = {
+    "deepseek_coder": MiddleTemplate("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>", "MIDDLE"),
+    "qwen_coder": MiddleTemplate("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "END"),
+    "star_coder": MiddleTemplate("<fim_prefix>", "<fim_middle>", "<fim_suffix>", "END"),
+}
+
+
+def middle_template(choice: str) -> MiddleTemplate:
+    """By name, or of a JSON file. Raises `ConfigurationError`."""
+    if choice in MIDDLE_TEMPLATES:
+        return MIDDLE_TEMPLATES[choice]
+    if not Path(choice).is_file():
+        raise ConfigurationError(
+            f"--completion-template {choice} is neither a file nor one of {', '.join(MIDDLE_TEMPLATES)}."
+        )
+    found = read_json(Path(choice))
+    names = ("fim_begin_token", "fim_middle_token", "fim_end_token")
+    position = str(found.get("fim_position", "")).upper()
+    if not all(isinstance(found.get(name), str) for name in names) or position not in ("MIDDLE", "END"):
+        raise ConfigurationError(
+            f"--completion-template {choice}: the file must hold {', '.join(names)} and fim_position, which is "
+            "MIDDLE or END."
+        )
+    return MiddleTemplate(*(found[name] for name in names), "MIDDLE" if position == "MIDDLE" else "END")
