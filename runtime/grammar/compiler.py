@@ -13,10 +13,9 @@ from runtime.constraint import Constraint
 from runtime.errors import InvalidRequest, Overloaded
 from runtime.grammar.backend import Backend, Matcher
 from runtime.grammar.constraint import Ends, GrammarConstraint
-from runtime.grammar.errors import InvalidGrammar
 from runtime.grammar.marker import MAX_BYTES, Marker
 from runtime.grammar.masks import MaskThread
-from runtime.grammar.spec import Grammar, ThinkingLimit
+from runtime.grammar.spec import Grammar, InvalidGrammar, ThinkingLimit
 from runtime.grammar.thinking import LimitedThinking
 from runtime.tokenizer.tokenizer import Tokenizer
 

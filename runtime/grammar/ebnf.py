@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from runtime.grammar import patterns
-from runtime.grammar.errors import InvalidGrammar
 from runtime.grammar.lark import quoted
+from runtime.grammar.spec import InvalidGrammar
 
 MAX_DEPTH = 64
 MAX_RULES = 2_000

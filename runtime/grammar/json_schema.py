@@ -8,29 +8,22 @@ validator. References are resolved here and lead nowhere but into the schema its
 
 from __future__ import annotations
 
-import json
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from fractions import Fraction
 from typing import Any
 
-from runtime.grammar import conditions, patterns
-from runtime.grammar.errors import InvalidGrammar
+from runtime.grammar import bounds, conditions, patterns
 from runtime.grammar.formats import INTEGER_BITS, MAX_LENGTHS, UNLIMITED, format_regex
 from runtime.grammar.opposites import NoOppositeError, opposite
 from runtime.grammar.references import REFERENCES, References, Unsupported
-from runtime.grammar.unique import MAX_UNIQUE, unique_arrays
 
-MAX_DEPTH = 96  # of the JSON text
 MAX_NODES = 12_000  # subschemas, after references are followed, and enum values
 MAX_ITEMS = 2_000  # minItems and maxItems; over all arrays of a schema:
 MAX_ALL_ITEMS = 20_000
 MAX_TEXT = 100_000  # minLength and maxLength
 MAX_PROPERTIES = 1_000  # minProperties and maxProperties, and names in properties
-MAX_EXACT = 2**53  # integers beyond it are not told apart by floating-point numbers
 MAX_MULTIPLE = 2**32
 MAX_ALTERNATIVES = 256  # of oneOf
 NODES_BETWEEN_PAUSES = 64
@@ -56,49 +49,12 @@ CONDITIONS: Mapping[str, str] = {
     "dependentSchemas": "",
     "unevaluatedProperties": "use additionalProperties false",
 }
-NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 Schema = dict[str, Any]
-
-
-def parse(source: str) -> Any:
-    """The schema of a JSON text. Raises `InvalidGrammar`."""
-    _check_depth(source)
-    try:
-        return json.loads(source, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise InvalidGrammar(f"the schema is not JSON: {error}") from None
 
 
 def for_backend(schema: Any) -> Schema | bool:
     """The schema with nothing in it but what is enforced exactly. Raises `Unsupported`."""
     return _Writer(schema, References(schema)).write()
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON value")
-
-
-def _check_depth(source: str) -> None:
-    """Before a parser that recurses sees it: brackets in strings count as well, which errs on the safe side."""
-    if source.count("[") + source.count("{") <= MAX_DEPTH:
-        return
-    depth, in_string, escaped = 0, False, False
-    for character in source:
-        if in_string:
-            if escaped:
-                escaped = False
-            elif character == "\\":
-                escaped = True
-            elif character == '"':
-                in_string = False
-        elif character == '"':
-            in_string = True
-        elif character in "[{":
-            depth += 1
-            if depth > MAX_DEPTH:
-                raise InvalidGrammar(f"the schema is nested more than {MAX_DEPTH} deep")
-        elif character in "]}":
-            depth -= 1
 
 
 @dataclass(slots=True)
@@ -224,38 +180,13 @@ class _Writer:
         elif isinstance(value, str):
             _check_text(value, pointer)
         elif not isinstance(value, bool) and isinstance(value, int | float):
-            _check_number(value, "a constant", pointer)
+            bounds.check_number(value, "a constant", pointer)
 
-    def number(self, value: Any, pointer: str, schema: Schema) -> Schema:
-        keyword = pointer.rpartition("/")[2]
-        if isinstance(value, bool) and keyword.startswith(
-            "exclusive"
-        ):  # of draft 4: about the limit beside it
-            return {}
-        value = _within_exact(value, keyword)
-        _check_number(value, keyword, pointer)
-        limit = "minimum" if keyword.endswith("inimum") else "maximum"
-        exclusive = f"exclusive{limit.capitalize()}"
-        if schema.get(exclusive) is True:
-            keyword = exclusive
-        if keyword == exclusive and abs(value) >= MAX_EXACT:
-            raise Unsupported(keyword, pointer, "integers beyond 2^53 are not enforced exactly")
-        beside = schema.get(exclusive if keyword == limit else limit)
-        if schema.get("type") == "integer":
-            return {keyword: value}
-        if keyword == limit and not _is_number(beside):
-            return _limited(limit, value)
-        # 1.00000000000000000001 is above 1, but what reads it makes 1 of it: the next number is the limit.
-        both = {
-            keyword: value,
-            **({exclusive if keyword == limit else limit: beside} if _is_number(beside) else {}),
-        }
-        upwards = limit == "minimum"
-        limits = [_next(each, upwards) if name == exclusive else each for name, each in both.items()]
-        return _limited(limit, max(limits) if upwards else min(limits))
+    def limit(self, value: Any, pointer: str, schema: Schema) -> Schema:
+        return bounds.limit(value, pointer, schema)
 
     def multiple_of(self, value: Any, pointer: str, schema: Schema) -> Schema:
-        _check_number(value, "multipleOf", pointer)
+        bounds.check_number(value, "multipleOf", pointer)
         exact = Fraction(value)
         if exact <= 0:
             raise Unsupported("multipleOf", pointer, "it must be above 0")
@@ -296,7 +227,7 @@ class _Writer:
 
     def format_(self, value: Any, pointer: str, schema: Schema) -> Schema:
         if value in INTEGER_BITS:
-            whole = _integer_range(value)
+            whole = bounds.integer_range(value)
             return {
                 "allOf": [
                     whole
@@ -358,11 +289,11 @@ class _Writer:
 
     def unique_items(self, value: Any, pointer: str, schema: Schema) -> Schema:
         """Where few values may be items: as one of the arrays that are made of them."""
-        if value is False or (_is_number(schema.get("maxItems")) and schema["maxItems"] <= 1):
+        if value is False or (bounds.is_number(schema.get("maxItems")) and schema["maxItems"] <= 1):
             return {}
-        arrays = unique_arrays(self.references.peek(schema.get("items")), schema)
+        arrays = conditions.unique_arrays(self.references.peek(schema.get("items")), schema)
         if value is not True or arrays is None or "prefixItems" in schema:
-            advice = f"but for items with an enum of up to {MAX_UNIQUE} values; use maxItems 1"
+            advice = f"but for items with an enum of up to {conditions.MAX_UNIQUE} values; use maxItems 1"
             raise Unsupported("uniqueItems", pointer, f"it cannot be enforced {advice}")
         self.pause(pointer, len(arrays))
         unique: Schema = {"enum": arrays} if arrays else {"allOf": [False]}
@@ -445,7 +376,7 @@ _WRITERS: Mapping[str, Writer] = {
     "type": _Writer.type_,
     "enum": _Writer.enum,
     "const": _Writer.const,
-    **dict.fromkeys(NUMBERS, _Writer.number),
+    **dict.fromkeys(bounds.NUMBERS, _Writer.limit),
     "multipleOf": _Writer.multiple_of,
     **dict.fromkeys(
         ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"), _Writer.size
@@ -469,12 +400,6 @@ SUPPORTED = tuple(_WRITERS)
 _NO_NUMBER: Schema = {"type": ["null", "boolean", "string", "array", "object"]}
 
 
-def _integer_range(name: str) -> Schema:
-    bits, unsigned = INTEGER_BITS[name], name.startswith("u")
-    low, high = (0, 2**bits - 1) if unsigned else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
-    return {"type": "integer", "minimum": low, "maximum": high}
-
-
 def _pattern(value: Any, keyword: str, pointer: str) -> str:
     if not isinstance(value, str):
         raise Unsupported(keyword, pointer, "it must be a string")
@@ -482,57 +407,6 @@ def _pattern(value: Any, keyword: str, pointer: str) -> str:
         return f"^(?:{patterns.search(value)})$"
     except patterns.PatternError as error:
         raise Unsupported(keyword, pointer, str(error)) from None
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _within_exact(value: Any, keyword: str) -> Any:
-    """A limit that leaves room beyond the integers that are told apart, without that room."""
-    if not isinstance(value, bool) and isinstance(value, int | float):
-        inside = MAX_EXACT - keyword.startswith("exclusive")
-        if keyword.endswith("aximum") and value > inside:
-            return inside
-        if keyword.endswith("inimum") and value < -inside:
-            return -inside
-    return value
-
-
-def _check_number(value: Any, keyword: str, pointer: str) -> None:
-    if not _is_number(value):
-        raise Unsupported(keyword, pointer, "it must be a number")
-    if isinstance(value, int) and abs(value) > MAX_EXACT:
-        raise Unsupported(keyword, pointer, "integers beyond 2^53 are not enforced exactly")
-
-
-def _limited(keyword: str, limit: float) -> Schema:
-    """A minimum or maximum as the library holds it: of so many digits that it does not round them, and with the
-    numbers that it leaves out: to 4.9 of 4.95, seen from 0.
-    """
-    upwards = keyword == "minimum"
-    exact, step = Decimal(repr(limit)), _step(limit)
-    if exact % step:
-        exact = exact.quantize(step, ROUND_CEILING if upwards else ROUND_FLOOR)
-    digits, _, behind = format(exact, "f").lstrip("-").partition(".")
-    written = {keyword: float(exact) if behind.strip("0") else int(exact)}
-    if (exact > 0) == upwards or len(behind) < 2:
-        return written
-    left_out = [math.copysign(float(f"{digits}.{behind[:end]}"), exact) for end in range(1, len(behind))]
-    return {"allOf": [{"anyOf": [written, {"enum": [value for value in left_out if value]}]}]}
-
-
-def _step(value: float) -> Decimal:
-    """Between the limits beside a number that are told apart: 12 digits, 9 of them behind the point at most."""
-    return Decimal(1).scaleb(-min(9, max(0, 12 - len(str(int(abs(value)))))))
-
-
-def _next(value: float, upwards: bool) -> float:
-    """The next limit beyond it."""
-    step = _step(value)
-    near = Decimal(repr(value)).quantize(step, ROUND_FLOOR if upwards else ROUND_CEILING)
-    found = near + step if upwards else near - step
-    return int(found) if found == int(found) else float(found)
 
 
 def _check_text(text: str, pointer: str) -> None:
@@ -557,11 +431,6 @@ def _is_old(root: Any) -> bool:
 
 def _escaped(name: str) -> str:
     return name.replace("~", "~0").replace("/", "~1")
-
-
-def dumps(value: Any) -> str:
-    """JSON text in which the order of names stays."""
-    return json.dumps(value, ensure_ascii=True, allow_nan=False)
 
 
 def types_of(schema: Mapping[str, Any]) -> Sequence[str]:

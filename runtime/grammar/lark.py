@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from runtime.grammar import json_schema
-from runtime.grammar.errors import InvalidGrammar
+from runtime.grammar import json_text
+from runtime.grammar.spec import InvalidGrammar
 
 MAX_DEPTH = 64  # of brackets outside texts and JSON
 
@@ -73,13 +73,13 @@ def _with_json(source: str, at: int, keyword: str, write_schema: WriteSchema) ->
     """(where the value behind a keyword ends, both as they are written)"""
     begin = _BLANKS.match(source, at).end()  # pyright: ignore[reportOptionalMemberAccess]
     end = _value_end(source, begin)
-    value = json_schema.parse(source[begin:end])
+    value = json_text.parse(source[begin:end])
     if keyword == "%json":
         return end, f"%json {write_schema(value)}"
     if keyword == "%regex":
-        return end, f"%regex {json_schema.dumps(value)}"
+        return end, f"%regex {json_text.dumps(value)}"
     if keyword == "%llguidance" and isinstance(value, dict) and not value.keys() - _OPTIONS:
-        return end, f"%llguidance {json_schema.dumps(value)}"
+        return end, f"%llguidance {json_text.dumps(value)}"
     raise InvalidGrammar(
         f"{keyword} is not supported" + (" with these options" if keyword == "%llguidance" else "")
     )

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from runtime.grammar import json_schema, patterns
+from runtime.grammar import json_schema, json_text, patterns
 from runtime.grammar.ebnf import ebnf_to_lark
-from runtime.grammar.errors import InvalidGrammar
 from runtime.grammar.lark import check_lark, quoted
-from runtime.grammar.spec import Grammar
-from runtime.grammar.whitespace import WHITESPACE, check_whitespace
+from runtime.grammar.spec import WHITESPACE, Grammar, InvalidGrammar, check_whitespace
 
 MAX_SOURCE = 512 * 1024  # characters of a grammar
 MAX_CHOICES = 10_000
@@ -31,7 +29,7 @@ def for_llguidance(grammar: Grammar, whitespace: str | None = None) -> str:
     if grammar.kind == "json_schema":
         if grammar.source.strip() == "$$ANY$$":
             return _top(json_schema=_schema(True, options))
-        return _top(json_schema=_schema(json_schema.parse(grammar.source), options))
+        return _top(json_schema=_schema(json_text.parse(grammar.source), options))
     return _top(lark_grammar=_lark(grammar, options))
 
 
@@ -62,7 +60,7 @@ def _lark(grammar: Grammar, options: dict[str, Any]) -> str:
         return ebnf_to_lark(grammar.source)
     if grammar.kind == "structural_tag":
         return structural_tag_to_lark(grammar.source, options)
-    return check_lark(grammar.source, lambda schema: json_schema.dumps(_schema(schema, options)))
+    return check_lark(grammar.source, lambda schema: json_text.dumps(_schema(schema, options)))
 
 
 def _schema(schema: Any, options: dict[str, Any]) -> dict[str, Any]:
@@ -71,7 +69,7 @@ def _schema(schema: Any, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _choice(source: str) -> str:
-    texts = json_schema.parse(source)
+    texts = json_text.parse(source)
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
         raise InvalidGrammar("it must be a list of texts that are not empty")
     if len(texts) > MAX_CHOICES:
@@ -88,7 +86,7 @@ def structural_tag_to_lark(source: str, options: dict[str, Any]) -> str:
 
     `source` is JSON: {"structures": [{"begin", "schema", "end"}], "triggers": [...]}.
     """
-    tag = json_schema.parse(source)
+    tag = json_text.parse(source)
     if isinstance(tag, dict) and "format" in tag:
         raise InvalidGrammar("format is not understood here; give structures and triggers")
     structures, triggers = (
@@ -112,7 +110,7 @@ def structural_tag_to_lark(source: str, options: dict[str, Any]) -> str:
         trigger = next((trigger for trigger in triggers if each["begin"].startswith(trigger)), None)
         if trigger is None:
             raise InvalidGrammar(f"no trigger begins structures/{index}")
-        schema = json_schema.dumps(_schema(each.get("schema", True), options))
+        schema = json_text.dumps(_schema(each.get("schema", True), options))
         parts = [quoted(each["begin"][len(trigger) :]), f"%json {schema}", quoted(end)]
         by_trigger.setdefault(trigger, []).append(" ".join(part for part in parts if part != '""'))
     if any(one != other and one.startswith(other) for one in by_trigger for other in by_trigger):

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import sys
+import threading
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from runtime.grammar.backend import Matcher
-from runtime.grammar.errors import InvalidGrammar
 from runtime.grammar.llguidance_text import for_llguidance
-from runtime.grammar.spec import Grammar
+from runtime.grammar.spec import Grammar, InvalidGrammar
 from runtime.grammar.vocabulary import load_vocabulary
 from runtime.tokenizer.tokenizer import Tokenizer
 
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MAX_FIRST_MASK_S = 2.0
+BUILD_THREADS, BUILD_NICENESS = 2, 5
 MAX_THREADS = 16  # that compute masks, on half of the processors
 # The library's units: fuel is work in its lexer, 14,000 to 50,000 a millisecond; a state takes one to two kilobytes.
 LIMITS: dict[str, Any] = {
@@ -65,6 +69,7 @@ class LLGuidanceBackend:
         self._whitespace = whitespace
         self._limits = LLParserLimits(**LIMITS)
         self._executor = LLExecutor(_num_threads())
+        self._background = ThreadPoolExecutor(BUILD_THREADS, "penstock-grammar-build", _let_others_go_first)
 
     @classmethod
     def load(
@@ -74,9 +79,12 @@ class LLGuidanceBackend:
         return cls(load_vocabulary(tokenizer, vocab_size, eos_ids), whitespace)
 
     def compile(self, grammar: Grammar) -> LLGuidanceMatcher:
+        text = for_llguidance(grammar, self._whitespace)
+        return self._background.submit(self._build, text).result()
+
+    def _build(self, text: str) -> LLGuidanceMatcher:
         from llguidance import LLMatcher
 
-        text = for_llguidance(grammar, self._whitespace)
         matcher = LLMatcher(self._vocabulary, text, log_level=0, limits=self._limits)
         if matcher.is_error():
             raise InvalidGrammar(_first_line(matcher.get_error()))
@@ -99,6 +107,13 @@ class LLGuidanceBackend:
         for matcher, row in rows:
             if matcher.is_error():  # the library then allows the end, as if the output were whole
                 masks[row] = 0
+
+
+def _let_others_go_first() -> None:
+    """Lower this thread's priority: it computes without Python's lock, so the event loop need not wait for it."""
+    if sys.platform == "linux":
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BUILD_NICENESS)
 
 
 def _num_threads() -> int:

@@ -19,9 +19,8 @@ import numpy as np
 
 from runtime.config.plan import TextPlan
 from runtime.errors import ConfigurationError
-from runtime.grammar.errors import InvalidGrammar
 from runtime.grammar.json_schema import Unsupported
-from runtime.grammar.spec import Grammar
+from runtime.grammar.spec import Grammar, InvalidGrammar
 from runtime.grammar.with_llguidance import LLGuidanceBackend, LLGuidanceMatcher
 from runtime.tokenizer.backend import read_tokenizer
 from runtime.tokenizer.tokenizer import Tokenizer

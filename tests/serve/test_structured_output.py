@@ -236,9 +236,14 @@ async def test_without_a_backend_a_grammar_is_refused(options: dict[str, Any]) -
         assert caught.value.param == "regex"
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-async def test_every_finished_output_of_many_schemas_validates() -> None:
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(96, marks=pytest.mark.slow), pytest.param(1_000, marks=pytest.mark.long)],
+)
+@pytest.mark.timeout(3600)
+async def test_every_finished_output_of_many_schemas_validates(
+    number: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     """At temperature 1: each request ends, is refused with 400, or was cut off; what ended is valid."""
     ends: Counter[str] = Counter()
     async with running() as engine:
@@ -263,8 +268,10 @@ async def test_every_finished_output_of_many_schemas_validates() -> None:
             )
             assert validator.is_valid(json.loads(answer["text"])), (schema, answer["text"])
 
-        for start in range(0, 400, 32):
-            await asyncio.gather(*(ask(seed) for seed in range(start, start + 32)))
-    assert ends["stop"] > 100, ends
-    assert ends["refused"] < 100, ends
-    assert sum(number for name, number in ends.items() if name.startswith("failed")) <= 4, ends
+        for start in range(0, number, 32):
+            await asyncio.gather(*(ask(seed) for seed in range(start, min(start + 32, number))))
+    with capsys.disabled():
+        print(dict(ends))
+    assert ends["stop"] > number / 4, ends
+    assert ends["refused"] < number / 4, ends
+    assert sum(count for name, count in ends.items() if name.startswith("failed")) <= number / 50, ends
