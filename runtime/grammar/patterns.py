@@ -14,6 +14,9 @@ from typing import NamedTuple
 MAX_DEPTH = 64
 MAX_REPEAT = 65_535
 MAX_LEAST = 20_000  # characters of the shortest text that matches: a grammar spells out what it leaves no choice about
+MAX_AMBIGUOUS = (
+    6_000_000  # the same, times what may be left out: as many states are gone through, in about 1 s
+)
 MAX_BRANCHES = 64  # into which anchors inside groups are multiplied out
 
 ANYTHING = "(?s:.*)"
@@ -83,6 +86,8 @@ def _anchored(pattern: str, around: str) -> str:
     parsed = _Parser(pattern, in_json=bool(around)).parse()
     if _least(parsed) > MAX_LEAST:
         raise PatternError(f"it must match a text of up to {MAX_LEAST} characters")
+    if _least(parsed) * _spare(parsed) > MAX_AMBIGUOUS and not _is_one_repeat(parsed):
+        raise PatternError("it leaves open too much of where its repetitions begin and end")
     for row in _branches(parsed):
         begin, end = around, around
         while row and isinstance(row[0], Start):
@@ -104,6 +109,22 @@ def _least(node: Node) -> int:
     if isinstance(node, Either):
         return min(sum(_least(item) for item in row) for row in node.branches)
     return int(isinstance(node, Text))
+
+
+def _spare(node: Node) -> int:
+    """About how much longer than the shortest text a match may be; 1 for what has no limit."""
+    if isinstance(node, Repeat):
+        span = 1 if node.high is None else node.high - node.low
+        return span * max(_least(node.item), 1) + node.low * _spare(node.item)
+    if isinstance(node, Either):
+        return max(sum(_spare(item) for item in row) for row in node.branches)
+    return 0
+
+
+def _is_one_repeat(node: Either) -> bool:
+    """Whether all of it repeats one simple thing, which leaves nothing open."""
+    items = [item for row in node.branches for item in row if not isinstance(item, Start | End)]
+    return len(items) == 1 and isinstance(items[0], Repeat) and isinstance(items[0].item, Text)
 
 
 def _branches(node: Either) -> list[Row]:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 
 MAX_CONTEXTS = 8  # of tokens in one text: who only counts may send more than the model can read
+MIN_DETOKENIZED = 131_072  # tokens of all texts of a call; more, where that is less than so many contexts
 
 
 @dataclass(slots=True, kw_only=True)
@@ -105,7 +106,9 @@ def _tokenize(core: EngineCore, raw: bytes) -> dict[str, Any]:
 
 
 def _detokenize(core: EngineCore, raw: bytes) -> dict[str, Any]:
-    body = decode(DetokenizeBody, parse_object(raw))
+    value = parse_object(raw)
+    _check_length(core, value.get("tokens"))
+    body = decode(DetokenizeBody, value)
     tokenizer, vocab = _tokenizer(core), core.facts.vocab_size
     is_list = bool(body.tokens) and isinstance(body.tokens[0], list)
     lists: Any = body.tokens if is_list else [body.tokens]
@@ -113,6 +116,17 @@ def _detokenize(core: EngineCore, raw: bytes) -> dict[str, Any]:
         raise InvalidRequest(f"tokens must be in [0, {vocab}).", param="tokens")
     texts = [tokenizer.decode(ids, skip_special_tokens=body.skip_special_tokens) for ids in lists]
     return {"text": texts if is_list else texts[0]}
+
+
+def _check_length(core: EngineCore, tokens: Any) -> None:
+    """Decoding holds the interpreter: raises `InvalidRequest` for more tokens than a few contexts hold."""
+    most = max(MIN_DETOKENIZED, MAX_CONTEXTS * core.plan.model.context_length)
+    lists = tokens if isinstance(tokens, list) else []
+    num_tokens = sum(len(each) if isinstance(each, list) else 1 for each in lists)
+    if num_tokens > most:
+        raise InvalidRequest(
+            f"{num_tokens} tokens are more than the {most} that are decoded at once.", param="tokens"
+        )
 
 
 def _tokenizer(core: EngineCore) -> Tokenizer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Generator
 from typing import TypeVar
 
@@ -17,23 +18,23 @@ _NOT_NEWLINE = re.compile(r"[^\n]")
 class Marks:
     """Texts to look for. None may begin another, so that a match is certain when it is complete."""
 
-    __slots__ = ("_initials", "_longest", "_pattern", "_texts", "or_in_json")
+    __slots__ = ("_initials", "_pattern", "_texts", "longest", "or_in_json")
 
     def __init__(self, texts: tuple[str, ...]) -> None:
         for text in texts:
             if not text or any(other != text and other.startswith(text) for other in texts):
                 raise ValueError(f"the mark {text!r} is empty or begins another one")
         self._texts = texts
-        self._longest = max(map(len, texts), default=0)
+        self.longest = max(map(len, texts), default=0)
         self._initials = frozenset(text[0] for text in texts)
         self._pattern = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
         initials = "".join(map(re.escape, sorted(self._initials)))
         # A character that means something in JSON outside of strings, or that a mark begins with.
         self.or_in_json = re.compile(r'["{}\[\]' + initials + "]")
 
-    def find(self, text: str, start: int) -> re.Match[str] | None:
-        """The first mark that stands whole in the text from `start`."""
-        return self._pattern.search(text, start)
+    def find(self, text: str, start: int, end: int = sys.maxsize) -> re.Match[str] | None:
+        """The first mark that stands whole in the text from `start`, and before `end`."""
+        return self._pattern.search(text, start, end)
 
     def at(self, text: str, start: int) -> re.Match[str] | None:
         """The mark that stands at `start`."""
@@ -42,14 +43,14 @@ class Marks:
     def may_begin(self, text: str, start: int) -> bool:
         """Whether all that follows from `start` begins a mark without being one."""
         length = len(text) - start
-        if length >= self._longest or (length and text[start] not in self._initials):
+        if length >= self.longest or (length and text[start] not in self._initials):
             return False
         rest = text[start:]
         return any(len(mark) > length and mark.startswith(rest) for mark in self._texts)
 
     def held_from(self, text: str, start: int) -> int:
         """Where the longest end of the text that begins a mark starts; the text's length if none does."""
-        for place in range(max(start, len(text) - self._longest + 1), len(text)):
+        for place in range(max(start, len(text) - self.longest + 1), len(text)):
             if text[place] in self._initials and self.may_begin(text, place):
                 return place
         return len(text)
@@ -161,8 +162,13 @@ class Source:
         pieces: list[str] = []
         taken = 0
         while True:
-            match = ends.find(self._text, self._at)
-            end = match.start() if match else ends.held_from(self._text, self._at)
+            # No further than it takes to see that it is too long: each of many beginnings would search all the rest.
+            window = self._at + limit - taken + ends.longest
+            match = ends.find(self._text, self._at, window)
+            if match is not None:
+                end = match.start()
+            else:
+                end = min(ends.held_from(self._text, self._at), window)
             taken += end - self._at
             if taken > limit:  # leave what is too much
                 pieces.append(self._take(end - (taken - limit)))

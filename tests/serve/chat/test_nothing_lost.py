@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ from serve.chat.events import Content, Reasoning, ToolCallArguments, ToolCallSta
 from serve.chat.harmony import MARKS as HARMONY_MARKS
 from serve.chat.parser import OutputParser, ParserSettings
 from serve.chat.reasoning.table import FORMATS as REASONING
+from serve.chat.scan.source import Marks
 from serve.chat.tools.offered import read_tools
 from serve.chat.tools.table import FORMATS
 from tool_call_texts import TEXTS, TOOLS
@@ -138,3 +140,22 @@ def test_malformed_texts_are_accounted_for(name: str) -> None:
 @each_format
 def test_more_malformed_texts_are_accounted_for(name: str) -> None:
     check_mutants(name, 1000)
+
+
+def test_many_beginnings_do_not_each_search_all_that_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a name was to end was looked for in the whole rest: 1.5 MB of `<tool_call>` took 25 s."""
+    looked = 0
+    find = Marks.find
+
+    def counted(self: Marks, text: str, start: int, end: int = len(TEXTS) << 40) -> Any:
+        nonlocal looked
+        match = find(self, text, start, end)
+        looked += (match.end() if match else min(end, len(text))) - start
+        return match
+
+    monkeypatch.setattr(Marks, "find", counted)
+    text = "<tool_call>" * 3000
+    for name in ("glm45", "qwen3_coder", "kimi_k2", "deepseekv3", "gemma4"):
+        looked = 0
+        OutputParser(ParserSettings(calls=FORMATS[name], tools=OFFERED)).feed(text, final=True)
+        assert looked < 60 * len(text), name

@@ -145,7 +145,7 @@ async def test_tokens_are_shown_as_the_tokenizer_writes_them(served: Served) -> 
     assert (await served.post("/tokenize", prompt="a"))["token_strs"] is None
 
 
-@pytest.mark.parametrize("tokens", [[99999], [-1], [[5], [512]]])
-async def test_ids_beyond_the_vocabulary_are_refused(served: Served, tokens: list[int]) -> None:
+@pytest.mark.parametrize("tokens", [[99999], [-1], [[5], [512]], [5] * 131_073, [[5] * 70_000] * 2])
+async def test_ids_beyond_the_vocabulary_or_too_many_are_refused(served: Served, tokens: list[int]) -> None:
     response = await served.http.post("/detokenize", json={"tokens": tokens})
     assert (response.status_code, response.json()["error"]["param"]) == (400, "tokens")
