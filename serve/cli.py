@@ -1,4 +1,4 @@
-"""The command line: serve a model, explain what would be done, or measure."""
+"""The command line: serve a model, explain what would be done, answer a batch, or measure."""
 
 from __future__ import annotations
 
@@ -72,9 +72,14 @@ def _quantize(words: Sequence[str]) -> int:
     return import_module("serve.quantize").main(words)
 
 
+def _batch(words: Sequence[str]) -> int:
+    return import_module("serve.batch").main(words)
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "serve": _serve,
     "explain": _explain,
     "bench": _bench,
+    "batch": _batch,
     "quantize": _quantize,
 }

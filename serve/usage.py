@@ -17,6 +17,7 @@ _HEADER = """\
 usage: penstock [options]             serve a model over HTTP (also: python -m serve)
        penstock explain [options]     show what would be done, and why
        penstock bench COMMAND ...     measure
+       penstock batch IN OUT [options]  answer a file of requests without a server
        penstock quantize [options]    write a checkpoint with rounded weights
        penstock --version
 
