@@ -50,6 +50,7 @@ class ThinkingLimit:
     open: str | None  # the mark that an output may begin with; None: it begins within the block
     close: str
     param: str = "max_thinking_tokens"
+    reopens: bool = False  # further blocks may follow; they count too
 
 
 def check_whitespace(pattern: str) -> str:

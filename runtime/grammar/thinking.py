@@ -38,7 +38,7 @@ class LimitedThinking:
     def host_data_after(self, choice: int, output: Output, answer: Future[HostData]) -> None:
         """What applies to the next token."""
         if not output.num_before:
-            self._blocks[choice] = _Block(*self._markers)
+            self._blocks[choice] = _Block(*self._markers, self._limit)
         block = self._blocks[choice]
         over = block.advance(output.new_ids) - self._limit.max_tokens
         if 0 <= over < len(self._close_ids):
@@ -56,10 +56,14 @@ class LimitedThinking:
 class _Block:
     """How far an output has come."""
 
-    __slots__ = ("_close", "_is_closed", "_matched", "_num_seen", "_num_tokens", "_open", "num_told")
+    __slots__ = (
+        "_close", "_is_closed", "_limit", "_matched", "_num_seen", "_num_tokens", "_open", "_reopen", "num_told",
+    )  # fmt: skip
 
-    def __init__(self, opening: Marker | None, close: Marker) -> None:
+    def __init__(self, opening: Marker | None, close: Marker, limit: ThinkingLimit) -> None:
         self._open = opening  # None: the block is open
+        self._reopen = opening if limit.reopens else None
+        self._limit = limit
         self._close = close
         self._is_closed = False
         self._matched = 0  # bytes of the mark that is looked for
@@ -80,9 +84,14 @@ class _Block:
             self._matched = self._open.advance(self._matched, token_id)
             if self._matched == self._open.length:
                 self._open, self._matched = None, 0
-            elif self._num_seen > BEFORE_OPEN + self._matched:
+            elif self._reopen is None and self._num_seen > BEFORE_OPEN + self._matched:
                 self._is_closed = True  # there is no block
             return
         self._matched = self._close.advance(self._matched, token_id)
-        self._is_closed = self._matched == self._close.length
+        is_closed = self._matched == self._close.length
         self._num_tokens += 1
+        if is_closed and self._reopen is not None:
+            self._open, self._matched = self._reopen, 0
+            self._num_tokens = min(self._num_tokens, self._limit.max_tokens)
+        else:
+            self._is_closed = is_closed

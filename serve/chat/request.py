@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from runtime.errors import InvalidRequest
 from runtime.grammar.spec import Grammar
 from runtime.request import Chunk, Finish, LogprobParams, Request
+from runtime.sampling_params import grammars_of
 from serve.chat.message import AssistantMessage, collect
 from serve.chat.parser import OutputParser, ParserSettings
 from serve.chat.settings import grammar_of_chat, parser_settings, shown_special_ids, thinking_limit
@@ -87,6 +88,12 @@ def prepare(core: EngineCore, chat: ChatRequest) -> PreparedChat:
     choice = read_choice(chat.tool_choice, offered)
     serve = core.plan.serve
     sampling = sampling_params("chat", chat.sampling, serve.preferred_sampling, facts=core.facts)
+    wanted, named = chat.grammar, grammars_of(sampling)
+    if (
+        wanted is None and len(named) == 1
+    ):  # it is the answer's grammar too, and not that of the thoughts before it
+        [wanted] = named
+        sampling = replace(sampling, **{wanted.kind: None})
     prompt = render(core, chat)
     settings = parser_settings(core, chat, choice, prompt)
     request = Request(
@@ -97,7 +104,7 @@ def prepare(core: EngineCore, chat: ChatRequest) -> PreparedChat:
         keep_last=chat.keep_last,
         truncate=serve.allow_auto_truncate,
         shown_special_ids=shown_special_ids(core.tokenizer, settings),
-        grammar=grammar_of_chat(core, chat.grammar, choice, settings, parallel=chat.parallel_tool_calls),
+        grammar=grammar_of_chat(core, wanted, choice, settings, parallel=chat.parallel_tool_calls),
         thinking=thinking_limit(core, chat.max_thinking_tokens, settings, prompt),
         namespace=chat.namespace,
         priority=chat.priority,

@@ -10,6 +10,7 @@ from runtime.config.plan import TextPlan
 from runtime.errors import InvalidRequest
 from runtime.grammar.spec import Grammar, ThinkingLimit
 from serve.chat.harmony import MARKS as HARMONY_MARKS
+from serve.chat.harmony import THOUGHT_CLOSE, THOUGHT_OPEN
 from serve.chat.parser import ParserSettings
 from serve.chat.reasoning.format import ReasoningFormat
 from serve.chat.reasoning.table import FORMATS as REASONING_FORMATS
@@ -76,7 +77,8 @@ def grammar_of_chat(
     think = settings.reasoning
     after = think.close.strip() if think is not None and settings.is_open else None
     needs_calls = choice.must_call or any(tool.strict for tool in choice.tools)
-    answer = None if choice.must_call or not choice.calls else _schema_of(wanted)
+    is_free = not choice.calls and not settings.harmony  # then the answer's grammar is the output's
+    answer = None if choice.must_call or is_free else _schema_of(wanted)
     if not needs_calls and answer is None:
         if wanted is None:
             return None
@@ -103,10 +105,12 @@ def thinking_limit(
     """Where the model may think. Raises `InvalidRequest` where its block of reasoning is not known."""
     if max_tokens is None:
         return None
+    if settings.harmony:
+        return ThinkingLimit(max_tokens, THOUGHT_OPEN, THOUGHT_CLOSE, reopens=True)
     form = REASONING_FORMATS.get(core.plan.text.reasoning_parser or "")
     if form is None:
         raise InvalidRequest(
-            "max_thinking_tokens needs a model that thinks between marks (--reasoning-parser); Harmony has none.",
+            "max_thinking_tokens needs a model that thinks between marks (--reasoning-parser).",
             param="max_thinking_tokens",
         )
     if form.is_closed(prompt):
@@ -127,7 +131,7 @@ def _token_marks(tokenizer: Tokenizer | None, texts: Iterable[str]) -> dict[str,
 
 
 def _schema_of(wanted: Grammar | None) -> str | None:
-    """The answer's schema, beside tools that may be called."""
+    """The answer's schema, beside tools that may be called, or on Harmony's channel for answers."""
     if wanted is None:
         return None
     if wanted.kind == "json_object":
@@ -135,8 +139,8 @@ def _schema_of(wanted: Grammar | None) -> str | None:
     if wanted.kind == "json_schema":
         return wanted.source
     raise InvalidRequest(
-        f"A {wanted.kind} cannot be enforced beside tools; only JSON and JSON schemas can.",
-        param="response_format",
+        f"A {wanted.kind} cannot be enforced beside tools and for gpt-oss; only JSON and JSON schemas can.",
+        param=wanted.param or wanted.kind,
     )
 
 

@@ -164,6 +164,8 @@ def _harmony(choice: ToolChoice, marks: Marks, rules: list[str], answer: str | N
     turn = f'{marks.terms("<|end|><|start|>")} "assistant"'
     rules.append(f"thought: {marks.terms('<|channel|>analysis<|message|>')} ANYTHING {turn}")
     rules.append(r"ANYTHING: /(?s:.*)/")
+    if not choice.tools:
+        return f"thought? {marks.terms(_HARMONY_FINAL)} %json {answer}"
     rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(choice.tools))))
     for index, tool in enumerate(choice.tools):
         before = f"{HARMONY_CALL[0]}{tool.name}{HARMONY_CALL[1]}"

@@ -10,6 +10,14 @@ def _arguments(name: str) -> Rendered:
     return f'{{"name": "{name}", "arguments": ', "}"
 
 
+HERMES = ToolFormat(  # and Qwen 2.5 and 3, Granite 4, many others
+    call_open=("<tool_call>",),
+    call_close=("</tool_call>",),
+    read=json_list(),
+    rendered=lambda name: (f'<tool_call>\n{{"name": "{name}", "arguments": ', "}\n</tool_call>"),
+    rendered_all=("", "\n", ""),
+)
+
 JSON = ToolFormat(
     section_open=("```json",),
     section_close=("```",),

@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from serve.chat.tools.deepseek import DEEPSEEK_V3, DEEPSEEK_V31, DEEPSEEK_V32
 from serve.chat.tools.format import ToolFormat
 from serve.chat.tools.gemma4 import GEMMA4
-from serve.chat.tools.hermes import HERMES
 from serve.chat.tools.kimi import KIMI_K2
 from serve.chat.tools.llama import LLAMA3, LLAMA4
 from serve.chat.tools.mistral import MISTRAL, MISTRAL_LIST
-from serve.chat.tools.objects import COMMAND_R, GRANITE, HUNYUAN, INTERNLM, JSON, NEMOTRON, PHI4
+from serve.chat.tools.objects import COMMAND_R, GRANITE, HERMES, HUNYUAN, INTERNLM, JSON, NEMOTRON, PHI4
 from serve.chat.tools.pythonic import GEMMA3, LFM2, OLMO3, PYTHONIC
 from serve.chat.tools.tagged import GLM45, MINIMAX, QWEN3_CODER, SEED_OSS, STEP3
 

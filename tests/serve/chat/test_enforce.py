@@ -17,7 +17,7 @@ from serve.chat.harmony import MARKS as HARMONY_MARKS
 from serve.chat.message import AssistantMessage, collect
 from serve.chat.parser import OutputParser, ParserSettings
 from serve.chat.reasoning.table import FORMATS as REASONING
-from serve.chat.tools.choice import read_choice
+from serve.chat.tools.choice import ToolChoice, read_choice
 from serve.chat.tools.enforce import Marks, calls_grammar
 from serve.chat.tools.offered import read_tools
 from serve.chat.tools.table import FORMATS
@@ -250,8 +250,10 @@ def test_harmonys_answer_in_json_stands_on_its_channel() -> None:
     model = Bytes(*HARMONY_MARKS)
     chosen = read_choice("auto", OFFERED)
     grammar = calls_grammar(None, chosen, model.marks, parallel=True, answer='{"type": "integer"}')
-    assert model.fits(grammar, "<|channel|>final<|message|>7")
-    assert not model.fits(grammar, "7")
+    alone = calls_grammar(None, ToolChoice(), model.marks, parallel=True, answer='{"type": "integer"}')
+    for each in (grammar, alone):
+        assert model.fits(each, "<|channel|>final<|message|>7")
+        assert not model.fits(each, "7")
 
 
 def test_mark_may_hold_a_token() -> None:

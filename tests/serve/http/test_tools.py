@@ -170,6 +170,20 @@ async def test_calls_that_must_be_made_become_a_grammar(
     assert (only.kind, only.begins_after, "get_weather" in only.source) == ("lark", "</think>", False)
 
 
+async def test_gpt_oss_answers_in_json_on_its_channel_and_thinks_within_its_budget(serve: Serve) -> None:
+    served = await serve(text="Yes.", tool_call_parser="gpt-oss", reasoning_parser="gpt-oss")
+    schema = {"name": "city", "schema": {"type": "object", "properties": {"sunny": {"type": "boolean"}}}}
+    wanted = {"type": "json_schema", "json_schema": schema}
+    await chat(served, response_format=wanted, extra_body={"max_thinking_tokens": 7})
+    [request] = served.core.submitted
+    assert request.grammar is not None
+    assert request.thinking is not None
+    assert 'start:  thought? "<|channel|>final<|message|>" %json' in request.grammar.source
+    assert (request.thinking.max_tokens, request.thinking.reopens) == (7, True)
+    with pytest.raises(openai.BadRequestError, match="gpt-oss"):
+        await chat(served, extra_body={"regex": "a+"})
+
+
 async def test_strict_tools_become_a_grammar_with_any_choice(serve: Serve) -> None:
     served = await serve(text="Hello.", tool_call_parser="llama3")
     strict = {"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}

@@ -1,0 +1,41 @@
+"""A limit to thoughts that may come in several blocks, as on Harmony's channel for them."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import numpy as np
+
+from runtime.constraint import HostData, Output
+from runtime.grammar.marker import Marker
+from runtime.grammar.spec import ThinkingLimit
+from runtime.grammar.thinking import LimitedThinking
+
+TEXTS = ("<think>", "</think>", "a", "b")
+OPEN, CLOSE, A, B = range(4)
+
+
+def forced(ids: list[int], limit: ThinkingLimit) -> list[bool]:
+    """Before each token, and behind the last: whether only the closing mark is allowed."""
+    token_bytes = {index: text.encode() for index, text in enumerate(TEXTS)}
+    markers = tuple(Marker(text, token_bytes, len(TEXTS)) for text in TEXTS[:2])
+    limited = LimitedThinking(limit, (markers[0], markers[1]), (CLOSE,), 1, None)
+    found: list[bool] = []
+    for place in range(len(ids) + 1):
+        answer: Future[HostData] = Future()
+        limited.host_data_after(0, Output(ids, 0, max(place - 1, 0), place), answer)
+        mask = answer.result().bitmask
+        found.append(mask is not None and bool(np.array_equal(mask, np.array([1 << CLOSE], np.int32))))
+    return found
+
+
+def test_blocks_share_one_budget_where_they_may_open_again() -> None:
+    limit = ThinkingLimit(3, "<think>", "</think>", reopens=True)
+    ids = [A, OPEN, A, CLOSE, B, B, OPEN, A, CLOSE, B, OPEN, CLOSE, A]
+    wanted = [place in (8, 11) for place in range(len(ids) + 1)]
+    assert forced(ids, limit) == wanted
+
+
+def test_other_models_think_once() -> None:
+    limit = ThinkingLimit(1, "<think>", "</think>")
+    assert forced([OPEN, A, CLOSE, OPEN, A, A], limit) == [place == 2 for place in range(7)]
