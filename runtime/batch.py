@@ -66,6 +66,7 @@ class Batch:
     row_values: Mapping[str, Ints] = field(default_factory=dict)
     # By kind of cache beside the pages, what its layers need to know (`runtime.kv_cache.kinds`): arrays by name.
     kinds: Mapping[str, Mapping[str, Ints]] = field(default_factory=dict)
+    second_starts: Ints | None = None  # [B], where the second text of a pair begins; None: there are no pairs
     stats: StepStats = NO_STATS
 
 

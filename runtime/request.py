@@ -53,7 +53,9 @@ class Request:
     """
 
     text: str | None = None
+    second_text: str | None = None  # of a pair, which a cross-encoder compares with the first
     ids: tuple[int, ...] | None = None
+    second_start: int | None = None  # in the ids: where the second text begins, if the tokenizer marks it
     sampling: SamplingParams = field(default_factory=SamplingParams)
     logprobs: LogprobParams | None = None
     add_special_tokens: bool = True  # chat templates write their own

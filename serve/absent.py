@@ -14,14 +14,9 @@ if TYPE_CHECKING:
 
 # By path: the methods, and what is missing, as the beginning of a sentence.
 GENERATING = {
-    "/classify": (("POST", "PUT"), "Classification"),
     "/generate_from_file": (("POST",), "Input embeddings"),
     "/open_session": (("GET", "POST"), "Sessions"),
     "/close_session": (("GET", "POST"), "Sessions"),
-}
-OPENAI_GENERATING = {
-    "/v1/score": (("POST",), "Scoring"),
-    "/v1/rerank": (("POST", "PUT"), "Ranking"),
 }
 CONTROL = {
     "/set_internal_state": (("POST", "PUT"), "Changing settings while the server runs"),
@@ -44,9 +39,7 @@ CONTROL = {
     "/pause_generation": (("POST",), "Pausing"),
     "/continue_generation": (("POST",), "Pausing"),
 }
-MISSING = {
-    path: what for table in (GENERATING, OPENAI_GENERATING, CONTROL) for path, (_, what) in table.items()
-}
+MISSING = {path: what for table in (GENERATING, CONTROL) for path, (_, what) in table.items()}
 
 
 async def answer(http: HttpRequest, core: EngineCore) -> ASGIApp:

@@ -21,11 +21,11 @@ from serve.anthropic import messages
 from serve.body_limit import max_body_bytes
 from serve.endpoint import Endpoint, Handler
 from serve.errors import NATIVE, OPENAI, ErrorFormat, refusal_response
-from serve.native import admin, encode, generate, metrics, parsing, profile, tokens, vertex
+from serve.native import admin, classify, encode, generate, metrics, parsing, profile, tokens, vertex
 from serve.ollama import handlers as ollama
 from serve.ollama import models as ollama_models
 from serve.open_calls import OpenCalls
-from serve.openai import chat, completions, embeddings, models
+from serve.openai import chat, completions, embeddings, models, ranking
 from serve.openai.responses import handlers as responses
 from serve.openai.responses.store import ResponseStore
 from serve.page import page_routes
@@ -57,6 +57,12 @@ ROUTES = (  # searched from the first to the last: what is called most often com
     RouteSpec(("POST", "PUT"), "/generate", generate.generate, USER, generate.ERROR_FORMAT, takes_ids=True),
     RouteSpec(POST, "/v1/embeddings", embeddings.create, USER, embeddings.ERROR_FORMAT, takes_ids=True),
     RouteSpec(("POST", "PUT"), "/encode", encode.encode, USER, encode.ERROR_FORMAT, takes_ids=True),
+    RouteSpec(("POST", "PUT"), "/classify", classify.classify, USER, classify.ERROR_FORMAT, takes_ids=True),
+    RouteSpec(("POST", "PUT"), "/v1/rerank", ranking.rerank_list, USER, ranking.RERANK_ERRORS),
+    RouteSpec(POST, "/rerank", ranking.rerank, USER, ranking.RERANK_ERRORS),
+    RouteSpec(POST, "/v2/rerank", ranking.rerank, USER, ranking.RERANK_ERRORS),
+    RouteSpec(POST, "/v1/score", ranking.score, USER, ranking.SCORE_ERRORS, takes_ids=True),
+    RouteSpec(POST, "/score", ranking.score, USER, ranking.SCORE_ERRORS, takes_ids=True),
     RouteSpec(POST, "/v1/responses", responses.create, USER, responses.ERROR_FORMAT),
     RouteSpec(GET, "/v1/responses/{response_id}", responses.retrieve, USER, responses.ERROR_FORMAT),
     RouteSpec(("DELETE",), "/v1/responses/{response_id}", responses.delete, USER, responses.ERROR_FORMAT),
@@ -108,10 +114,6 @@ ROUTES = (  # searched from the first to the last: what is called most often com
     RouteSpec(("GET", "POST"), "/v1/models", models.list_models, USER, OPENAI),
     RouteSpec(GET, "/v1/models/{model:path}", models.retrieve_model, USER, OPENAI),
     *(RouteSpec(methods, path, absent.answer, USER) for path, (methods, _) in absent.GENERATING.items()),
-    *(
-        RouteSpec(methods, path, absent.answer, USER, OPENAI)
-        for path, (methods, _) in absent.OPENAI_GENERATING.items()
-    ),
     *(RouteSpec(methods, path, absent.answer, ADMIN) for path, (methods, _) in absent.CONTROL.items()),
 )
 

@@ -26,10 +26,19 @@ from serve import python_chat
 from serve.background import BackgroundTask, event_loop_thread
 from serve.decode import decode
 from serve.demo import demo_path
+from serve.native.classify import ClassifyBody, classified, classify_requests
 from serve.native.encode import vector_requests
 from serve.native.generate import GenerateAnswers
 from serve.native.profile import ProfileBody, profile_options
 from serve.native.schema import GenerateBody, requests_of
+from serve.openai.ranking import (
+    RerankBody,
+    ScoreBody,
+    label_requests,
+    label_scores,
+    order,
+    rank_documents,
+)
 from serve.output_streams import read_all, submit_all
 from serve.python_chat import Answer, Messages
 
@@ -226,6 +235,66 @@ class Engine:
         found = answers.embeddings(await read_all(submit_all(self.core, requests)))
         return found if body.is_batch else found[0]
 
+    async def classify(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        pair: Prompt | None = None,
+        input_ids: Ids | None = None,
+        rid: str | Sequence[str] | None = None,
+        truncate: bool | None = None,
+    ) -> Any:
+        """What a classifier or reward model makes of one prompt, as a dict, or of a list, as a list of dicts.
+
+        Each holds `embedding` (the score of each label), `label` (the likeliest; None where there is one label),
+        `probs` (None where the scores are not made to be probabilities) and `meta_info`. `pair` are second texts,
+        one for each prompt. Raises `InvalidRequest` naming the parameter.
+        """
+        values = {"text": prompt, "text_pair": pair, "input_ids": input_ids, "rid": rid, "truncate": truncate}
+        body = decode(ClassifyBody, _given(values))
+        is_batch, requests = classify_requests(self.core, body)
+        found = classified(self.core, requests, await read_all(submit_all(self.core, requests)))
+        return found if is_batch else found[0]
+
+    async def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        top_n: int | None = None,
+        instruction: str | None = None,
+        truncate: bool | None = None,
+    ) -> list[dict[str, Any]]:
+        """The documents, or the best `top_n`, from the best to the worst: `index`, `score` and `document` of each.
+
+        See `serve.ranking.rank` for how each kind of model scores. Raises `InvalidRequest` naming the parameter.
+        """
+        values = {"query": query, "documents": documents, "top_n": top_n}
+        values |= {"instruction": instruction, "truncate": truncate}
+        body = decode(RerankBody, _given(values))
+        requests, scores = rank_documents(self.core, body)
+        answers = await read_all(submit_all(self.core, requests))
+        ranked = order(body.texts, requests, scores, answers, body.top_n)
+        return [{"index": each.index, "score": each.score, "document": each.text} for each in ranked]
+
+    async def score(
+        self,
+        query: str | Sequence[int],
+        items: Prompt | Ids,
+        label_token_ids: Sequence[int],
+        *,
+        apply_softmax: bool = False,
+        item_first: bool = False,
+    ) -> list[list[float]]:
+        """For each item the probability of each label id as the next token behind query and item.
+
+        With `apply_softmax` among the labels alone. Raises `InvalidRequest` naming the parameter.
+        """
+        values = {"query": query, "items": items, "label_token_ids": label_token_ids}
+        values |= {"apply_softmax": apply_softmax, "item_first": item_first}
+        requests = label_requests(self.core, decode(ScoreBody, _given(values)))
+        return label_scores(await read_all(submit_all(self.core, requests)), softmax=apply_softmax)
+
     # --- managing ---
 
     def abort(self, rid: str = "", *, abort_all: bool = False) -> int:
@@ -358,6 +427,18 @@ class SyncEngine:
         """See `Engine.encode`."""
         return self._call(partial(self._engine.encode, *args, **options))
 
+    def classify(self, *args: Any, **options: Any) -> Any:
+        """See `Engine.classify`."""
+        return self._call(partial(self._engine.classify, *args, **options))
+
+    def rerank(self, *args: Any, **options: Any) -> list[dict[str, Any]]:
+        """See `Engine.rerank`."""
+        return self._call(partial(self._engine.rerank, *args, **options))
+
+    def score(self, *args: Any, **options: Any) -> list[list[float]]:
+        """See `Engine.score`."""
+        return self._call(partial(self._engine.score, *args, **options))
+
     def _call(self, function: Callable[[], Any]) -> Any:
         """Call on the engine's loop and wait. Interrupted, it cancels the call."""
         call = _Call(function)
@@ -440,7 +521,12 @@ def _body(
     if unknown:
         raise InvalidRequest(f"There is no option {', '.join(sorted(unknown))} here.", param=min(unknown))
     fields = {"text": prompt, "sampling_params": sampling_params, "input_ids": input_ids, **options}
-    return decode(GenerateBody, {name: _plain(value) for name, value in fields.items() if value is not None})
+    return decode(GenerateBody, _given(fields))
+
+
+def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What was set, as JSON would have it."""
+    return {name: _plain(value) for name, value in values.items() if value is not None}
 
 
 def _plain(value: Any) -> Any:

@@ -32,6 +32,7 @@ from serve.anthropic.schema import CountBody, MessagesBody
 from serve.decode import Length, Range, is_not_built
 from serve.endpoint import json_response
 from serve.native.admin import AbortBody
+from serve.native.classify import ClassifyBody
 from serve.native.encode import EncodeBody
 from serve.native.parsing import ParseBody, SeparateBody
 from serve.native.profile import ProfileBody
@@ -40,6 +41,7 @@ from serve.native.tokens import DetokenizeBody, TokenizeBody, TokenizeChatBody
 from serve.native.vertex import PredictBody
 from serve.ollama import schema as ollama
 from serve.openai.embeddings import EmbeddingBody
+from serve.openai.ranking import RerankBody, ScoreBody
 from serve.openai.responses.schema import ResponsesBody
 from serve.openai.schema import ChatBody, CompletionBody
 
@@ -59,6 +61,10 @@ BODIES: Mapping[str, tuple[type, ...]] = {
     "serve.ollama.models.show": (ollama.ShowBody,),
     "serve.native.generate.generate": (GenerateBody,),
     "serve.native.encode.encode": (EncodeBody,),
+    "serve.native.classify.classify": (ClassifyBody,),
+    "serve.openai.ranking.rerank": (RerankBody,),
+    "serve.openai.ranking.rerank_list": (RerankBody,),
+    "serve.openai.ranking.score": (ScoreBody,),
     "serve.native.vertex.predict": (PredictBody,),
     "serve.native.profile.start": (ProfileBody,),
     "serve.native.admin.abort_request": (AbortBody,),

@@ -51,6 +51,10 @@ class InputProcessor:
             self.check_ids(request.ids)
         elif self._text_limit is not None and not cuts:
             self._text_limit.check(request.text or "", self._context_length)
+            self._text_limit.check(request.second_text or "", self._context_length)
+        if request.second_text is not None and self._text_limit is not None:
+            # Only the second text may be cut.
+            self._text_limit.check(request.text or "", self._context_length)
         if request.priority and not self._priorities:
             raise InvalidRequest(
                 "Requests have no priorities on this server; start it with --enable-priority-scheduling.",
@@ -91,6 +95,15 @@ class InputProcessor:
         """Raise `InvalidRequest` for ids outside the vocabulary. Takes milliseconds for 100,000 of them."""
         if ids and (min(ids) < 0 or max(ids) >= self._vocab_size):
             raise InvalidRequest(f"Token ids must be in [0, {self._vocab_size}).", param="input_ids")
+
+    def check_pair(self, second: int) -> None:
+        """Raise `ContextOverflow` where a first text leaves no room for a second, which alone may be cut."""
+        if second + len(self._suffix) >= self._context_length:
+            raise ContextOverflow(
+                f"The first text of a pair is too long: its {second} tokens leave no room for the second in the "
+                f"model's context length ({self._context_length} tokens).",
+                param="query",
+            )
 
     def prepare(self, request: Request, ids: tuple[int, ...]) -> tuple[Request, list[Sequence]]:
         """The request with these ids, cut to the context where it allows that, and a sequence for each choice.

@@ -81,7 +81,7 @@ class TokenizerActor:
                         tasks.start_soon(self._compile_and_encode, live, limiter)
                     elif live.request.ids is not None:
                         self._hand_on(live, live.request.ids)
-                    elif len(live.request.text or "") <= INLINE_CHARS:
+                    elif len(live.request.text or "") + len(live.request.second_text or "") <= INLINE_CHARS:
                         short.append(live)
                     else:
                         tasks.start_soon(self._encode_on_thread, live, limiter)
@@ -123,6 +123,8 @@ class TokenizerActor:
         """The ids of the text, all of them in the vocabulary; or what is wrong with it."""
         live.times.tokenizing = monotonic()
         try:
+            if live.request.second_text is not None:
+                return self._encode_pair(live)
             return self._encode_text(live.request)
         finally:
             live.times.tokenized = monotonic()
@@ -144,6 +146,24 @@ class TokenizerActor:
             return EngineFailure("The prompt could not be encoded.")
         return tuple(ids)
 
+    def _encode_pair(self, live: LiveRequest) -> tuple[int, ...] | PenstockError:
+        """The ids of two texts; the request learns where the second begins."""
+        request = live.request
+        if self._tokenizer is None:
+            return InvalidRequest("This engine has no tokenizer: pairs cannot be encoded.", param="text")
+        try:
+            pair = self._tokenizer.encode_pair(request.text or "", request.second_text or "")
+            self._processor.check_ids(pair.ids)
+            self._processor.check_pair(pair.second)
+        except PenstockError as error:
+            return error
+        except Exception:  # as above
+            logger.exception("encoding request %s failed", request.label)
+            return EngineFailure("The prompt could not be encoded.")
+        if 1 in pair.types:
+            live.request = replace(request, second_start=pair.types.index(1))
+        return tuple(pair.ids)
+
     def _hand_on(self, live: LiveRequest, found: tuple[int, ...] | PenstockError) -> None:
         """Have a request scheduled, or fail it."""
         request = live.request
@@ -163,4 +183,4 @@ class TokenizerActor:
 
 def num_bytes_held(request: Request) -> int:
     """Memory that a request's text takes: of one character other than Latin letters, two or four bytes for each."""
-    return sys.getsizeof(request.text) if request.text else 0
+    return sum(sys.getsizeof(text) for text in (request.text, request.second_text) if text)

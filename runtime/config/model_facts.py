@@ -39,11 +39,15 @@ class ModelFacts:
     prompts: Mapping[str, str] = field(default_factory=dict)  # by name: what may be put before a text
     default_prompt: str | None = None  # the name of the one that is put there unless told
     lower_case: bool = False  # texts are lowered before they become tokens
+    labels: tuple[str, ...] = ()  # of a classifier, whose vectors are their scores
+    score_activation: str = ""  # what makes probabilities of scores: "sigmoid", "softmax", or nothing does
     config: Mapping[str, Any] = field(default_factory=dict)  # the whole config.json, overrides merged in
 
     @property
     def vector_size(self) -> int:
-        """How many numbers a text's vector has."""
+        """How many numbers a text's vector has, or scores."""
+        if self.labels:
+            return len(self.labels)
         return (self.pooling or Pooling()).size(self.hidden_size)
 
     @property

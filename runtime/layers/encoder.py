@@ -6,13 +6,14 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
+from ops.select import Kernels
 from runtime.layers.build import Build
 from runtime.layers.embedding import Embedding
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.linear import Linear
 from runtime.layers.norm import Norm
 from runtime.layers.rope import Rope
-from runtime.layers.sharding import ShardRange, whole_range
+from runtime.layers.sharding import ShardRange
 from runtime.layers.weight import Shard, SubLayer, parameter, whole
 
 
@@ -71,11 +72,36 @@ class PostNormLayer(nn.Module):
         return x
 
 
+class PreNormLayer(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)); where a norm is missing nothing is normalised."""
+
+    def __init__(
+        self,
+        attention_norm: Norm | None,
+        attention: nn.Module,
+        mlp_norm: Norm,
+        mlp: nn.Module,
+        kernels: Kernels,
+    ) -> None:
+        super().__init__()
+        self.attention_norm = attention_norm
+        self.attention = attention
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
+        self.kernels = kernels
+
+    def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """x [T, E] -> [T, E]."""
+        normed = x if self.attention_norm is None else self.attention_norm(x)
+        normed, x = self.mlp_norm.add(self.attention(normed, batch), x)
+        return self.kernels.add(self.mlp(normed, batch), x)
+
+
 class EncoderEmbedding(nn.Module):
     """The vectors of words, of positions and of the text (first or second) that a token is of, summed and normalised.
 
-    Names are those of the tables. The first `skipped` positions of the checkpoint's table are nobody's. Without
-    `num_types` there is no table of texts.
+    The first `skipped` positions of the checkpoint's table are nobody's. Without `num_positions` or `num_types` there
+    is no such table. `words` is the name of the table of words.
     """
 
     def __init__(
@@ -89,21 +115,22 @@ class EncoderEmbedding(nn.Module):
         *,
         skipped: int = 0,
         num_types: int = 0,
+        words: str = "word_embeddings",
     ) -> None:
         super().__init__()
         self.name = name
         self.kernels = build.kernels
-        self.words = Embedding(f"{name}.word_embeddings", vocab_size, size, build)
+        self.words = Embedding(f"{name}.{words}", vocab_size, size, build)
         self.norm = norm
         self.skipped = skipped
-        self.positions = parameter(num_positions, size)
+        self.positions = parameter(num_positions, size) if num_positions else None
         self.types = parameter(num_types, size) if num_types else None
 
     def shards(self) -> Iterator[Shard]:
-        num_positions, size = self.positions.shape
-        rows = ShardRange(self.skipped, num_positions, self.skipped + num_positions)
-        table = whole(f"{self.name}.position_embeddings.weight", self.positions, (None, None), rows)
-        yield table._replace(ranges=(rows, whole_range(size)))
+        if self.positions is not None:
+            num_positions, _ = self.positions.shape
+            rows = ShardRange(self.skipped, num_positions, self.skipped + num_positions)
+            yield whole(f"{self.name}.position_embeddings.weight", self.positions, (None, None), rows)
         if self.types is not None:
             yield whole(f"{self.name}.token_type_embeddings.weight", self.types, (None, None))
 
@@ -111,5 +138,8 @@ class EncoderEmbedding(nn.Module):
         """-> [T, E]."""
         x = self.words(batch)
         if self.types is not None:
-            x = x + (self.types[0] if batch.token_types is None else self.types[batch.token_types])
-        return self.norm(x + self.kernels.embed(batch.positions, self.positions))
+            told = batch.token_types is not None and len(self.types) > 1
+            x = x + (self.types[batch.token_types] if told else self.types[0])
+        if self.positions is not None:
+            x = x + self.kernels.embed(batch.positions, self.positions)
+        return self.norm(x)

@@ -25,15 +25,19 @@ ACTIVATIONS = {
 class Pooler(nn.Module):
     """Pools the hidden states of each text, multiplies and scales as `pooling` says, all of it in float32.
 
-    `dense` are the weights and biases of `pooling.dense`.
+    `dense` are the weights and biases of `pooling.dense`; `scorer` makes the scores of a classifier.
     """
 
     def __init__(
-        self, pooling: Pooling | None = None, dense: Sequence[tuple[Tensor, Tensor | None]] = ()
+        self,
+        pooling: Pooling | None = None,
+        dense: Sequence[tuple[Tensor, Tensor | None]] = (),
+        scorer: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.pooling = pooling or Pooling()
         self.dense = dense
+        self._scorer = (scorer,)  # the model's, and not a part of this twice
 
     def forward(self, hidden: Tensor, ends: NDArray[np.int64], counts: NDArray[np.int64]) -> Tensor:
         """hidden [T, E], texts of so many tokens that end before these rows, [M] each -> float32 [M, D]."""
@@ -48,6 +52,8 @@ class Pooler(nn.Module):
         pooled = pooled.float()
         for layer, (weight, bias) in zip(self.pooling.dense, self.dense, strict=True):
             pooled = ACTIVATIONS[layer.activation](F.linear(pooled, weight, bias))
+        [scorer] = self._scorer
+        pooled = pooled if scorer is None else scorer(pooled)
         return F.normalize(pooled, dim=-1) if self.pooling.normalize else pooled
 
 

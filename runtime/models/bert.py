@@ -6,6 +6,7 @@ from runtime.layers.build import Build
 from runtime.layers.encoder import EncoderAttention, EncoderEmbedding, PostNormLayer
 from runtime.layers.mlp import MLP
 from runtime.layers.norm import LayerNorm
+from runtime.layers.score import ScoreLayer
 from runtime.layers.weight import SubLayer
 from runtime.models.config import Config
 from runtime.models.encoder import Encoder
@@ -24,7 +25,18 @@ def decoder(config: Config, build: Build) -> Encoder:
         skipped=config.optional_integer("skipped_positions", low=0) or 0,
         num_types=config.optional_integer("type_vocab_size", low=0) or 0,
     )
-    return Encoder(embeddings, [layer(config, index, build) for index in range(config.num_layers)], size)
+    layers = [layer(config, index, build) for index in range(config.num_layers)]
+    return Encoder(embeddings, layers, size, scores=scores(config))
+
+
+def scores(config: Config) -> tuple[ScoreLayer, ...]:
+    """BERT's classifier stands behind the pooler of its training, RoBERTa's has a layer of its own there."""
+    if not config.labels:
+        return ()
+    size, count = config.hidden_size, len(config.labels)
+    if config.architecture.startswith("Bert"):
+        return ScoreLayer("pooler.dense", size, activation="tanh"), ScoreLayer("classifier", count)
+    return ScoreLayer("classifier.dense", size, activation="tanh"), ScoreLayer("classifier.out_proj", count)
 
 
 def layer(config: Config, index: int, build: Build) -> PostNormLayer:

@@ -18,7 +18,7 @@ from runtime.layers.rope_parameters import RopeParameters, read_rope_parameters
 from runtime.models.checkpoint import lfs_hint, stored_dtype, weight_bytes
 from runtime.models.gguf_config import read_gguf_config
 from runtime.models.quantization import stored_quantization, with_quantization
-from runtime.models.registry import ARCHITECTURES, ENCODERS, entry
+from runtime.models.registry import Entry, entry, find
 from runtime.sampling_params import FROM_MODEL, SamplingParams
 
 logger = logging.getLogger("penstock.core")
@@ -64,7 +64,7 @@ def read_facts(
     bos_ids = _token_ids(values, "bos_token_id") or _token_ids(generation, "bos_token_id")
     stated = _stated_dtype(Fields(values, "config.json: "))
     sentences = read_sentence_files(directory)
-    is_encoder = not by_transformers and entry(_architecture(values)).encoder
+    known = None if by_transformers else entry(_architecture(values))
     if sentences is not None and sentences.max_tokens is not None:
         numbers["context_length"] = min(numbers["context_length"], sentences.max_tokens)
     return ModelFacts(
@@ -79,26 +79,64 @@ def read_facts(
         preferred_sampling=_preferred_sampling(generation),
         quantization=stored_quantization(values),
         by_transformers=by_transformers,
-        is_encoder=is_encoder,
-        **_of_sentences(sentences, is_encoder=is_encoder),
+        **_of_vectors(values, sentences, known),
         config=values,
     )
 
 
 def _has_family(architecture: str) -> bool:
-    return architecture in ARCHITECTURES or architecture in ENCODERS
+    return find(architecture) is not None
 
 
-def _of_sentences(found: SentenceFiles | None, *, is_encoder: bool) -> dict[str, Any]:
-    """How vectors are made. An encoder without files that say it gives the mean of its tokens."""
+def _of_vectors(
+    values: Mapping[str, Any], found: SentenceFiles | None, known: Entry | None
+) -> dict[str, Any]:
+    """How vectors or scores are made. An encoder without files that say it gives the mean of its tokens."""
+    is_encoder = known is not None and known.encoder
+    if known is not None and known.scores:
+        fields = Fields(values, "config.json: ")
+        pooling = (
+            fields.choice("classifier_pooling", ("cls", "mean"), default="cls") if is_encoder else "last"
+        )
+        labels = _labels(fields)
+        return {
+            "is_encoder": is_encoder,
+            "pooling": Pooling(modes=(pooling,), normalize=False),
+            "labels": labels,
+            "score_activation": _score_activation(fields, len(labels)),
+        }
     if found is None:
-        return {"pooling": Pooling(modes=("mean",)) if is_encoder else None}
+        mean = Pooling(modes=("mean",)) if is_encoder else None
+        headless = Pooling() if known is not None and known.headless else None
+        return {"is_encoder": is_encoder, "pooling": mean or headless}
     return {
+        "is_encoder": is_encoder,
         "pooling": found.pooling,
         "prompts": found.prompts,
         "default_prompt": found.default_prompt,
         "lower_case": found.lower_case,
     }
+
+
+def _labels(fields: Fields) -> tuple[str, ...]:
+    """The names of a classifier's labels, by their numbers."""
+    if str(fields.values.get("architectures")).endswith("RewardModel']"):
+        return ("reward",)
+    named = fields.child("id2label").values
+    count = fields.optional_integer("num_labels") or len(named) or 2
+    return tuple(str(named.get(str(index), f"LABEL_{index}")) for index in range(count))
+
+
+def _score_activation(fields: Fields, num_labels: int) -> str:
+    """As transformers' pipelines and sentence-transformers' cross-encoders do it."""
+    named = fields.values.get("sbert_ce_default_activation_function")
+    named = named or fields.child("sentence_transformers").values.get("activation_fn")
+    kind = fields.values.get("problem_type")
+    if str(named).endswith(".Identity") or kind == "regression" or _labels(fields) == ("reward",):
+        return ""
+    if str(named).endswith(".Sigmoid") or kind == "multi_label_classification" or num_labels == 1:
+        return "sigmoid"
+    return "softmax"
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -215,6 +253,11 @@ class Config(Fields):
         if not isinstance(kinds, list) or len(kinds) != self.num_layers or not set(kinds) <= set(known):
             raise self.wrong("layer_types", f"{self.num_layers} of {', '.join(known)}")
         return kinds
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Of a classifier; () for other models."""
+        return _labels(self) if entry(self.architecture).scores else ()
 
     def rope(self, layer_type: str | None = None) -> RopeParameters:
         """The rotary embedding of all layers, or of one type."""

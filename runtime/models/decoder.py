@@ -13,6 +13,7 @@ from runtime.layers.forward_batch import ForwardBatch, LayerSpec
 from runtime.layers.lm_head import LMHead
 from runtime.layers.norm import Norm, RMSNorm
 from runtime.layers.pooler import Pooler
+from runtime.layers.score import ScoreHead, ScoreLayer
 from runtime.layers.sharding import Stage
 from runtime.models.config import Config
 
@@ -34,6 +35,15 @@ class Decoder(nn.Module):
         self.pooler = Pooler()
         # What each layer of the whole model keeps of a sequence, before ranks share it (`runtime.kv_cache.kinds`).
         self.cache_specs = collect_specs(self)
+        self.scorer: ScoreHead | None = None  # of a classifier
+
+    def without_head(self, scores: Sequence[ScoreLayer] = ()) -> None:
+        """No token is wanted of the model, but hidden states, or `scores` of them."""
+        self.head = None
+        if self.embedding is not None:
+            self.embedding.tied = False
+        if scores:
+            self.scorer = ScoreHead(self.hidden_size, scores)
 
     def keep(self, stage: Stage) -> None:
         """Let go of all that other stages of a pipeline compute."""

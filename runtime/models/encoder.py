@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 
 from runtime.errors import CheckpointError
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.norm import Norm
 from runtime.layers.pooler import Pooler
+from runtime.layers.score import ScoreHead, ScoreLayer
 from runtime.layers.sharding import Stage
 from runtime.models.decoder import Decoder
 
@@ -28,7 +28,9 @@ class Encoder(Decoder):
         hidden_size: int,
         *,
         final_norm: Norm | None = None,
+        scores: Sequence[ScoreLayer] = (),
     ) -> None:
+        """`scores` are the layers of a classifier, behind the pooling."""
         nn.Module.__init__(self)
         self.embedding = self.norm = self.head = None
         self.cache_specs = {}
@@ -37,6 +39,7 @@ class Encoder(Decoder):
         self.final_norm = final_norm
         self.hidden_size = hidden_size
         self.pooler = Pooler()
+        self.scorer = ScoreHead(hidden_size, scores) if scores else None
 
     def keep(self, stage: Stage) -> None:
         if not (stage.first and stage.last):
@@ -53,5 +56,4 @@ class Encoder(Decoder):
         raise RuntimeError("An encoder has no stages.")
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """No token follows, so that nothing is likely: float32 zeros [R, 1], as memory is profiled with."""
-        return torch.zeros(len(hidden), 1, device=hidden.device)
+        raise RuntimeError("An encoder writes no tokens.")

@@ -23,6 +23,7 @@ from runtime.layers.build import Build
 from runtime.layers.pooler import Pooler
 from runtime.layers.quantization import QuantizationMethod, quantization_method
 from runtime.layers.quantization.grouped import KeptGroups
+from runtime.layers.score import ScoreLayer
 from runtime.layers.sharding import Split, Stage, TensorParallelGroup
 from runtime.layers.weight import Prepared, Shard, Weighted
 from runtime.models.by_transformers import load_by_transformers
@@ -62,7 +63,7 @@ def load_model(
     """
     if plan.by_transformers:
         model = load_by_transformers(facts, plan, kernels)
-        model.pooler = _pooler(facts, plan)
+        model.pooler = _pooler(model, facts, plan)
         return model
     device = torch.device(plan.device)
     config = Config(facts.config)
@@ -72,6 +73,8 @@ def load_model(
     )
     with torch.device("meta"):
         model = entry(config.architecture).decoder()(config, build)
+        if writes_nothing(facts):
+            model.without_head(_score_layers(config))
     if tensors is not None:
         if isinstance(tensors, QuantizedTensors):
             wanted = collect_shards(model)
@@ -95,11 +98,11 @@ def load_model(
     for module in model.modules():
         if isinstance(module, Prepared):
             module.prepare()
-    model.pooler = _pooler(facts, plan)
+    model.pooler = _pooler(model, facts, plan)
     return model.eval()
 
 
-def _pooler(facts: ModelFacts, plan: ModelPlan) -> Pooler:
+def _pooler(model: Decoder, facts: ModelFacts, plan: ModelPlan) -> Pooler:
     """What makes vectors of hidden states, with the weights that stand in folders of their own."""
     pooling, weights = facts.pooling or Pooling(), []
     size = facts.hidden_size * len(pooling.modes)
@@ -117,7 +120,7 @@ def _pooler(facts: ModelFacts, plan: ModelPlan) -> Pooler:
         there = {name: tensor.float().to(plan.device) for name, tensor in found.items()}
         weights.append((there["linear.weight"], there.get("linear.bias")))
         size = dense.size
-    return Pooler(pooling, weights)
+    return Pooler(pooling, weights, model.scorer)
 
 
 def _check_memory(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
@@ -155,7 +158,28 @@ def _tensor_name(facts: ModelFacts, stored: str) -> str | None:
     further = (
         f"model.layers.{facts.num_layers + number}." for number in range(min(num_further, MAX_FURTHER))
     )
-    return None if stored.startswith(tuple(further)) else entry(facts.architecture).tensor_name(stored)
+    if stored.startswith(tuple(further)):
+        return None
+    name = entry(facts.architecture).tensor_name(stored)
+    if name is None or not writes_nothing(facts) or name.startswith("score."):
+        return name
+    # The head is not needed, and a body that was saved alone does not say that it is one.
+    return None if name.startswith("lm_head.") else name if name.startswith("model.") else f"model.{name}"
+
+
+def writes_nothing(facts: ModelFacts) -> bool:
+    """Whether a decoder of ours needs no head: its checkpoint is made for vectors or scores."""
+    return facts.pooling is not None and not facts.is_encoder
+
+
+def _score_layers(config: Config) -> tuple[ScoreLayer, ...]:
+    """Of a decoder that is a classifier: one product, or two of a reward model."""
+    if not config.labels:
+        return ()
+    if config.architecture.endswith("ForRewardModel"):
+        first = ScoreLayer("score.0", config.hidden_size, activation="relu")
+        return first, ScoreLayer("score.2", 1)
+    return (ScoreLayer("score", len(config.labels), bias=False),)
 
 
 def open_tensors(facts: ModelFacts, plan: ModelPlan) -> TensorFiles | QuantizedTensors:

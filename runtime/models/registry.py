@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,8 @@ class Entry:
     renamed: Mapping[str, str] = field(default_factory=dict)  # the family's name of a value -> the usual one
     sinks: bool = False  # its attention has learned sinks
     encoder: bool = False  # sees each text whole and writes no token
+    scores: bool = False  # a classifier: its vectors are scores of labels
+    headless: bool = False  # a decoder without a head, which writes no token
     cuttable: bool = True  # over ranks; not where a norm is taken over all heads together
     tensors: Mapping[str, str | None] = field(default_factory=dict)  # see `tensor_name`
     layer_types: tuple[str, ...] = ()  # those that its configuration may list; (): those of attention
@@ -420,11 +422,15 @@ ARCHITECTURES: Mapping[str, Entry] = {
 }
 
 
+# What may stand in the place of ForCausalLM: a classifier's head or none.
+HEADS = {"ForSequenceClassification": True, "ForRewardModel": True, "Model": False}
+
 _BERT = {"hidden_act": "gelu", "max_position_embeddings": 512, "rms_norm_eps": 1e-12}
 
 
-def _bert(prefix: str, *, spelling: str | None = None) -> Entry:
+def _bert(prefix: str, *, spelling: str | None = None, scores: bool = False) -> Entry:
     """Of BERT's shape; what predicts hidden words and the next sentence is not needed."""
+    unused = "cls|lm_head" if scores else "pooler|cls|lm_head"
     return Entry(
         "bert",
         _BERT,
@@ -433,33 +439,78 @@ def _bert(prefix: str, *, spelling: str | None = None) -> Entry:
         renamed=_LAYER_NORM,
         tensors={
             rf"({prefix}\.)?embeddings\.position_ids": None,
-            rf"({prefix}\.)?(pooler|cls|lm_head)\.": None,
+            rf"({prefix}\.)?({unused})\.": None,
             rf"({prefix}\.)?(.*LayerNorm)\.gamma": r"\2.weight",  # as TensorFlow called them
             rf"({prefix}\.)?(.*LayerNorm)\.beta": r"\2.bias",
             rf"{prefix}\.": "",
         },
         spelling=spelling,
+        scores=scores,
     )
 
 
 _ROBERTA = _bert("roberta", spelling="roberta")
+_ROBERTA_SCORES = _bert("roberta", spelling="roberta", scores=True)
+
+
+def _modernbert(*, scores: bool = False) -> Entry:
+    return Entry(
+        "modernbert",
+        {
+            "hidden_act": "gelu",
+            "local_attention": 128,
+            "max_position_embeddings": 8192,
+            "norm_bias": False,
+            "rms_norm_eps": 1e-5,
+        },
+        encoder=True,
+        cuttable=False,
+        renamed={"norm_eps": "rms_norm_eps", "hidden_activation": "hidden_act"},
+        tensors={
+            r"model\.(layers\.\d+\.mlp\.)Wo\.": r"\1down_proj.",
+            r"(layers\.\d+\.mlp\.)Wo\.": r"\1down_proj.",
+            r"model\.": "",
+            r"decoder\.": None,
+            **({} if scores else {r"head\.": None}),
+        },
+        spelling="modernbert",
+        scores=scores,
+    )
+
 
 ENCODERS: Mapping[str, Entry] = {
     "BertModel": _bert("bert"),
     "BertForMaskedLM": _bert("bert"),
     "BertForPreTraining": _bert("bert"),
+    "BertForSequenceClassification": _bert("bert", scores=True),
     "CamembertModel": _ROBERTA,
     "CamembertForMaskedLM": _ROBERTA,
+    "CamembertForSequenceClassification": _ROBERTA_SCORES,
+    "ModernBertModel": _modernbert(),
+    "ModernBertForMaskedLM": _modernbert(),
+    "ModernBertForSequenceClassification": _modernbert(scores=True),
     "RobertaModel": _ROBERTA,
     "RobertaForMaskedLM": _ROBERTA,
+    "RobertaForSequenceClassification": _ROBERTA_SCORES,
     "XLMRobertaModel": _ROBERTA,
     "XLMRobertaForMaskedLM": _ROBERTA,
+    "XLMRobertaForSequenceClassification": _ROBERTA_SCORES,
 }
+
+
+def find(architecture: str) -> Entry | None:
+    """The entry of an architecture, also of a decoder whose head is another one or none; None where there is none."""
+    found = ARCHITECTURES.get(architecture) or ENCODERS.get(architecture)
+    for end, scores in HEADS.items():
+        base = ARCHITECTURES.get(architecture.removesuffix(end) + "ForCausalLM")
+        if found is None and architecture.endswith(end) and base is not None:
+            return replace(base, scores=scores, headless=True)
+    return found
 
 
 def entry(architecture: str) -> Entry:
     """The entry of an architecture. Raises CheckpointError, with a hint, where there is none."""
-    found = ARCHITECTURES.get(architecture) or ENCODERS.get(architecture)
+    found = find(architecture)
     if found is not None:
         return found
     raise CheckpointError(unsupported(architecture))

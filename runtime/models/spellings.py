@@ -87,13 +87,13 @@ def text_part(values: Mapping[str, Any]) -> dict[str, Any]:
     return {**outer, **inner, "architectures": values.get("architectures")}
 
 
-def windows_by_pattern(read: dict[str, Any], default: int) -> dict[str, Any]:
-    """With `layer_types`: every so-manieth layer looks at all positions, the others have a window."""
+def windows_by_pattern(read: dict[str, Any], default: int, *, first: int = 1) -> dict[str, Any]:
+    """With `layer_types`: every so-manieth layer, counted from `first`, sees all positions, others have a window."""
     if read.get("layer_types") is None and isinstance(read.get("num_hidden_layers"), int):
         pattern = read.get("sliding_window_pattern") or default
         if not isinstance(pattern, int):
             raise CheckpointError(f"config.json: sliding_window_pattern must be a number, not {pattern!r}.")
-        number = range(1, read["num_hidden_layers"] + 1)
+        number = range(first, read["num_hidden_layers"] + first)
         read["layer_types"] = [SLIDING if index % pattern else FULL for index in number]
     return read
 
@@ -104,4 +104,16 @@ def roberta(values: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(read.get("max_position_embeddings"), int) and isinstance(padding, int):
         read["skipped_positions"] = padding + 1
         read["max_position_embeddings"] -= padding + 1
+    return read
+
+
+def modernbert(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Neighbours alone for all but every third layer, whose angles are others."""
+    read = {"sliding_window_pattern": values.get("global_attn_every_n_layers"), **values}
+    read = windows_by_pattern(read, 3, first=0)
+    if read.get("rope_parameters") is None:
+        read["rope_parameters"] = {
+            FULL: {"rope_type": "default", "rope_theta": read.get("global_rope_theta") or 160000.0},
+            SLIDING: {"rope_type": "default", "rope_theta": read.get("local_rope_theta") or 10000.0},
+        }
     return read

@@ -278,6 +278,7 @@ class _StepRows:
         "_max_rows",
         "_prompt_logprobs",
         "_sampled",
+        "_second_starts",
         "_sequences",
         "_starts",
         "_token_ids",
@@ -298,6 +299,7 @@ class _StepRows:
         self._token_ids: list[int] = []
         self._sampled: list[int] = []
         self._embedded: list[int] = []
+        self._second_starts: dict[int, int] = {}  # by row
         self._prompt_logprobs: list[PromptLogprobs] = []
         self.duplicates: list[tuple[Sequence, Duplicates]] = []
         self.unfinished: list[Sequence] = []  # cut prompts that go on in the next step
@@ -338,6 +340,8 @@ class _StepRows:
         if sequence.request.wants_embedding:
             if end == len(sequence.ids):
                 self._embedded.append(len(self._sequences))
+            if sequence.request.second_start is not None:
+                self._second_starts[len(self._sequences)] = sequence.request.second_start
         elif end == len(sequence.ids) < sequence.max_tokens:
             self._sampled.append(len(self._sequences))
             sequence.num_pending += 1
@@ -387,5 +391,12 @@ class _StepRows:
                 kind.name: kind.step_arrays(self._sequences, starts, counts, page_table)
                 for kind in cache.kinds
             },
+            second_starts=self._seconds(ends) if self._second_starts else None,
             stats=StepStats(self.num_new, self.num_cached_tokens, self.num_prompt_tokens, self.num_decodes),
         )
+
+    def _seconds(self, ends: np.ndarray) -> np.ndarray:
+        """Where each row's second text begins: behind its end where there is none."""
+        found = ends.copy()
+        found[list(self._second_starts)] = list(self._second_starts.values())
+        return found

@@ -41,6 +41,14 @@ WITHOUT_FILES = (
 )  # whose tokens are bytes or characters
 
 
+class EncodedPair(NamedTuple):
+    """Two texts with the special tokens between and around them."""
+
+    ids: list[int]
+    types: list[int]  # 1 where a token is marked as one of the second text; not all tokenizers do that
+    second: int  # where the second text begins, marked or not
+
+
 class Backend(Protocol):
     """What a tokenizer needs of the library below it. Methods are safe to call from several threads."""
 
@@ -65,6 +73,10 @@ class Backend(Protocol):
         ...
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        """Raises TypeError when a text holds half a surrogate pair."""
+        ...
+
+    def encode_pair(self, first: str, second: str) -> EncodedPair:
         """Raises TypeError when a text holds half a surrogate pair."""
         ...
 
@@ -95,6 +107,10 @@ class FastBackend:
         encodings = self.library.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
+    def encode_pair(self, first: str, second: str) -> EncodedPair:
+        [encoding] = self.library.encode_batch_fast([(first, second)])
+        return EncodedPair(encoding.ids, encoding.type_ids, _begin_of_second(encoding.sequence_ids))
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         return self.library.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
@@ -121,6 +137,13 @@ class SlowBackend:
                 _refuse_half_pairs(text)
         return [list(self.library.encode(text, add_special_tokens=add_special_tokens)) for text in texts]
 
+    def encode_pair(self, first: str, second: str) -> EncodedPair:
+        _refuse_half_pairs(first + second)
+        found = self.library(first, second, return_token_type_ids=True)
+        alone = self.library.encode(second, add_special_tokens=False)
+        ids, types = list(found["input_ids"]), list(found["token_type_ids"])
+        return EncodedPair(ids, types, types.index(1) if 1 in types else max(len(ids) - len(alone) - 1, 0))
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         known = [token_id for token_id in ids if 0 <= token_id < self.vocab_size]
         return self.library.decode(
@@ -133,6 +156,10 @@ class SlowBackend:
     def token_id(self, token: str) -> int | None:
         token_id = self.library.convert_tokens_to_ids(token)
         return token_id if self.token(token_id) == token else None
+
+
+def _begin_of_second(sequence_ids: Sequence[int | None]) -> int:
+    return sequence_ids.index(1) if 1 in sequence_ids else len(sequence_ids)
 
 
 def _refuse_half_pairs(text: str) -> None:

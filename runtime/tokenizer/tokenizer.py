@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import TextPlan
 from runtime.errors import ConfigurationError, InvalidRequest
-from runtime.tokenizer.backend import Backend, read_tokenizer
+from runtime.tokenizer.backend import Backend, EncodedPair, read_tokenizer
 from runtime.tokenizer.chat_template import ChatTemplate, load_template
 from runtime.tokenizer.incremental import IncrementalDecoder
 from runtime.tokenizer.text_limit import text_limit_of
@@ -79,6 +79,16 @@ class Tokenizer:
             for index, ids in zip(chosen, found, strict=True):
                 encoded[index] = ids
         return encoded
+
+    def encode_pair(self, first: str, second: str) -> EncodedPair:
+        """Ids of a pair of texts, and where the second begins.
+
+        Raises InvalidRequest when a text is no valid Unicode.
+        """
+        try:
+            return self.backend.encode_pair(first, second)
+        except TypeError as error:
+            raise InvalidRequest("The text holds half a surrogate pair.", param="text") from error
 
     def decode(
         self,

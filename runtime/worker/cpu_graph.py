@@ -54,7 +54,7 @@ class CpuGraph:
     ) -> None:
         """`context_length` is that of the longest row; it matters to caches of other kinds than pages alone."""
         launcher, head = kernels.launcher, model.head
-        if head is None:
+        if model.embedding is None:
             raise NotCapturable("this model is no decoder of ours")
         if launcher is None or model.dtype not in launcher.dtypes:
             raise NotCapturable(f"the kernels in C++ compute nothing in {model.dtype}")
@@ -95,7 +95,7 @@ class CpuGraph:
             forward = launcher.capture(capacity, lambda: self._compute(captured), self._step, own_pages)
             self._to_hidden = forward
             self._to_tokens: KernelGraph | None = None
-            if head.is_plain:
+            if head is not None and head.is_plain:
                 chosen = launcher.capture(capacity, self._choose, self._step)
                 self._to_tokens = forward.followed_by(chosen)
 
@@ -154,6 +154,8 @@ class CpuGraph:
         whole.last(self._launcher, self._model(batch), self._hidden)
 
     def _choose(self) -> None:
+        if self._head is None:
+            raise RuntimeError("This model writes no tokens.")
         self._ids, self._sound = whole.likeliest(self._launcher, self._hidden, self._head.prepared)
 
     def time(self, batch: Batch, last_tokens: Tensor) -> list[tuple[str, float]]:

@@ -30,7 +30,7 @@ def profile_memory(
     page_size, context = plan.cache.page_size, plan.model.context_length
 
     def run(counts: list[int]) -> None:
-        executor.run(profile_batch(counts, page_size, schedule.max_running, kinds))()
+        executor.run(profile_batch(counts, page_size, schedule.max_running, kinds, plan.model.is_embedding))()
 
     def peak(counts: list[int]) -> int:
         return executor.device.measure(lambda: run(counts)).peak_bytes
@@ -54,8 +54,12 @@ def profile_batch(
     page_size: int,
     num_sequences: int,
     kinds: Mapping[str, int] = MappingProxyType({}),
+    is_embedding: bool = False,
 ) -> Batch:
-    """Rows of so many tokens from position 0, all in page 0, that choose in the way that takes most memory."""
+    """Rows of so many tokens from position 0, all in page 0, that choose in the way that takes most memory.
+
+    With `is_embedding` they choose nothing, and vectors are made of them.
+    """
     num_rows = len(counts)
     nothing: Any = None  # the runner never looks inside a sequence
     return Batch(
@@ -66,7 +70,10 @@ def profile_batch(
         sequence_indices=np.arange(num_rows, dtype=np.int32) % num_sequences,
         token_ids=np.zeros(sum(counts), np.int32),
         page_table=np.zeros((num_rows, -(-max(counts) // page_size)), np.int32),
-        sampling=Sampling(
+        embedding_rows=np.arange(num_rows, dtype=np.int32) if is_embedding else None,
+        sampling=None
+        if is_embedding
+        else Sampling(
             rows=np.arange(num_rows, dtype=np.int32),
             greedy=np.zeros(num_rows, np.bool_),
             uniform=np.full(num_rows, 0.5, np.float32),

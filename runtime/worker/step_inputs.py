@@ -52,8 +52,12 @@ def prepare(batch: Batch, cache: KVPool, staging: Staging, last_tokens: Tensor) 
     nobody = np.zeros(0, np.int64)
     sample_rows = batch.sampling.rows if batch.sampling is not None else nobody
     embedding_rows = batch.embedding_rows if batch.embedding_rows is not None else nobody
+    types = {}
+    if batch.second_starts is not None:
+        types["token_types"] = (positions >= batch.second_starts[rows]).astype(np.int64)
     there = staging.copy(
         {
+            **types,
             "token_ids": batch.token_ids.astype(np.int64),
             "token_sequence_indices": batch.sequence_indices[rows].astype(np.int64),
             "positions": positions,
@@ -98,6 +102,7 @@ def prepare(batch: Batch, cache: KVPool, staging: Staging, last_tokens: Tensor) 
         cache=cache,
         kinds=kinds,
         row_values={name: there[f"row.{name}"] for name in batch.row_values},
+        token_types=there.get("token_types"),
     )
     return StepInputs(
         forward, there["last_index"], there["sample_sequence_indices"], there["embedding_index"]

@@ -65,6 +65,8 @@ async def create(http: HttpRequest, core: EngineCore) -> ASGIApp:
 def _read(core: EngineCore, raw: bytes) -> tuple[EmbeddingBody, str, list[Request]]:
     body = decode(EmbeddingBody, parse_object(raw))
     model = check_model(core, body.model)
+    if core.facts.labels:
+        raise InvalidRequest("This model gives scores of labels, not vectors: use /classify or /v1/rerank.")
     size = core.facts.vector_size
     if body.dimensions is not None and body.dimensions > size:
         raise InvalidRequest(

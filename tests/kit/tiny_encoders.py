@@ -12,6 +12,7 @@ from transformers import (
     AutoModel,
     AutoModelForSequenceClassification,
     BertConfig,
+    ModernBertConfig,
     PreTrainedModel,
     RobertaConfig,
     XLMRobertaConfig,
@@ -36,7 +37,14 @@ CONFIGS: dict[str, Any] = {
         **{**SHAPE, "pad_token_id": 1}, **EPS, type_vocab_size=1, **own
     ),
 }
-CLS, SEP = 1, 2
+CONFIGS["modernbert"] = lambda **own: ModernBertConfig(
+    **SHAPE, norm_eps=1e-3, local_attention=12, cls_token_id=1, sep_token_id=2, **own
+)
+CLS, SEP = 94, 93  # RoBERTa's padding, 1, has a position of its own
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role }} {{ message.content }} {% endfor %}w3"
+    "{% if enable_thinking is false %} w4{% endif %}"
+)
 
 
 def redraw(model: PreTrainedModel, seed: int = 5) -> PreTrainedModel:
@@ -63,13 +71,9 @@ def save(folder: Path, kind: str, *, num_labels: int = 0, **own: Any) -> PreTrai
 
 
 def save_tokenizer(folder: Path) -> None:
-    """Words w3 to w95, [CLS] before a text and [SEP] behind it and behind the second of a pair."""
-    words = {f"w{index}": index for index in range(3, 95)} | {
-        "[PAD]": 0,
-        "[CLS]": CLS,
-        "[SEP]": SEP,
-        "[UNK]": 95,
-    }
+    """Words w3 to w90, yes and no, [CLS] before a text and [SEP] behind it and behind the second of a pair."""
+    words = {f"w{index}": index for index in range(3, 91)} | {"yes": 91, "no": 92}
+    words |= {"[PAD]": 0, "[SEP]": SEP, "[CLS]": CLS, "[UNK]": 95}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens(["[PAD]", "[CLS]", "[SEP]"])
@@ -80,7 +84,7 @@ def save_tokenizer(folder: Path) -> None:
     )
     tokenizer.save(str(folder / "tokenizer.json"))
     names = {"cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]", "unk_token": "[UNK]"}
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE, **names}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 

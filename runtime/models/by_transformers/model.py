@@ -85,6 +85,7 @@ class TransformersDecoder(Decoder):
         self.embedding = self.norm = self.head = None
         self.layers = nn.ModuleList()
         self.pooler = Pooler()
+        self.scorer = None
         self.hidden_size = model.config.get_text_config().hidden_size
         self._attend = attend
         self.cache_specs = attend.cache_specs

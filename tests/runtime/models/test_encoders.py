@@ -59,6 +59,24 @@ async def test_vectors_are_those_of_transformers(kind: str, tmp_path: Path) -> N
         torch.testing.assert_close(vector, wanted, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize(
+    ("kind", "own"),
+    [
+        ("bert", {}),
+        ("roberta", {}),
+        ("modernbert", {"classifier_pooling": "cls"}),
+        ("modernbert", {"classifier_pooling": "mean"}),
+    ],
+)
+async def test_scores_are_those_of_transformers(kind: str, own: dict[str, Any], tmp_path: Path) -> None:
+    model: Any = tiny_encoders.save(tmp_path, kind, num_labels=3, **own)
+    found = await vectors_of(tmp_path, PROMPTS)
+    for vector, ids in zip(found, PROMPTS, strict=True):
+        with torch.no_grad():
+            wanted = model(torch.tensor([ids])).logits[0]
+        torch.testing.assert_close(vector, wanted, atol=2e-5, rtol=1e-5)
+
+
 async def test_modules_beside_the_checkpoint_are_followed(tmp_path: Path) -> None:
     """All ways of pooling one after the other, a dense layer, prompts, and what is cut off."""
     model = tiny_encoders.save(tmp_path, "bert")
@@ -112,9 +130,13 @@ async def test_modules_beside_the_checkpoint_are_followed(tmp_path: Path) -> Non
         assert "at most 24" in await refused("/v1/embeddings", input="w9", dimensions=25)
         assert "generates nothing" in await refused("/generate", text="w9")
         by_name = await engine.encode([" w9 w8"], prompt_name="query")
-    torch.testing.assert_close(plain, wanted([1, 9, 8, 2]), atol=1e-5, rtol=0)
-    torch.testing.assert_close(asked, wanted([1, 5, 6, 9, 8, 2]), atol=1e-5, rtol=0)
-    torch.testing.assert_close(cut, wanted([1, *range(30, 48), 2]), atol=1e-5, rtol=0)
+    torch.testing.assert_close(plain, wanted([tiny_encoders.CLS, 9, 8, tiny_encoders.SEP]), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        asked, wanted([tiny_encoders.CLS, 5, 6, 9, 8, tiny_encoders.SEP]), atol=1e-5, rtol=0
+    )
+    torch.testing.assert_close(
+        cut, wanted([tiny_encoders.CLS, *range(30, 48), tiny_encoders.SEP]), atol=1e-5, rtol=0
+    )
     torch.testing.assert_close(short, F.normalize(plain[:8], dim=0), atol=1e-6, rtol=0)
     assert by_name[0]["embedding"] == asked.tolist()
 

@@ -66,7 +66,7 @@ SURFACE = [
     "/freeze_gc",
     "/vertex_generate",
 ]
-ABSENT = {**absent.GENERATING, **absent.OPENAI_GENERATING, **absent.CONTROL}
+ABSENT = {**absent.GENERATING, **absent.CONTROL}
 
 
 def test_every_route_of_the_surface_answers() -> None:
