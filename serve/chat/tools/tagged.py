@@ -1,4 +1,4 @@
-"""Formats with parameters between tags: Qwen3 Coder, GLM 4.5 and later, Step 3, MiniMax M2, Seed OSS."""
+"""Formats with parameters between tags: Qwen3 Coder, Seed OSS, GLM 4.5 and later, Step 3, MiniMax M2, DeepSeek V3.2."""
 
 from __future__ import annotations
 
@@ -95,4 +95,25 @@ MINIMAX = ToolFormat(
     arguments="tags",
     rendered=lambda name: (f'<invoke name="{name}">\n', "</invoke>"),
     rendered_all=("<minimax:tool_call>\n", "\n", "\n</minimax:tool_call>"),
+)
+
+_DSML = Parameters(
+    name_end=(">",),
+    parameter_open="<｜DSML｜parameter name=",
+    key_end=(">",),
+    value_close=("</｜DSML｜parameter>",),
+    call_close=("</｜DSML｜invoke>",),
+    string_attribute=True,
+)
+
+DEEPSEEK_V32 = ToolFormat(
+    section_open=("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>"),
+    section_close=("</｜DSML｜function_calls>", "</｜DSML｜tool_calls>"),
+    call_open=("<｜DSML｜invoke name=",),
+    call_close=_DSML.call_close,
+    read=_DSML,
+    shown=("｜DSML｜",),
+    arguments="tags",
+    rendered=lambda name: (f'<｜DSML｜invoke name="{name}">\n', "\n</｜DSML｜invoke>"),
+    rendered_all=("<｜DSML｜function_calls>\n", "\n", "\n</｜DSML｜function_calls>"),
 )
