@@ -71,6 +71,7 @@ class AttentionBackend(Backend):
     """An implementation of attention. What is empty has no limit."""
 
     head_dims: tuple[int, ...] = ()
+    max_head_dim: int | None = None
     dtypes: tuple[str, ...] = ()
     page_sizes: tuple[int, ...] = ()
     float8_cache: bool = True  # it reads a cache of another dtype than the model's
@@ -86,6 +87,10 @@ class AttentionBackend(Backend):
         if shape.head_dim is not None and self.head_dims and shape.head_dim not in self.head_dims:
             missing.append(
                 f"takes heads of {_listed(self.head_dims)} dimensions, and this model has {shape.head_dim}"
+            )
+        if self.max_head_dim is not None and (shape.head_dim or 0) > self.max_head_dim:
+            missing.append(
+                f"takes heads of up to {self.max_head_dim} dimensions, and this model has {shape.head_dim}"
             )
         if shape.head_dim is not None and self.dtypes and shape.dtype not in self.dtypes:
             missing.append(f"computes in {' or '.join(self.dtypes)}, and this model in {shape.dtype}")
@@ -112,6 +117,7 @@ ATTENTION: Mapping[str, AttentionBackend] = {
         file="with_triton",
         kernels="our own in Triton",
         needs=GpuWith("triton"),
+        max_head_dim=256,
         captured=True,
         decode_settings={
             "triton_attention_num_kv_splits": "num_kv_splits",

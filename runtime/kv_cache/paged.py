@@ -19,7 +19,8 @@ from runtime.layers.forward_batch import ForwardBatch, KVSpec
 class PagedKVCache(NamedTuple):
     """One layer's keys and values in pages, [num_pages + 1, K, page, D] each, written in place.
 
-    The pages are those that all sequences have, or those of a kind that has a page table of its own.
+    Where keys hold the values too, both are the same tensor. The pages are those that all sequences have, or those of a
+    kind that has a page table of its own.
     """
 
     k: Tensor
@@ -37,11 +38,12 @@ class PagedKVCache(NamedTuple):
         kind: str = PAGED,
     ) -> Self:
         shape = (num_pages + 1, spec.num_kv_heads, page_size, spec.head_dim)
-        return cls(zeros(shape, dtype, device), zeros(shape, dtype, device), kind)
+        k = zeros(shape, dtype, device)
+        return cls(k, k if spec.values_in_keys else zeros(shape, dtype, device), kind)
 
     @property
     def nbytes(self) -> int:
-        return self.k.nbytes + self.v.nbytes
+        return self.k.nbytes + (0 if self.v is self.k else self.v.nbytes)
 
     def store(
         self, kernels: Kernels, k: Tensor, v: Tensor, batch: ForwardBatch, scales: Mapping[str, float]

@@ -28,11 +28,15 @@ class LayerSpec(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KVSpec:
-    """A layer that keeps keys and values: of all tokens or, with a `window`, at least of the last so many."""
+    """A layer that keeps keys and values: of all tokens or, with a `window`, at least of the last so many.
+
+    With `values_in_keys` there is one tensor, which is read as both.
+    """
 
     num_kv_heads: int
     head_dim: int
     window: int | None = None
+    values_in_keys: bool = False
 
     @property
     def kind(self) -> str:
@@ -46,7 +50,7 @@ class KVSpec:
 
     def page_bytes(self, page_size: int, dtype_bytes: int) -> int:
         """Keys and values of one page."""
-        return 2 * self.num_kv_heads * self.head_dim * page_size * dtype_bytes
+        return (2 - self.values_in_keys) * self.num_kv_heads * self.head_dim * page_size * dtype_bytes
 
 
 class LayerCache(Protocol):

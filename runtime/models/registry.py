@@ -140,6 +140,14 @@ _COHERE = {
     "tie_word_embeddings": True,
 }
 
+_LATENT = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+
 _LINEAR_OR_FULL = ("linear_attention", "full_attention")
 
 _LAYER_NORM = {"layer_norm_eps": "rms_norm_eps"}
@@ -151,6 +159,35 @@ ARCHITECTURES: Mapping[str, Entry] = {
     "CohereForCausalLM": Entry("cohere", {**_COHERE, "rope_theta": 500000.0}, renamed=_LAYER_NORM),
     "Cohere2ForCausalLM": Entry(
         "cohere2", {**_COHERE, "sliding_window": 4096}, renamed=_LAYER_NORM, spelling="cohere2"
+    ),
+    "DeepseekV2ForCausalLM": Entry(
+        "deepseek_v2",
+        {
+            **_LATENT,
+            "first_k_dense_replace": 0,
+            "max_position_embeddings": 2048,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 1407,
+            "routed_scaling_factor": 1.0,
+        },
+        spelling="latent",
+    ),
+    "DeepseekV3ForCausalLM": Entry(
+        "deepseek_v3",
+        {
+            **_LATENT,
+            "first_k_dense_replace": 3,
+            "max_position_embeddings": 4096,
+            "moe_intermediate_size": 2048,
+            "n_group": 8,
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "routed_scaling_factor": 2.5,
+            "topk_group": 4,
+        },
+        spelling="latent",
     ),
     "Ernie4_5ForCausalLM": Entry("ernie4_5", _ERNIE),
     "Ernie4_5_MoeForCausalLM": Entry(
@@ -206,6 +243,26 @@ ARCHITECTURES: Mapping[str, Entry] = {
             "routed_scaling_factor": 1.0,
             "topk_group": 1,
         },
+    ),
+    "Glm4MoeLiteForCausalLM": Entry(
+        "deepseek_v3",
+        {
+            **_LATENT,
+            "first_k_dense_replace": 1,
+            "max_position_embeddings": 202752,
+            "moe_intermediate_size": 1536,
+            "n_group": 1,
+            "n_routed_experts": 64,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 4,
+            "q_lora_rank": 768,
+            "qk_nope_head_dim": 192,
+            "rms_norm_eps": 1e-5,
+            "routed_scaling_factor": 1.8,
+            "topk_group": 1,
+            "v_head_dim": 256,
+        },
+        spelling="latent",
     ),
     "GlmForCausalLM": Entry("glm", {**_GLM, "rms_norm_eps": 1.5625e-07}),
     "GPTNeoXForCausalLM": Entry(

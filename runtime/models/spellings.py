@@ -78,6 +78,15 @@ def granitemoehybrid(values: Mapping[str, Any]) -> dict[str, Any]:
     return read
 
 
+def latent(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Latent attention, as the cache and its kernels see it: one head of keys, which hold the values too."""
+    read = {**values, "num_key_value_heads": 1}
+    sizes = [read.get(name, default) for name, default in (("kv_lora_rank", 512), ("qk_rope_head_dim", 64))]
+    if all(isinstance(size, int) for size in sizes):
+        read["head_dim"] = sum(sizes)
+    return read
+
+
 def text_part(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values of `text_config` where there is one, with those beside it that it does not have itself."""
     inner = values.get("text_config")

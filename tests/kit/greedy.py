@@ -12,9 +12,12 @@ from transformers import AutoModelForCausalLM
 import tiny_checkpoints
 
 FAMILIES = tuple(tiny_checkpoints.CONFIGS)
-NOT_RECORDABLE = dict.fromkeys(
-    ("granitemoehybrid", "qwen3_5", "qwen3_next"), "steps with state caches are not captured"
-)  # whose steps no CPU graph computes, and why
+NOT_RECORDABLE = {  # whose steps no CPU graph computes, and why
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), "is computed by torch"),
+    **dict.fromkeys(
+        ("granitemoehybrid", "qwen3_5", "qwen3_next"), "steps with state caches are not captured"
+    ),
+}
 CAPTURABLE = tuple(family for family in FAMILIES if family not in NOT_RECORDABLE)
 FACTORS = [
     1.0,

@@ -18,6 +18,8 @@ from transformers import (
     AutoModelForCausalLM,
     Cohere2Config,
     CohereConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
@@ -25,6 +27,7 @@ from transformers import (
     Gemma3TextConfig,
     Glm4Config,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GlmConfig,
     GPTNeoXConfig,
     GptOssConfig,
@@ -71,10 +74,17 @@ def seeing_gemma3(**text: Any) -> Gemma3Config:
     )
 
 
+def deepseek_v3(**values: Any) -> DeepseekV3Config:
+    """Its angles are for heads of `head_dim`, whatever is rotated."""
+    return DeepseekV3Config(**{**values, "head_dim": values["qk_rope_head_dim"]})
+
+
 CONFIGS = {
     "arcee": ArceeConfig,
     "cohere": CohereConfig,
     "cohere2": Cohere2Config,
+    "deepseek_v2": DeepseekV2Config,
+    "deepseek_v3": deepseek_v3,
     "ernie4_5": Ernie4_5Config,
     "ernie4_5_moe": Ernie4_5_MoeConfig,
     "exaone4": Exaone4Config,
@@ -85,6 +95,7 @@ CONFIGS = {
     "glm": GlmConfig,
     "glm4": Glm4Config,
     "glm4_moe": Glm4MoeConfig,
+    "glm4_moe_lite": Glm4MoeLiteConfig,
     "gpt_neox": GPTNeoXConfig,
     "gpt_oss": GptOssConfig,
     "granite": GraniteConfig,
@@ -256,6 +267,17 @@ OWN["granitemoehybrid"] = {
     "mamba_n_heads": 4,
     "shared_intermediate_size": 24,
 }
+LATENT = {
+    **OWN["glm4_moe"],
+    "kv_lora_rank": 24,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+}
+OWN["deepseek_v2"] = {**LATENT, "topk_group": 1, "topk_method": "group_limited_greedy"}
+OWN["deepseek_v3"] = OWN["glm4_moe_lite"] = LATENT
 OWN["gemma3_seeing"] = OWN["gemma3"]
 
 

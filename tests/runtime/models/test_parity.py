@@ -156,6 +156,15 @@ def rotated_as_llama(model: Decoder) -> None:
             attention.rope = Rope(parameters, 256, attention.kernels, torch.device("cpu"))
 
 
+LATENT = {
+    "neighbours": halves,
+    "norm of latent vectors": each("attention.norm", lambda norm: norm.weight.fill_(1)),
+    "norm of queries": each("attention.query_norm", lambda norm: norm.weight.fill_(1)),
+    "shared experts": unshared,
+    "scale of experts": route(scale=1.0),
+}
+
+
 class Variant(NamedTuple):
     """A configuration, and what must break it: changes to the model, or to the configuration it is read with."""
 
@@ -219,6 +228,28 @@ VARIANTS = {
     "cohere2": Variant(
         "cohere2",
         mutations={"window": no_window, "no rotation": rotated, "scale of logits": no_logits_scale},
+    ),
+    "deepseek_v2": Variant("deepseek_v2", mutations={**LATENT, "groups": route(grouping=None)}),
+    "deepseek_v2-lite": Variant("deepseek_v2", {"q_lora_rank": None, "topk_method": "greedy"}),
+    "deepseek_v3": Variant(
+        "deepseek_v3",
+        {"attention_bias": True},
+        {
+            **LATENT,
+            "groups": route(grouping=None),
+            "correction": uncorrected,
+            "renormalisation": route(renormalise=False),
+            "bias of latent vectors": each("attention.latents", lambda linear: linear.bias.zero_()),
+        },
+    ),
+    "deepseek_v3-yarn": Variant(
+        "deepseek_v3",
+        rope("yarn", factor=4.0, original_max_position_embeddings=64, mscale=0.7, mscale_all_dim=1.2),
+        {"scale": put("attention", scale=14**-0.5)},
+        UNSCALED,
+    ),
+    "glm4_moe_lite": Variant(
+        "glm4_moe_lite", {"n_group": 1, "topk_group": 1}, {"shared experts": unshared, "neighbours": halves}
     ),
     "ernie4_5_moe": Variant(
         "ernie4_5_moe",

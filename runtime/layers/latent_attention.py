@@ -1,0 +1,131 @@
+"""Attention over latent vectors from which every head's keys and values follow (DeepSeek V2, arXiv 2405.04434)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from runtime.layers.build import Build
+from runtime.layers.forward_batch import ForwardBatch, KVSpec
+from runtime.layers.linear import Linear
+from runtime.layers.norm import RMSNorm
+from runtime.layers.rope import Rope
+from runtime.layers.sharding import TensorParallelGroup, shard_range, whole_range
+from runtime.layers.weight import Shard, SubLayer, frozen, parameter, whole
+
+NORM_EPS = 1e-6  # of the norms of latent vectors, whatever that of the others is
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention in its absorbed form: what makes keys and values of a latent vector is applied to
+    queries and outputs instead, so that the cache holds one vector a token for all heads, and a key that is rotated.
+
+    `index` is the layer's number in the model. Of a head's query `plain_dim` dimensions meet the latent vector and
+    `rope_dim` the rotated key. `query_rank` is the size of the queries' own latent vector; None: they have none.
+    """
+
+    keys: nn.Parameter
+    values: nn.Parameter
+
+    def __init__(
+        self,
+        name: str,
+        index: int,
+        size: int,
+        num_heads: int,
+        build: Build,
+        *,
+        rank: int,
+        query_rank: int | None,
+        plain_dim: int,
+        rope_dim: int,
+        value_dim: int,
+        rope: Rope,
+        scale: float,
+        bias: bool,
+    ) -> None:
+        super().__init__()
+        self.name = name
+        self.index = index
+        self.num_heads = num_heads
+        self.rank, self.plain_dim, self.rope_dim, self.value_dim = rank, plain_dim, rope_dim, value_dim
+        self.rope = rope
+        self.scale = scale
+        self.kernels = build.kernels
+        self.qk_dim = plain_dim + rope_dim
+        latents = [SubLayer(f"{name}.kv_a_proj_with_mqa", rank + rope_dim)]
+        query = SubLayer(f"{name}.q_proj", num_heads * self.qk_dim, "heads", self.qk_dim)
+        self.query_norm = None
+        if query_rank is not None:
+            latents.insert(0, SubLayer(f"{name}.q_a_proj", query_rank))
+            query = query._replace(name=f"{name}.q_b_proj")
+            self.query_norm = RMSNorm(f"{name}.q_a_layernorm", query_rank, NORM_EPS, build)
+        self._sizes = (query_rank or 0, rank, rope_dim)
+        self.latents = Linear(size, latents, build, bias=bias)
+        self.query = Linear(query_rank or size, [query], build)
+        self.norm = RMSNorm(f"{name}.kv_a_layernorm", rank, NORM_EPS, build)
+        self.out = Linear(
+            num_heads * value_dim,
+            [SubLayer(f"{name}.o_proj", size)],
+            build,
+            bias=bias,
+            in_axis="heads",
+            in_unit=value_dim,
+        )
+        self._rows = whole_range(num_heads * (plain_dim + value_dim))
+        self.allocate()
+
+    @property
+    def cache_spec(self) -> KVSpec:
+        """The latent vector and the rotated key, in the place of one head's keys and values."""
+        return KVSpec(1, self.rank + self.rope_dim, values_in_keys=True)
+
+    def allocate(self) -> None:
+        self.expansion = parameter(
+            self._rows.size, self.rank
+        )  # of each head its keys', then its values' rows
+
+    def split(self, group: TensorParallelGroup) -> None:
+        """Keep this rank's heads."""
+        unit = self.plain_dim + self.value_dim
+        self._rows = shard_range("heads", self._rows.full, unit, group.rank, group.size)
+        self.num_heads = self._rows.size // unit
+        self.allocate()
+
+    def shards(self) -> Iterator[Shard]:
+        yield whole(f"{self.name}.kv_b_proj.weight", self.expansion, ("heads", None), self._rows)
+
+    def prepare(self) -> None:
+        heads = self.expansion.view(self.num_heads, -1, self.rank)
+        self.keys = frozen(heads[:, : self.plain_dim].contiguous())  # [H, N, R]
+        self.values = frozen(heads[:, self.plain_dim :].transpose(1, 2).contiguous())  # [H, R, V]
+        self.expansion = frozen(self.expansion.new_empty(0, self.rank))
+
+    def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """x [T, E] -> [T, E]; the tokens' latent vectors are in the cache then."""
+        reduced, latent, rotated = self.latents(x, batch).split(self._sizes, dim=-1)
+        if self.query_norm is not None:
+            x = self.query_norm(reduced.contiguous())
+        query = self.query(x, batch).unflatten(-1, (self.num_heads, self.qk_dim))
+        plain, turned = query.split((self.plain_dim, self.rope_dim), dim=-1)
+        turned, rotated = self.rope(turned.contiguous(), rotated.unsqueeze(1).contiguous(), batch)
+        absorbed = torch.bmm(plain.transpose(0, 1), self.keys).transpose(0, 1)  # [T, H, R]
+        key = torch.cat(
+            (self.norm(latent.contiguous()).unsqueeze(1), rotated), dim=-1
+        )  # [T, 1, R + rope_dim]
+        cache = batch.cache[self.index]
+        cache.store(self.kernels, key, key, batch, {})
+        out = cache.attend(
+            self.kernels,
+            torch.cat((absorbed, turned), dim=-1),
+            batch,
+            {},
+            scale=self.scale,
+            window=None,
+            soft_cap=None,
+            sinks=None,
+        )[..., : self.rank]  # [T, H, R]
+        out = torch.bmm(out.transpose(0, 1), self.values).transpose(0, 1)  # [T, H, V]
+        return self.out(out.flatten(1), batch)
