@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ops.attention.divided import divide
+from ops.attention.hybrid import hybrid
 from ops.backends import ATTENTION, SAMPLING
 from ops.cpp.library import KernelDescription
 from ops.machine import Machine
@@ -160,7 +160,7 @@ def _attention(
 
     if prefill is None or prefill == decode:
         return made(decode)
-    return divide(made(decode), made(prefill))
+    return hybrid(made(decode), made(prefill))
 
 
 def _backend(operation: str, file: str) -> ModuleType:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ops.attention import AttentionMetadata
-from ops.attention.divided import Attend, divide
+from ops.attention.hybrid import Attend, hybrid
 from ops.backends import FLASHINFER_HEAD_DIMS
 from ops.sampling.native import to_device
 
@@ -67,7 +67,7 @@ class FlashInfer:
     """
 
     def __init__(self, kernels: str = "auto") -> None:
-        self.attend: Attend = self._attend if kernels == FA3 else divide(self._attend, self._attend)
+        self.attend: Attend = self._attend if kernels == FA3 else hybrid(self._attend, self._attend)
         self._kernels = kernels
         self._workspace: Tensor | None = None
         self._wrappers: dict[Setting, list[Any]] = {}
@@ -157,14 +157,14 @@ class FlashInfer:
     def _new_fixed(self, setting: Setting, metadata: AttentionMetadata) -> Any:
         """A wrapper over the fixed buffers. The largest size is captured first, so that they serve all others."""
         size, device = len(metadata.counts_host), metadata.page_table.device
-        place = (setting, metadata.page_table.data_ptr())
-        if place not in self._buffers or len(self._buffers[place].last_lengths) < size:
+        key = (setting, metadata.page_table.data_ptr())
+        if key not in self._buffers or len(self._buffers[key].last_lengths) < size:
             lengths = (size + 1, size + 1, metadata.page_table.numel(), size)
-            self._buffers[place] = FixedBuffers(
+            self._buffers[key] = FixedBuffers(
                 torch.empty(PLAN_BYTES, dtype=torch.uint8, device=device),
                 *(torch.zeros(length, dtype=torch.int32, device=device) for length in lengths),
             )
-        buffers = self._buffers[place]
+        buffers = self._buffers[key]
         names = ("paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf")
         values = (buffers.page_starts[: size + 1], buffers.pages, buffers.last_lengths[:size])
         if setting.is_decode:

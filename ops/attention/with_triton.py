@@ -98,12 +98,12 @@ def _decode(
     num_blocks = triton.cdiv(group, heads_block)
     parts = torch.empty(num_rows, num_heads, num_splits, dim, dtype=torch.float32, device=q.device)
     masses = torch.empty(num_rows, num_heads, num_splits, dtype=torch.float32, device=q.device)
-    places = (metadata.page_table, metadata.starts, metadata.query_starts)
+    rows = (metadata.page_table, metadata.starts, metadata.query_starts)
     _decode_kernel[(num_rows, num_kv_heads * num_blocks, num_splits)](
         q,
         k_pool,
         v_pool,
-        *places,
+        *rows,
         parts,
         masses,
         metadata.page_table.stride(0),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ops.attention import AttentionMetadata
-from ops.attention.divided import Attend, divide
+from ops.attention.hybrid import Attend, hybrid
 from ops.attention.with_flashinfer import check_heads
 from ops.backends import TRTLLM_PAGE_SIZES
 
@@ -34,7 +34,7 @@ class TensorRT:
     """The kernels' workspace of one engine. `attend` follows the contract of `ops.attention`."""
 
     def __init__(self) -> None:
-        self.attend = divide(self._decode, self._prefill)
+        self.attend = hybrid(self._decode, self._prefill)
         self._workspace: Tensor | None = None
 
     def _decode(

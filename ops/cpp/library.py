@@ -238,13 +238,13 @@ class Route(Structure):
         ("renormalise", c_int64),
         ("num_groups", c_int64),
         ("top_groups", c_int64),
-        ("group_places", c_int64),
+        ("group_scores", c_int64),
         ("scale", c_float),
     )
 
 
 class PairTable(Structure):
-    _fields_ = (("places", c_void_p), ("starts", c_void_p), ("blocks", c_void_p))
+    _fields_ = (("positions", c_void_p), ("starts", c_void_p), ("blocks", c_void_p))
 
 
 class Dispatch(Structure):
@@ -277,7 +277,7 @@ class Experts(Structure):
 class Combine(Structure):
     _fields_ = (
         ("results", c_void_p),
-        ("places", c_void_p),
+        ("positions", c_void_p),
         ("weights", c_void_p),
         ("out", c_void_p),
         ("tokens", c_int64),

@@ -43,4 +43,4 @@ class Grouping(NamedTuple):
 
     num_groups: int
     top_groups: int  # how many are the best
-    places: int  # a group's score is the sum of so many of its best ones
+    num_scores: int  # a group's score is the sum of so many of its best ones

@@ -38,7 +38,7 @@ def route(
 def _of_best_groups(choice: Tensor, grouping: Grouping) -> Tensor:
     """choice [T, X] -> the same, with what is in no good group put out of reach."""
     groups = choice.unflatten(-1, (grouping.num_groups, -1))  # [T, G, X / G]
-    totals = groups.topk(grouping.places, dim=-1).values.sum(-1)
+    totals = groups.topk(grouping.num_scores, dim=-1).values.sum(-1)
     best = totals.sort(dim=-1, descending=True, stable=True).indices[:, : grouping.top_groups]
     out_of_reach = torch.ones_like(totals, dtype=torch.bool).scatter(-1, best, False)
     return groups.masked_fill(out_of_reach.unsqueeze(-1), float("-inf")).flatten(-2)

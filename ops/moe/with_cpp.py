@@ -54,7 +54,7 @@ def route(
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     weights = launcher.empty((len(logits), top_k), torch.float32)
     experts = launcher.empty((len(logits), top_k), torch.int32)
-    groups, top_groups, places = grouping or (1, 1, 1)
+    groups, top_groups, num_scores = grouping or (1, 1, 1)
     operands = Route(
         logits=address(logits),
         stride=logits.stride(0),
@@ -68,7 +68,7 @@ def route(
         renormalise=renormalise,
         num_groups=groups,
         top_groups=top_groups,
-        group_places=places,
+        group_scores=num_scores,
         scale=scale,
     )
     launcher.launch("route", logits.dtype, operands)
@@ -147,7 +147,7 @@ def mix(
     launcher.launch(
         "combine",
         x.dtype,
-        Combine(address(results), table.places, address(weights), address(out), tokens, top_k, size),
+        Combine(address(results), table.positions, address(weights), address(out), tokens, top_k, size),
     )
     return out
 

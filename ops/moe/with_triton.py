@@ -29,8 +29,8 @@ COMBINE_BLOCK = 1024
 class Sorted(NamedTuple):
     """The pairs of T tokens and their k experts, by expert and then by number."""
 
-    order: Tensor  # int32 [T * k], pair t * k + j in each place
-    starts: Tensor  # int32 [X + 1], each expert's first place
+    order: Tensor  # int32 [T * k], pair t * k + j at each position
+    starts: Tensor  # int32 [X + 1], each expert's first position
 
 
 def route(
@@ -100,7 +100,7 @@ def sort_pairs(experts: Tensor, num_experts: int) -> Sorted:
 def _grouped(x: Tensor, weight: Tensor, pairs: Sorted, top_k: int, *, from_tokens: bool) -> Tensor:
     """Each pair's row times its expert's weight [X, O, I] -> [T * k, O].
 
-    Rows come from the tokens [T, I] and go to sorted places, or come from sorted places and go to the pairs'.
+    Rows come from the tokens [T, I] and go to sorted positions, or come from sorted positions and go to the pairs'.
     """
     num_pairs, (num_experts, out_size, in_size) = len(pairs.order), weight.shape
     out = torch.empty((num_pairs, out_size), dtype=x.dtype, device=x.device)
@@ -154,17 +154,20 @@ def _route_kernel(
     RENORMALISE: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    ids, places = tl.arange(0, EXPERTS_BLOCK), tl.arange(0, TOP_K_BLOCK)
+    ids, positions = tl.arange(0, EXPERTS_BLOCK), tl.arange(0, TOP_K_BLOCK)
     x = tl.load(logits + token * stride + ids, mask=ids < EXPERTS, other=float("-inf")).to(tl.float32)
     peak = tl.max(x, axis=0)
     found = tl.full([TOP_K_BLOCK], float("-inf"), tl.float32)
     chosen = tl.zeros([TOP_K_BLOCK], tl.int32)
     left = x
-    for place in tl.static_range(TOP_K):
+    for position in tl.static_range(TOP_K):
         top = tl.max(left, axis=0)
         # Where a logit is no number nothing may be equal, and the last expert is as good as any.
         best = tl.min(tl.where(left == top, ids, EXPERTS - 1), axis=0)
-        found, chosen = tl.where(places == place, top, found), tl.where(places == place, best, chosen)
+        found, chosen = (
+            tl.where(positions == position, top, found),
+            tl.where(positions == position, best, chosen),
+        )
         left = tl.where(ids == best, float("-inf"), left)
     if SCORING == "softmax":
         scores = tl.exp(found - peak) / tl.sum(tl.exp(x - peak), axis=0)
@@ -174,9 +177,9 @@ def _route_kernel(
     if RENORMALISE:
         scores = scores / (tl.sum(scores, axis=0) + 1e-20)
     scores = scores * scale
-    inside = places < TOP_K
-    tl.store(weights + token * TOP_K + places, scores, mask=inside)
-    tl.store(experts + token * TOP_K + places, chosen, mask=inside)
+    inside = positions < TOP_K
+    tl.store(weights + token * TOP_K + positions, scores, mask=inside)
+    tl.store(experts + token * TOP_K + positions, chosen, mask=inside)
 
 
 @triton.jit
@@ -192,14 +195,14 @@ def _sort_kernel(
     for base in range(0, num_pairs, BLOCK):
         inside = base + lanes < num_pairs
         before += ((tl.load(experts + base + lanes, mask=inside, other=0) < expert) & inside).to(tl.int32)
-    place = tl.sum(before, axis=0)
-    tl.store(starts + expert, place)
+    position = tl.sum(before, axis=0)
+    tl.store(starts + expert, position)
     for base in range(0, num_pairs, BLOCK):
         inside = base + lanes < num_pairs
         is_own = (tl.load(experts + base + lanes, mask=inside, other=-1) == expert).to(tl.int32)
         rank = tl.cumsum(is_own, axis=0) - 1
-        tl.store(order + place + rank, base + lanes, mask=is_own == 1)
-        place += tl.sum(is_own, axis=0)
+        tl.store(order + position + rank, base + lanes, mask=is_own == 1)
+        position += tl.sum(is_own, axis=0)
 
 
 @triton.jit
@@ -229,13 +232,13 @@ def _grouped_kernel(
     if expert >= EXPERTS:
         return
     first_tile = tl.sum(tl.where(ids == expert, up_to - num_tiles, 0), axis=0)
-    places = tl.load(starts + expert) + (tile - first_tile) * PAIRS_BLOCK + tl.arange(0, PAIRS_BLOCK)
-    is_pair = places < tl.load(starts + expert + 1)
-    pairs = tl.load(order + places, mask=is_pair, other=0)
+    positions = tl.load(starts + expert) + (tile - first_tile) * PAIRS_BLOCK + tl.arange(0, PAIRS_BLOCK)
+    is_pair = positions < tl.load(starts + expert + 1)
+    pairs = tl.load(order + positions, mask=is_pair, other=0)
     if FROM_TOKENS:
-        sources, targets = pairs // TOP_K, places
+        sources, targets = pairs // TOP_K, positions
     else:
-        sources, targets = places, pairs
+        sources, targets = positions, pairs
 
     columns, inner = tl.program_id(1) * OUT_BLOCK + tl.arange(0, OUT_BLOCK), tl.arange(0, IN_BLOCK)
     rows = x + sources.to(tl.int64)[:, None] * IN + inner[None, :]  # [PAIRS, IN]
@@ -246,8 +249,8 @@ def _grouped_kernel(
         a = tl.load(rows + base, mask=is_pair[:, None] & is_in, other=0.0)
         b = tl.load(lines + base, mask=(columns < OUT)[:, None] & is_in, other=0.0)
         total = tl.dot(a, tl.trans(b), total, input_precision=PRECISION)
-    place = targets.to(tl.int64)[:, None] * OUT + columns[None, :]
-    tl.store(out + place, total.to(out.dtype.element_ty), mask=is_pair[:, None] & (columns < OUT)[None, :])
+    position = targets.to(tl.int64)[:, None] * OUT + columns[None, :]
+    tl.store(out + position, total.to(out.dtype.element_ty), mask=is_pair[:, None] & (columns < OUT)[None, :])
 
 
 @triton.jit
@@ -262,8 +265,8 @@ def _combine_kernel(
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
-    for place in tl.static_range(TOP_K):
-        pair = token * TOP_K + place
+    for position in tl.static_range(TOP_K):
+        pair = token * TOP_K + position
         result = tl.load(results + pair * size + columns, mask=columns < size, other=0.0).to(tl.float32)
         total += tl.load(weights + pair) * result
     tl.store(out + token * size + columns, total.to(out.dtype.element_ty), mask=columns < size)

@@ -243,7 +243,7 @@ class StepExecutor:
                 self._model.logits(hidden[inputs.last_index])
                 self._keep(inputs, torch.empty_like(inputs.sample_sequence_indices))
             if batch.prompt_logprobs:
-                indices = self._there(prompt_indices(batch.prompt_logprobs))
+                indices = self._to_device(prompt_indices(batch.prompt_logprobs))
                 for part in indices.split(CHUNK):
                     self._model.logits(hidden[part])
 
@@ -379,14 +379,14 @@ class StepExecutor:
         """Indices into the flat batch whose final hidden states the first stage wants, int64."""
         wanted = [inputs.last_index, inputs.embedding_index]
         if batch.prompt_logprobs:
-            wanted.append(self._there(prompt_indices(batch.prompt_logprobs)))
+            wanted.append(self._to_device(prompt_indices(batch.prompt_logprobs)))
         return torch.cat(wanted)
 
     def _empty_hidden(self, inputs: StepInputs) -> Tensor:
         shape = (inputs.forward.num_tokens, self._model.hidden_size)
         return torch.zeros(shape, dtype=self._model.dtype, device=self.device.torch_device)
 
-    def _there(self, indices: np.ndarray) -> Tensor:
+    def _to_device(self, indices: np.ndarray) -> Tensor:
         return to_device(torch.from_numpy(indices), self.device.torch_device)
 
     @contextmanager

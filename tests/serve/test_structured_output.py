@@ -1,4 +1,4 @@
-"""Constrained outputs through every door, on the demo model."""
+"""Constrained outputs in every API, on the demo model."""
 
 from __future__ import annotations
 

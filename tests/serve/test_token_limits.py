@@ -1,4 +1,4 @@
-"""Which tokens an output may hold: allowed_token_ids and bad_words through every door, on the demo model."""
+"""Which tokens an output may hold: allowed_token_ids and bad_words in every API, on the demo model."""
 
 from __future__ import annotations
 

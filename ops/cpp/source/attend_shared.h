@@ -19,7 +19,7 @@ namespace penstock {
 struct SharedPrefix {
     int64_t row;            // one of them, whose page table names the pages
     int64_t num_blocks;
-    const int64_t* tokens;  // of all rows, each as its place in the batch
+    const int64_t* tokens;  // of all rows, each as its index in the batch
     int64_t num_tokens;
     int64_t parts = 0;      // where the first part begins
     int64_t num_parts = 1;  // for each kv head: one for all blocks or one for each
@@ -45,7 +45,7 @@ public:
         const int64_t token_size = given.num_kv_heads * part_size(group, given.head_dim);
         for (size_t i = 0; i + 1 < waiting_.size(); i++)
             if (waiting_[i].page >= 0) gather(step, i, given.num_parts / token_size);
-        place_parts(given, group, token_size, num_threads);
+        assign_parts(given, group, token_size, num_threads);
     }
 
     const std::vector<SharedPrefix>& all() const { return prefixes_; }
@@ -135,7 +135,7 @@ private:
     }
 
     // One part for each prefix; more for those that are too much for one task, as far as there is room.
-    void place_parts(const AttendOperands& given, int64_t group, int64_t token_size, int64_t num_threads) {
+    void assign_parts(const AttendOperands& given, int64_t group, int64_t token_size, int64_t num_threads) {
         int64_t cost = 0, room = given.num_parts / token_size - int64_t(tokens_.size());
         for (const SharedPrefix& prefix : prefixes_) cost += cost_of(prefix.num_blocks, prefix.num_tokens * group);
         const int64_t limit = cost * given.num_kv_heads / (DIVISION * num_threads);

@@ -28,7 +28,7 @@ constexpr int64_t CHUNK = 24;
 #endif
 
 // What one thread works with.
-struct Workplace {
+struct Workspace {
     uint32_t* queries;  // [rows, words]
     uint32_t* keys;     // [KEY_BLOCK / 16, words, 16]
     uint32_t* values;   // [KEY_BLOCK words, D]
@@ -42,7 +42,7 @@ struct Workplace {
     MatrixUnit unit;
 
     // Queries and keys have so many words.
-    Workplace(int64_t rows, int64_t head_dim, int64_t words) {
+    Workspace(int64_t rows, int64_t head_dim, int64_t words) {
         const int64_t padded = round_up(rows, 8);  // masses end at a cache line
         uint32_t* next = space(2 * padded + rows * (words + head_dim) + KEY_BLOCK * (words + head_dim) +
                                CHUNK * (2 * KEY_BLOCK + head_dim) + 2 * LANES * head_dim + UNIT_FEW * words);
@@ -94,13 +94,13 @@ template <class T>
 class TileOfHead {
 public:
     TileOfHead(const AttendOperands& given, const Step& step, const Tiles& tiles, const Tile& tile, int64_t kv_head,
-               Workplace& place)
-        : given_(given), step_(step), tiles_(tiles), tile_(tile), kv_head_(kv_head), place_(place),
+               Workspace& workspace)
+        : given_(given), step_(step), tiles_(tiles), tile_(tile), kv_head_(kv_head), workspace_(workspace),
           group_(tiles.group()), rows_(tile.num_tokens * group_), head_dim_(given.head_dim),
           filled_(head_dim_ / PER_WORD<T>), words_(words_with_padding<T>(head_dim_)),
           few_(in_unit<T>() && rows_ <= UNIT_FEW),
           position_(tile.prefix ? tile.end_block * KEY_BLOCK : step.starts[tile.row] + tile.first_token),
-          token_(step.query_starts[tile.row] + tile.first_token), all_{place.out, place.masses},
+          token_(step.query_starts[tile.row] + tile.first_token), all_{workspace.out, workspace.masses},
           scoring_{given.scale * LOG2_E, given.soft_cap ? given.scale / given.soft_cap : 0, given.soft_cap * LOG2_E} {}
 
     void attend() {
@@ -138,12 +138,12 @@ private:
     const Tiles& tiles_;
     const Tile& tile_;
     const int64_t kv_head_;
-    Workplace& place_;
+    Workspace& workspace_;
     const int64_t group_, rows_, head_dim_;
     const int64_t filled_, words_;  // of a query or key, without and with the zeros behind it
     const bool few_;  // so few queries that the matrix unit takes keys as they are instead of them
     const int64_t position_;  // of the first token; behind all keys in a tile of a shared prefix
-    const int64_t token_;     // the first one's place in the batch
+    const int64_t token_;     // the first one's index in the batch
     Partial all_;                // of the blocks so far
     const Scoring scoring_;
 
@@ -174,7 +174,7 @@ private:
             const int64_t head = kv_head_ * group_ + r % group_;
             const T* const token = static_cast<const T*>(given_.q) + token_of(r) * given_.q_stride;
             const T* const query = token + head * head_dim_;
-            uint32_t* const words = place_.queries + r * words_;
+            uint32_t* const words = workspace_.queries + r * words_;
             for (int64_t w = 0; w < filled_; w += 8) {
                 const Eight x = words_of(query + w * PER_WORD<T>);
                 std::memcpy(words + w, &x, sizeof(x));
@@ -182,10 +182,10 @@ private:
             std::fill(words + filled_, words + words_, 0u);
         }
         if (!few_) return;
-        std::fill(place_.few_queries, place_.few_queries + filled_ * UNIT_FEW, 0u);
+        std::fill(workspace_.few_queries, workspace_.few_queries + filled_ * UNIT_FEW, 0u);
         for (int64_t r = 0; r < rows_; r++)
             for (int64_t w = 0; w < filled_; w++)
-                place_.few_queries[w * UNIT_FEW + r] = place_.queries[r * words_ + w];
+                workspace_.few_queries[w * UNIT_FEW + r] = workspace_.queries[r * words_ + w];
     }
 
     void clear() {
@@ -216,7 +216,7 @@ private:
     }
 
     // Where the key at this position is, from the first element of its pool.
-    int64_t place_of(int64_t position) const {
+    int64_t offset_of(int64_t position) const {
         const int64_t page = step_.page_table[tile_.row * step_.table_width + position / step_.page_size];
         return ((page * given_.num_kv_heads + kv_head_) * step_.page_size + position % step_.page_size) * head_dim_;
     }
@@ -227,25 +227,25 @@ private:
         const T* const k_pool = static_cast<const T*>(given_.k_pool);
         const T* const v_pool = static_cast<const T*>(given_.v_pool);
         const int64_t page_size = step_.page_size, head_dim = head_dim_;
-        uint32_t* packed_keys = place_.keys + low / LANES * LANES * words_;
-        uint32_t* packed_values = place_.values + low / LANES * LANES / PER_WORD<T> * head_dim;
-        std::fill(place_.values + low / grain() * grain() / PER_WORD<T> * head_dim, packed_values, 0u);
+        uint32_t* packed_keys = workspace_.keys + low / LANES * LANES * words_;
+        uint32_t* packed_values = workspace_.values + low / LANES * LANES / PER_WORD<T> * head_dim;
+        std::fill(workspace_.values + low / grain() * grain() / PER_WORD<T> * head_dim, packed_values, 0u);
         for (int64_t i = low / LANES * LANES; i < high; i += LANES) {
             const int64_t position = block * KEY_BLOCK + i, later = position + AHEAD;
-            const int64_t at = place_of(position), ahead = later < end && page_size >= LANES ? place_of(later) : at;
+            const int64_t at = offset_of(position), ahead = later < end && page_size >= LANES ? offset_of(later) : at;
             const T *keys = k_pool + at, *values = v_pool + at;
             if (i < low || i + LANES > high || position % page_size + LANES > page_size) {
-                T *few_keys = reinterpret_cast<T*>(place_.few), *few_values = few_keys + LANES * head_dim;
-                std::memset(place_.few, 0, 2 * LANES * head_dim * sizeof(T));
+                T *few_keys = reinterpret_cast<T*>(workspace_.few), *few_values = few_keys + LANES * head_dim;
+                std::memset(workspace_.few, 0, 2 * LANES * head_dim * sizeof(T));
                 for (int64_t k = std::max(i, low); k < std::min(i + LANES, high); k++) {
-                    const int64_t from = place_of(block * KEY_BLOCK + k);
+                    const int64_t from = offset_of(block * KEY_BLOCK + k);
                     std::memcpy(few_keys + (k - i) * head_dim, k_pool + from, head_dim * sizeof(T));
                     std::memcpy(few_values + (k - i) * head_dim, v_pool + from, head_dim * sizeof(T));
                 }
                 keys = few_keys, values = few_values;
             }
             if (few_) {
-                score(keys, place_.scores + i, k_pool + ahead);
+                score(keys, workspace_.scores + i, k_pool + ahead);
             } else {
                 pack_keys(keys, head_dim, packed_keys, k_pool + ahead);
                 std::fill(packed_keys + LANES * filled_, packed_keys + LANES * words_, 0u);
@@ -254,14 +254,14 @@ private:
             packed_keys += LANES * words_;
             packed_values += LANES / PER_WORD<T> * head_dim;
         }
-        std::fill(packed_values, place_.values + round_up(high, grain()) / PER_WORD<T> * head_dim, 0u);
+        std::fill(packed_values, workspace_.values + round_up(high, grain()) / PER_WORD<T> * head_dim, 0u);
     }
 
     // Of few queries: what `attend_rows` would compute from packed keys.
     void score(const T* keys, float* scores, const T* ahead) {
         alignas(64) float sums[LANES * UNIT_FEW];
         fetch(ahead, LANES * head_dim_);
-        place_.unit.multiply_few(keys, head_dim_ * sizeof(T), place_.few_queries, filled_, sums);
+        workspace_.unit.multiply_few(keys, head_dim_ * sizeof(T), workspace_.few_queries, filled_, sums);
         turn_over(sums, rows_, scores, KEY_BLOCK);
     }
 
@@ -276,7 +276,7 @@ private:
         for (int64_t row = 0; row < rows_; row += CHUNK) {
             const int64_t rows = std::min(CHUNK, rows_ - row);
             Mass masses[CHUNK];
-            Partial here{place_.part, masses};
+            Partial here{workspace_.part, masses};
             if (part) here = {part->sums + row * head_dim_, part->masses + row};
             attend_rows(base, row, rows, here);
             if (!part) merge_rows(row, rows, here);
@@ -293,24 +293,24 @@ private:
             std::fill(part.sums, part.sums + rows * head_dim_, 0.0f);
             return;
         }
-        const Factors scores{place_.queries + row * words_, words_, place_.keys + first * words_, LANES,
+        const Factors scores{workspace_.queries + row * words_, words_, workspace_.keys + first * words_, LANES,
                              words_ * LANES, words_};
-        if (!few_) dot_all<T>(place_.unit, scores, rows, (last - first) / LANES, place_.scores + first, KEY_BLOCK);
+        if (!few_) dot_all<T>(workspace_.unit, scores, rows, (last - first) / LANES, workspace_.scores + first, KEY_BLOCK);
         constexpr int64_t weight_words = KEY_BLOCK / PER_WORD<T>;
         using Weight = std::conditional_t<PER_WORD<T> == 2, BFloat16, float>;
         for (int64_t r = 0; r < rows; r++) {
             const int64_t position = position_ + (row + r) / group_;
             const int64_t low = std::clamp<int64_t>(tiles_.first_key(position) - base, 0, KEY_BLOCK);
             const int64_t high = std::clamp<int64_t>(position + 1 - base, 0, KEY_BLOCK);
-            Weight* const weights = reinterpret_cast<Weight*>(place_.weights + r * weight_words);
-            float* const products = place_.scores + r * KEY_BLOCK;
+            Weight* const weights = reinterpret_cast<Weight*>(workspace_.weights + r * weight_words);
+            float* const products = workspace_.scores + r * KEY_BLOCK;
             part.masses[r] = given_.soft_cap ? weigh<true>(products, scoring_, low, high, first, last, weights)
                                              : weigh<false>(products, scoring_, low, high, first, last, weights);
         }
-        const Factors values{place_.weights + first / PER_WORD<T>, weight_words,
-                             place_.values + first / PER_WORD<T> * head_dim_, head_dim_, LANES,
+        const Factors values{workspace_.weights + first / PER_WORD<T>, weight_words,
+                             workspace_.values + first / PER_WORD<T> * head_dim_, head_dim_, LANES,
                              (last - first) / PER_WORD<T>};
-        dot_all<T>(place_.unit, values, rows, head_dim_ / LANES, part.sums, head_dim_);
+        dot_all<T>(workspace_.unit, values, rows, head_dim_ / LANES, part.sums, head_dim_);
     }
 
     void finish() {
@@ -331,45 +331,45 @@ private:
 };
 
 template <class T>
-void attend(const void* operands, const Step& given_step, Team& team) {
+void attend(const void* operands, const Step& given_step, ThreadGroup& threads) {
     const auto& given = *static_cast<const AttendOperands*>(operands);
     Step step = given_step;
     if (given.page_table) step.page_table = given.page_table;
     const int64_t num_heads = given.num_kv_heads;
     thread_local SharedPrefixes shared;
-    shared.find(given, step, team.size);
-    const Tiles tiles(given, step, shared, team.size);
-    Workplace place(tiles.max_rows(), given.head_dim, words_with_padding<T>(given.head_dim));
-    int64_t mine = team.take(), begin = 0;
+    shared.find(given, step, threads.size);
+    const Tiles tiles(given, step, shared, threads.size);
+    Workspace workspace(tiles.max_rows(), given.head_dim, words_with_padding<T>(given.head_dim));
+    int64_t mine = threads.take(), begin = 0;
     tiles.each_shared([&](const Tile& tile) {
         const int64_t parts = tile.prefix->num_parts;
-        for (; mine < begin + num_heads * parts; mine = team.take())
-            TileOfHead<T>(given, step, tiles, tile, (mine - begin) / parts, place)
+        for (; mine < begin + num_heads * parts; mine = threads.take())
+            TileOfHead<T>(given, step, tiles, tile, (mine - begin) / parts, workspace)
                 .attend_shared((mine - begin) % parts);
         begin += num_heads * parts;
     });
     if (!shared.all().empty()) {
-        team.barrier();
-        mine = team.take(), begin = 0;
+        threads.barrier();
+        mine = threads.take(), begin = 0;
     }
     bool any_parts = false;
     tiles.each([&](const Tile& tile) {
         const bool divided = tile.parts >= 0;
         const int64_t blocks = tile.end_block - tile.first_block, shares = divided ? blocks : 1;
         any_parts |= divided;
-        for (; mine < begin + num_heads * shares; mine = team.take()) {
-            TileOfHead<T> work(given, step, tiles, tile, (mine - begin) / shares, place);
+        for (; mine < begin + num_heads * shares; mine = threads.take()) {
+            TileOfHead<T> work(given, step, tiles, tile, (mine - begin) / shares, workspace);
             divided ? work.attend_part(tile.first_block + (mine - begin) % shares) : work.attend();
         }
         begin += num_heads * shares;
     });
     if (!any_parts) return;
-    team.barrier();
-    mine = team.take(), begin = 0;
+    threads.barrier();
+    mine = threads.take(), begin = 0;
     tiles.each([&](const Tile& tile) {
         if (tile.parts < 0) return;
-        for (; mine < begin + num_heads; mine = team.take())
-            TileOfHead<T>(given, step, tiles, tile, mine - begin, place).merge_parts();
+        for (; mine < begin + num_heads; mine = threads.take())
+            TileOfHead<T>(given, step, tiles, tile, mine - begin, workspace).merge_parts();
         begin += num_heads;
     });
 }

@@ -30,11 +30,11 @@ struct RouteOperands {
     RouteScoring scoring;
     int64_t renormalise;
     int64_t num_groups, top_groups;  // of neighbouring experts; only those of the best groups are chosen
-    int64_t group_places;            // how many of its best scores make a group's
+    int64_t group_scores;            // how many of its best scores make a group's
     float scale;                     // of all weights
 };
 
-// The place of the largest value that is not taken, of equal ones the first; it is taken then.
+// The index of the largest value that is not taken, of equal ones the first; it is taken then.
 inline int64_t take_largest(float* values, int64_t count) {
     int64_t best = -1;
     for (int64_t i = 0; i < count; i++)
@@ -51,14 +51,14 @@ inline void keep_best_groups(const RouteOperands& o, float* choice) {
     for (int64_t group = 0; group < o.num_groups; group++) {
         std::copy_n(choice + group * size, size, held);
         totals[group] = 0;
-        for (int64_t place = 0; place < o.group_places; place++) {
+        for (int64_t i = 0; i < o.group_scores; i++) {
             const float* most = std::max_element(held, held + size);
             totals[group] += *most;
             held[most - held] = -std::numeric_limits<float>::infinity();
         }
     }
     bool kept[MAX_EXPERTS] = {};
-    for (int64_t place = 0; place < o.top_groups; place++) {
+    for (int64_t i = 0; i < o.top_groups; i++) {
         const int64_t group = take_largest(totals, o.num_groups);
         if (group >= 0) kept[group] = true;
     }
@@ -88,25 +88,25 @@ void route_token(const RouteOperands& o, int64_t token) {
     float* weights = o.weights + token * o.top_k;
     int32_t* experts = o.experts + token * o.top_k;
     float chosen = 0;
-    for (int64_t place = 0; place < o.top_k; place++) {
+    for (int64_t i = 0; i < o.top_k; i++) {
         const int64_t expert = take_largest(choice, o.num_experts);
-        experts[place] = int32_t(expert < 0 ? place : expert);  // where a logit is no number, any will do
-        weights[place] = scores[experts[place]];
-        chosen += weights[place];
+        experts[i] = int32_t(expert < 0 ? i : expert);  // where a logit is no number, any will do
+        weights[i] = scores[experts[i]];
+        chosen += weights[i];
     }
     const float factor = o.renormalise ? o.scale / (chosen + 1e-20f) : o.scale;
-    for (int64_t place = 0; place < o.top_k; place++) weights[place] *= factor;
+    for (int64_t i = 0; i < o.top_k; i++) weights[i] *= factor;
 }
 
 template <class T>
-void route(const void* operands, const Step& step, Team& team) {
+void route(const void* operands, const Step& step, ThreadGroup& threads) {
     const auto& o = *static_cast<const RouteOperands*>(operands);
-    team.share(o.tokens ? o.tokens : step.num_tokens, [&](int64_t token) { route_token<T>(o, token); });
+    threads.share(o.tokens ? o.tokens : step.num_tokens, [&](int64_t token) { route_token<T>(o, token); });
 }
 
 // Where the pairs of each expert stand when they are sorted.
 struct PairTable {
-    int32_t* places;  // [T * k], of each pair
+    int32_t* positions;  // [T * k], of each pair
     int32_t* starts;  // [X + 1], the first pair of each expert
     int32_t* blocks;  // [X + 1], the first of each expert's blocks of BLOCK_ROWS pairs
 };
@@ -133,17 +133,17 @@ inline void sort_pairs(const DispatchOperands& o, int64_t pairs) {
         t.starts[expert + 1] += t.starts[expert];
         t.blocks[expert + 1] = t.blocks[expert] + int32_t((count + BLOCK_ROWS - 1) / BLOCK_ROWS);
     }
-    for (int64_t pair = 0; pair < pairs; pair++) t.places[pair] = next[o.experts[pair]]++;
+    for (int64_t pair = 0; pair < pairs; pair++) t.positions[pair] = next[o.experts[pair]]++;
 }
 
 template <class T>
-void dispatch(const void* operands, const Step& step, Team& team) {
+void dispatch(const void* operands, const Step& step, ThreadGroup& threads) {
     const auto& o = *static_cast<const DispatchOperands*>(operands);
     const int64_t pairs = (o.tokens ? o.tokens : step.num_tokens) * o.top_k;
-    if (team.rank == 0) sort_pairs(o, pairs);
-    team.barrier();
-    team.share(pairs, [&](int64_t pair) {
-        std::memcpy(static_cast<T*>(o.rows) + o.table.places[pair] * o.size,
+    if (threads.rank == 0) sort_pairs(o, pairs);
+    threads.barrier();
+    threads.share(pairs, [&](int64_t pair) {
+        std::memcpy(static_cast<T*>(o.rows) + o.table.positions[pair] * o.size,
                     static_cast<const T*>(o.x) + pair / o.top_k * o.x_stride, o.size * sizeof(T));
     });
 }
@@ -161,9 +161,9 @@ struct ExpertsOperands {
 
 // Calls work(first row, end, panel) for every panel of every expert and block of its rows, on the thread that takes it.
 template <class Work>
-inline void share_experts(const ExpertsOperands& o, Team& team, const Work& work) {
+inline void share_experts(const ExpertsOperands& o, ThreadGroup& threads, const Work& work) {
     const PairTable& t = o.table;
-    team.share(t.blocks[o.num_experts] * o.panels, [&](int64_t task) {
+    threads.share(t.blocks[o.num_experts] * o.panels, [&](int64_t task) {
         const int64_t block = task / o.panels;
         const int64_t expert = std::upper_bound(t.blocks, t.blocks + o.num_experts, int32_t(block)) - t.blocks - 1;
         const int64_t first = t.starts[expert] + (block - t.blocks[expert]) * BLOCK_ROWS;
@@ -173,10 +173,10 @@ inline void share_experts(const ExpertsOperands& o, Team& team, const Work& work
 }
 
 template <class T, bool EIGHT, class Put>
-inline void multiply_experts(const ExpertsOperands& o, Team& team, const Put& put) {
-    const auto share = [&](const auto& work) { share_experts(o, team, work); };
+inline void multiply_experts(const ExpertsOperands& o, ThreadGroup& threads, const Put& put) {
+    const auto share = [&](const auto& work) { share_experts(o, threads, work); };
     if constexpr (EIGHT)
-        multiply8_over<T>(o.product, team, o.table.starts[o.num_experts], share, put);
+        multiply8_over<T>(o.product, threads, o.table.starts[o.num_experts], share, put);
     else
         multiply_over<T>(o.product.plain, share, put);
 }
@@ -200,12 +200,12 @@ inline Floats rounded_as(const BFloat16*, Floats x) { return widen(round_to_bflo
 
 // Rows by expert -> inner activations by expert.
 template <class T, bool EIGHT>
-void experts_up(const void* operands, const Step&, Team& team) {
+void experts_up(const void* operands, const Step&, ThreadGroup& threads) {
     const auto& o = *static_cast<const ExpertsOperands*>(operands);
     const Gate gate = gate_of(o.kind);
     const T* bias = static_cast<const T*>(o.bias);
     T* out = static_cast<T*>(o.out);
-    multiply_experts<T, EIGHT>(o, team, [&](int64_t row, int64_t panel, const Floats (&sums)[2]) {
+    multiply_experts<T, EIGHT>(o, threads, [&](int64_t row, int64_t panel, const Floats (&sums)[2]) {
         Floats gates = sums[0], gated = sums[1];
         if (bias) {
             gates += load(bias + panel * PANEL);
@@ -218,10 +218,10 @@ void experts_up(const void* operands, const Step&, Team& team) {
 
 // Inner activations by expert -> results by expert.
 template <class T, bool EIGHT>
-void experts_down(const void* operands, const Step&, Team& team) {
+void experts_down(const void* operands, const Step&, ThreadGroup& threads) {
     const auto& o = *static_cast<const ExpertsOperands*>(operands);
     T* out = static_cast<T*>(o.out);
-    multiply_experts<T, EIGHT>(o, team, [&](int64_t row, int64_t panel, const Floats (&sums)[2]) {
+    multiply_experts<T, EIGHT>(o, threads, [&](int64_t row, int64_t panel, const Floats (&sums)[2]) {
         const T* bias = o.bias ? static_cast<const T*>(o.bias) + panel / o.panels * o.out_size : nullptr;
         store_sums<T, T>(sums, bias, out + row * o.out_size, panel % o.panels * PANEL, o.out_size);
     });
@@ -229,7 +229,7 @@ void experts_down(const void* operands, const Step&, Team& team) {
 
 struct CombineOperands {
     const void* results;    // [T * k, E], by expert
-    const int32_t* places;  // [T * k]
+    const int32_t* positions;  // [T * k]
     const float* weights;   // [T, k]
     void* out;              // [T, E]
     int64_t tokens;         // 0: those of the step
@@ -237,16 +237,16 @@ struct CombineOperands {
 };
 
 template <class T>
-void combine(const void* operands, const Step& step, Team& team) {
+void combine(const void* operands, const Step& step, ThreadGroup& threads) {
     constexpr int64_t PART = 512;
     const auto& o = *static_cast<const CombineOperands*>(operands);
     const int64_t tokens = o.tokens ? o.tokens : step.num_tokens, parts = (o.size + PART - 1) / PART;
-    team.share(tokens * parts, [&](int64_t task) {
+    threads.share(tokens * parts, [&](int64_t task) {
         const int64_t token = task / parts, first = task % parts * PART;
         in_vectors(std::min(PART, o.size - first), [&](int64_t k, int64_t count) {
             Floats total{};
             for (int64_t pair = token * o.top_k; pair < (token + 1) * o.top_k; pair++) {
-                const T* result = static_cast<const T*>(o.results) + o.places[pair] * o.size + first + k;
+                const T* result = static_cast<const T*>(o.results) + o.positions[pair] * o.size + first + k;
                 total += load(result, count) * o.weights[pair];
             }
             store(static_cast<T*>(o.out) + token * o.size + first + k, total, count);

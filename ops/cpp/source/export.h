@@ -9,6 +9,6 @@
 #define PENSTOCK_NAME(name, type) PENSTOCK_JOIN(name, type)
 
 #define KERNELS(name, kernel)                                                                              \
-    extern "C" void PENSTOCK_NAME(name, TYPE_NAME)(const void* operands, const Step& step, Team& team) { \
-        kernel<TYPE>(operands, step, team);                                                                \
+    extern "C" void PENSTOCK_NAME(name, TYPE_NAME)(const void* operands, const Step& step, ThreadGroup& threads) { \
+        kernel<TYPE>(operands, step, threads);                                                                \
     }

@@ -15,7 +15,7 @@ constexpr int IDLE_SPINS = 2000;  // before a thread without work sleeps, some h
 
 class Pool {
 public:
-    explicit Pool(int size) : size_(size), meeting_(size) {
+    explicit Pool(int size) : size_(size), state_(size) {
         for (int rank = 1; rank < size; rank++) threads_.emplace_back([this, rank] { work(rank); });
     }
 
@@ -42,12 +42,12 @@ private:
     }
 
     void run_as(int rank) {
-        Team team(rank, size_, meeting_);
+        ThreadGroup threads(rank, size_, state_);
         const GraphNode* nodes = nodes_;
         const Step* step = step_;
         for (int64_t i = 0, count = count_; i < count; i++) {
-            nodes[i].kernel(nodes[i].operands, *step, team);
-            team.barrier();
+            nodes[i].kernel(nodes[i].operands, *step, threads);
+            threads.barrier();
         }
     }
 
@@ -64,7 +64,7 @@ private:
     const GraphNode* nodes_ = nullptr;
     int64_t count_ = 0;
     const Step* step_ = nullptr;
-    Meeting meeting_;
+    GroupState state_;
     std::atomic<uint32_t> round_{0};
     std::vector<std::thread> threads_;
 };

@@ -110,10 +110,10 @@ inline void in_tiles(int64_t first, int64_t end, const Work& work) {
 
 // Calls work(first row, end, panel) for every panel and block of rows, each on the thread that takes it.
 template <class Work>
-inline void share_panels(Team& team, int64_t rows, int64_t out_size, const Work& work) {
+inline void share_panels(ThreadGroup& threads, int64_t rows, int64_t out_size, const Work& work) {
     const int64_t panels = (out_size + PANEL - 1) / PANEL;
     const int64_t tasks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS * panels;
-    team.share(tasks, [&](int64_t task) {
+    threads.share(tasks, [&](int64_t task) {
         const int64_t first = task / panels * BLOCK_ROWS;
         work(first, std::min(first + BLOCK_ROWS, rows), task % panels);
     });
@@ -206,14 +206,14 @@ inline void multiply_over(const ProductOperands& o, const Share& share, const Pu
 
 // Calls put(row, panel, sums) for all rows and panels.
 template <class T, class Put>
-inline void multiply(const ProductOperands& o, Team& team, int64_t rows, const Put& put) {
-    multiply_over<T>(o, [&](const auto& work) { share_panels(team, rows, o.out_size, work); }, put);
+inline void multiply(const ProductOperands& o, ThreadGroup& threads, int64_t rows, const Put& put) {
+    multiply_over<T>(o, [&](const auto& work) { share_panels(threads, rows, o.out_size, work); }, put);
 }
 
 template <class T, class Out>
-void product(const void* operands, const Step& step, Team& team) {
+void product(const void* operands, const Step& step, ThreadGroup& threads) {
     const auto& o = *static_cast<const ProductOperands*>(operands);
-    multiply<T>(o, team, rows_of(o, step), [&](int64_t row, int64_t panel, const Floats (&sums)[2]) {
+    multiply<T>(o, threads, rows_of(o, step), [&](int64_t row, int64_t panel, const Floats (&sums)[2]) {
         store_sums<T, Out>(sums, static_cast<const T*>(o.bias), static_cast<Out*>(o.out) + row * o.out_size,
                            panel * PANEL, o.out_size);
     });
@@ -227,11 +227,11 @@ struct PackOperands {
 };
 
 template <class T>
-void pack(const void* operands, const Step&, Team& team) {
+void pack(const void* operands, const Step&, ThreadGroup& threads) {
     constexpr int N = LANE_SIZE<T>;
     const auto& o = *static_cast<const PackOperands*>(operands);
     const int64_t panels = (o.out_size + PANEL - 1) / PANEL;
-    for (int64_t panel; (panel = team.take()) < panels;) {
+    for (int64_t panel; (panel = threads.take()) < panels;) {
         const T* weight = static_cast<const T*>(o.weight) + panel * PANEL * o.in_size;
         T* to = static_cast<T*>(o.packed) + panel * PANEL * o.in_size;
         const int64_t filled = std::min<int64_t>(PANEL, o.out_size - panel * PANEL);

@@ -181,7 +181,7 @@ inline int64_t panel_bytes4(int64_t in_size, int64_t group, int64_t shifted) {
 
 // Calls put(row, panel, sums) for all rows and panels.
 template <class T, class Put>
-inline void multiply4(const Product4Operands& o, Team& team, int64_t rows, const Put& put) {
+inline void multiply4(const Product4Operands& o, ThreadGroup& team, int64_t rows, const Put& put) {
     const int64_t bytes = panel_bytes4<T>(o.plain.in_size, o.group, o.shifted);
     if (o.shifted) {
         const int64_t groups = o.plain.in_size / o.group;
@@ -207,7 +207,7 @@ inline void multiply4(const Product4Operands& o, Team& team, int64_t rows, const
 }
 
 template <class T, class Out>
-void product4(const void* operands, const Step& step, Team& team) {
+void product4(const void* operands, const Step& step, ThreadGroup& team) {
     const auto& o = *static_cast<const Product4Operands*>(operands);
     const auto& p = o.plain;
     multiply4<T>(o, team, rows_of(p, step), [&p](int64_t row, int64_t panel, const Floats (&sums)[2]) {
@@ -225,7 +225,7 @@ struct Pack4Operands {
 };
 
 template <class T>
-void pack4(const void* operands, const Step&, Team& team) {
+void pack4(const void* operands, const Step&, ThreadGroup& team) {
     typedef typename ScaleOf<T>::Type Scale;
     const auto& o = *static_cast<const Pack4Operands*>(operands);
     const int64_t panels = (o.out_size + PANEL - 1) / PANEL, groups = o.in_size / o.group, shifted = o.shifts != nullptr;

@@ -134,15 +134,15 @@ inline Floats scaled(const int32_t* sums, const RowFacts& facts, Floats scales) 
 
 // Rounds the rows, then calls put(row, panel, sums) for those and the panels that share(work) gives to this thread.
 template <class T, class Share, class Put>
-inline void multiply8_over(const Product8Operands& o, Team& team, int64_t rows, const Share& share, const Put& put) {
+inline void multiply8_over(const Product8Operands& o, ThreadGroup& threads, int64_t rows, const Share& share, const Put& put) {
     const Rounded rounded(o);
     const int64_t in_size = o.plain.in_size, steps = rounded.depth / UNIT_BYTES;
-    team.share(rows, [&](int64_t row) {
+    threads.share(rows, [&](int64_t row) {
         int8_t* bytes = rounded.row(row);
         rounded.facts(row) = round_row(static_cast<const T*>(o.plain.x) + row * o.plain.x_stride, in_size, bytes);
         std::memset(bytes + in_size, 0, rounded.depth - in_size);
     });
-    team.barrier();
+    threads.barrier();
     const auto put_scaled = [&o, &put, rounded](int64_t row, int64_t panel, const int32_t* sums) {
         const RowFacts facts = rounded.facts(row);
         const float* scales = o.scales + panel * PANEL;
@@ -169,18 +169,18 @@ inline void multiply8_over(const Product8Operands& o, Team& team, int64_t rows, 
 
 // Rounds the rows, then calls put(row, panel, sums) for all rows and panels.
 template <class T, class Put>
-inline void multiply8(const Product8Operands& o, Team& team, int64_t rows, const Put& put) {
-    multiply8_over<T>(o, team, rows, [&](const auto& work) { share_panels(team, rows, o.plain.out_size, work); }, put);
+inline void multiply8(const Product8Operands& o, ThreadGroup& threads, int64_t rows, const Put& put) {
+    multiply8_over<T>(o, threads, rows, [&](const auto& work) { share_panels(threads, rows, o.plain.out_size, work); }, put);
 }
 
 template <class T, class Out>
-void product8(const void* operands, const Step& step, Team& team) {
+void product8(const void* operands, const Step& step, ThreadGroup& threads) {
     const auto& o = *static_cast<const Product8Operands*>(operands);
     const auto& p = o.plain;
     const T* bias = static_cast<const T*>(p.bias);
     Out* out = static_cast<Out*>(p.out);
     const int64_t out_size = p.out_size;
-    multiply8<T>(o, team, rows_of(p, step), [=](int64_t row, int64_t panel, const Floats (&sums)[2]) {
+    multiply8<T>(o, threads, rows_of(p, step), [=](int64_t row, int64_t panel, const Floats (&sums)[2]) {
         store_sums<T, Out>(sums, bias, out + row * out_size, panel * PANEL, out_size);
     });
 }
@@ -193,10 +193,10 @@ struct Pack8Operands {
 };
 
 template <class T>
-void pack8(const void* operands, const Step&, Team& team) {
+void pack8(const void* operands, const Step&, ThreadGroup& threads) {
     const auto& o = *static_cast<const Pack8Operands*>(operands);
     const int64_t panels = (o.out_size + PANEL - 1) / PANEL, depth = padded_depth(o.in_size);
-    for (int64_t panel; (panel = team.take()) < panels;)
+    for (int64_t panel; (panel = threads.take()) < panels;)
         for (int64_t column = 0; column < PANEL; column++) {
             const int64_t output = panel * PANEL + column;
             uint8_t* to = o.packed + panel * PANEL * depth + column * QUAD;

@@ -65,17 +65,17 @@ void norm_line(const T* x, T* residual, const T* weight, const T* bias, T* out, 
 }
 
 template <class T>
-void norm(const void* operands, const Step& step, Team& team) {
+void norm(const void* operands, const Step& step, ThreadGroup& threads) {
     const auto& o = *static_cast<const NormOperands*>(operands);
     const int64_t tokens = o.tokens ? o.tokens : step.num_tokens;
-    team.share(tokens, [&](int64_t token) {
+    threads.share(tokens, [&](int64_t token) {
         for (int64_t line = 0; line < o.lines; line++) {
-            const int64_t place = (token * o.lines + line) * o.size;
+            const int64_t first = (token * o.lines + line) * o.size;
             const T* x = static_cast<const T*>(o.x) + token * o.stride + line * o.size;
-            T* residual = o.residual ? static_cast<T*>(o.residual) + place : nullptr;
+            T* residual = o.residual ? static_cast<T*>(o.residual) + first : nullptr;
             const T* weight = static_cast<const T*>(o.weight) + line * o.weight_stride;
             const T* bias = o.bias ? static_cast<const T*>(o.bias) + line * o.weight_stride : nullptr;
-            norm_line<T>(x, residual, weight, bias, static_cast<T*>(o.out) + place, o);
+            norm_line<T>(x, residual, weight, bias, static_cast<T*>(o.out) + first, o);
         }
     });
 }
@@ -90,12 +90,12 @@ struct AddOperands {
 };
 
 template <class T>
-void add(const void* operands, const Step& step, Team& team) {
+void add(const void* operands, const Step& step, ThreadGroup& threads) {
     constexpr int64_t PART = 1024;
     const auto& o = *static_cast<const AddOperands*>(operands);
     const int64_t tokens = o.tokens ? o.tokens : step.num_tokens;
     const int64_t parts = (o.size + PART - 1) / PART;  // a token alone is shared too
-    team.share(tokens * parts, [&](int64_t task) {
+    threads.share(tokens * parts, [&](int64_t task) {
         const int64_t token = task / parts, first = task % parts * PART;
         float scale = o.scale;
         if (o.gate) scale /= 1.0f + std::exp(-widen(static_cast<const T*>(o.gate)[token]));
@@ -156,9 +156,9 @@ inline void rotate_token(const RotateOperands& o, const Step& step, int64_t toke
 }
 
 template <class T>
-void rotate(const void* operands, const Step& step, Team& team) {
+void rotate(const void* operands, const Step& step, ThreadGroup& threads) {
     const auto& o = *static_cast<const RotateOperands*>(operands);
-    team.share(step.num_tokens, [&](int64_t token) { rotate_token<T>(o, step, token); });
+    threads.share(step.num_tokens, [&](int64_t token) { rotate_token<T>(o, step, token); });
 }
 
 struct StoreOperands {
@@ -178,9 +178,9 @@ inline void each_stored(const StoreOperands& o, const Step& step, int64_t token,
     const T* k = static_cast<const T*>(o.k) + token * o.k_stride;
     const T* v = static_cast<const T*>(o.v) + token * o.v_stride;
     for (int64_t h = 0; h < o.num_kv_heads; h++) {
-        const int64_t place = ((page * o.num_kv_heads + h) * step.page_size + offset) * o.head_dim;
-        work(static_cast<T*>(o.k_pool) + place, k + h * o.head_dim);
-        work(static_cast<T*>(o.v_pool) + place, v + h * o.head_dim);
+        const int64_t at = ((page * o.num_kv_heads + h) * step.page_size + offset) * o.head_dim;
+        work(static_cast<T*>(o.k_pool) + at, k + h * o.head_dim);
+        work(static_cast<T*>(o.v_pool) + at, v + h * o.head_dim);
     }
 }
 
@@ -190,9 +190,9 @@ inline void store_token(const StoreOperands& o, const Step& step, int64_t token)
 }
 
 template <class T>
-void store_kv(const void* operands, const Step& step, Team& team) {
+void store_kv(const void* operands, const Step& step, ThreadGroup& threads) {
     const auto& o = *static_cast<const StoreOperands*>(operands);
-    team.share(step.num_tokens, [&](int64_t token) { store_token<T>(o, step, token); });
+    threads.share(step.num_tokens, [&](int64_t token) { store_token<T>(o, step, token); });
 }
 
 // Both for each token, whose keys are in the cache then.
@@ -212,9 +212,9 @@ inline void fetch_token(const RotateStoreOperands& o, const Step& step, int64_t 
 }
 
 template <class T>
-void rotate_store(const void* operands, const Step& step, Team& team) {
+void rotate_store(const void* operands, const Step& step, ThreadGroup& threads) {
     const auto& o = *static_cast<const RotateStoreOperands*>(operands);
-    team.share(step.num_tokens, [&](int64_t token) {
+    threads.share(step.num_tokens, [&](int64_t token) {
         if (token + TOKENS_AHEAD < step.num_tokens) fetch_token<T>(o, step, token + TOKENS_AHEAD);
         rotate_token<T>(o.rotate, step, token);
         store_token<T>(o.store, step, token);
@@ -235,9 +235,9 @@ inline void scale_line(T* x, int64_t size, float scale) {
 }
 
 template <class T>
-void embed(const void* operands, const Step& step, Team& team) {
+void embed(const void* operands, const Step& step, ThreadGroup& threads) {
     const auto& o = *static_cast<const EmbedOperands*>(operands);
-    team.share(step.num_tokens, [&](int64_t token) {
+    threads.share(step.num_tokens, [&](int64_t token) {
         T* to = static_cast<T*>(o.out) + token * o.size;
         std::memcpy(to, static_cast<const T*>(o.weight) + step.token_ids[token] * o.size, o.size * sizeof(T));
         scale_line(to, o.size, o.scale);
@@ -318,12 +318,12 @@ constexpr auto gate_line_of(Activation kind) {
 }
 
 template <class T>
-void gate(const void* operands, const Step& step, Team& team) {
+void gate(const void* operands, const Step& step, ThreadGroup& threads) {
     const auto& o = *static_cast<const GateOperands*>(operands);
     const int64_t tokens = o.tokens ? o.tokens : step.num_tokens;
     const int64_t parts = (o.size + 511) / 512;  // a token alone is shared too
     const auto line = gate_line_of<T>(o.kind);
-    team.share(tokens * parts, [&](int64_t task) {
+    threads.share(tokens * parts, [&](int64_t task) {
         const int64_t token = task / parts, first = task % parts * 512, size = std::min<int64_t>(512, o.size - first);
         const T* x = static_cast<const T*>(o.x) + token * (o.alone ? 1 : 2) * o.size + first;
         line(x, o.alone ? nullptr : x + o.size, static_cast<T*>(o.out) + token * o.size + first, size);

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "team.h"
+#include "thread_group.h"
 
 namespace penstock {
 
@@ -27,10 +27,10 @@ struct Step {
     const int32_t* sample_rows;   // [R]
 };
 
-// One kernel with its operands. A kernel is entered by all threads of the team with no task taken, and may return on
+// One kernel with its operands. A kernel is entered by all threads of the group with no task taken, and may return on
 // each as soon as that has nothing left to do: the next one begins after a barrier.
 struct GraphNode {
-    void (*kernel)(const void* operands, const Step& step, Team& team);
+    void (*kernel)(const void* operands, const Step& step, ThreadGroup& threads);
     const void* operands;
 };
 

@@ -20,15 +20,15 @@ struct BeginOperands {
     const int32_t* page_table;  // as in AttendOperands
 };
 
-inline void begin(const void* operands, const Step& step, Team& team) {
+inline void begin(const void* operands, const Step& step, ThreadGroup& threads) {
     const auto& o = *static_cast<const BeginOperands*>(operands);
-    if (team.rank == 0) {
+    if (threads.rank == 0) {
         o.query_starts[0] = 0;
         for (int64_t row = 0; row < step.num_rows; row++)
             o.query_starts[row + 1] = o.query_starts[row] + step.counts[row];
     }
-    team.barrier();
-    team.share(step.num_rows, [&](int64_t row) {
+    threads.barrier();
+    threads.share(step.num_rows, [&](int64_t row) {
         const int32_t* pages = (o.page_table ? o.page_table : step.page_table) + row * step.table_width;
         for (int64_t i = 0, token = o.query_starts[row]; i < step.counts[row]; i++, token++) {
             const int64_t position = step.starts[row] + i, given = step.given_ids[token];
@@ -41,10 +41,10 @@ inline void begin(const void* operands, const Step& step, Team& team) {
 
 // As `embed`, from the packed weight of a head: where both ends of a model have one weight, it is held once.
 template <class T>
-void embed_packed(const void* operands, const Step& step, Team& team) {
+void embed_packed(const void* operands, const Step& step, ThreadGroup& threads) {
     constexpr int N = LANE_SIZE<T>;
     const auto& o = *static_cast<const EmbedOperands*>(operands);
-    team.share(step.num_tokens, [&](int64_t token) {
+    threads.share(step.num_tokens, [&](int64_t token) {
         const int64_t id = step.token_ids[token];
         const T* from = static_cast<const T*>(o.weight) + id / PANEL * PANEL * o.size + id % PANEL * N;
         T* to = static_cast<T*>(o.out) + token * o.size;
@@ -60,9 +60,9 @@ struct LastOperands {
 };
 
 template <class T>
-void last(const void* operands, const Step& step, Team& team) {
+void last(const void* operands, const Step& step, ThreadGroup& threads) {
     const auto& o = *static_cast<const LastOperands*>(operands);
-    team.share(step.num_samples, [&](int64_t sample) {
+    threads.share(step.num_samples, [&](int64_t sample) {
         const int64_t token = step.query_starts[step.sample_rows[sample] + 1] - 1;
         std::memcpy(static_cast<T*>(o.out) + sample * o.size, static_cast<const T*>(o.hidden) + token * o.size,
                     o.size * sizeof(T));
@@ -102,19 +102,19 @@ inline void note(Best& best, const Floats (&sums)[2], int64_t panel, int64_t out
 }
 
 // The best of all threads' lanes; of equal ones the first in the vocabulary.
-inline void choose_best(const ChooseOperands& o, const Step& step, const Team& team, int64_t sample) {
+inline void choose_best(const ChooseOperands& o, const Step& step, const ThreadGroup& threads, int64_t sample) {
     float value = -std::numeric_limits<float>::infinity();
     int64_t id = 0;
     bool sound = true;
-    for (int rank = 0; rank < team.size; rank++) {
+    for (int rank = 0; rank < threads.size; rank++) {
         const Best& best = o.best[rank * o.max_samples + sample];
         for (int lane = 0; lane < 2 * LANES; lane++) {
             const float found = best.value[lane / LANES][lane % LANES];
-            const int64_t place = int64_t(best.panel[lane / LANES][lane % LANES]) * PANEL + lane;
+            const int64_t candidate = int64_t(best.panel[lane / LANES][lane % LANES]) * PANEL + lane;
             sound &= best.broken[lane % LANES] == 0;
-            if (found > value || (found == value && place < id)) {
+            if (found > value || (found == value && candidate < id)) {
                 value = found;
-                id = place;
+                id = candidate;
             }
         }
     }
@@ -126,9 +126,9 @@ inline void choose_best(const ChooseOperands& o, const Step& step, const Team& t
 
 // BITS of the weights, 0 for T's own.
 template <class T, int BITS>
-void choose(const void* operands, const Step& step, Team& team) {
+void choose(const void* operands, const Step& step, ThreadGroup& threads) {
     const auto& o = *static_cast<const ChooseOperands*>(operands);
-    Best* mine = o.best + team.rank * o.max_samples;
+    Best* mine = o.best + threads.rank * o.max_samples;
     const Floats nothing = fill(-std::numeric_limits<float>::infinity());
     for (int64_t sample = 0; sample < step.num_samples; sample++)
         mine[sample] = Best{{nothing, nothing}, {Ints{}, Ints{}}, Ints{}};
@@ -136,13 +136,13 @@ void choose(const void* operands, const Step& step, Team& team) {
         note(mine[row], sums, panel, BITS == 4 ? o.product4.plain.out_size : o.product.plain.out_size);
     };
     if constexpr (BITS == 4)
-        multiply4<T>(o.product4, team, step.num_samples, put);
+        multiply4<T>(o.product4, threads, step.num_samples, put);
     else if constexpr (BITS == 8)
-        multiply8<T>(o.product, team, step.num_samples, put);
+        multiply8<T>(o.product, threads, step.num_samples, put);
     else
-        multiply<T>(o.product.plain, team, step.num_samples, put);
-    team.barrier();
-    team.share(step.num_samples, [&](int64_t sample) { choose_best(o, step, team, sample); });
+        multiply<T>(o.product.plain, threads, step.num_samples, put);
+    threads.barrier();
+    threads.share(step.num_samples, [&](int64_t sample) { choose_best(o, step, threads, sample); });
 }
 
 }  // namespace penstock

@@ -20,8 +20,8 @@ using namespace penstock;
 
 std::atomic<int64_t> calls{0};
 
-void work(const void*, const Step&, Team& team) {
-    for (int64_t left = (calls.fetch_add(1) * 7 + team.rank * 37) % 60; left > 0; left--) asm volatile("");
+void work(const void*, const Step&, ThreadGroup& threads) {
+    for (int64_t left = (calls.fetch_add(1) * 7 + threads.rank * 37) % 60; left > 0; left--) asm volatile("");
 }
 
 int main(int, char** arguments) {
@@ -45,7 +45,7 @@ def sleepers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sleepers")
     (folder / "program.cpp").write_text(PROGRAM)
     replaced = 0
-    for header in ("pool.h", "team.h", "step.h"):
+    for header in ("pool.h", "thread_group.h", "step.h"):
         text, count = re.subn(r"(constexpr int \w*SPINS) = \d+;", r"\1 = 0;", (SOURCES / header).read_text())
         (folder / header).write_text(text)
         replaced += count
@@ -71,7 +71,7 @@ def test_what_wakes_sleepers_is_written_in_the_one_order_of_all_threads() -> Non
     That cannot be provoked: on x86 it would take a store that is delayed for longer than a thread needs to sleep.
     """
     written = []
-    for header in ("pool.h", "team.h"):
+    for header in ("pool.h", "thread_group.h"):
         lines = (SOURCES / header).read_text().splitlines()
         written += [lines[i - 1] for i, line in enumerate(lines) if "notify_all();" in line]
     assert len(written) == 2

@@ -58,7 +58,7 @@ def test_logits_that_are_no_numbers_choose_experts_that_exist() -> None:
         ("scores as they are", "tl.sum(tl.exp(x - peak), axis=0)", "tl.sum(tl.exp(found - peak), axis=0)"),
         ("a few tokens", "order + place + rank, base + lanes", "order + place + rank, place + rank"),
         ("a few tokens", "expert.to(tl.int64) * OUT + columns", "0 * expert.to(tl.int64) + columns"),
-        ("a few tokens", "pairs // TOP_K, places", "places // TOP_K, places"),
+        ("a few tokens", "pairs // TOP_K, positions", "positions // TOP_K, positions"),
         ("products longer and wider than a tile", "tl.load(lines + base", "tl.load(lines"),
         ("a few tokens", "total += tl.load(weights + pair) * result", "total += result"),
     ],

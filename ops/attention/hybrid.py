@@ -1,4 +1,4 @@
-"""Attention by two backends: one for single tokens, another for longer rows."""
+"""Attention by two backends: one for decode rows (single tokens), another for prefill (longer rows)."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ class Part(NamedTuple):
     metadata: AttentionMetadata
 
 
-def divide(single: Attend, longer: Attend) -> Attend:
-    """An `attend` (see `ops.attention`) that gives rows of one token to `single` and all others to `longer`."""
+def hybrid(decode: Attend, prefill: Attend) -> Attend:
+    """An `attend` (see `ops.attention`) that gives rows of one token to `decode` and all others to `prefill`."""
 
     def attend(
         q: Tensor, k_pool: Tensor, v_pool: Tensor, metadata: AttentionMetadata, **options: Any
     ) -> Tensor:
         counts = metadata.counts_host
         if all(count == 1 for count in counts):
-            return single(q, k_pool, v_pool, metadata, **options)
+            return decode(q, k_pool, v_pool, metadata, **options)
         if not any(count == 1 for count in counts):
-            return longer(q, k_pool, v_pool, metadata, **options)
+            return prefill(q, k_pool, v_pool, metadata, **options)
         if __name__ not in metadata.plan_cache:
             metadata.plan_cache[__name__] = (_part(metadata, single=True), _part(metadata, single=False))
         out = torch.empty_like(q)
-        for backend, part in zip((single, longer), metadata.plan_cache[__name__], strict=True):
+        for backend, part in zip((decode, prefill), metadata.plan_cache[__name__], strict=True):
             found = backend(q.index_select(0, part.tokens), k_pool, v_pool, part.metadata, **options)
             out.index_copy_(0, part.tokens, found)
         return out
@@ -51,16 +51,16 @@ def _part(metadata: AttentionMetadata, *, single: bool) -> Part:
     counts = [metadata.counts_host[row] for row in rows]
     tokens = [first_tokens[row] + i for row, count in zip(rows, counts) for i in range(count)]
     device = metadata.page_table.device
-    there = to_device(torch.tensor(rows), device)
+    row_index = to_device(torch.tensor(rows), device)
     token_index = to_device(torch.tensor(tokens), device)
     query_starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
     return Part(
         token_index,
         replace(
             metadata,
-            page_table=metadata.page_table.index_select(0, there),
-            starts=metadata.starts.index_select(0, there),
-            counts=metadata.counts.index_select(0, there),
+            page_table=metadata.page_table.index_select(0, row_index),
+            starts=metadata.starts.index_select(0, row_index),
+            counts=metadata.counts.index_select(0, row_index),
             query_starts=to_device(query_starts, device),
             slot_mapping=metadata.slot_mapping.index_select(0, token_index),
             starts_host=[metadata.starts_host[row] for row in rows],

@@ -15,7 +15,7 @@ namespace penstock {
 constexpr int SPINS = 40000;
 
 // Between offers of the core to others, 50 to 200 ns. Without them a thread would look, for as long as the system lets
-// it, for what another cannot do that waits for this very core: the rest of the team, the loop, or a client.
+// it, for what another cannot do that waits for this very core: the rest of the group, the loop, or a client.
 constexpr int SPINS_PER_YIELD = 4;
 
 // Between one look and the next of a thread that has looked so many times.
@@ -31,9 +31,9 @@ struct Taken {
     alignas(64) std::atomic<int64_t> count[2]{0, 0};
 };
 
-// What the threads of a team share.
-struct Meeting {
-    explicit Meeting(int size) : taken(size) {}
+// What the threads of a group share.
+struct GroupState {
+    explicit GroupState(int size) : taken(size) {}
 
     std::vector<Taken> taken;
     alignas(64) std::atomic<int64_t> next{0};
@@ -41,18 +41,18 @@ struct Meeting {
     alignas(64) std::atomic<uint32_t> round{0};
 };
 
-// One thread's view of its team. Work is taken: a thread whose core is busy elsewhere does less of it, also of what is
+// One thread's view of its group. Work is taken: a thread whose core is busy elsewhere does less of it, also of what is
 // its own at first.
-class Team {
+class ThreadGroup {
 public:
-    Team(int rank, int size, Meeting& meeting)
-        : rank(rank), size(size), meeting_(meeting), round_(meeting.round.load(std::memory_order_acquire)) {}
+    ThreadGroup(int rank, int size, GroupState& state)
+        : rank(rank), size(size), state_(state), round_(state.round.load(std::memory_order_acquire)) {}
 
     const int rank;
     const int size;
 
     // The first of `count` tasks that nobody has taken since the last barrier; beyond the last one, stop.
-    int64_t take(int64_t count = 1) { return meeting_.next.fetch_add(count, std::memory_order_relaxed); }
+    int64_t take(int64_t count = 1) { return state_.next.fetch_add(count, std::memory_order_relaxed); }
 
     // Calls work(i) for every i below `count`, each on one thread: what this thread gets first is always the same part
     // of them, so that it finds in its cache what it wrote there; then it takes from others. Once between two barriers.
@@ -62,7 +62,7 @@ public:
         for (int turn = 0; turn < size; turn++) {
             const int owner = (rank + turn) % size;
             const int64_t begin = (count * owner + size - 1) / size, end = (count * (owner + 1) + size - 1) / size;
-            std::atomic<int64_t>& taken = meeting_.taken[owner].count[round_ & 1];
+            std::atomic<int64_t>& taken = state_.taken[owner].count[round_ & 1];
             while (true) {
                 const int64_t first = begin + taken.fetch_add(portion, std::memory_order_relaxed);
                 if (first >= end) break;
@@ -73,30 +73,30 @@ public:
 
     // Wait for all threads; afterwards tasks are counted from 0 again, and all see what all have written.
     void barrier() {
-        meeting_.taken[rank].count[++round_ & 1].store(0, std::memory_order_relaxed);  // not in use since the last one
+        state_.taken[rank].count[++round_ & 1].store(0, std::memory_order_relaxed);  // not in use since the last one
         if (size == 1) {
-            meeting_.next.store(0, std::memory_order_relaxed);
-            meeting_.round.store(round_, std::memory_order_relaxed);
+            state_.next.store(0, std::memory_order_relaxed);
+            state_.round.store(round_, std::memory_order_relaxed);
             return;
         }
-        if (meeting_.arrived.fetch_add(1, std::memory_order_acq_rel) == size - 1) {
-            meeting_.next.store(0, std::memory_order_relaxed);
-            meeting_.arrived.store(0, std::memory_order_relaxed);
-            meeting_.round.store(round_, std::memory_order_seq_cst);  // before notify_all looks for who sleeps
-            meeting_.round.notify_all();
+        if (state_.arrived.fetch_add(1, std::memory_order_acq_rel) == size - 1) {
+            state_.next.store(0, std::memory_order_relaxed);
+            state_.arrived.store(0, std::memory_order_relaxed);
+            state_.round.store(round_, std::memory_order_seq_cst);  // before notify_all looks for who sleeps
+            state_.round.notify_all();
             return;
         }
         for (int spins = 0; spins < SPINS; spins++) {
-            if (meeting_.round.load(std::memory_order_acquire) == round_) return;
+            if (state_.round.load(std::memory_order_acquire) == round_) return;
             pause(spins);
         }
-        meeting_.round.wait(round_ - 1, std::memory_order_seq_cst);
+        state_.round.wait(round_ - 1, std::memory_order_seq_cst);
     }
 
 private:
     static constexpr int64_t PORTION = 4;  // taken at once, at most
 
-    Meeting& meeting_;
+    GroupState& state_;
     uint32_t round_;  // how many barriers this thread has passed
 };
 

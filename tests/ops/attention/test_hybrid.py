@@ -7,14 +7,14 @@ import torch
 
 from kernel_cases.attention import CASES, Case, options, step
 from ops.attention import native
-from ops.attention.divided import divide
+from ops.attention.hybrid import hybrid
 
 
 @pytest.mark.parametrize(
     "name", ["mixed rows", "single tokens", "one long row", "sinks, window and soft cap"]
 )
 def test_two_backends_together_equal_one(name: str) -> None:
-    both = divide(native.attend, native.attend)
+    both = hybrid(native.attend, native.attend)
     given, asked = step(CASES[name]), options(CASES[name])
     torch.testing.assert_close(both(*given, **asked), native.attend(*given, **asked))
 
@@ -30,6 +30,6 @@ def test_each_backend_gets_its_rows() -> None:
         return attend
 
     given = step(Case(((40, 1), (0, 21), (3, 1), (30, 18))))
-    out = divide(noting("single"), noting("longer"))(*given, scale=1.0)
+    out = hybrid(noting("single"), noting("longer"))(*given, scale=1.0)
     assert seen == {"single": [1, 1], "longer": [21, 18]}
     assert torch.equal(out, given.q)
