@@ -71,10 +71,9 @@ class Engine:
     def __init__(self, model_path: str | None = None, **options: Any) -> None:
         if model_path is not None:
             options["model_path"] = model_path
-        if options.get("max_queued_requests") is None:
-            options["max_queued_requests"] = (
-                sys.maxsize
-            )  # the caller's own process: a list of any length may wait
+        for limit in ("max_queued_requests", "max_queued_tokens"):
+            if options.get(limit) is None:
+                options[limit] = sys.maxsize  # the caller's own process: a list of any length may wait
         self._init(Args.of(**options))
 
     @classmethod

@@ -57,6 +57,7 @@ class CachePlan(Section):
 class SchedulePlan(Section):
     max_running: int
     max_queued: int
+    max_queued_tokens: int = 2**23  # of the prompts that wait
     chunk_tokens: int | None  # prompt tokens per step and per chunk; None: whole prompts
     max_prefill_tokens: int
     policy: str  # "fcfs", "lpm", ...

@@ -202,7 +202,7 @@ def _check_entries(file: Path, entries: Mapping[str, StoredTensor], begin: int) 
         if not all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in sizes):
             raise CheckpointError(f"{file} has a damaged header: {name} has no usable shape or place.")
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
-        if entry.dtype not in _DTYPE_BITS:
+        if not isinstance(entry.dtype, str) or entry.dtype not in _DTYPE_BITS:
             raise CheckpointError(f"{file}: {name} has the dtype {entry.dtype}, which is not known.")
         num_bytes = -(-math.prod(entry.shape) * _DTYPE_BITS[entry.dtype] // 8)
         if entry.end - entry.begin != num_bytes:

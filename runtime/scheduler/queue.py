@@ -31,6 +31,7 @@ class WaitingQueue:
         self._priorities = priorities
         self._retracted: deque[Sequence] = deque()
         self._queued: dict[Sequence, None] = {}  # an ordered set
+        self.num_tokens = 0  # of those that have not run yet
         self._owners: Counter[str] = Counter()  # how many each has in it
         self._last_turns: dict[str, int] = {}  # by owner: when one of its sequences left it
         self._num_turns = 0
@@ -47,6 +48,7 @@ class WaitingQueue:
 
     def add(self, sequence: Sequence) -> None:
         self._queued[sequence] = None
+        self.num_tokens += sequence.num_prompt
         self._owners[sequence.request.owner] += 1
 
     def put_back(self, sequence: Sequence) -> None:
@@ -56,6 +58,7 @@ class WaitingQueue:
     def remove(self, sequence: Sequence) -> None:
         if sequence in self._queued:
             del self._queued[sequence]
+            self.num_tokens -= sequence.num_prompt
             self._take_turn(sequence.request.owner)
         else:
             self._retracted.remove(sequence)
@@ -63,6 +66,7 @@ class WaitingQueue:
     def clear(self) -> None:
         self._retracted.clear()
         self._queued.clear()
+        self.num_tokens = 0
         self._owners.clear()
 
     def ordered(self) -> Iterable[Sequence]:

@@ -49,6 +49,7 @@ class Scheduler:
     ) -> None:
         self._cache = cache
         self._max_queued = plan.max_queued
+        self._max_queued_tokens = plan.max_queued_tokens
         self._max_tokens = min(context_length, cache.num_tokens)
         self._running = Running(plan.max_running, cache, vocab_size)
         self._waiting = WaitingQueue(plan.policy, cache, priorities=plan.priorities)
@@ -75,6 +76,9 @@ class Scheduler:
         """
         if self.room <= 0 and not sequences[0].request.follows:
             raise Overloaded("The request queue is full.")
+        num_tokens = sum(sequence.num_prompt for sequence in sequences)
+        if self._waiting.num_tokens and self._waiting.num_tokens + num_tokens > self._max_queued_tokens:
+            raise Overloaded("The prompts that wait have too many tokens together.")
         for sequence in sequences:
             self._check_length(sequence)
         for sequence in sequences:

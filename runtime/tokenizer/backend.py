@@ -215,6 +215,17 @@ def _read_directly(path: Path, config: dict[str, Any]) -> TokenizerFiles:
             f"{path / 'tokenizer.json'} cannot be read: {error}.{lfs_hint(path / 'tokenizer.json')}"
         ) from error
     library.encode_special_tokens = bool(config.get("split_special_tokens", False))
+    try:
+        special = _special_tokens(path, config, library)
+        return TokenizerFiles(FastBackend(library), special, read_templates(path, config))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"{path / 'tokenizer_config.json'} is not as a tokenizer's configuration is ({error!r})."
+        ) from error
+
+
+def _special_tokens(path: Path, config: dict[str, Any], library: tokenizers.Tokenizer) -> dict[str, str]:
+    """The special tokens by name; whatever the configuration names is in the library afterwards."""
     named = dict(config)
     if "added_tokens_decoder" not in config:
         named |= read_json(path / "special_tokens_map.json")
@@ -224,7 +235,7 @@ def _read_directly(path: Path, config: dict[str, Any]) -> TokenizerFiles:
         if key.endswith("_token") and (text := _token_text(value)) is not None
     }
     _add_tokens(library, config.get("added_tokens_decoder") or {}, [*special.values(), *_extra_tokens(named)])
-    return TokenizerFiles(FastBackend(library), special, read_templates(path, config))
+    return special
 
 
 def _add_tokens(library: tokenizers.Tokenizer, listed: Mapping[str, Any], special: list[str]) -> None:

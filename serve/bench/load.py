@@ -129,8 +129,9 @@ def run_with_engine(args: Args, work: Callable[[Generator], Awaitable[Result]]) 
     """Start an engine, await `work` with it, shut it down. All of it may wait at once unless a limit is given."""
     from serve import Engine
 
-    if args.schedule.max_queued_requests is None:
-        args = replace(args, schedule=replace(args.schedule, max_queued_requests=sys.maxsize))
+    for limit in ("max_queued_requests", "max_queued_tokens"):
+        if getattr(args.schedule, limit) is None:
+            args = replace(args, schedule=replace(args.schedule, **{limit: sys.maxsize}))
 
     async def run() -> Result:
         async with Engine.of(args) as engine:

@@ -14,8 +14,10 @@ import pytest
 
 import tiny_checkpoints
 import tiny_tokenizers
+from runtime.config.plan import TextPlan
 from runtime.errors import CheckpointError, ConfigurationError
 from runtime.models.config import read_facts
+from runtime.tokenizer.backend import read_tokenizer
 from serve.engine import SyncEngine
 
 Header = dict[str, Any]
@@ -77,6 +79,25 @@ def test_without_a_tokenizer_the_engine_does_not_start(folder: Path) -> None:
         assert engine.generate(input_ids=[5], sampling_params={"max_new_tokens": 1})["output_ids"]
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"chat_template": 7},
+        {"chat_template": [{"name": "x"}]},
+        {"added_tokens_decoder": [1]},
+        {"added_tokens_decoder": {"5": {"special": True}}},
+        {"added_tokens_decoder": {"5": None}},
+    ],
+)
+def test_damaged_configuration_of_a_tokenizer(folder: Path, wrong: Header) -> None:
+    plan = TextPlan(
+        tokenizer_path=str(folder), mode="auto", trust_remote_code=False, revision=None, chat_template=None
+    )
+    change(folder, "tokenizer_config.json", **wrong)
+    with pytest.raises(ConfigurationError, match="tokenizer_config.json is not as"):
+        read_tokenizer(plan)
+
+
 @pytest.mark.parametrize("mmap", [True, False])
 def test_damaged_weights(folder: Path, mmap: bool) -> None:
     whole = (folder / "model.safetensors").read_bytes()
@@ -86,12 +107,13 @@ def test_damaged_weights(folder: Path, mmap: bool) -> None:
         change_header(folder, edit)
         return refusal(folder, weight_loader_disable_mmap=not mmap)
 
-    def with_dtype(dtype: str) -> str:
+    def with_dtype(dtype: Any) -> str:
         return edited(lambda header: header["model.norm.weight"].update(dtype=dtype))
 
     assert "overlaps" in edited(overlap) or "gap" in edited(overlap)
     assert "model.norm.weight (F64, 32) needs 256 bytes and has 128" in with_dtype("F64")
     assert "has the dtype X9" in with_dtype("X9")
+    assert "has the dtype [1]" in with_dtype([1])
     assert "no usable shape" in edited(lambda header: header["model.norm.weight"].update(shape=[-32]))
     assert "no usable shape" in edited(lambda header: header["model.norm.weight"].update(shape=["32"]))
     (folder / "model.safetensors").write_text(

@@ -29,6 +29,14 @@ class ScheduleArgs:
         sglang="no limit",
         plan=SchedulePlan.max_queued,
     )
+    max_queued_tokens: int | None = option(
+        None,
+        "Prompt tokens that may wait, those of each choice counted. A request that finds more waiting, or that would "
+        "make it more, is answered with status 503 and Retry-After, unless nothing waits. Default: 8388608, some "
+        "hundred megabytes; no limit for an Engine in Python.",
+        low=1,
+        plan=SchedulePlan.max_queued_tokens,
+    )
     max_queue_time: float | None = option(
         None,
         "Seconds that a request may wait before it runs; then it is answered with status 503 and Retry-After. "

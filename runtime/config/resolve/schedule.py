@@ -9,6 +9,7 @@ from runtime.config.resolve.plan_builder import Decision, PlanBuilder, build
 
 OPEN_ENDED_TOKENS = 256  # a usual answer of a chat
 QUEUE_FACTOR = 2  # sequences that may wait for each that may run
+QUEUED_TOKENS = 2**23
 MIN_QUEUE = 2048  # or so many, if that is more: clients that send all of a benchmark at once
 DECAY_STEPS = 600  # over which the share reserved for output falls to its minimum
 
@@ -23,6 +24,7 @@ def schedule_plan(builder: PlanBuilder, gpu: Gpu | None, cache: CachePlan, facts
         SchedulePlan,
         max_running=running,
         max_queued=_max_queued(builder, running.value),
+        max_queued_tokens=_max_queued_tokens(builder),
         max_queue_time_s=builder.follow("max_queue_time"),
         chunk_tokens=_chunk_tokens(builder, gpu, cache.page_size, facts),
         max_prefill_tokens=builder.follow("max_prefill_tokens"),
@@ -89,6 +91,13 @@ def _max_queued(builder: PlanBuilder, running: int) -> Decision[int]:
         return Decision(asked, "as asked")
     reason = f"{QUEUE_FACTOR} x the sequences that may run, and no fewer than {MIN_QUEUE}"
     return Decision(max(QUEUE_FACTOR * running, MIN_QUEUE), reason)
+
+
+def _max_queued_tokens(builder: PlanBuilder) -> Decision[int]:
+    asked = builder.args.schedule.max_queued_tokens
+    if asked is not None:
+        return Decision(asked, "as asked")
+    return Decision(QUEUED_TOKENS, "some hundred megabytes of prompts")
 
 
 def _chunk_tokens(

@@ -216,6 +216,23 @@ def test_a_full_queue_refuses_the_whole_request():
         drive.add(make_sequence([4]))
 
 
+def test_a_queue_of_many_tokens_is_full_too():
+    drive = Drive(make_plan(max_queued_tokens=10, max_running=1))
+    long, short = make_sequence(range(20)), make_sequence([3] * 6)
+    drive.add(long)  # nothing waits
+    with pytest.raises(Overloaded, match="too many tokens"):
+        drive.add(short)
+    drive.step()
+    drive.add(short)
+    drive.add(make_sequence([4] * 4))
+    with pytest.raises(Overloaded, match="too many tokens"):
+        drive.add(make_sequence([5]))
+    drive.scheduler.abort([short], Finish("abort"))
+    drive.add(make_sequence([5] * 6))
+    drive.run()
+    drive.add(make_sequence(range(20)))
+
+
 def test_a_prompt_that_fits_nowhere_is_refused():
     drive = Drive(num_pages=4, page_size=4, context_length=15)
     with pytest.raises(ContextOverflow, match="15 tokens; at most 15"):
