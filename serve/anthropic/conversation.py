@@ -19,8 +19,7 @@ from serve.anthropic.schema import (
     ToolUseBlock,
     Turn,
 )
-from serve.chat.request import ChatRequest
-from serve.chat.thinking import thinking_switch
+from serve.chat.request import ChatRequest, thinking_switch
 from serve.decode import decode
 
 Block = TypeVar("Block")

@@ -11,7 +11,7 @@ from runtime.errors import InvalidRequest
 from runtime.grammar.spec import Grammar
 from runtime.request import Chunk, Finish, LogprobParams, Request
 from runtime.sampling_params import grammars_of
-from serve.chat.message import AssistantMessage, collect
+from serve.chat.events import AssistantMessage, collect
 from serve.chat.parser import OutputParser, ParserSettings
 from serve.chat.settings import grammar_of_chat, parser_settings, shown_special_ids, thinking_limit
 from serve.chat.tools.choice import read_choice
@@ -111,6 +111,11 @@ def prepare(core: EngineCore, chat: ChatRequest) -> PreparedChat:
         label=chat.label,
     )
     return PreparedChat(request=request, settings=settings)
+
+
+def thinking_switch(enabled: bool) -> dict[str, bool]:
+    """Both words that templates use: Qwen's and its followers', DeepSeek's."""
+    return {"enable_thinking": enabled, "thinking": enabled}
 
 
 def render(core: EngineCore, chat: ChatRequest) -> str:

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp
 
 from runtime.config.parsers import REASONING_PARSERS, TOOL_CALL_PARSERS
 from runtime.errors import InvalidRequest
-from serve.chat.message import AssistantMessage, collect
+from serve.chat.events import AssistantMessage, collect
 from serve.chat.parser import OutputParser, ParserSettings
 from serve.chat.reasoning.table import FORMATS as REASONING_FORMATS
 from serve.chat.settings import HARMONY

@@ -8,8 +8,7 @@ from uuid import uuid4
 
 from runtime.errors import InvalidRequest
 from runtime.request import LogprobParams
-from serve.chat.request import ChatRequest
-from serve.chat.thinking import thinking_switch
+from serve.chat.request import ChatRequest, thinking_switch
 from serve.ollama.schema import ChatBody, GenerateBody, Message, OllamaBody
 from serve.openai.response_format import grammar_of
 

@@ -14,8 +14,14 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from runtime.request import Chunk, Finish
-from serve.chat.events import ChatEvent, Content, Reasoning, ToolCallArguments, ToolCallStart
-from serve.chat.message import AssistantMessage
+from serve.chat.events import (
+    AssistantMessage,
+    ChatEvent,
+    Content,
+    Reasoning,
+    ToolCallArguments,
+    ToolCallStart,
+)
 from serve.chat.parser import OutputParser
 from serve.chat.request import PreparedChat, prepare
 from serve.endpoint import json_response, read_all_or_disconnect, read_body

@@ -80,3 +80,13 @@ COMMAND_R = ToolFormat(
     rendered=lambda name: (f'{{"tool_name": "{name}", "parameters": ', "}"),
     rendered_all=("<|START_ACTION|>[", ", ", "]<|END_ACTION|>"),
 )
+
+LLAMA3 = ToolFormat(  # bare, or behind <|python_tag|>
+    call_open=("<|python_tag|>",),
+    separators=(";",),
+    bare=True,
+    read=json_list(only_offered=True),
+    rendered=lambda name: (f'{{"name": "{name}", "parameters": ', "}"),
+    rendered_all=("", "; ", ""),
+    shown=("<|eom_id|>",),
+)

@@ -1,4 +1,7 @@
-"""Calls as in Python: a list of them (Llama 3.2, Gemma 3, Toolace), LFM2's between marks, OLMo 3's line by line."""
+"""Calls as in Python: a list of them (Llama 3.2 and 4, Gemma 3, Toolace), LFM2's between marks, OLMo 3's line by line.
+
+Llama 4 and LFM2 write JSON as well.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,26 @@ PYTHONIC = ToolFormat(
     read=python_calls(),
     rendered=lambda name: (f"{name}(", ")"),
     rendered_all=("[", ", ", "]"),
+    arguments="python",
+)
+
+_read_listed = python_calls()
+_read_offered = json_list(only_offered=True)
+
+
+def _read_llama4(context: CallContext) -> Reader[bool]:
+    is_json = (yield from context.source.peek()) == "{"
+    return (yield from (_read_offered if is_json else _read_listed)(context))
+
+
+LLAMA4 = ToolFormat(
+    section_open=("<|python_start|>", "<|python_end|>"),  # its template writes a text between them, then JSON
+    section_close=("<|python_end|>",),
+    call_open=("[",),
+    bare=True,
+    read=_read_llama4,
+    rendered=lambda name: (f"{name}(", ")"),
+    rendered_all=("<|python_start|>[", ", ", "]<|python_end|>"),
     arguments="python",
 )
 

@@ -6,10 +6,19 @@ from collections.abc import Mapping
 
 from serve.chat.tools.format import ToolFormat
 from serve.chat.tools.gemma4 import GEMMA4
-from serve.chat.tools.llama import LLAMA3, LLAMA4
 from serve.chat.tools.named import DEEPSEEK_V3, DEEPSEEK_V31, KIMI_K2, MISTRAL, MISTRAL_LIST
-from serve.chat.tools.objects import COMMAND_R, GRANITE, HERMES, HUNYUAN, INTERNLM, JSON, NEMOTRON, PHI4
-from serve.chat.tools.pythonic import GEMMA3, LFM2, OLMO3, PYTHONIC
+from serve.chat.tools.objects import (
+    COMMAND_R,
+    GRANITE,
+    HERMES,
+    HUNYUAN,
+    INTERNLM,
+    JSON,
+    LLAMA3,
+    NEMOTRON,
+    PHI4,
+)
+from serve.chat.tools.pythonic import GEMMA3, LFM2, LLAMA4, OLMO3, PYTHONIC
 from serve.chat.tools.tagged import DEEPSEEK_V32, GLM45, MINIMAX, QWEN3_CODER, SEED_OSS, STEP3
 
 # Harmony is one format of reasoning and calls together: serve.chat.harmony.

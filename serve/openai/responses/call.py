@@ -12,8 +12,7 @@ from uuid import uuid4
 from runtime.errors import InvalidRequest
 from runtime.grammar.spec import Grammar
 from runtime.request import LogprobParams
-from serve.chat.request import ChatRequest, PreparedChat, prepare, render
-from serve.chat.thinking import thinking_switch
+from serve.chat.request import ChatRequest, PreparedChat, prepare, render, thinking_switch
 from serve.native.schema import namespaces_of
 from serve.openai.models import check_model
 from serve.openai.response_format import grammar_of

@@ -13,8 +13,8 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer as Library
 
 from runtime.errors import InvalidRequest
+from serve.chat.events import AssistantMessage, collect
 from serve.chat.harmony import MARKS as HARMONY_MARKS
-from serve.chat.message import AssistantMessage, collect
 from serve.chat.parser import OutputParser, ParserSettings
 from serve.chat.reasoning.table import FORMATS as REASONING
 from serve.chat.tools.choice import ToolChoice, read_choice

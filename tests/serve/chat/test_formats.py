@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from runtime.config.parsers import REASONING_PARSERS, TOOL_CALL_PARSERS
-from serve.chat.events import ToolCallArguments, ToolCallStart
-from serve.chat.message import AssistantMessage, collect
+from serve.chat.events import AssistantMessage, ToolCallArguments, ToolCallStart, collect
 from serve.chat.parser import OutputParser, ParserSettings
 from serve.chat.reasoning.table import FORMATS as REASONING
 from serve.chat.tools.offered import read_tools

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from runtime.config.parsers import REASONING_PARSERS, TOOL_CALL_PARSERS, guess
-from serve.chat.message import collect
+from serve.chat.events import collect
 from serve.chat.parser import OutputParser, ParserSettings
 from serve.chat.tools.offered import read_tools
 from serve.chat.tools.table import FORMATS

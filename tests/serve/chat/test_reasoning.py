@@ -7,8 +7,7 @@ from random import Random
 import pytest
 
 from runtime.request import Chunk, Finish, Usage
-from serve.chat.events import Content, Reasoning
-from serve.chat.message import collect
+from serve.chat.events import Content, Reasoning, collect
 from serve.chat.parser import OutputParser, ParserSettings
 from serve.chat.reasoning.count import tokens_between
 from serve.chat.reasoning.table import FORMATS

@@ -12,8 +12,7 @@ import pytest
 
 from runtime.config.parsers import REASONING_PARSERS, TOOL_CALL_PARSERS, guess
 from runtime.tokenizer.chat_template import ChatTemplate
-from serve.chat.events import new_call_id
-from serve.chat.message import collect
+from serve.chat.events import collect, new_call_id
 from serve.chat.parser import OutputParser, ParserSettings
 from serve.chat.request import _with_ids
 from serve.chat.tools.offered import read_tools

@@ -16,7 +16,7 @@ import http_server
 from demo_model.skills.tools import TOOLS as SKILLS
 from serve import Engine
 from serve.app import build_app
-from serve.chat.message import collect
+from serve.chat.events import collect
 from serve.chat.parser import OutputParser, ParserSettings
 from serve.chat.reasoning.table import FORMATS as REASONING
 from serve.chat.tools.offered import read_tools

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
-from serve.chat.events import ChatEvent, Content, Reasoning, ToolCallArguments, ToolCallStart, new_call_id
-from serve.chat.message import AssistantMessage, ToolCall, collect
+from serve.chat.events import (
+    AssistantMessage,
+    ChatEvent,
+    Content,
+    Reasoning,
+    ToolCall,
+    ToolCallArguments,
+    ToolCallStart,
+    collect,
+    new_call_id,
+)
 from serve.chat.parser import OutputParser
 
 
