@@ -23,7 +23,10 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 E4M3_CAPABILITY = (8, 9)
 HOST_ONLY = ("with_onednn",)
-NO_TABLE = ("matmul",)  # torch's own on a GPU
+NO_TABLE = (  # torch's own on a GPU
+    "matmul",
+    *(operation for operation, (_, files) in OPERATIONS.items() if files == ("native",)),
+)
 EXACT = ("kv", "sampling")  # these copy, round or choose: nothing may differ
 EXTRAS = ("penalized", "masked", "scored")  # functions of a table beside `outputs`
 SLACK = 2.0  # the device's exponentials and sums are not the host's
