@@ -25,7 +25,7 @@ from serve.native import admin, classify, encode, generate, metrics, parsing, pr
 from serve.ollama import handlers as ollama
 from serve.ollama import models as ollama_models
 from serve.open_calls import OpenCalls
-from serve.openai import chat, completions, embeddings, models, ranking
+from serve.openai import batches, chat, completions, embeddings, files, models, ranking
 from serve.openai.responses import handlers as responses
 from serve.openai.responses.store import ResponseStore
 from serve.page import page_routes
@@ -74,6 +74,15 @@ ROUTES = (  # searched from the first to the last: what is called most often com
         USER,
         responses.ERROR_FORMAT,
     ),
+    RouteSpec(POST, "/v1/files", files.upload, USER, OPENAI),
+    RouteSpec(GET, "/v1/files", files.list_files, USER, OPENAI),
+    RouteSpec(GET, "/v1/files/{file_id}", files.retrieve, USER, OPENAI),
+    RouteSpec(GET, "/v1/files/{file_id}/content", files.content, USER, OPENAI),
+    RouteSpec(("DELETE",), "/v1/files/{file_id}", files.delete, USER, OPENAI),
+    RouteSpec(POST, "/v1/batches", batches.create, USER, OPENAI),
+    RouteSpec(GET, "/v1/batches", batches.list_batches, USER, OPENAI),
+    RouteSpec(GET, "/v1/batches/{batch_id}", batches.retrieve, USER, OPENAI),
+    RouteSpec(POST, "/v1/batches/{batch_id}/cancel", batches.cancel, USER, OPENAI),
     RouteSpec(POST, "/v1/messages", messages.create, USER, messages.ERROR_FORMAT),
     RouteSpec(POST, "/v1/messages/count_tokens", messages.count_tokens, USER, messages.ERROR_FORMAT),
     RouteSpec(POST, "/api/chat", ollama.chat, USER, ollama.ERROR_FORMAT),
@@ -176,6 +185,7 @@ def build_app(core: EngineCore, environment: Mapping[str, str] = os.environ) -> 
         exception_handlers={HTTPException: refusal},
     )
     app.state.responses = ResponseStore()
+    app.state.batches = batches.BatchStore()
     app.state.declared = specs
     return app
 

@@ -58,10 +58,12 @@ async def answer_lines(
     counts: BatchCounts,
     *,
     num_at_once: int,
+    url: str | None = None,
 ) -> None:
     """Answer every line that is not blank; `write` gets a line for each, in the order in which they are done.
 
-    `client` sends to the application. What is wrong with a line stands in its answer. A busy engine is asked again.
+    `client` sends to the application; with `url` all lines must be for that route. What is wrong with a line stands
+    in its answer. A busy engine is asked again.
     """
     numbered = iter(enumerate(lines, start=1))
 
@@ -70,7 +72,7 @@ async def answer_lines(
             if not line.strip():
                 continue
             counts.total += 1
-            answer = await _answer(client, number, line)
+            answer = await _answer(client, number, line, url)
             is_good = answer["error"] is None and answer["response"]["status_code"] == 200
             counts.completed += is_good
             counts.failed += not is_good
@@ -81,7 +83,7 @@ async def answer_lines(
             workers.create_task(work())
 
 
-async def _answer(client: httpx.AsyncClient, number: int, line: bytes) -> dict[str, Any]:
+async def _answer(client: httpx.AsyncClient, number: int, line: bytes, url: str | None) -> dict[str, Any]:
     made: dict[str, Any] = {
         "id": f"batch_req_{uuid4().hex}",
         "custom_id": None,
@@ -95,6 +97,8 @@ async def _answer(client: httpx.AsyncClient, number: int, line: bytes) -> dict[s
         if isinstance(json.get("custom_id"), str):
             made["custom_id"] = json["custom_id"][:512]
         asked = decode(BatchLine, json)
+        if url is not None and asked.url != url:
+            raise InvalidRequest(f"The batch is for {url}.", param="url")
         if asked.body.get("stream"):
             raise InvalidRequest("A line of a batch cannot be streamed.", param="body.stream")
     except InvalidRequest as error:

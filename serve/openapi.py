@@ -40,6 +40,7 @@ from serve.native.schema import GenerateBody
 from serve.native.tokens import DetokenizeBody, TokenizeBody, TokenizeChatBody
 from serve.native.vertex import PredictBody
 from serve.ollama import schema as ollama
+from serve.openai.batches import BatchBody
 from serve.openai.embeddings import EmbeddingBody
 from serve.openai.ranking import RerankBody, ScoreBody
 from serve.openai.responses.schema import ResponsesBody
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 BODIES: Mapping[str, tuple[type, ...]] = {
     "serve.openai.chat.create": (ChatBody,),
     "serve.openai.completions.create": (CompletionBody,),
+    "serve.openai.batches.create": (BatchBody,),
     "serve.openai.embeddings.create": (EmbeddingBody,),
     "serve.openai.responses.handlers.create": (ResponsesBody,),
     "serve.anthropic.messages.create": (MessagesBody,),

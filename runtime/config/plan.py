@@ -168,6 +168,7 @@ class ServePlan(Section):
     cache_report: bool  # usage.prompt_tokens_details
     preferred_sampling: Mapping[str, Any]
     allow_auto_truncate: bool
+    file_storage: str | None = None  # folder of /v1/files; None: there are no files and batches
     weight_version: str
     chat_page: bool = True
     admin_api_key: str | None = field(default=None, repr=False)

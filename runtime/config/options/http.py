@@ -124,11 +124,13 @@ class HttpArgs:
     warmups: str | None = planned(
         None, "Names of warm-up functions, separated by commas, that run before the server is ready."
     )
-    file_storage_path: str = inert(
-        "sglang_storage",
-        "Folder for the files and batches endpoints.",
-        reason="these endpoints do not exist, as in the server the option comes from",
+    file_storage_path: str | None = option(
+        None,
+        "Folder for the files of /v1/files and /v1/batches, which is made if it is not there. Default: none, and these "
+        "routes answer with status 501.",
         aliases=("--file-storage-pth",),
+        sglang="sglang_storage",
+        plan=ServePlan.file_storage,
     )
     tool_server: str | None = planned(
         None, "Tool servers for /v1/responses: `demo`, or addresses separated by commas."

@@ -147,6 +147,7 @@ def serve_plan(builder: PlanBuilder, model_path: str, demo_path: str | None) -> 
         skip_warmup=builder.follow("skip_server_warmup"),
         cache_report=builder.follow("enable_cache_report"),
         preferred_sampling=_preferred_sampling(builder),
+        file_storage=builder.follow("file_storage_path"),
         allow_auto_truncate=builder.follow("allow_auto_truncate"),
         weight_version=builder.follow("weight_version"),
         chat_page=builder.follow("disable_chat_page", not args.disable_chat_page),

@@ -19,7 +19,15 @@ from serve.page import PATHS as PAGE_PATHS
 from served_core import Serve, Served
 
 KEY, ADMIN_KEY = "open-sesame-ü", "open-all"
-NO_BODY = ("/stop_profile", "/flush_cache", "/freeze_gc", "/v1/models", "/v1/responses/{response_id}/cancel")
+NO_BODY = (
+    "/v1/files",
+    "/v1/batches/{batch_id}/cancel",
+    "/stop_profile",
+    "/flush_cache",
+    "/freeze_gc",
+    "/v1/models",
+    "/v1/responses/{response_id}/cancel",
+)
 BEYOND = {"host": "0.0.0.0"}  # the plan's; the tests' sockets are on loopback whatever it says
 
 

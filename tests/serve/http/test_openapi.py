@@ -16,7 +16,7 @@ from serve.openapi import BODIES, document
 from served_core import Served
 
 DOCUMENT = document(ROUTES)
-NO_BODY = {"stop", "flush_cache", "freeze_collector", "list_models", "cancel", "answer"}
+NO_BODY = {"upload", "stop", "flush_cache", "freeze_collector", "list_models", "cancel", "answer"}
 EASY = {"/generate", "/v1/completions", "/tokenize", "/detokenize"}  # a body made by chance is often right
 WITH_BODY = [path for path, each in DOCUMENT["paths"].items() if "requestBody" in each.get("post", {})]
 KNOWN = {200, 400, 403, 404, 405, 413, 422, 501, 503}

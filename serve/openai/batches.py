@@ -1,0 +1,228 @@
+"""`/v1/batches`: files of requests, answered while the server does other work too."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+from uuid import uuid4
+
+import anyio.to_thread
+import orjson
+from starlette.requests import Request as HttpRequest
+from starlette.types import ASGIApp
+
+from runtime.errors import InvalidRequest, NotFound, Overloaded, first_error
+from serve.access import CLIENT
+from serve.batch import BatchCounts, answer_lines
+from serve.decode import Length, decode
+from serve.endpoint import json_response, parse_object, read_body
+from serve.openai.files import FileObject, FileStore
+
+if TYPE_CHECKING:
+    from runtime.actors.engine_core import EngineCore
+
+logger = logging.getLogger("penstock.http")
+
+MAX_RUNNING = 16  # batches
+MAX_REMEMBERED = 1024
+MAX_LINES = 50_000
+MAX_OUTPUT_BYTES = 1024**3
+MAX_AT_ONCE = 32  # requests of one batch: others want to be served meanwhile
+WINDOW_S = 24 * 3600
+ENDED = ("completed", "failed", "expired", "cancelled")
+
+Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
+
+
+@dataclass(slots=True, kw_only=True)
+class BatchBody:
+    """The body of `/v1/batches`."""
+
+    input_file_id: Annotated[str, Length(1, 256)]
+    endpoint: Endpoint
+    completion_window: Literal["24h"]
+    metadata: dict[str, Annotated[str, Length(0, 512)]] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """One batch; `shown` is the API's object but for the counts."""
+
+    owner: str
+    shown: dict[str, Any]
+    counts: BatchCounts = field(default_factory=BatchCounts)
+    task: asyncio.Task[None] | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        counts = {
+            "total": self.counts.total,
+            "completed": self.counts.completed,
+            "failed": self.counts.failed,
+        }
+        return self.shown | {"request_counts": counts}
+
+    def become(self, status: str) -> None:
+        """Note a state, and when it began."""
+        self.shown["status"] = status
+        self.shown[f"{status}_at"] = int(time.time())
+
+
+class BatchStore:
+    """The batches of this process, newest last. Their files outlive it, the batches themselves do not."""
+
+    def __init__(self) -> None:
+        self._batches: dict[str, Batch] = {}
+
+    def add(self, batch: Batch) -> None:
+        """Raises `Overloaded` where too many run."""
+        running = [each for each in self._batches.values() if each.shown["status"] not in ENDED]
+        if len(running) >= MAX_RUNNING:
+            raise Overloaded("Too many batches are running.", retry_after_s=30)
+        for batch_id in [each for each in self._batches if self._batches[each] not in running]:
+            if len(self._batches) < MAX_REMEMBERED:
+                break
+            del self._batches[batch_id]
+        self._batches[batch.shown["id"]] = batch
+
+    def get(self, batch_id: str, owner: str) -> Batch:
+        """Raises `NotFound` for what is not there, or another client's."""
+        found = self._batches.get(batch_id)
+        if found is None or found.owner != owner:
+            raise NotFound(f"No batch has the id {batch_id[:80]}.", param="batch_id")
+        return found
+
+    def of(self, owner: str) -> list[Batch]:
+        """A client's, newest first."""
+        return [each for each in reversed(self._batches.values()) if each.owner == owner]
+
+
+async def create(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    """Begin to answer the lines of a file."""
+    body = await read_body(http, lambda raw: decode(BatchBody, parse_object(raw)))
+    files, owner = FileStore.of(core), CLIENT.get().name
+    source = await anyio.to_thread.run_sync(files.get, body.input_file_id, owner)
+    now = int(time.time())
+    states = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
+    shown = {
+        "id": f"batch_{uuid4().hex}",
+        "object": "batch",
+        "endpoint": body.endpoint,
+        "errors": None,
+        "input_file_id": source.id,
+        "completion_window": body.completion_window,
+        "status": "validating",
+        "output_file_id": None,
+        "error_file_id": None,
+        "created_at": now,
+        "expires_at": now + WINDOW_S,
+        "metadata": body.metadata,
+        **{f"{state}_at": None for state in states},
+    }
+    batch = Batch(owner, shown)
+    http.app.state.batches.add(batch)
+    headers = {name: value for name, value in http.headers.items() if name in ("authorization", "x-api-key")}
+    num_at_once = max(1, min(MAX_AT_ONCE, core.plan.schedule.max_running // 2))
+    batch.task = asyncio.create_task(_run(batch, files, http.app, headers, num_at_once))
+    return json_response(batch.as_json())
+
+
+async def list_batches(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    """The client's batches, newest first."""
+    FileStore.of(core)
+    shown = [batch.as_json() for batch in http.app.state.batches.of(CLIENT.get().name)]
+    first, last = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
+    return json_response(
+        {"object": "list", "data": shown, "first_id": first, "last_id": last, "has_more": False}
+    )
+
+
+async def retrieve(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    """How far a batch is, and the files with its answers."""
+    FileStore.of(core)
+    batch = http.app.state.batches.get(http.path_params["batch_id"], CLIENT.get().name)
+    return json_response(batch.as_json())
+
+
+async def cancel(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    """End a batch; the answers so far are kept."""
+    FileStore.of(core)
+    batch: Batch = http.app.state.batches.get(http.path_params["batch_id"], CLIENT.get().name)
+    if batch.shown["status"] in ENDED:
+        raise InvalidRequest(f"The batch is {batch.shown['status']} already.", param="batch_id")
+    batch.become("cancelling")
+    if batch.task is not None:
+        batch.task.cancel()
+    return json_response(batch.as_json())
+
+
+async def _run(
+    batch: Batch, files: FileStore, app: ASGIApp, headers: Mapping[str, str], num_at_once: int
+) -> None:
+    """Answer all lines, and say in the end what became of the batch. Never raises."""
+    import httpx  # a client is needed here only
+
+    name = batch.shown["id"]
+    output = files.new(f"{name}_output.jsonl", "batch_output", batch.owner)
+    errors = files.new(f"{name}_error.jsonl", "batch_output", batch.owner)
+    state = "failed"
+    try:
+        lines = await anyio.to_thread.run_sync(_lines, files, batch)
+        batch.become("in_progress")
+        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+        url = "http://127.0.0.1"
+        async with (
+            asyncio.timeout(WINDOW_S),
+            httpx.AsyncClient(transport=transport, base_url=url, timeout=None, headers=headers) as client,
+        ):
+            with files.path(output.id).open("wb") as good, files.path(errors.id).open("wb") as bad:
+
+                def write(line: bytes) -> None:
+                    answer = orjson.loads(line)
+                    is_good = answer["error"] is None and answer["response"]["status_code"] == 200
+                    (good if is_good else bad).write(line)
+                    if good.tell() + bad.tell() > MAX_OUTPUT_BYTES:
+                        raise InvalidRequest(f"The answers have more than {MAX_OUTPUT_BYTES} bytes.")
+
+                await answer_lines(
+                    client, lines, write, batch.counts, num_at_once=num_at_once, url=batch.shown["endpoint"]
+                )
+        state = "completed"
+    except asyncio.CancelledError:
+        state = "cancelled"
+    except TimeoutError:
+        state = "expired"
+    except Exception as error:  # the batch's border: a disk that is full, perhaps
+        first = first_error(error)
+        code, message = "server_error", "The batch failed."
+        if isinstance(first, InvalidRequest):
+            code, message = "invalid_request", first.message
+        else:
+            logger.exception("batch %s failed", name)
+        failure = {"code": code, "message": message, "param": None, "line": None}
+        batch.shown["errors"] = {"object": "list", "data": [failure]}
+    _keep(batch, files, {"output_file_id": output, "error_file_id": errors})
+    batch.become(state)
+
+
+def _lines(files: FileStore, batch: Batch) -> list[bytes]:
+    content = files.path(batch.shown["input_file_id"]).read_bytes()
+    lines = [line for line in content.split(b"\n") if line.strip()]
+    if not lines:
+        raise InvalidRequest("The file has no lines.", param="input_file_id")
+    if len(lines) > MAX_LINES:
+        raise InvalidRequest(f"A batch may have at most {MAX_LINES} lines.", param="input_file_id")
+    return lines
+
+
+def _keep(batch: Batch, files: FileStore, written: Mapping[str, FileObject]) -> None:
+    """Offer the files with answers; one that stayed empty is dropped."""
+    for name, file in written.items():
+        path = files.path(file.id)
+        if path.is_file() and path.stat().st_size:
+            batch.shown[name] = files.keep(file).id
+        else:
+            path.unlink(missing_ok=True)
