@@ -76,10 +76,15 @@ def _batch(words: Sequence[str]) -> int:
     return import_module("serve.batch").main(words)
 
 
+def _models(words: Sequence[str]) -> int:
+    return import_module("serve.models_table").main(words)
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "serve": _serve,
     "explain": _explain,
     "bench": _bench,
     "batch": _batch,
     "quantize": _quantize,
+    "models": _models,
 }

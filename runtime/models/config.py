@@ -152,7 +152,7 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         "context_length": config.rope().context_length,
         "has_sinks": entry(config.architecture).sinks,
-        "recurrent": bool(entry(config.architecture).layer_types),
+        "recurrent": entry(config.architecture).recurrent,
     }
 
 

@@ -2,64 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from difflib import get_close_matches
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
 from runtime.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from runtime.layers.build import Build
-    from runtime.models.config import Config
-    from runtime.models.decoder import Decoder
-
-    BuildDecoder = Callable[[Config, Build], Decoder]
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A family's file, and the values its configuration takes where config.json is silent."""
-
-    family: str  # the file in this folder; in config.json "model_type" is the same
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    renamed: Mapping[str, str] = field(default_factory=dict)  # the family's name of a value -> the usual one
-    sinks: bool = False  # its attention has learned sinks
-    encoder: bool = False  # sees each text whole and writes no token
-    scores: bool = False  # a classifier: its vectors are scores of labels
-    headless: bool = False  # a decoder without a head, which writes no token
-    cuttable: bool = True  # over ranks; not where a norm is taken over all heads together
-    tensors: Mapping[str, str | None] = field(default_factory=dict)  # see `tensor_name`
-    layer_types: tuple[str, ...] = ()  # those that its configuration may list; (): those of attention
-    spelling: str | None = None  # a function in `spellings.py` that brings older files into the usual form
-
-    def values(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """What config.json says, in the usual names and with the defaults."""
-        read = dict(values)
-        if self.spelling is not None:
-            read = getattr(import_module("runtime.models.spellings"), self.spelling)(read)
-        for own, usual in self.renamed.items():
-            if read.get(own) is not None:
-                read[usual] = read[own]
-        return {**self.defaults, **read}
-
-    def tensor_name(self, stored: str) -> str | None:
-        """What the family calls a checkpoint's tensor; None for one that it does not need.
-
-        `tensors` holds regular expressions of the beginnings of names, and what stands in their places or None.
-        """
-        for pattern, ours in self.tensors.items():
-            found = re.match(pattern, stored)
-            if found is not None:
-                return None if ours is None else found.expand(ours) + stored[found.end() :]
-        return stored
-
-    def decoder(self) -> BuildDecoder:
-        """The family's function that builds the whole model, its parameters not yet filled."""
-        return import_module(f"runtime.models.{self.family}").decoder
-
+from runtime.models.encoders import ENCODERS
+from runtime.models.entry import Entry
 
 _QWEN = {
     "max_position_embeddings": 32768,
@@ -162,7 +111,8 @@ ARCHITECTURES: Mapping[str, Entry] = {
     ),
     "DeepseekV2ForCausalLM": Entry(
         "deepseek_v2",
-        {
+        captured=False,
+        defaults={
             **_LATENT,
             "first_k_dense_replace": 0,
             "max_position_embeddings": 2048,
@@ -175,7 +125,8 @@ ARCHITECTURES: Mapping[str, Entry] = {
     ),
     "DeepseekV3ForCausalLM": Entry(
         "deepseek_v3",
-        {
+        captured=False,
+        defaults={
             **_LATENT,
             "first_k_dense_replace": 3,
             "max_position_embeddings": 4096,
@@ -246,7 +197,8 @@ ARCHITECTURES: Mapping[str, Entry] = {
     ),
     "Glm4MoeLiteForCausalLM": Entry(
         "deepseek_v3",
-        {
+        captured=False,
+        defaults={
             **_LATENT,
             "first_k_dense_replace": 1,
             "max_position_embeddings": 202752,
@@ -481,78 +433,6 @@ ARCHITECTURES: Mapping[str, Entry] = {
 
 # What may stand in the place of ForCausalLM: a classifier's head or none.
 HEADS = {"ForSequenceClassification": True, "ForRewardModel": True, "Model": False}
-
-_BERT = {"hidden_act": "gelu", "max_position_embeddings": 512, "rms_norm_eps": 1e-12}
-
-
-def _bert(prefix: str, *, spelling: str | None = None, scores: bool = False) -> Entry:
-    """Of BERT's shape; what predicts hidden words and the next sentence is not needed."""
-    unused = "cls|lm_head" if scores else "pooler|cls|lm_head"
-    return Entry(
-        "bert",
-        _BERT,
-        encoder=True,
-        cuttable=False,
-        renamed=_LAYER_NORM,
-        tensors={
-            rf"({prefix}\.)?embeddings\.position_ids": None,
-            rf"({prefix}\.)?({unused})\.": None,
-            rf"({prefix}\.)?(.*LayerNorm)\.gamma": r"\2.weight",  # as TensorFlow called them
-            rf"({prefix}\.)?(.*LayerNorm)\.beta": r"\2.bias",
-            rf"{prefix}\.": "",
-        },
-        spelling=spelling,
-        scores=scores,
-    )
-
-
-_ROBERTA = _bert("roberta", spelling="roberta")
-_ROBERTA_SCORES = _bert("roberta", spelling="roberta", scores=True)
-
-
-def _modernbert(*, scores: bool = False) -> Entry:
-    return Entry(
-        "modernbert",
-        {
-            "hidden_act": "gelu",
-            "local_attention": 128,
-            "max_position_embeddings": 8192,
-            "norm_bias": False,
-            "rms_norm_eps": 1e-5,
-        },
-        encoder=True,
-        cuttable=False,
-        renamed={"norm_eps": "rms_norm_eps", "hidden_activation": "hidden_act"},
-        tensors={
-            r"model\.(layers\.\d+\.mlp\.)Wo\.": r"\1down_proj.",
-            r"(layers\.\d+\.mlp\.)Wo\.": r"\1down_proj.",
-            r"model\.": "",
-            r"decoder\.": None,
-            **({} if scores else {r"head\.": None}),
-        },
-        spelling="modernbert",
-        scores=scores,
-    )
-
-
-ENCODERS: Mapping[str, Entry] = {
-    "BertModel": _bert("bert"),
-    "BertForMaskedLM": _bert("bert"),
-    "BertForPreTraining": _bert("bert"),
-    "BertForSequenceClassification": _bert("bert", scores=True),
-    "CamembertModel": _ROBERTA,
-    "CamembertForMaskedLM": _ROBERTA,
-    "CamembertForSequenceClassification": _ROBERTA_SCORES,
-    "ModernBertModel": _modernbert(),
-    "ModernBertForMaskedLM": _modernbert(),
-    "ModernBertForSequenceClassification": _modernbert(scores=True),
-    "RobertaModel": _ROBERTA,
-    "RobertaForMaskedLM": _ROBERTA,
-    "RobertaForSequenceClassification": _ROBERTA_SCORES,
-    "XLMRobertaModel": _ROBERTA,
-    "XLMRobertaForMaskedLM": _ROBERTA,
-    "XLMRobertaForSequenceClassification": _ROBERTA_SCORES,
-}
 
 
 def find(architecture: str) -> Entry | None:

@@ -83,6 +83,7 @@ def decide(
             gpu,
             kernels.decode_attention_backend,
             schedule.max_running,
+            is_embedding=model.is_embedding,
             by_transformers=model.by_transformers,
             recurrent=facts.recurrent,
         ),

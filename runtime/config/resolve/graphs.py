@@ -26,6 +26,7 @@ def graph_plan(
     *,
     by_transformers: bool = False,
     recurrent: bool = False,
+    is_embedding: bool = False,
 ) -> GraphPlan:
     """`by_transformers`: its modules compute the model, which may look at numbers on the host, as `recurrent` layers
     do.
@@ -36,6 +37,8 @@ def graph_plan(
     )
     if recurrent:
         foreign = "recurrent layers read on the host which state each row goes on from"
+    if is_embedding:
+        foreign = "graphs are of steps of single tokens, and nothing is generated"
     return build(
         GraphPlan,
         sizes=_sizes(builder, gpu, decode_attention, max_running, foreign),

@@ -56,7 +56,7 @@ class Numbers:
 def config_of(values: Mapping[str, Any]) -> Any:
     """transformers' configuration of these values of config.json. Raises CheckpointError where it has none."""
     kind, [name, *_] = str(values.get("model_type")), values["architectures"]
-    if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or kind not in CONFIG_MAPPING:
+    if not is_causal(name) or kind not in CONFIG_MAPPING:
         own = " The code that comes with the checkpoint is not run." if "auto_map" in values else ""
         raise CheckpointError(
             f"{unsupported(name)} transformers {transformers.__version__} has no causal language model of that "
@@ -70,6 +70,11 @@ def config_of(values: Mapping[str, Any]) -> Any:
     if getattr(config, "is_encoder_decoder", False):
         raise CheckpointError(f"{name} has an encoder, which this route does not serve.")
     return config
+
+
+def is_causal(name: str) -> bool:
+    """Whether transformers has a causal language model of this name."""
+    return name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
 def forget_padding(config: Any) -> None:
