@@ -159,7 +159,7 @@ def build_app(core: EngineCore, environment: Mapping[str, str] = os.environ) -> 
             access.admit(request.scope, USER)
         except RequestError as refused:
             return refusal_response(request.url.path, refused)
-        return OPENAI.response(error)
+        return (ollama.ERROR_FORMAT if request.url.path.startswith("/api/") else OPENAI).response(error)
 
     specs = routes_for(environment)
     routes = [

@@ -24,7 +24,10 @@ _TYPES: Mapping[int, str] = {
 def messages_error_body(failure: Failure) -> dict[str, Any]:
     """`failure` as a body of this API."""
     kind = _TYPES.get(failure.status, "invalid_request_error" if failure.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": failure.message}, "request_id": None}
+    error: dict[str, Any] = {"type": kind, "message": failure.message}
+    if failure.param == "thread":
+        error["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    return {"type": "error", "error": error, "request_id": None}
 
 
 def error_event(failure: Failure) -> bytes:

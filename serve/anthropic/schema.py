@@ -124,3 +124,4 @@ class MessagesBody(CountBody):
     container: NotBuilt = None
     diagnostics: NotBuilt = None
     inference_geo: NotBuilt = None
+    thread: NotBuilt = None  # clients' tool runners go on without, if it is refused as their API does

@@ -80,6 +80,25 @@ async def test_anthropics_client_finds_the_model(served: Served) -> None:
     ModelInfo.model_validate_json(again.to_json(), strict=True)
 
 
+async def test_anthropics_tool_runner_goes_on_without_a_thread_of_the_servers(served: Served) -> None:
+    asked: list[str] = []
+
+    @anthropic.beta_async_tool
+    async def get_weather(city: str, **further: Any) -> str:
+        """The weather of a city."""
+        asked.append(city)
+        return "sunny"
+
+    async with anthropic_of(served) as client:
+        runner = client.beta.messages.tool_runner(
+            model=fake_core.MODEL, messages=HELLO, max_tokens=400, tools=[get_weather], max_iterations=2
+        )
+        answers = [answer async for answer in runner]
+    assert len(answers) == 2
+    assert len(served.core.submitted) == 2
+    assert asked[0] == CALLS[0][1]["city"]
+
+
 async def test_anthropics_accumulator_reads_the_stream(served: Served) -> None:
     ask: Any = {"model": fake_core.MODEL, "messages": HELLO, "max_tokens": 400, "tools": ANTHROPIC_TOOLS}
     async with anthropic_of(served) as client, client.messages.stream(**ask) as stream:

@@ -180,6 +180,9 @@ async def test_errors_are_the_clients_own(serve: Serve) -> None:
     with pytest.raises(ollama.ResponseError) as unknown:
         await client_of(served).show("other")
     assert unknown.value.status_code == 404
+    with pytest.raises(ollama.ResponseError) as absent:
+        await client_of(served).pull(fake_core.MODEL)
+    assert (absent.value.status_code, absent.value.error) == (404, "Not Found.")
     served.core.refusal = Overloaded("The queue is full.")
     with pytest.raises(ollama.ResponseError) as busy:
         await chat(served)
