@@ -19,6 +19,7 @@ REFUSED: dict[str, tuple[Any, Any]] = {
     "nested ebnf": ("ebnf", "root ::= " + "(" * 30_000),
     "nested lark": ("lark", "start: " + "(" * 30_000),
     "a million times": ("regex", "(a{1000}){1000}"),
+    "many alternatives": ("regex", "|".join(map(str, range(50_000)))),
     "ambiguous repeats": ("regex", "(a?){5000}a{5000}"),
     "a megabyte": ("json_schema", json.dumps({"enum": ["x" * 100 + str(index) for index in range(10_000)]})),
     "many names": ("json_schema", json.dumps({"properties": NAMES})),
