@@ -184,6 +184,7 @@ class Product4(Structure):
         ("group_sums", c_void_p),
         ("group", c_int64),
         ("shifted", c_int64),
+        ("rounded", c_void_p),
     )
 
 

@@ -13,5 +13,5 @@ them. `prepare` is called once for each complete weight: it returns the weight a
 products can read, of the same shape; then the plain one may be let go. With `bits` 8 it is rounded, each output with a
 scale of its own; a backend that cannot do that raises ValueError. `prepare_grouped` is the same for weights of 4 bits
 (`ops/matmul/grouped.py`) and products in `dtype`: they stay in 4 bits, or become plain ones where a backend has no
-kernel for them.
+kernel for them. Only where they stay are the rows of x rounded, if the weight says that they may be.
 """

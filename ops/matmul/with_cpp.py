@@ -43,7 +43,8 @@ class Header4(Structure):
         ("group", c_int64),
         ("shifted", c_int64),
         ("type_size", c_int64),  # of the numbers it is multiplied with
-        ("unused", c_int64 * 5),
+        ("rounded_rows", c_int64),  # whether those are rounded to 8 bits
+        ("unused", c_int64 * 4),
         ("table", c_float * 16),
     )
 
@@ -80,11 +81,15 @@ def product4(
             f"A weight of 4 bits packed for another dtype cannot be multiplied with rows in {dtype}."
         )
     plain.weight = first + sizeof(Header4)
-    sums = None
-    if header.shifted:
-        sums = launcher.empty((rows, plain.in_size // header.group), torch.float32)
+    num_groups, sums, rounded = plain.in_size // header.group, None, None
+    if header.rounded_rows:  # with the groups' sums and the row's scale
+        stride = -(-(plain.in_size + (num_groups + 1) * SCALE_BYTES) // CACHE_LINE) * CACHE_LINE
+        rounded = launcher.empty((rows, stride), torch.uint8)
+    elif header.shifted:
+        sums = launcher.empty((rows, num_groups), torch.float32)
     table = first + Header4.table.offset
-    return Product4(plain, table, address(sums), header.group, header.shifted), sums
+    operands = Product4(plain, table, address(sums), header.group, header.shifted, address(rounded))
+    return operands, sums if rounded is None else rounded
 
 
 PACKED = (PackedWeight, PackedWeight8, PackedWeight4)
@@ -154,6 +159,9 @@ def prepare_grouped(launcher: KernelLauncher, weight: GroupedWeight, dtype: torc
     header = made.header
     header.group, header.shifted, header.type_size = group, shifted, dtype.itemsize
     header.table[:] = weight.table
+    header.rounded_rows = weight.rounded_rows and all(
+        number == int(number) and -128 <= number < 128 for number in weight.table
+    )
     return made
 
 

@@ -28,6 +28,7 @@ class FormatEntry:
 
 METHODS: Mapping[str, QuantizationEntry] = {  # by the name that `--quantization` has for it
     "w4a16": QuantizationEntry(file="w4a16"),
+    "w4a8": QuantizationEntry(file="w4a8"),
     "w8a8_int8": QuantizationEntry(file="w8a8_int8", matmul="int8"),
 }
 

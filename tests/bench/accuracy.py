@@ -31,6 +31,7 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
     "8 bits": {"dtype": "bfloat16", "quantization": "w8a8_int8"},
     "4 bits": {"dtype": "bfloat16", "quantization": "w4a16"},
+    "4 bits, activations of 8": {"dtype": "bfloat16", "quantization": "w4a8"},
 }
 
 

@@ -8,7 +8,12 @@
 //
 // A group's products with the table's numbers are added up by themselves and scaled once, in the same order for any
 // number of rows: a token's result does not depend on its batch.
+//
+// Where the table holds whole numbers of 8 bits, each row of x may be rounded to 8 bits with a scale of its own; then a
+// group's products are exact in int32, four to an instruction, and become a float once.
 #pragma once
+
+#include <vector>
 
 #include "product.h"
 #include "product8.h"
@@ -16,6 +21,7 @@
 namespace penstock {
 
 constexpr int64_t WORD_CODES = 8;
+constexpr uint32_t BYTE_CODES = 0x0f0f0f0fu;  // of the eight, those in the lower half of each byte
 
 struct Product4Operands {
     ProductOperands plain;  // its weight packed in panels as above
@@ -23,6 +29,7 @@ struct Product4Operands {
     float* group_sums;      // scratch [rows, I / group]: sums of x, where there are shifts
     int64_t group;          // inputs, a multiple of 8
     int64_t shifted;        // whether there are shifts
+    int8_t* rounded;        // scratch: `rows` lines as described by Rounded4; null: x stays as it is
 };
 
 // A float of 16 bits, as scales have it beside bfloat16.
@@ -134,7 +141,9 @@ inline void multiply_tile4(const Product4Operands& o, const Table& table, int64_
     for (int64_t g = 0; g < groups; g++, x += o.group) {
         const Scale* scales = reinterpret_cast<const Scale*>(panel);
         panel += (1 + o.shifted) * PANEL * sizeof(Scale);
-        Floats parts[ROWS][2] = {};
+        Floats parts[ROWS][2];
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; r++) parts[r][0] = parts[r][1] = Floats{};
         for (int64_t k = 0; k < o.group; k += WORD_CODES, panel += STEP) {
             if constexpr (ROWS == 1) {  // it waits for memory
                 __builtin_prefetch(panel + PANEL_AHEAD);
@@ -154,9 +163,11 @@ inline void multiply_tile4(const Product4Operands& o, const Table& table, int64_
                 }
             }
         }
+#pragma GCC unroll 2
         for (int half = 0; half < 2; half++) {
             const Floats scale = load(scales + half * LANES);
             const Floats shift = o.shifted ? load(scales + PANEL + half * LANES) : Floats{};
+#pragma GCC unroll 16
             for (int r = 0; r < ROWS; r++) {
                 sums[r][half] = fused(parts[r][half], scale, sums[r][half]);
                 if (o.shifted) sums[r][half] = fused(shift, fill(o.group_sums[(row + r) * groups + g]), sums[r][half]);
@@ -174,6 +185,151 @@ inline void multiply_rows4(const Product4Operands& o, const Table& table, int64_
     }
 }
 
+// The sixteen whole numbers that codes stand for, each 128 more, as bytes.
+struct ByteTable {
+    alignas(64) uint8_t numbers[64];  // four times
+
+    explicit ByteTable(const float* from) {
+        for (int i = 0; i < 64; i++) numbers[i] = uint8_t(int32_t(from[i % 16]) + 128);
+    }
+
+    // The numbers of codes that stand in the four lowest bits of each byte, the upper ones being 0.
+    Words look_up(Words codes) const {
+        Words found;
+#if defined(__AVX512BW__)
+        return cast<Words>(_mm512_shuffle_epi8(_mm512_load_si512(numbers), cast<__m512i>(codes)));
+#elif defined(__AVX2__)
+        __m256i table, part[2];
+        std::memcpy(&table, numbers, sizeof(table));
+        std::memcpy(part, &codes, sizeof(part));
+        for (int half = 0; half < 2; half++) part[half] = _mm256_shuffle_epi8(table, part[half]);
+        std::memcpy(&found, part, sizeof(found));
+        return found;
+#else
+        uint8_t bytes[sizeof(Words)];
+        std::memcpy(bytes, &codes, sizeof(bytes));
+        for (uint8_t& byte : bytes) byte = numbers[byte & 15];
+        std::memcpy(&found, bytes, sizeof(found));
+        return found;
+#endif
+    }
+};
+
+// Rows of x in 8 bits: their bytes, of each eight inputs in the order 0, 4, 1, 5, 2, 6, 3, 7, in which a word's codes
+// stand; then for each group -128 times the sum of its bytes, then the row's scale.
+struct Rounded4 {
+    int8_t* lines;
+    int64_t in_size, group;
+
+    explicit Rounded4(const Product4Operands& o) : lines(o.rounded), in_size(o.plain.in_size), group(o.group) {}
+    int64_t groups() const { return in_size / group; }
+    int64_t stride() const { return round_up(in_size + (groups() + 1) * int64_t(sizeof(int32_t)), UNIT_BYTES); }
+    int8_t* row(int64_t row) const { return lines + row * stride(); }
+    int32_t* offsets(int64_t row) const { return reinterpret_cast<int32_t*>(this->row(row) + in_size); }
+    float& scale(int64_t row) const { return *reinterpret_cast<float*>(offsets(row) + groups()); }
+
+    template <class T>
+    void round(int64_t row, const T* x) const {
+        int8_t* bytes = this->row(row);
+        scale(row) = round_row(x, in_size, bytes).scale;
+        for (int64_t g = 0; g < groups(); g++) {
+            int32_t total = 0;
+            for (int64_t k = 0; k < group; k++) total += bytes[g * group + k];
+            offsets(row)[g] = -128 * total;
+        }
+        for (int64_t k = 0; k < in_size; k += WORD_CODES) {
+            int8_t eight[WORD_CODES];
+            for (int n = 0; n < WORD_CODES; n++) eight[n] = bytes[k + n / 4 * 2 + n % 4 / 2 + n % 2 * 4];
+            std::memcpy(bytes + k, eight, sizeof(eight));
+        }
+    }
+};
+
+// sums[r] = rounded row `row` + r . panel.
+template <class T, int ROWS, bool DECODED>
+inline void multiply_rounded4(const Product4Operands& o, const ByteTable& table, const Rounded4& rounded, int64_t row,
+                              const uint8_t* panel, const Words* decoded, Floats (*sums)[2]) {
+    typedef typename ScaleOf<T>::Type Scale;
+    constexpr int64_t STEP = PANEL * sizeof(uint32_t);
+    const int64_t stride = rounded.stride();
+    const int8_t* x = rounded.row(row);
+    for (int r = 0; r < ROWS; r++) sums[r][0] = sums[r][1] = Floats{};
+    for (int64_t g = 0; g < rounded.groups(); g++, x += o.group) {
+        const Scale* scales = reinterpret_cast<const Scale*>(panel);
+        panel += (1 + o.shifted) * PANEL * sizeof(Scale);
+        Ints parts[ROWS][2];
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; r++) parts[r][0] = parts[r][1] = Ints{} + rounded.offsets(row + r)[g];
+        for (int64_t k = 0; k < o.group; k += WORD_CODES, panel += STEP) {
+            if constexpr (ROWS == 1) {  // it waits for memory
+                __builtin_prefetch(panel + PANEL_AHEAD);
+                __builtin_prefetch(panel + PANEL_AHEAD + STEP / 2);
+            }
+            Words codes[2] = {};
+            if constexpr (!DECODED) std::memcpy(codes, panel, sizeof(codes));
+#pragma GCC unroll 2
+            for (int shift = 0; shift < 8; shift += 4, decoded += 2) {
+                const Words first = DECODED ? decoded[0] : table.look_up(codes[0] >> shift & BYTE_CODES);
+                const Words second = DECODED ? decoded[1] : table.look_up(codes[1] >> shift & BYTE_CODES);
+#pragma GCC unroll 16
+                for (int r = 0; r < ROWS; r++) {
+                    uint32_t four;
+                    std::memcpy(&four, x + r * stride + k + shift, sizeof(four));
+                    const Words values = Words{} + four;
+                    parts[r][0] = dot_quads(parts[r][0], first, values);
+                    parts[r][1] = dot_quads(parts[r][1], second, values);
+                }
+            }
+        }
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++) {
+            const Floats scale = load(scales + half * LANES);
+            const Floats shift = o.shifted ? load(scales + PANEL + half * LANES) : Floats{};
+#pragma GCC unroll 16
+            for (int r = 0; r < ROWS; r++) {
+                sums[r][half] = fused(__builtin_convertvector(parts[r][half], Floats), scale, sums[r][half]);
+                if (o.shifted)
+                    sums[r][half] = fused(shift, fill(float(rounded.offsets(row + r)[g] / -128)), sums[r][half]);
+            }
+        }
+    }
+    for (int r = 0; r < ROWS; r++)
+        for (int half = 0; half < 2; half++) sums[r][half] *= fill(rounded.scale(row + r));
+}
+
+template <class T, int ROWS = MAX_TILE_ROWS>
+inline void multiply_rounded_rows4(const Product4Operands& o, const ByteTable& table, const Rounded4& rounded,
+                                   int64_t row, int64_t height, const uint8_t* panel, const Words* numbers,
+                                   Floats (*sums)[2]) {
+    if constexpr (ROWS > 0) {
+        if (height != ROWS)
+            return multiply_rounded_rows4<T, ROWS - 1>(o, table, rounded, row, height, panel, numbers, sums);
+        if (numbers)
+            multiply_rounded4<T, ROWS, true>(o, table, rounded, row, panel, numbers, sums);
+        else
+            multiply_rounded4<T, ROWS, false>(o, table, rounded, row, panel, nullptr, sums);
+    }
+}
+
+// The numbers of a panel, in memory of this thread, for several tiles of rows; null where it is better read once.
+template <class T>
+inline const Words* decode_bytes4(const Product4Operands& o, const ByteTable& table, const uint8_t* panel, int64_t rows) {
+    if (rows <= MAX_TILE_ROWS) return nullptr;
+    thread_local std::vector<Words> room;
+    if (int64_t(room.size()) < o.plain.in_size / 2) room.resize(o.plain.in_size / 2);
+    Words* to = room.data();
+    for (int64_t k = 0; k < o.plain.in_size; k += WORD_CODES, panel += PANEL * sizeof(uint32_t)) {
+        if (k % o.group == 0) panel += (1 + o.shifted) * PANEL * sizeof(typename ScaleOf<T>::Type);
+        Words codes[2];
+        std::memcpy(codes, panel, sizeof(codes));
+        for (int shift = 0; shift < 8; shift += 4, to += 2) {
+            to[0] = table.look_up(codes[0] >> shift & BYTE_CODES);
+            to[1] = table.look_up(codes[1] >> shift & BYTE_CODES);
+        }
+    }
+    return room.data();
+}
+
 template <class T>
 inline int64_t panel_bytes4(int64_t in_size, int64_t group, int64_t shifted) {
     return in_size / group * (1 + shifted) * PANEL * int64_t(sizeof(typename ScaleOf<T>::Type)) + in_size * PANEL / 2;
@@ -183,6 +339,23 @@ inline int64_t panel_bytes4(int64_t in_size, int64_t group, int64_t shifted) {
 template <class T, class Put>
 inline void multiply4(const Product4Operands& o, ThreadGroup& team, int64_t rows, const Put& put) {
     const int64_t bytes = panel_bytes4<T>(o.plain.in_size, o.group, o.shifted);
+    if (o.rounded) {
+        const Rounded4 rounded(o);
+        team.share(rows, [&](int64_t row) {
+            rounded.round(row, static_cast<const T*>(o.plain.x) + row * o.plain.x_stride);
+        });
+        team.barrier();
+        const ByteTable table(o.table);
+        return share_panels(team, rows, o.plain.out_size, [&](int64_t first, int64_t end, int64_t panel) {
+            const uint8_t* weight = static_cast<const uint8_t*>(o.plain.weight) + panel * bytes;
+            const Words* const numbers = decode_bytes4<T>(o, table, weight, end - first);
+            in_tiles<MAX_TILE_ROWS>(first, end, [&](int64_t row, int64_t height) {
+                Floats sums[MAX_TILE_ROWS][2];
+                multiply_rounded_rows4<T>(o, table, rounded, row, height, weight, numbers, sums);
+                for (int64_t r = 0; r < height; r++) put(row + r, panel, sums[r]);
+            });
+        });
+    }
     if (o.shifted) {
         const int64_t groups = o.plain.in_size / o.group;
         team.share(rows, [&](int64_t row) {

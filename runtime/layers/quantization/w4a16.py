@@ -1,4 +1,7 @@
-"""Weights of 4 bits in groups of 32 inputs, rounded here: the checkpoint is an ordinary one."""
+"""Weights of 4 bits in groups of 32 inputs, rounded here: the checkpoint is an ordinary one.
+
+Activations stay as they are, or have 8 bits with a scale for each token (`w4a8`) where the kernels in C++ run.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,16 @@ GROUP = 32
 class W4A16(Unquantized):
     """Groups of a row are rounded with a scale of their own when they are loaded, the head's too.
 
-    Activations stay as they are. Rows that groups do not fill stay unquantised.
+    Rows that groups do not fill stay unquantised.
     """
+
+    rounded_rows = False
 
     def prepare_weight(self, weight: Tensor, kernels: Kernels) -> Tensor:
         if weight.shape[1] % GROUP:
             return kernels.prepare(weight)
-        return kernels.prepare_grouped(round_to_groups(weight, GROUP), weight.dtype)
+        rounded = round_to_groups(weight, GROUP)._replace(rounded_rows=self.rounded_rows)
+        return kernels.prepare_grouped(rounded, weight.dtype)
 
 
 METHOD = W4A16

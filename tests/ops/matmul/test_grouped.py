@@ -14,6 +14,7 @@ from ops.matmul.with_cpp import PackedWeight, PackedWeight4
 from ops.select import select
 
 NF4 = (-1.0, -0.69, -0.52, -0.39, -0.28, -0.18, -0.09, 0.0, 0.08, 0.16, 0.25, 0.34, 0.44, 0.56, 0.72, 1.0)
+WHOLE_NUMBERS = tuple(map(float, (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)))
 SHAPES = [(1, 8, 8), (32, 32, 32), (100, 256, 128), (33, 96, 96), (70, 160, 16)]  # O, I, group
 PROCESSORS = [(), *LESSER.values()]
 
@@ -57,6 +58,43 @@ def test_products_are_those_of_the_dequantised_weight(dtype: torch.dtype, march:
                 torch.testing.assert_close(kernels.linear(x, packed, bias), rounded, rtol=rtol, atol=bound)
 
 
+@pytest.mark.parametrize("march", PROCESSORS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rounded_rows_are_multiplied_exactly(dtype: torch.dtype, march: tuple[str, ...]) -> None:
+    kernels = backend("matmul", 2, *march)
+    for shape in SHAPES:
+        for shifted, table in ((False, None), (True, None), (True, WHOLE_NUMBERS)):
+            given = weight(*shape, shifted=shifted, table=table)._replace(rounded_rows=True)
+            packed = kernels.prepare_grouped(given, dtype)
+            plain = given.dequantised() if dtype == torch.float32 else halved(given)
+            for rows in (1, 3, 13, 30):
+                x = torch.randint(-127, 128, (rows, shape[1])).to(dtype)
+                x[:, 0] = 127  # so that rounding changes nothing
+                x *= 0.125
+                wanted = x.double() @ plain.double().T
+                bound = 1e-5 * float((x.double().abs() @ plain.double().abs().T).max())
+                torch.testing.assert_close(kernels.logits(x, packed).double(), wanted, rtol=0, atol=bound)
+
+
+def test_rows_are_not_rounded_where_the_table_holds_no_whole_numbers() -> None:
+    kernels, given = backend("matmul"), weight(32, 64, 32, table=NF4)
+    x = torch.randn(3, 64)
+    found = [
+        kernels.logits(x, kernels.prepare_grouped(given._replace(rounded_rows=asked), torch.float32))
+        for asked in (False, True)
+    ]
+    assert torch.equal(*found)
+
+
+def test_a_row_that_is_no_number_spoils_only_itself() -> None:
+    kernels = backend("matmul")
+    packed = kernels.prepare_grouped(weight(32, 64, 32)._replace(rounded_rows=True), torch.float32)
+    x = torch.randn(3, 64)
+    x[1, 5] = float("inf")
+    found = kernels.logits(x, packed)
+    assert found.isfinite().all(1).tolist() == [True, False, True]
+
+
 @pytest.mark.parametrize("num_threads", THREADS)
 @pytest.mark.parametrize("march", [(), LESSER["AVX2"]], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -64,8 +102,9 @@ def test_a_row_is_the_same_alone_and_among_others(
     dtype: torch.dtype, march: tuple[str, ...], num_threads: int
 ) -> None:
     kernels = backend("matmul", num_threads, *march)
-    for shifted in (False, True):
-        packed = kernels.prepare_grouped(weight(100, 256, 32, shifted=shifted), dtype)
+    for shifted, rounded in ((False, False), (True, False), (True, True)):
+        given = weight(100, 256, 32, shifted=shifted)._replace(rounded_rows=rounded)
+        packed = kernels.prepare_grouped(given, dtype)
         x = torch.randn(300, 256).to(dtype)
         together = kernels.logits(x, packed)
         for row in (0, 1, 17, 255, 299):

@@ -88,6 +88,7 @@ PRECISIONS = [
     ("bfloat16", None, None),
     ("bfloat16", "w8a8_int8", None),
     ("float32", "w4a16", 1e-4),
+    ("bfloat16", "w4a8", None),
 ]
 EACH_PRECISION = (
     "gemma2",
