@@ -20,7 +20,7 @@ class GroupedWeight(NamedTuple):
     scales: Tensor  # float32 [O, G]
     shifts: Tensor | None = None  # float32 [O, G]
     table: tuple[float, ...] = WHOLE  # sixteen
-    rounded_rows: bool = False  # what it is multiplied with may be rounded to 8 bits, each row with a scale of its own
+    rounded_rows: bool = False  # rows of x may be rounded to 8 bits, each with a scale of its own
 
     @property
     def group(self) -> int:

@@ -39,7 +39,9 @@ def test_a_form_may_be_named_and_need_not(stored: str) -> None:
 def test_another_form_than_the_checkpoints_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="the checkpoint's form is gptq"):
         model(replace(FACTS, quantization="gptq"), quantization="awq")
-    with pytest.raises(ConfigurationError, match="the checkpoint is not quantized; use w4a16, w4a8 or w8a8_int8"):
+    with pytest.raises(
+        ConfigurationError, match="the checkpoint is not quantized; use w4a16 or w4a8 or w8a8_int8"
+    ):
         model(quantization="awq")
 
 
@@ -54,7 +56,7 @@ def test_another_form_than_the_checkpoints_is_refused() -> None:
 )
 def test_whoever_asks_for_a_form_that_is_not_there_learns_how_to_get_it(name: str, how: str) -> None:
     with pytest.raises(
-        ConfigurationError, match=f"use w4a16, w4a8 or w8a8_int8.* a checkpoint in that form, .*{how}"
+        ConfigurationError, match=f"use w4a16 or w4a8 or w8a8_int8.* a checkpoint in that form, .*{how}"
     ):
         model(quantization=name)
 
