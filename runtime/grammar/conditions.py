@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from itertools import combinations, permutations
+from collections.abc import Callable
 from typing import Any
 
 from runtime.grammar.disjoint import are_disjoint
@@ -13,10 +12,6 @@ Schema = Any
 Peek = Callable[[Any], Any]  # follows references
 MAX_DEPENDENCIES = 8  # of one object: each doubles what is to be compared
 MAX_UNKNOWN = 8  # names of which one tells an object from those that do not know them
-MAX_UNIQUE = (
-    7  # values of uniqueItems; of more than MAX_ARRANGED each array is there in the order of the schema alone
-)
-MAX_ARRANGED = 4
 IN_PLACE = ("anyOf", "oneOf", "if", "dependentSchemas", "dependencies", "$dynamicRef", "$recursiveRef")
 
 
@@ -143,28 +138,3 @@ def _apart(one: Schema, other: Schema, peek: Peek) -> Schema | None:
         if unknown:
             return {"type": "object", "anyOf": [{"required": [name]} for name in unknown]}
     return None
-
-
-def unique_arrays(items: Schema, schema: Schema) -> list[list[Any]] | None:
-    """All arrays of different values that `items` lists; None where it does not, or lists too many.
-
-    `schema` is the array's own: its minItems and maxItems are looked at.
-    """
-    if not isinstance(items, dict):
-        return None
-    values = items.get("enum", [items["const"]] if "const" in items else None)
-    if not isinstance(values, list) or any(not isinstance(value, str | bool | None) for value in values):
-        return None
-    if items.keys() - {"enum", "const", "type", "title", "description", "default", "examples", "$comment"}:
-        return None
-    values = list(dict.fromkeys(values))
-    low, high = schema.get("minItems", 0), schema.get("maxItems", len(values))
-    if len(values) > MAX_UNIQUE or not isinstance(low, int) or not isinstance(high, int):
-        return None
-    found: list[list[Any]] = []
-    for count in range(low, min(high, len(values)) + 1):
-        chosen: Iterable[tuple[Any, ...]] = (
-            permutations(values, count) if len(values) <= MAX_ARRANGED else combinations(values, count)
-        )
-        found += [list(each) for each in chosen]
-    return found

@@ -18,6 +18,7 @@ from runtime.grammar import bounds, conditions, patterns
 from runtime.grammar.formats import INTEGER_BITS, MAX_LENGTHS, UNLIMITED, format_regex
 from runtime.grammar.opposites import NoOppositeError, opposite
 from runtime.grammar.references import REFERENCES, References, Unsupported
+from runtime.grammar.unique_items import MAX_UNIQUE, UniqueArrays, texts, unique_arrays, unique_names
 
 MAX_NODES = 12_000  # subschemas, after references are followed, and enum values
 MAX_ITEMS = 2_000  # minItems and maxItems; over all arrays of a schema:
@@ -52,9 +53,16 @@ CONDITIONS: Mapping[str, str] = {
 Schema = dict[str, Any]
 
 
-def for_backend(schema: Any) -> Schema | bool:
-    """The schema with nothing in it but what is enforced exactly. Raises `Unsupported`."""
-    return _Writer(schema, References(schema)).write()
+def for_backend(schema: Any, unique: UniqueArrays | None = None) -> Schema | bool:
+    """The schema with nothing in it but what is enforced exactly. Raises `Unsupported`.
+
+    With `unique`, arrays of texts that must not repeat any are named there, for others to enforce.
+    """
+    writer = _Writer(schema, References(schema), keeps_unique=unique is not None)
+    written = writer.write()
+    if unique is not None and writer.has_unique:
+        unique.update(unique_names(schema, writer.references.peek))
+    return written
 
 
 @dataclass(slots=True)
@@ -65,6 +73,8 @@ class _Writer:
     references: References
     num_nodes: int = 0
     num_items: int = 0
+    keeps_unique: bool = False  # whether somebody else keeps texts from being repeated
+    has_unique: bool = False
     multiple: Fraction = Fraction(1)  # the product of all different multipleOf
     multiples: set[Fraction] = field(default_factory=set)
 
@@ -288,12 +298,16 @@ class _Writer:
         return written
 
     def unique_items(self, value: Any, pointer: str, schema: Schema) -> Schema:
-        """Where few values may be items: as one of the arrays that are made of them."""
+        """Where few values may be items: as one of the arrays that are made of them; else where all are texts."""
         if value is False or (bounds.is_number(schema.get("maxItems")) and schema["maxItems"] <= 1):
             return {}
-        arrays = conditions.unique_arrays(self.references.peek(schema.get("items")), schema)
+        listed = texts(schema.get("items"), self.references.peek) if self.keeps_unique else None
+        if value is True and listed is not None and "prefixItems" not in schema:
+            self.has_unique = True
+            return {"allOf": [{"maxItems": len(listed)}]} if listed else {}
+        arrays = unique_arrays(self.references.peek(schema.get("items")), schema)
         if value is not True or arrays is None or "prefixItems" in schema:
-            advice = f"but for items with an enum of up to {conditions.MAX_UNIQUE} values; use maxItems 1"
+            advice = f"but for items that are texts, or with an enum of up to {MAX_UNIQUE} values"
             raise Unsupported("uniqueItems", pointer, f"it cannot be enforced {advice}")
         self.pause(pointer, len(arrays))
         unique: Schema = {"enum": arrays} if arrays else {"allOf": [False]}

@@ -9,6 +9,7 @@ from runtime.grammar import json_schema, json_text, patterns
 from runtime.grammar.ebnf import ebnf_to_lark
 from runtime.grammar.lark import check_lark, quoted
 from runtime.grammar.spec import WHITESPACE, Grammar, InvalidGrammar, check_whitespace
+from runtime.grammar.unique_items import UniqueArrays
 
 MAX_SOURCE = 512 * 1024  # characters of a grammar
 MAX_CHOICES = 10_000
@@ -16,10 +17,12 @@ MAX_TAGS = 256
 NO_ESCAPES_BY_NUMBER = 'nrbtf\\"'  # a name must not have two spellings: see `json_options`
 
 
-def for_llguidance(grammar: Grammar, whitespace: str | None = None) -> str:
+def for_llguidance(
+    grammar: Grammar, whitespace: str | None = None, unique: UniqueArrays | None = None
+) -> str:
     """The grammar as the library's JSON text. `whitespace` is the server's, where the grammar says none.
 
-    Raises `InvalidGrammar`.
+    With `unique`, arrays of texts that must not repeat any are named there. Raises `InvalidGrammar`.
     """
     if len(grammar.source) > MAX_SOURCE:
         raise InvalidGrammar(f"it may have up to {MAX_SOURCE} characters, not {len(grammar.source)}")
@@ -29,7 +32,7 @@ def for_llguidance(grammar: Grammar, whitespace: str | None = None) -> str:
     if grammar.kind == "json_schema":
         if grammar.source.strip() == "$$ANY$$":
             return _top(json_schema=_schema(True, options))
-        return _top(json_schema=_schema(json_text.parse(grammar.source), options))
+        return _top(json_schema=_schema(json_text.parse(grammar.source), options, unique))
     return _top(lark_grammar=_lark(grammar, options))
 
 
@@ -63,8 +66,8 @@ def _lark(grammar: Grammar, options: dict[str, Any]) -> str:
     return check_lark(grammar.source, lambda schema: json_text.dumps(_schema(schema, options)))
 
 
-def _schema(schema: Any, options: dict[str, Any]) -> dict[str, Any]:
-    written = json_schema.for_backend(schema)
+def _schema(schema: Any, options: dict[str, Any], unique: UniqueArrays | None = None) -> dict[str, Any]:
+    written = json_schema.for_backend(schema, unique)
     return {"x-guidance": options, **({"allOf": [written]} if isinstance(written, bool) else written)}
 
 

@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from runtime.grammar.backend import Matcher
 from runtime.grammar.llguidance_text import for_llguidance
 from runtime.grammar.spec import Grammar, InvalidGrammar
+from runtime.grammar.unique_items import UniqueArrays
+from runtime.grammar.unique_texts import QuotingTokens, UniqueTexts
 from runtime.grammar.vocabulary import load_vocabulary
 from runtime.tokenizer.tokenizer import Tokenizer
 
@@ -42,31 +44,43 @@ LIMITS: dict[str, Any] = {
 class LLGuidanceMatcher:
     """See `Matcher`."""
 
-    __slots__ = ("inner",)
+    __slots__ = ("_token_bytes", "inner", "unique")
 
-    def __init__(self, inner: LLMatcher) -> None:
+    def __init__(
+        self, inner: LLMatcher, token_bytes: Mapping[int, bytes], unique: UniqueTexts | None = None
+    ) -> None:
         self.inner = inner
+        self.unique = unique  # what the library cannot enforce
+        self._token_bytes = token_bytes
 
     @property
     def error(self) -> str:
         return self.inner.get_error()
 
     def consume(self, token_ids: Sequence[int]) -> bool:
+        if self.unique is not None:
+            self.unique.feed(map(self._token_bytes.__getitem__, token_ids))
         return self.inner.consume_tokens(list(token_ids))
 
     def copy(self) -> LLGuidanceMatcher:
-        return LLGuidanceMatcher(self.inner.deep_copy())
+        unique = None if self.unique is None else self.unique.copy()
+        return LLGuidanceMatcher(self.inner.deep_copy(), self._token_bytes, unique)
 
 
 class LLGuidanceBackend:
     """See `Backend`."""
 
-    def __init__(self, vocabulary: LLTokenizer, whitespace: str | None) -> None:
+    def __init__(
+        self, vocabulary: LLTokenizer, whitespace: str | None, token_bytes: Mapping[int, bytes]
+    ) -> None:
         from llguidance import LLExecutor, LLParserLimits
 
         self.num_words = -(-vocabulary.vocab_size // 32)
         self._vocabulary = vocabulary
         self._whitespace = whitespace
+        self._token_bytes = token_bytes
+        self._quoting: QuotingTokens | None = None
+        self._making_quoting = threading.Lock()
         self._limits = LLParserLimits(**LIMITS)
         self._executor = LLExecutor(_num_threads())
         self._background = ThreadPoolExecutor(BUILD_THREADS, "penstock-grammar-build", _let_others_go_first)
@@ -76,13 +90,22 @@ class LLGuidanceBackend:
         cls, tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int], whitespace: str | None
     ) -> LLGuidanceBackend:
         """Raises `InvalidGrammar` where outputs of this tokenizer cannot be constrained."""
-        return cls(load_vocabulary(tokenizer, vocab_size, eos_ids), whitespace)
+        vocabulary, table = load_vocabulary(tokenizer, vocab_size, eos_ids), tokenizer.bytes_of
+        return cls(vocabulary, whitespace, {} if table is None else table.rest)
 
     def compile(self, grammar: Grammar) -> LLGuidanceMatcher:
-        text = for_llguidance(grammar, self._whitespace)
-        return self._background.submit(self._build, text).result()
+        unique: UniqueArrays = {}
+        text = for_llguidance(grammar, self._whitespace, unique)
+        kept = UniqueTexts(unique, self._quoting_tokens()) if unique else None
+        return self._background.submit(self._build, text, kept).result()
 
-    def _build(self, text: str) -> LLGuidanceMatcher:
+    def _quoting_tokens(self) -> QuotingTokens:
+        with self._making_quoting:
+            if self._quoting is None:
+                self._quoting = QuotingTokens(self._token_bytes, 32 * self.num_words)
+            return self._quoting
+
+    def _build(self, text: str, unique: UniqueTexts | None) -> LLGuidanceMatcher:
         from llguidance import LLMatcher
 
         matcher = LLMatcher(self._vocabulary, text, log_level=0, limits=self._limits)
@@ -94,19 +117,30 @@ class LLGuidanceBackend:
             raise InvalidGrammar("no text matches it")
         if time.perf_counter() - began_s > MAX_FIRST_MASK_S:
             raise InvalidGrammar("its first token takes too long to find")
-        return LLGuidanceMatcher(matcher)
+        return LLGuidanceMatcher(matcher, self._token_bytes, unique)
 
     def fill_masks(self, matchers: Sequence[Matcher], masks: NDArray[np.int32]) -> None:
-        rows = [
-            (matcher.inner, row)
-            for row, matcher in enumerate(matchers)
-            if isinstance(matcher, LLGuidanceMatcher)
-        ]
+        ours = [matcher for matcher in matchers if isinstance(matcher, LLGuidanceMatcher)]
+        rows = [(matcher.inner, row) for row, matcher in enumerate(ours)]
         words = masks.shape[1] * masks.itemsize
         self._executor.unsafe_compute_mask_ptr(rows, masks.ctypes.data, words, len(masks))
         for matcher, row in rows:
             if matcher.is_error():  # the library then allows the end, as if the output were whole
                 masks[row] = 0
+        for matcher, mask in zip(ours, masks, strict=True):
+            if matcher.unique is not None:
+                matcher.unique.restrict(mask)
+                _forbid_dead_ends(matcher.inner, matcher.unique, mask)
+
+
+def _forbid_dead_ends(inner: LLMatcher, unique: UniqueTexts, mask: NDArray[np.int32]) -> None:
+    """Those tokens that make a text one of those before where the grammar then lets it end only."""
+    for token_id in unique.repeating(mask):
+        behind = inner.deep_copy()
+        behind.consume_token(token_id)
+        allowed = np.frombuffer(behind.compute_bitmask(), np.int32)[: len(mask)]
+        if not (allowed & unique.goes_on).any():
+            mask.view(np.uint32)[token_id // 32] &= np.uint32(0xFFFF_FFFF ^ (1 << token_id % 32))
 
 
 def _let_others_go_first() -> None:

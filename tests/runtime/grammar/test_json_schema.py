@@ -102,6 +102,9 @@ SCHEMAS: list[Any] = [
     {"type": "number", "minimum": -0.95}, {"type": "integer", "maximum": 2**63 - 1, "minimum": -(2**63)},
     {"oneOf": [{"type": ["string", "integer"]}, {"type": ["integer", "null"]}]},
     {"type": "array", "uniqueItems": True, "items": {"enum": ["a", "b", "c", "d"]}},
+    {"type": "array", "uniqueItems": True, "items": {"type": "string", "maxLength": 2}, "minItems": 2},
+    {"type": "array", "uniqueItems": True, "minItems": 6,
+     "items": {"enum": ["ab", "abc", "a", "b", "", 'q"', "c", "d"]}},
     {"uniqueItems": True, "items": {"$ref": "#/$defs/x"}, "$defs": {"x": {"const": "a"}}, "minItems": 1},
     {"$defs": {"x": {"$anchor": "name", "type": "integer"}}, "items": {"$ref": "#name"}},
     {"$defs": {"x": {"$dynamicAnchor": "name", "type": "integer"}}, "items": {"$dynamicRef": "#name"}},
@@ -204,7 +207,7 @@ def test_keywords_that_nothing_enforces_are_refused_by_name_and_place(keyword: s
         ({"oneOf": [{"required": ["a"]}, {"required": ["a"]}]}, "/oneOf"),
         ({"not": {"pattern": "a"}}, "/not"),
         ({"not": {"contains": {"type": "integer"}}}, "/not"),
-        ({"uniqueItems": True, "items": {"type": "string"}}, "/uniqueItems"),
+        ({"uniqueItems": True, "items": {"type": ["string", "null"]}}, "/uniqueItems"),
         ({"oneOf": [{"type": "string", "pattern": "a"}, {"enum": ["a", "b"]}]}, "/oneOf"),
         ({"if": {"format": "date"}, "then": True}, "/if"),
         ({"if": {"required": ["a"]}, "then": {"contains": {}}}, "/then/contains"),
@@ -221,7 +224,7 @@ def test_keywords_that_nothing_enforces_are_refused_by_name_and_place(keyword: s
 )
 def test_what_is_wrong_is_refused_at_its_place(schema: Any, pointer: str) -> None:
     with pytest.raises(Unsupported) as caught:
-        for_backend(schema)
+        for_backend(schema, {})
     assert caught.value.pointer == pointer
 
 
@@ -358,3 +361,45 @@ def test_what_pydantic_writes_works() -> None:
             num_ended += 1
             assert validator_of(Everything.model_json_schema()).is_valid(json.loads(text)), text
     assert num_ended
+
+
+UNIQUE: list[Any] = [
+    {"type": "string", "maxLength": 1},
+    {"type": "string", "pattern": "^[a-z]{1,2}$"},
+    {"enum": ["ab", "abc", "a", "b", "", 'q"', "é", "\n"]},
+    {"anyOf": [{"enum": ["p", "q"]}, {"type": "string", "maxLength": 1}]},
+]
+
+
+@pytest.mark.parametrize("items", UNIQUE, ids=lambda items: json.dumps(items)[:80])
+def test_arrays_of_texts_repeat_none_whatever_is_drawn(items: Any) -> None:
+    unique = {
+        "type": "array",
+        "uniqueItems": True,
+        "items": {"$ref": "#/$defs/item"},
+        "minItems": 3,
+        "maxItems": 5,
+    }
+    free = {"type": "array", "items": {"const": "x"}, "minItems": 2, "maxItems": 2}
+    schema = {
+        "type": "object",
+        "properties": {"free": free, "all": {"type": "array", "items": unique, "minItems": 2, "maxItems": 2}},
+        "additionalProperties": False,
+        "required": ["free", "all"],
+        "$defs": {"item": items},
+    }
+    validator, matcher = validator_of(schema), grammars.compiled("json_schema", schema)
+    texts = [grammars.random_output(matcher, seed, max_tokens=150) for seed in range(15)]
+    ended = [json.loads(text) for text in texts if text is not None]
+    assert len(ended) >= 10
+    assert all(validator.is_valid(value) for value in ended)
+    assert not grammars.accepts(matcher, '{"free":["x","x"],"all":[["a","b","a"],["a","b","ab"]]}')
+
+
+def test_a_long_array_of_texts_that_begin_alike_repeats_none() -> None:
+    items = {"type": "string", "pattern": "^item-[0-9]+$"}
+    matcher = grammars.compiled("json_schema", {"type": "array", "uniqueItems": True, "items": items})
+    texts = [f"item-{number}" for number in range(60)]
+    assert grammars.accepts(matcher, json.dumps(texts))
+    assert not grammars.accepts(matcher, json.dumps([*texts, "item-7"]))
+    assert grammars.accepts(matcher, json.dumps([*texts, "item-77"]))

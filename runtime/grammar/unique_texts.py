@@ -1,0 +1,213 @@
+"""Arrays of texts without repetitions: what no grammar says, kept beside it.
+
+Which arrays that concerns is decided by the name of the property that they stand under; so arrays of the same name
+elsewhere in the output do not repeat their texts either. Grammars spell a text in one way only, so texts are equal
+where their spellings are.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.grammar.unique_items import UniqueArrays
+
+QUOTE, BACKSLASH = 0x22, 0x5C
+TOKENS_BETWEEN_PAUSES = 256
+MAX_VALUES = 256  # of an enum, of which no beginning is offered whose texts are all used
+MAX_COMPARED = (
+    32  # texts that begin as the present one; where there are more, it must end with a token of its own
+)
+
+
+class QuotingTokens:
+    """A vocabulary's tokens by how they begin and how many quotes they hold. Made once; takes some 50 ms."""
+
+    def __init__(self, token_bytes: Mapping[int, bytes], vocab_size: int) -> None:
+        self._by_first: dict[bytes, list[int]] = {}
+        self._bytes = token_bytes
+        self.by_tail: dict[bytes, list[int]] = {}  # those that begin a text, by what they hold of it
+        counted: dict[int, list[int]] = {2: [], 3: [], 4: []}
+        ending: list[int] = []  # those that hold the end of a text and something before it
+        beginning: dict[int, list[int]] = {1: [], 2: []}  # those that end in a text behind so many quotes
+        for token_id in range(vocab_size):
+            if token_id % TOKENS_BETWEEN_PAUSES == 0:
+                time.sleep(0)  # others want to run
+            token = token_bytes[token_id]
+            for length in (1, 2):
+                if len(token) >= length:
+                    self._by_first.setdefault(token[:length], []).append(token_id)
+            quotes = token.count(b'"')
+            if token.find(b'"') > 0:
+                ending.append(token_id)
+            for least, ids in counted.items():
+                if quotes >= least:
+                    ids.append(token_id)
+            if quotes in beginning and not token.endswith(b'"'):
+                beginning[quotes].append(token_id)
+                self.by_tail.setdefault(token.rpartition(b'"')[2], []).append(token_id)
+        num_words = -(-vocab_size // 32)
+        self.without_quotes = {least: _words_without(ids, num_words) for least, ids in counted.items()}
+        self.without_ending = _words_without(ending, num_words)
+        self.not_closing = _words_without(self._by_first.get(b'"', []), num_words)
+        self.not_into_text = {quotes: _words_without(ids, num_words) for quotes, ids in beginning.items()}
+
+    def equal(self, text: bytes) -> list[int]:
+        """The ids of tokens that are this text."""
+        return [each for each in self.starting(text) if self._bytes[each] == text]
+
+    def starting(self, prefix: bytes) -> list[int]:
+        """The ids of tokens that begin so."""
+        found = self._by_first.get(prefix[:2], [])
+        return found if len(prefix) <= 2 else [each for each in found if self._bytes[each].startswith(prefix)]
+
+
+class _Frame:
+    """An array or object that is open."""
+
+    __slots__ = ("expects_key", "is_object", "key", "seen", "values")
+
+    def __init__(self, is_object: bool, key: str, values: tuple[bytes, ...] | None) -> None:
+        self.is_object = is_object
+        self.expects_key = is_object
+        self.key = key  # the last one of an object; of an array, the one that it stands under
+        self.values = values  # as they are spelled with the quote behind them, sorted; None: may repeat
+        self.seen: set[bytes] = set()  # texts as they are spelled
+
+
+class UniqueTexts:
+    """How far a JSON text has come, and which tokens would repeat a text in an array that must not."""
+
+    __slots__ = ("_arrays", "_escaped", "_frames", "_in_text", "_text", "_tokens")
+
+    def __init__(self, arrays: UniqueArrays, tokens: QuotingTokens) -> None:
+        self._arrays = {
+            name: tuple(sorted(map(_spelled, values))) if len(values) <= MAX_VALUES else ()
+            for name, values in arrays.items()
+        }
+        self._tokens = tokens
+        self._frames: list[_Frame] = []
+        self._in_text = False
+        self._escaped = False
+        self._text = bytearray()
+
+    def copy(self) -> UniqueTexts:
+        """Another one in the same place."""
+        found = UniqueTexts({}, self._tokens)
+        found._arrays = self._arrays
+        found._in_text, found._escaped, found._text = self._in_text, self._escaped, self._text.copy()
+        for frame in self._frames:
+            other = _Frame(frame.is_object, frame.key, frame.values)
+            other.expects_key, other.seen = frame.expects_key, frame.seen.copy()
+            found._frames.append(other)
+        return found
+
+    def feed(self, tokens: Iterable[bytes]) -> None:
+        """Go on by these tokens."""
+        for token in tokens:
+            for byte in token:
+                if self._in_text:
+                    self._take_in_text(byte)
+                elif byte == QUOTE:
+                    self._in_text = True
+                    self._text.clear()
+                else:
+                    self._take(byte)
+
+    def restrict(self, mask: NDArray[np.int32]) -> None:
+        """Forbid in place, in an int32 [words], what would repeat a text, or could."""
+        tokens = self._tokens
+        mask &= tokens.without_quotes[4]  # may complete two items of an array that is not open yet
+        frame = self._frames[-1] if self._frames else None
+        if frame is None or frame.is_object or frame.values is None:
+            return
+        if not self._in_text:
+            mask &= tokens.without_quotes[2]
+            if frame.values:
+                mask &= tokens.not_into_text[1]
+            return
+        mask &= tokens.without_quotes[3]
+        if frame.values:
+            mask &= tokens.not_into_text[2]
+        begun = bytes(self._text)
+        alike = [seen for seen in frame.seen if seen.startswith(begun)]
+        if len(alike) > MAX_COMPARED and not frame.values:
+            mask &= tokens.without_ending
+            alike = [begun] if begun in frame.seen else []
+        unused = [each for each in frame.values if each[:-1] not in frame.seen]
+        for text in (seen + b'"' for seen in alike):
+            end = len(text)
+            if frame.values:  # what no unused one begins with
+                at = bisect_left(unused, text)
+                shared = max((_num_shared(text, each) for each in unused[max(at - 1, 0) : at + 1]), default=0)
+                end = min(max(shared, len(begun)) + 1, end)
+            mask &= _words_without(tokens.starting(text[len(begun) : end]), len(mask))
+
+    def repeating(self, mask: NDArray[np.int32]) -> list[int]:
+        """The allowed tokens with which the present text is one of those before: it must be able to go on then."""
+        frame = self._frames[-1] if self._frames else None
+        if frame is None or frame.values != ():
+            return []
+        begun, words = bytes(self._text), mask.view(np.uint32)
+        found = [token_id for seen in frame.seen for token_id in self._tokens.by_tail.get(seen, ())]
+        if self._in_text:
+            ends = [seen[len(begun) :] for seen in frame.seen if seen.startswith(begun) and seen != begun]
+            found += [token_id for end in ends[:MAX_COMPARED] for token_id in self._tokens.equal(end)]
+        allowed = [token_id for token_id in found if int(words[token_id // 32]) >> token_id % 32 & 1]
+        return allowed[:MAX_COMPARED]
+
+    @property
+    def goes_on(self) -> NDArray[np.int32]:
+        """The tokens that do not end a text at once, int32 [words]."""
+        return self._tokens.not_closing
+
+    def _take_in_text(self, byte: int) -> None:
+        if byte == QUOTE and not self._escaped:
+            self._in_text = False
+            self._end_text()
+            return
+        self._escaped = byte == BACKSLASH and not self._escaped
+        self._text.append(byte)
+
+    def _end_text(self) -> None:
+        if not self._frames:
+            return
+        frame = self._frames[-1]
+        if frame.expects_key:
+            frame.key = json.loads(b'"' + self._text + b'"')
+        elif not frame.is_object and frame.values is not None:
+            frame.seen.add(bytes(self._text))
+
+    def _take(self, byte: int) -> None:
+        frames = self._frames
+        if byte in b"[{":
+            key, arrays = frames[-1].key if frames else "", self._arrays
+            values = arrays.get(key, arrays.get(None)) if byte == 0x5B else None
+            frames.append(_Frame(byte == 0x7B, key, values))
+        elif byte in b"]}" and frames:
+            frames.pop()
+        elif byte in b",:" and frames:
+            frames[-1].expects_key = frames[-1].is_object and byte == 0x2C
+
+
+def _num_shared(one: bytes, other: bytes) -> int:
+    """The length of what both begin with."""
+    return next((at for at, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
+
+
+def _spelled(text: str) -> bytes:
+    """As a grammar writes it, without the first quote."""
+    return json.dumps(text, ensure_ascii=False).encode()[1:]
+
+
+def _words_without(token_ids: Sequence[int], num_words: int) -> NDArray[np.int32]:
+    """Of a mask, int32, that allows all but these."""
+    words = np.full(num_words, 0xFFFF_FFFF, np.uint32)
+    ids = np.array(token_ids, np.int64)
+    np.bitwise_and.at(words, ids // 32, ~np.left_shift(np.uint32(1), (ids % 32).astype(np.uint32)))
+    return words.view(np.int32)
