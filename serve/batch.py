@@ -170,7 +170,7 @@ async def _run(args: Args, source: BinaryIO, target: BinaryIO, at_once: int | No
         async with httpx.AsyncClient(
             transport=transport, base_url="http://127.0.0.1", timeout=None, headers=headers
         ) as client:
-            num = at_once or engine.core.plan.schedule.max_running
+            num = at_once or engine.core.plan.scheduler.max_running
             await answer_lines(client, _lines(source), write, counts, num_at_once=max(1, num))
     return counts
 

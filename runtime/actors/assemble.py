@@ -15,7 +15,7 @@ from runtime.actors.engine_core import EngineCore
 from runtime.actors.replica import Replica, start_replica, start_replicas
 from runtime.config import Args, without_effect
 from runtime.config.model_facts import ModelFacts
-from runtime.config.plan import Plan, TextPlan
+from runtime.config.plan import Plan, TokenizerPlan
 from runtime.config.resolve import check, resolve
 from runtime.errors import first_error
 from runtime.models.checkpoint import locate, stored_as
@@ -40,12 +40,12 @@ def prepare(args: Args, machine: Machine, *, demo_path: str | None = None) -> tu
     for sentence in without_effect(args).values():
         logger.warning(sentence)
     plan = resolve(args, machine, facts, demo_path=demo_path)
-    if args.schedule.chunked_prefill_size not in (None, -1, plan.schedule.chunk_tokens):
-        logger.info("--chunked-prefill-size: %s.", plan.schedule.reasons["chunk_tokens"])
-    return replace(plan, text=_with_local_tokenizer(plan.text, args)), facts
+    if args.schedule.chunked_prefill_size not in (None, -1, plan.scheduler.chunk_tokens):
+        logger.info("--chunked-prefill-size: %s.", plan.scheduler.reasons["chunk_tokens"])
+    return replace(plan, tokenizer=_with_local_tokenizer(plan.tokenizer, args)), facts
 
 
-def _with_local_tokenizer(text: TextPlan, args: Args) -> TextPlan:
+def _with_local_tokenizer(text: TokenizerPlan, args: Args) -> TokenizerPlan:
     if args.text.tokenizer_path is None:
         return text
     directory = locate(args.text.tokenizer_path, text.revision, args.model.download_dir, weights=False)
@@ -64,8 +64,8 @@ async def assemble(plan: Plan, facts: ModelFacts) -> EngineCore:
 
     async def load_tokenizer() -> None:
         nonlocal tokenizer
-        if plan.text.tokenizer_path is not None:
-            tokenizer = await anyio.to_thread.run_sync(Tokenizer.load, plan.text, facts)
+        if plan.tokenizer.tokenizer_path is not None:
+            tokenizer = await anyio.to_thread.run_sync(Tokenizer.load, plan.tokenizer, facts)
 
     replicas: list[Replica] = []
     try:
@@ -82,18 +82,18 @@ async def assemble(plan: Plan, facts: ModelFacts) -> EngineCore:
     plan = replicas[0].plan
     logger.info(
         "tool_call_parser=%s (%s), reasoning_parser=%s (%s)",
-        plan.text.tool_call_parser,
-        plan.text.reasons.get("tool_call_parser", ""),
-        plan.text.reasoning_parser,
-        plan.text.reasons.get("reasoning_parser", ""),
+        plan.tokenizer.tool_call_parser,
+        plan.tokenizer.reasons.get("tool_call_parser", ""),
+        plan.tokenizer.reasoning_parser,
+        plan.tokenizer.reasons.get("reasoning_parser", ""),
     )
     logger.info(
         "max_total_num_tokens=%d, chunked_prefill_size=%s, max_prefill_tokens=%d, max_running_requests=%d, "
         "context_len=%d",
         sum(each.scheduler.load.num_pages for each in replicas) * plan.cache.page_size,
-        plan.schedule.chunk_tokens,
-        plan.schedule.max_prefill_tokens,
-        plan.schedule.max_running,
+        plan.scheduler.chunk_tokens,
+        plan.scheduler.max_prefill_tokens,
+        plan.scheduler.max_running,
         plan.model.context_length,
     )
     core = EngineCore(plan, facts, tokenizer, replicas, restart)

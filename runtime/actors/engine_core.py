@@ -89,7 +89,7 @@ class EngineCore:
         self._requests = requests = LiveRequests(_observers(plan.observe, self.metrics))
         self._processor = InputProcessor(plan, facts, tokenizer)
         self._detokenizer = DetokenizerActor(
-            tokenizer, requests, stream_interval=plan.schedule.stream_interval
+            tokenizer, requests, stream_interval=plan.scheduler.stream_interval
         )
         self._scheduler: SchedulerActor | Router
         if start_replica is None:
@@ -107,7 +107,7 @@ class EngineCore:
             requests,
             self._scheduler,
             self._grammars,
-            num_threads=plan.text.encoder_threads,
+            num_threads=plan.tokenizer.encoder_threads,
         )
 
     # --- life ---

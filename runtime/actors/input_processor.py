@@ -31,8 +31,8 @@ class InputProcessor:
         self._eos_ids = facts.eos_ids | (tokenizer.eos_ids if tokenizer else frozenset())
         self._tokenizer = tokenizer
         self._is_embedding = plan.model.is_embedding
-        self._priorities = plan.schedule.priorities
-        self._low_first = plan.schedule.low_priority_first
+        self._priorities = plan.scheduler.priorities
+        self._low_first = plan.scheduler.low_priority_first
         self._text_limit = tokenizer.text_limit if tokenizer else None
         self._suffix = _suffix(tokenizer) if tokenizer and self._is_embedding else ()
         self._random = random.Random(plan.model.random_seed)

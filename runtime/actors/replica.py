@@ -141,16 +141,16 @@ class _ReplicaLoader:
         local = [rank.local_specs(specs, facts.num_layers) for rank in ranks]
         pages, reason = _size(given, local, memory, steps)
         plan = self._plan = replace(
-            given, schedule=replace(given.schedule, max_running=max_running(given, pages))
+            given, schedule=replace(given.scheduler, max_running=max_running(given, pages))
         )
         kinds = make_kinds(specs, plan, pages)
-        limits = [plan.schedule.max_running, *(kind.max_sequences for kind in kinds if kind.max_sequences)]
-        plan = self._plan = replace(plan, schedule=replace(plan.schedule, max_running=min(limits)))
+        limits = [plan.scheduler.max_running, *(kind.max_sequences for kind in kinds if kind.max_sequences)]
+        plan = self._plan = replace(plan, scheduler=replace(plan.scheduler, max_running=min(limits)))
         cache = CacheSetup(
             num_pages=pages,
             page_size=plan.cache.page_size,
             kv_dtype=plan.cache.kv_dtype,
-            num_sequences=plan.schedule.max_running,
+            num_sequences=plan.scheduler.max_running,
             kinds={kind.name: kind.count for kind in kinds},
         )
         kv_bytes = await self._join(worker, cache)
@@ -160,7 +160,7 @@ class _ReplicaLoader:
         after = await anyio.to_thread.run_sync(worker.memory)
         _log_memory(plan, memory[0], after, kv_bytes, reason, steps)
         scheduler = Scheduler(
-            plan.schedule,
+            plan.scheduler,
             PrefixCache(pages, plan.cache.page_size, enabled=plan.cache.prefix_cache, kinds=kinds),
             vocab_size=facts.vocab_size,
             context_length=plan.model.context_length,
@@ -184,7 +184,7 @@ class _ReplicaLoader:
         plan, group = self._plan, self._group
         if not group.workers:
             return await anyio.to_thread.run_sync(worker.join, cache, None)
-        timeout_s = max(plan.parallel.join_timeout_s, plan.schedule.watchdog_timeout_s)
+        timeout_s = max(plan.parallel.join_timeout_s, plan.scheduler.watchdog_timeout_s)
         rendezvous, listening = group.open_rendezvous(plan.parallel, timeout_s)
         group.send({"join": {"rendezvous": rendezvous, "cache": cache}})
         with _in_time(plan.parallel.join_timeout_s, "meet"):

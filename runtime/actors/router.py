@@ -66,7 +66,7 @@ class Router:
         self._requests = requests
         self._detokenizer = detokenizer
         self._metrics = metrics
-        self._max_queued = replicas[0].plan.schedule.max_queued
+        self._max_queued = replicas[0].plan.scheduler.max_queued
         self._num_given_up = 0
         # By the replica's index; None while it is started again, and once it is given up.
         self._schedulers: list[SchedulerActor | None] = [

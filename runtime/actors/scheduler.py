@@ -20,7 +20,7 @@ from runtime.actors.live_requests import LiveRequest, LiveRequests
 from runtime.actors.mailbox import Mailbox
 from runtime.actors.step_times import Progress
 from runtime.batch import Batch, Runner, StepOutput
-from runtime.config.plan import SchedulePlan
+from runtime.config.plan import SchedulerPlan
 from runtime.errors import (
     EngineFailure,
     NotFinite,
@@ -99,7 +99,7 @@ class SchedulerActor:
         self,
         scheduler: Scheduler,
         runner: Runner,
-        plan: SchedulePlan,
+        plan: SchedulerPlan,
         requests: LiveRequests,
         detokenizer: DetokenizerActor,
         *,
@@ -137,7 +137,7 @@ class SchedulerActor:
     ) -> SchedulerActor:
         """The actor of the replica with this index."""
         series = None if metrics is None else metrics.replicas[index]
-        plan = replica.plan.schedule
+        plan = replica.plan.scheduler
         return cls(replica.scheduler, replica.runner, plan, requests, detokenizer, index=index, series=series)
 
     # --- messages ---

@@ -54,7 +54,7 @@ class CachePlan(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulePlan(Section):
+class SchedulerPlan(Section):
     max_running: int
     max_queued: int
     max_queued_tokens: int = 2**23  # of the prompts that wait
@@ -141,7 +141,7 @@ class ParallelPlan(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TextPlan(Section):
+class TokenizerPlan(Section):
     tokenizer_path: str | None  # None: ids in, ids out
     mode: str  # "auto", "slow"
     trust_remote_code: bool
@@ -207,9 +207,9 @@ class ObservePlan(Section):
 class Plan:
     model: ModelPlan
     cache: CachePlan
-    schedule: SchedulePlan
+    scheduler: SchedulerPlan
     kernels: KernelPlan
-    text: TextPlan
+    tokenizer: TokenizerPlan
     serve: ServePlan
     parallel: ParallelPlan = field(default_factory=ParallelPlan)
     graphs: GraphPlan = field(default_factory=GraphPlan)

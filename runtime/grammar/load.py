@@ -15,7 +15,7 @@ def load_grammars(
     plan: Plan, facts: ModelFacts, tokenizer: Tokenizer | None, eos_ids: frozenset[int]
 ) -> GrammarCompiler | None:
     """None where this engine constrains no outputs. Loads nothing yet."""
-    if tokenizer is None or plan.text.grammar_backend == "none":
+    if tokenizer is None or plan.tokenizer.grammar_backend == "none":
         return None
     load = partial(_load, plan, facts, tokenizer, eos_ids)
     return GrammarCompiler(load, tokenizer, facts.vocab_size, eos_ids)
@@ -24,4 +24,4 @@ def load_grammars(
 def _load(plan: Plan, facts: ModelFacts, tokenizer: Tokenizer, eos_ids: frozenset[int]) -> Backend:
     from runtime.grammar.with_llguidance import LLGuidanceBackend
 
-    return LLGuidanceBackend.load(tokenizer, facts.vocab_size, eos_ids, plan.text.json_whitespace)
+    return LLGuidanceBackend.load(tokenizer, facts.vocab_size, eos_ids, plan.tokenizer.json_whitespace)

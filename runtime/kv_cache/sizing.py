@@ -34,7 +34,7 @@ class StepMemory:
 
 def largest_step_tokens(plan: Plan) -> int:
     """Tokens of the largest step that the schedule can fill."""
-    schedule = plan.schedule
+    schedule = plan.scheduler
     prompt = schedule.chunk_tokens or max(schedule.max_prefill_tokens, plan.model.context_length)
     return max(prompt + schedule.max_running * schedule.mixed, schedule.max_running)
 
@@ -79,7 +79,7 @@ def size_pool(
     What `steps` need stays free, whatever share of the memory was asked for. Raises `ConfigurationError` when not
     one page fits.
     """
-    cache, schedule = plan.cache, plan.schedule
+    cache, schedule = plan.cache, plan.scheduler
     if not specs:
         pages = schedule.max_running * -(-plan.model.context_length // cache.page_size)
         return pages, "they take no memory: no layer keeps anything"
@@ -112,7 +112,7 @@ def size_pool(
 
 def max_running(plan: Plan, pages: int) -> int:
     """Sequences that may run together in a pool of so many pages: two tokens for each, and at least one."""
-    return max(1, min(plan.schedule.max_running, pages * plan.cache.page_size // 2))
+    return max(1, min(plan.scheduler.max_running, pages * plan.cache.page_size // 2))
 
 
 def check_balance(available_bytes: Sequence[int]) -> None:

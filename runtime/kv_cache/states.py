@@ -86,7 +86,7 @@ class StateKind(CacheKind):
         if plan.cache.max_states is not None:
             return 1 + plan.cache.max_states
         by_tokens = FIRST_LINES + num_pages * plan.cache.page_size // TOKENS_A_LINE
-        return 1 + max(LINES, min(MOST_LINES * plan.schedule.max_running, by_tokens))
+        return 1 + max(LINES, min(MOST_LINES * plan.scheduler.max_running, by_tokens))
 
     @staticmethod
     def unit_bytes(specs: Specs, plan: Plan) -> int:

@@ -41,7 +41,7 @@ class WindowedPages(CacheKind):
     @staticmethod
     def num_units(specs: Specs, plan: Plan, num_pages: int) -> int:
         """A share of the pages of all layers, and never less than one sequence with its largest chunk needs."""
-        schedule, size = plan.schedule, plan.cache.page_size
+        schedule, size = plan.scheduler, plan.cache.page_size
         chunk = schedule.chunk_tokens or schedule.max_prefill_tokens
         least = pages_held(_window(specs), size) + -(-chunk // size)
         return min(num_pages, max(least, int(num_pages * (plan.cache.window_ratio or 1.0))))

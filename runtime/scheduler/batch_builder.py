@@ -17,7 +17,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from runtime.batch import UNKNOWN, Batch, PromptLogprobs, StepStats
-from runtime.config.plan import SchedulePlan
+from runtime.config.plan import SchedulerPlan
 from runtime.kv_cache.prefix_cache import Duplicates, PrefixCache, reusable_tokens
 from runtime.scheduler.budget import NewTokenRatio, PromptBudget
 from runtime.scheduler.queue import WaitingQueue
@@ -31,7 +31,7 @@ class BatchBuilder:
     """Builds one batch after the other from the running and the waiting sequences."""
 
     def __init__(
-        self, plan: SchedulePlan, cache: PrefixCache, running: Running, waiting: WaitingQueue
+        self, plan: SchedulerPlan, cache: PrefixCache, running: Running, waiting: WaitingQueue
     ) -> None:
         self.new_token_ratio = NewTokenRatio(plan)
         self.num_retracted = 0  # since the start

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from runtime.config.plan import SchedulePlan
+from runtime.config.plan import SchedulerPlan
 from runtime.sequence import Sequence
 
 RESERVED_OUTPUT_TOKENS = 4096  # a longer remaining output is counted as this much
@@ -21,7 +21,7 @@ class PromptBudget:
 
     __slots__ = ("_chunk", "_page_size", "_step", "_untouched")
 
-    def __init__(self, plan: SchedulePlan, page_size: int, num_decode_rows: int) -> None:
+    def __init__(self, plan: SchedulerPlan, page_size: int, num_decode_rows: int) -> None:
         self._page_size = page_size
         self._chunk: int | None = None
         if plan.chunk_tokens is not None:
@@ -60,7 +60,7 @@ class NewTokenRatio:
 
     __slots__ = ("_decay", "_initial", "_minimum", "open_tokens", "value")
 
-    def __init__(self, plan: SchedulePlan) -> None:
+    def __init__(self, plan: SchedulerPlan) -> None:
         self._initial = plan.new_token_ratio
         self._minimum = plan.min_new_token_ratio
         self._decay = plan.new_token_ratio_decay

@@ -8,7 +8,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from runtime.batch import Batch, StepOutput
-from runtime.config.plan import SchedulePlan
+from runtime.config.plan import SchedulerPlan
 from runtime.constraint import HostData
 from runtime.errors import ContextOverflow, EngineFailure, Overloaded
 from runtime.kv_cache.prefix_cache import PrefixCache
@@ -45,7 +45,7 @@ class Scheduler:
     """
 
     def __init__(
-        self, plan: SchedulePlan, cache: PrefixCache, *, vocab_size: int, context_length: int
+        self, plan: SchedulerPlan, cache: PrefixCache, *, vocab_size: int, context_length: int
     ) -> None:
         self._cache = cache
         self._max_queued = plan.max_queued

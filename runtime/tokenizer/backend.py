@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import tokenizers
 
 from runtime.config.gguf_header import is_gguf, read_header
-from runtime.config.plan import TextPlan
+from runtime.config.plan import TokenizerPlan
 from runtime.config.template_files import read_json, read_templates
 from runtime.errors import ConfigurationError
 from runtime.models.checkpoint import lfs_hint
@@ -177,7 +177,7 @@ class TokenizerFiles(NamedTuple):
     templates: Mapping[str, str]  # "default", and perhaps "tool_use"
 
 
-def read_tokenizer(plan: TextPlan) -> TokenizerFiles:
+def read_tokenizer(plan: TokenizerPlan) -> TokenizerFiles:
     """Raises ConfigurationError saying which file is missing or broken."""
     if plan.tokenizer_path is None:
         raise ConfigurationError("There is no tokenizer to load: tokenizer_path is empty.")
@@ -251,7 +251,7 @@ def _add_tokens(library: tokenizers.Tokenizer, listed: Mapping[str, Any], specia
             library.add_special_tokens([text])
 
 
-def _read_with_transformers(path: Path, plan: TextPlan) -> TokenizerFiles:
+def _read_with_transformers(path: Path, plan: TokenizerPlan) -> TokenizerFiles:
     from transformers import AutoTokenizer
 
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from runtime.config.model_facts import ModelFacts
-from runtime.config.plan import TextPlan
+from runtime.config.plan import TokenizerPlan
 from runtime.errors import ConfigurationError, InvalidRequest
 from runtime.tokenizer.backend import Backend, EncodedPair, read_tokenizer
 from runtime.tokenizer.chat_template import ChatTemplate, load_template
@@ -39,7 +39,7 @@ class Tokenizer:
         self.eos_ids = _eos_ids(backend, special, template)
 
     @classmethod
-    def load(cls, plan: TextPlan, facts: ModelFacts) -> Tokenizer:
+    def load(cls, plan: TokenizerPlan, facts: ModelFacts) -> Tokenizer:
         """Read the tokenizer that the plan names.
 
         Raises ConfigurationError when its files are missing or broken, or belong to a larger model.

@@ -26,7 +26,7 @@ def profile_memory(
     The executor's pool needs one page, and of these `kinds` of caches so many units: all rows write there, and what
     they compute is worth nothing. Raises `ConfigurationError` when there is too little memory for one of the steps.
     """
-    schedule, sizes = plan.schedule, plan.graphs.sizes
+    schedule, sizes = plan.scheduler, plan.graphs.sizes
     page_size, context = plan.cache.page_size, plan.model.context_length
 
     def run(counts: list[int]) -> None:

@@ -148,7 +148,7 @@ class ModelWorker:
             num_pages=1,
             page_size=plan.cache.page_size,
             kv_dtype=plan.cache.kv_dtype,
-            num_sequences=plan.schedule.max_running,
+            num_sequences=plan.scheduler.max_running,
             kinds=kinds,
         )
         pool = self._make_pool(cache)
@@ -259,7 +259,7 @@ class ModelWorker:
         """Whole steps in one call, where all kernels can be recorded."""
         if self.kernels.launcher is None or plan.parallel.ranks > 1:
             return None
-        schedule = plan.schedule
+        schedule = plan.scheduler
         capacity = (schedule.chunk_tokens or schedule.max_prefill_tokens) + cache.num_sequences
         try:
             return CpuGraph(

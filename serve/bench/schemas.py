@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from runtime.config.plan import TextPlan
+from runtime.config.plan import TokenizerPlan
 from runtime.errors import ConfigurationError
 from runtime.grammar.json_schema import Unsupported
 from runtime.grammar.spec import Grammar, InvalidGrammar
@@ -88,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
 
 def read(path: str) -> Tokenizer:
     """A folder's tokenizer. Raises `ConfigurationError`."""
-    plan = TextPlan(
+    plan = TokenizerPlan(
         tokenizer_path=path, mode="auto", trust_remote_code=False, revision=None, chat_template=None
     )
     files = read_tokenizer(plan)

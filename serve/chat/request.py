@@ -135,7 +135,7 @@ def render(core: EngineCore, chat: ChatRequest) -> str:
     calls = bool(chat.tools) and chat.tool_choice != "none"
     if calls and not core.tokenizer.template.mentions("tools"):
         raise InvalidRequest("This model's chat template has no place for tools.", param="tools")
-    form = FORMATS.get(core.plan.text.tool_call_parser or "")
+    form = FORMATS.get(core.plan.tokenizer.tool_call_parser or "")
     shaped_id = None if form is None else form.shaped_id
     return core.tokenizer.template.render(
         chat.messages if shaped_id is None else _with_ids(chat.messages, shaped_id),

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
-from runtime.config.plan import TextPlan
+from runtime.config.plan import TokenizerPlan
 from runtime.errors import InvalidRequest
 from runtime.grammar.spec import Grammar, ThinkingLimit
 from serve.chat.harmony import MARKS as HARMONY_MARKS
@@ -37,7 +37,7 @@ class Wanted(Protocol):
 
 def parser_settings(core: EngineCore, chat: Wanted, choice: ToolChoice, prompt: str) -> ParserSettings:
     """For the output that follows `prompt`. Raises `InvalidRequest` for tools whose format is not known."""
-    text, tokenizer = core.plan.text, core.tokenizer
+    text, tokenizer = core.plan.tokenizer, core.tokenizer
     if choice.calls and text.tool_call_parser is None:
         raise InvalidRequest(
             "How this model writes tool calls is not known: start the server with --tool-call-parser.",
@@ -107,7 +107,7 @@ def thinking_limit(
         return None
     if settings.harmony:
         return ThinkingLimit(max_tokens, THOUGHT_OPEN, THOUGHT_CLOSE, reopens=True)
-    form = REASONING_FORMATS.get(core.plan.text.reasoning_parser or "")
+    form = REASONING_FORMATS.get(core.plan.tokenizer.reasoning_parser or "")
     if form is None:
         raise InvalidRequest(
             "max_thinking_tokens needs a model that thinks between marks (--reasoning-parser).",
@@ -144,7 +144,7 @@ def _schema_of(wanted: Grammar | None) -> str | None:
     )
 
 
-def _reasoning(text: TextPlan, chat: Wanted, prompt: str) -> ReasoningFormat | None:
+def _reasoning(text: TokenizerPlan, chat: Wanted, prompt: str) -> ReasoningFormat | None:
     """The format, unless no reasoning is to be expected."""
     form = REASONING_FORMATS.get(text.reasoning_parser or "")
     if form is None or (not chat.separate_reasoning and text.tool_call_parser is None):

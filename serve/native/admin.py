@@ -93,7 +93,7 @@ async def model_info(http: HttpRequest, core: EngineCore) -> ASGIApp:
     return json_response(
         {
             "model_path": plan.model.path,
-            "tokenizer_path": plan.text.tokenizer_path,
+            "tokenizer_path": plan.tokenizer.tokenizer_path,
             "is_generation": not plan.model.is_embedding,
             "preferred_sampling_params": orjson.dumps(dict(preferred)).decode() if preferred else None,
             "weight_version": plan.serve.weight_version,
@@ -115,7 +115,7 @@ async def server_info(http: HttpRequest, core: EngineCore) -> ASGIApp:
         "load": status.num_used_tokens,
         "memory_usage": {"token_capacity": status.max_total_tokens},
         "dp_size": plan.parallel.dp_size,
-        "effective_max_running_requests_per_dp": plan.schedule.max_running,
+        "effective_max_running_requests_per_dp": plan.scheduler.max_running,
     }
     return json_response(
         {

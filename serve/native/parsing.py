@@ -49,7 +49,7 @@ async def separate_reasoning(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 def _parse(core: EngineCore, raw: bytes) -> dict[str, Any]:
     body = decode(ParseBody, parse_object(raw))
-    name = body.tool_call_parser or core.plan.text.tool_call_parser or ""
+    name = body.tool_call_parser or core.plan.tokenizer.tool_call_parser or ""
     if name not in TOOL_CALL_PARSERS:
         raise _unknown("tool_call_parser", name, sorted(TOOL_CALL_PARSERS))
     tools = read_tools(body.tools)
@@ -65,7 +65,7 @@ def _parse(core: EngineCore, raw: bytes) -> dict[str, Any]:
 
 def _separate(core: EngineCore, raw: bytes) -> dict[str, Any]:
     body = decode(SeparateBody, parse_object(raw))
-    name = body.reasoning_parser or core.plan.text.reasoning_parser or ""
+    name = body.reasoning_parser or core.plan.tokenizer.reasoning_parser or ""
     if name not in REASONING_PARSERS:
         raise _unknown("reasoning_parser", name, sorted(REASONING_PARSERS))
     form = REASONING_FORMATS.get(name)

@@ -64,7 +64,7 @@ async def tokenizer_info(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 
 def _tokenizer_info(core: EngineCore) -> dict[str, Any]:
-    tokenizer, path = _tokenizer(core), core.plan.text.tokenizer_path
+    tokenizer, path = _tokenizer(core), core.plan.tokenizer.tokenizer_path
     config = read_json(Path(path) / "tokenizer_config.json") if path else {}
     return {
         "tokenizer_class": None,

@@ -118,7 +118,7 @@ def _details(core: EngineCore) -> dict[str, Any]:
 
 
 def _capabilities(core: EngineCore) -> list[str]:
-    text = core.plan.text
+    text = core.plan.tokenizer
     tools = ["tools"] if text.tool_call_parser is not None else []
     return ["completion", *tools, *(["thinking"] if text.reasoning_parser is not None else [])]
 

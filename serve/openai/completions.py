@@ -143,7 +143,7 @@ def _prompts(body: CompletionBody) -> tuple[Sequence[str | list[int]], bool]:
 
 def _around_the_hole(core: EngineCore, body: CompletionBody, prompts: Sequence[str | list[int]]) -> list[str]:
     """Prompts that ask for what stands between each of these and the body's suffix."""
-    template = core.plan.text.middle
+    template = core.plan.tokenizer.middle
     if template is None and core.tokenizer is not None:
         marks = {mark for each in MIDDLE_TEMPLATES.values() for mark in each[:3]}
         known = core.tokenizer.ids_of(marks).keys()

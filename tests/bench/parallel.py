@@ -88,7 +88,7 @@ async def measure(model: str | None, tp_size: int, rows: int, steps: int) -> Cos
     options = {"model_path": model} if model else {}
     args = Args.of(**options, tp_size=tp_size, skip_tokenizer_init=True, random_seed=0)
     plan, facts = prepare(args, Machine.probe(), demo_path=demo_path())
-    plan = replace(plan, schedule=replace(plan.schedule, max_running=rows, watchdog_timeout_s=0.0))
+    plan = replace(plan, scheduler=replace(plan.scheduler, max_running=rows, watchdog_timeout_s=0.0))
     replica = await start_replica(plan, facts, 0)
     watching = asyncio.create_task(replica.runner.watch())
     try:

@@ -7,7 +7,7 @@ from time import thread_time_ns
 from typing import NamedTuple
 
 from runtime.batch import Batch, StepOutput
-from runtime.config.plan import SchedulePlan
+from runtime.config.plan import SchedulerPlan
 from runtime.kv_cache.prefix_cache import PrefixCache
 from runtime.request import Request
 from runtime.sampling_params import SamplingParams
@@ -82,7 +82,7 @@ def _fill_up(running: int, page_size: int, steps: int) -> Scheduler:
     """A schedule in which every sequence's prompt is computed and its first token known."""
     output = steps + 16
     pages = running * -(-(PROMPT_TOKENS + output) // page_size) + running
-    plan = SchedulePlan(
+    plan = SchedulerPlan(
         max_running=running,
         max_queued=running,
         chunk_tokens=None,

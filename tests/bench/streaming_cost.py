@@ -170,13 +170,13 @@ def make_core(directory: Path, streams: int, output_tokens: int) -> EngineCore:
     )
     plan, facts = prepare(args, Machine.probe())
     schedule = Scheduler(
-        plan.schedule,
+        plan.scheduler,
         PrefixCache(pages, PAGE_SIZE),
         vocab_size=facts.vocab_size,
         context_length=plan.model.context_length,
     )
     runner = ScriptedRunner(max(streams * STEP_S_PER_STREAM, MIN_STEP_S))
-    return EngineCore(plan, facts, Tokenizer.load(plan.text, facts), [Replica(plan, schedule, runner)])
+    return EngineCore(plan, facts, Tokenizer.load(plan.tokenizer, facts), [Replica(plan, schedule, runner)])
 
 
 @asynccontextmanager

@@ -19,7 +19,15 @@ from runtime.actors.detokenizer import DetokenizerActor
 from runtime.actors.live_requests import LiveRequest, LiveRequests
 from runtime.actors.output_stream import OutputStream
 from runtime.config.model_facts import ModelFacts
-from runtime.config.plan import CachePlan, KernelPlan, ModelPlan, Plan, SchedulePlan, ServePlan, TextPlan
+from runtime.config.plan import (
+    CachePlan,
+    KernelPlan,
+    ModelPlan,
+    Plan,
+    SchedulerPlan,
+    ServePlan,
+    TokenizerPlan,
+)
 from runtime.errors import ContextOverflow, EngineClosed, EngineFailure, InvalidRequest, PenstockError
 from runtime.profile import ProfileOptions
 from runtime.request import NOBODY, Caller, Delta, Finish, LogprobParams, Logprobs, Request, Usage
@@ -34,7 +42,7 @@ def load_tokenizer(directory: Path, kind: tiny_tokenizers.Kind = "byte_bpe") -> 
     """A tiny tokenizer with a chat template, written to `directory` and loaded from it."""
     tiny = tiny_tokenizers.write(directory, kind)
     facts = make_facts(vocab_size=tiny.vocab_size)
-    text = TextPlan(
+    text = TokenizerPlan(
         tokenizer_path=str(directory), mode="auto", trust_remote_code=False, revision=None, chat_template=None
     )
     return Tokenizer.load(text, facts)
@@ -85,7 +93,7 @@ def make_plan(
         cache=CachePlan(
             page_size=16, prefix_cache=True, kv_dtype="float32", mem_fraction=0.5, max_total_tokens=None
         ),
-        schedule=SchedulePlan(
+        scheduler=SchedulerPlan(
             max_running=8,
             max_queued=64,
             chunk_tokens=None,
@@ -101,7 +109,7 @@ def make_plan(
             watchdog_timeout_s=300,
         ),
         kernels=KernelPlan(),
-        text=TextPlan(
+        tokenizer=TokenizerPlan(
             tokenizer_path="org/tiny",
             mode="auto",
             trust_remote_code=False,

@@ -16,7 +16,7 @@ from zlib import crc32
 import numpy as np
 
 from runtime.batch import UNKNOWN, Batch, StepOutput
-from runtime.config.plan import SchedulePlan
+from runtime.config.plan import SchedulerPlan
 from runtime.constraint import Constraint
 from runtime.kv_cache.kinds import CacheKind
 from runtime.kv_cache.prefix_cache import PrefixCache
@@ -244,7 +244,7 @@ def _logprobs(ids: list[int], params: LogprobParams | None) -> Logprobs:
     return Logprobs([(-float(token), token) for token in ids], list(top), [])
 
 
-def make_plan(**changes: object) -> SchedulePlan:
+def make_plan(**changes: object) -> SchedulerPlan:
     """A schedule plan for tests: small, chunking off, mixed, with overlap."""
     values: dict[str, object] = {
         "max_running": 8,
@@ -261,7 +261,7 @@ def make_plan(**changes: object) -> SchedulePlan:
         "log_interval_steps": 40,
         "watchdog_timeout_s": 300.0,
     }
-    return SchedulePlan(**(values | changes))  # type: ignore[arg-type]
+    return SchedulerPlan(**(values | changes))  # type: ignore[arg-type]
 
 
 def make_sequence(
@@ -308,7 +308,7 @@ class Drive:
 
     def __init__(
         self,
-        plan: SchedulePlan | None = None,
+        plan: SchedulerPlan | None = None,
         *,
         num_pages: int = 64,
         page_size: int = 4,

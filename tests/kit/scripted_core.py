@@ -116,7 +116,7 @@ async def running_several(
     given = fake_core.make_plan()
     plan = replace(
         given,
-        schedule=fake_runner.make_plan(**{"max_running": NUM_SEQUENCES, **schedule}),
+        scheduler=fake_runner.make_plan(**{"max_running": NUM_SEQUENCES, **schedule}),
         cache=replace(given.cache, page_size=PAGE_SIZE),
         parallel=replace(given.parallel, balance=balance, dp_size=num_replicas),
         observe=observe,
@@ -127,7 +127,7 @@ async def running_several(
         if len(runners) >= num_replicas + restarts:
             raise failure or EngineFailure("No more of these.")
         scheduler = Scheduler(
-            plan.schedule,
+            plan.scheduler,
             PrefixCache(NUM_PAGES, PAGE_SIZE),
             vocab_size=facts.vocab_size,
             context_length=plan.model.context_length,

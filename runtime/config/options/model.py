@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from runtime.config.option_spec import Json, option, planned
-from runtime.config.plan import ModelPlan, TextPlan
+from runtime.config.plan import ModelPlan, TokenizerPlan
 from runtime.config.quantization import METHODS, UNREADABLE, spellings
 
 _LOAD_FORMATS = (
@@ -48,7 +48,7 @@ class ModelArgs:
         False,
         "Allow Python files inside the model folder to be executed. Off by default: such code can do "
         "anything that you can.",
-        plan=TextPlan.trust_remote_code,
+        plan=TokenizerPlan.trust_remote_code,
     )
     context_length: int | None = option(
         None,
@@ -60,7 +60,7 @@ class ModelArgs:
     revision: str | None = option(
         None,
         "Branch, tag or commit of the model on the Hub, for weights and tokenizer. Default: its main branch.",
-        plan=TextPlan.revision,
+        plan=TokenizerPlan.revision,
     )
     download_dir: str | None = option(
         None, "Folder in which downloaded models are kept. Default: the cache folder of the Hugging Face Hub."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from runtime.config.option_spec import Json, always, inert, option, planned
-from runtime.config.plan import ObservePlan, SchedulePlan, ServePlan
+from runtime.config.plan import ObservePlan, SchedulerPlan, ServePlan
 
 _LEVELS = ("debug", "info", "warning", "error", "critical")
 
@@ -35,7 +35,7 @@ class ObserveArgs:
         40,
         "Steps between two log lines about the running batch.",
         low=1,
-        plan=SchedulePlan.log_interval_steps,
+        plan=SchedulerPlan.log_interval_steps,
     )
     log_requests: bool = option(
         False, "Log every request when it arrives and when it ends.", plan=ObservePlan.request_log_level
@@ -121,7 +121,7 @@ class DebugArgs:
         None,
         "Folder for a record when a step hangs (--watchdog-timeout): stacks, steps in flight, and the requests "
         "without their texts, as JSON.",
-        plan=SchedulePlan.crash_folder,
+        plan=SchedulerPlan.crash_folder,
     )
     debug_tensor_dump_output_folder: str | None = planned(
         None, "Folder into which the logits of every step are written."

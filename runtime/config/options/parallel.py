@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from runtime.config.option_spec import always, inert, option, planned
-from runtime.config.plan import ModelPlan, ParallelPlan, SchedulePlan
+from runtime.config.plan import ModelPlan, ParallelPlan, SchedulerPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class ParallelArgs:
         "Most sequences in one micro-batch of a pipeline. Default: the running ones are divided evenly among "
         "the stages.",
         low=1,
-        plan=SchedulePlan.max_micro_batch,
+        plan=SchedulerPlan.max_micro_batch,
     )
     nnodes: int = option(
         1, "Number of machines that serve the model together.", low=1, plan=ParallelPlan.nnodes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from runtime.config.option_spec import always, inert, option
-from runtime.config.plan import SchedulePlan
+from runtime.config.plan import SchedulerPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +18,7 @@ class ScheduleArgs:
         "more than the KV cache can hold.",
         low=1,
         sglang="half as many as the KV cache has tokens, at most 2048 to 4096 by the length of the context",
-        plan=SchedulePlan.max_running,
+        plan=SchedulerPlan.max_running,
     )
     max_queued_requests: int | None = option(
         None,
@@ -27,7 +27,7 @@ class ScheduleArgs:
         "Engine in Python.",
         low=1,
         sglang="no limit",
-        plan=SchedulePlan.max_queued,
+        plan=SchedulerPlan.max_queued,
     )
     max_queued_tokens: int | None = option(
         None,
@@ -42,60 +42,60 @@ class ScheduleArgs:
         "Seconds that a request may wait before it runs; then it is answered with status 503 and Retry-After. "
         "Default: no limit.",
         above=0,
-        plan=SchedulePlan.max_queue_time_s,
+        plan=SchedulerPlan.max_queue_time_s,
     )
     chunked_prefill_size: int | None = option(
         None,
         "Prompt tokens computed in one step; a longer prompt is cut into pieces of this size, "
         "rounded up to whole pages. -1 never cuts. Default: 4096 without a GPU, 2048 to 16384 by GPU memory.",
         low=-1,
-        plan=SchedulePlan.chunk_tokens,
+        plan=SchedulerPlan.chunk_tokens,
     )
     max_prefill_tokens: int = option(
         16384,
         "Prompt tokens that one step may take on from all requests together. The first request is always "
         "admitted, however long.",
         low=1,
-        plan=SchedulePlan.max_prefill_tokens,
+        plan=SchedulerPlan.max_prefill_tokens,
     )
     schedule_policy: str = option(
         "fcfs",
         "Order of the waiting queue. fcfs: first come, first served; lpm: longest cached prefix first; "
         "dfs-weight: by the prefix tree; lof: longest output first; random.",
         choices=("fcfs", "lpm", "random", "dfs-weight", "lof"),
-        plan=SchedulePlan.policy,
+        plan=SchedulerPlan.policy,
     )
     schedule_conservativeness: float = option(
         1.0,
         "How much room admission keeps free for the output of running requests. Above 1 fewer requests have "
         "to be put back; below 1 more run at once.",
         low=0,
-        plan=SchedulePlan.new_token_ratio,
+        plan=SchedulerPlan.new_token_ratio,
     )
     stream_interval: int = option(
         1,
         "Send streamed output every so many tokens; the first token is always sent at once. Larger values "
         "cost less and look less smooth.",
         low=1,
-        plan=SchedulePlan.stream_interval,
+        plan=SchedulerPlan.stream_interval,
     )
     watchdog_timeout: float = option(
         300,
         "Seconds that one step may take before the engine is declared stuck, says where, and stops.",
         above=0,
-        plan=SchedulePlan.watchdog_timeout_s,
+        plan=SchedulerPlan.watchdog_timeout_s,
     )
     disable_overlap_schedule: bool = option(
         False,
         "Wait for the tokens of a step before the next one is prepared. Slower; useful to find mistakes.",
-        plan=SchedulePlan.overlap,
+        plan=SchedulerPlan.overlap,
     )
     enable_mixed_chunk: bool = option(
         True,
         "Let prompts and running sequences share a step, so that a long prompt does not stop the others' "
         "output. On by default.",
         sglang="off",
-        plan=SchedulePlan.mixed,
+        plan=SchedulerPlan.mixed,
     )
     sleep_on_idle: bool = always(
         False,
@@ -106,7 +106,7 @@ class ScheduleArgs:
         False,
         "Take on at most one new sequence in each step.",
         const=True,
-        plan=SchedulePlan.max_new_sequences,
+        plan=SchedulerPlan.max_new_sequences,
     )
     stream_output: bool = always(
         False,
@@ -124,24 +124,24 @@ class ScheduleArgs:
         1,
         "Look for new and aborted requests only every so many steps while others run.",
         low=1,
-        plan=SchedulePlan.receive_interval,
+        plan=SchedulerPlan.receive_interval,
     )
     enable_priority_scheduling: bool = option(
         False,
         "Order waiting requests by their field `priority`, higher numbers first, and then as --schedule-policy "
         "says. Where the queue is full, a request displaces the newest of the lowest priority, which is answered "
         "with status 503. Requests without one come last. Every client may say how important it is.",
-        plan=SchedulePlan.priorities,
+        plan=SchedulerPlan.priorities,
     )
     schedule_low_priority_values_first: bool = option(
         False,
         "Put lower priority numbers before higher ones, as vLLM does.",
-        plan=SchedulePlan.low_priority_first,
+        plan=SchedulerPlan.low_priority_first,
     )
     priority_scheduling_preemption_threshold: int = option(
         10,
         "A waiting request that cannot run interrupts running ones whose priority is lower by more than this; what "
         "they have computed stays cached where there is room, and they go on later with the same tokens.",
         low=0,
-        plan=SchedulePlan.preemption_threshold,
+        plan=SchedulerPlan.preemption_threshold,
     )

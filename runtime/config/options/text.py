@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from runtime.config.chat_templates import CHAT_TEMPLATES
 from runtime.config.option_spec import always, inert, option, planned
 from runtime.config.parsers import REASONING_PARSERS, TOOL_CALL_PARSERS
-from runtime.config.plan import TextPlan
+from runtime.config.plan import TokenizerPlan
 
 NO_TOKENIZER_BATCHES = (
     "each prompt is tokenized by itself, beside the running steps; the token ids are the same"
@@ -21,13 +21,13 @@ class TextArgs:
     tokenizer_path: str | None = option(
         None,
         "Folder or Hub repository with the tokenizer. Default: the value of --model-path.",
-        plan=TextPlan.tokenizer_path,
+        plan=TokenizerPlan.tokenizer_path,
     )
     tokenizer_mode: str = option(
         "auto",
         "auto: the fast tokenizer if there is one; slow: the plain Python one.",
         choices=("auto", "slow"),
-        plan=TextPlan.mode,
+        plan=TokenizerPlan.mode,
     )
     skip_tokenizer_init: bool = option(
         False,
@@ -37,7 +37,7 @@ class TextArgs:
         None,
         "What turns messages into a prompt: a jinja file (.jinja), or one of ours by name: "
         f"{', '.join(CHAT_TEMPLATES)}. Default: the template that comes with the tokenizer.",
-        plan=TextPlan.chat_template,
+        plan=TokenizerPlan.chat_template,
     )
     grammar_backend: str | None = option(
         None,
@@ -46,35 +46,35 @@ class TextArgs:
         choices=("xgrammar", "outlines", "llguidance", "none"),
         built=("llguidance", "none"),
         sglang="xgrammar",
-        plan=TextPlan.grammar_backend,
+        plan=TokenizerPlan.grammar_backend,
     )
     tokenizer_worker_num: int = option(
         1,
         "Threads that tokenize long texts, two at least; they hold no lock of Python's.",
         low=1,
         high=64,
-        plan=TextPlan.encoder_threads,
+        plan=TokenizerPlan.encoder_threads,
     )
     completion_template: str | None = option(
         None,
         "Template of fill-in-the-middle prompts, used when /v1/completions gets a suffix: deepseek_coder, "
         "star_coder, qwen_coder, or a JSON file with fim_begin_token, fim_middle_token, fim_end_token and "
         "fim_position (MIDDLE or END). Default: the one whose marks are tokens of the model.",
-        plan=TextPlan.middle,
+        plan=TokenizerPlan.middle,
     )
     reasoning_parser: str | None = option(
         None,
         "Which family's marks separate reasoning from the answer in chat output; none: no marks do. Default: "
         "guessed from the chat template.",
         choices=("none", *sorted(REASONING_PARSERS)),
-        plan=TextPlan.reasoning_parser,
+        plan=TokenizerPlan.reasoning_parser,
     )
     tool_call_parser: str | None = option(
         None,
         "Which family's format of tool calls is recognised in chat output; none: requests with tools are "
         "refused. Default: guessed from the chat template.",
         choices=("none", *sorted(TOOL_CALL_PARSERS)),
-        plan=TextPlan.tool_call_parser,
+        plan=TokenizerPlan.tool_call_parser,
     )
     enable_tokenizer_batch_encode: bool = inert(
         False,
@@ -97,7 +97,7 @@ class TextArgs:
         None,
         "Regular expression, made of blanks, for the white space allowed between the parts of constrained JSON. "
         "Default: a space, or a new line with an indentation of up to 40 characters.",
-        plan=TextPlan.json_whitespace,
+        plan=TokenizerPlan.json_whitespace,
     )
     disable_outlines_disk_cache: bool = always(
         False,

@@ -75,7 +75,7 @@ def decide(
     plan = Plan(
         model=model,
         cache=cache,
-        schedule=schedule,
+        scheduler=schedule,
         kernels=kernels,
         graphs=graph_plan(
             builder,
@@ -89,7 +89,7 @@ def decide(
         ),
         parallel=parallel_plan(builder, machine, facts, model.device),
         observe=observe_plan(builder),
-        text=text_plan(builder, facts.path),
+        tokenizer=text_plan(builder, facts.path),
         serve=serve_plan(builder, where, demo_path),
     )
     return plan, builder

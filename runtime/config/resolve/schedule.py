@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ops.machine import GIB, Gpu
 from runtime.config.model_facts import ModelFacts
-from runtime.config.plan import CachePlan, SchedulePlan
+from runtime.config.plan import CachePlan, SchedulerPlan
 from runtime.config.resolve.plan_builder import Decision, PlanBuilder, build
 
 OPEN_ENDED_TOKENS = 256  # a usual answer of a chat
@@ -14,14 +14,16 @@ MIN_QUEUE = 2048  # or so many, if that is more: clients that send all of a benc
 DECAY_STEPS = 600  # over which the share reserved for output falls to its minimum
 
 
-def schedule_plan(builder: PlanBuilder, gpu: Gpu | None, cache: CachePlan, facts: ModelFacts) -> SchedulePlan:
+def schedule_plan(
+    builder: PlanBuilder, gpu: Gpu | None, cache: CachePlan, facts: ModelFacts
+) -> SchedulerPlan:
     conservativeness = builder.args.schedule.schedule_conservativeness
     # Shares of the remaining output that admission reserves.
     ratio = min(0.7 * conservativeness, 1.0)
     ratio_min = 0.14 * ratio
     running = _max_running(builder, gpu)
     return build(
-        SchedulePlan,
+        SchedulerPlan,
         max_running=running,
         max_queued=_max_queued(builder, running.value),
         max_queued_tokens=_max_queued_tokens(builder),

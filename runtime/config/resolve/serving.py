@@ -10,7 +10,7 @@ from typing import Any
 from runtime.config.chat_templates import MiddleTemplate, chat_template_named, middle_template
 from runtime.config.gguf_header import is_gguf, read_header
 from runtime.config.parsers import REASONING_PARSERS, TOOL_CALL_PARSERS, Signs, guess
-from runtime.config.plan import ServePlan, TextPlan
+from runtime.config.plan import ServePlan, TokenizerPlan
 from runtime.config.resolve.plan_builder import Decision, PlanBuilder, build
 from runtime.config.template_files import read_json, read_templates
 from runtime.errors import ConfigurationError, InvalidRequest
@@ -21,7 +21,7 @@ MIN_ENCODER_THREADS = 2
 DEMO_NAME = "penstock-demo"
 
 
-def text_plan(builder: PlanBuilder, model_path: str) -> TextPlan:
+def text_plan(builder: PlanBuilder, model_path: str) -> TokenizerPlan:
     args = builder.args.text
     try:
         if args.chat_template is not None:
@@ -30,7 +30,7 @@ def text_plan(builder: PlanBuilder, model_path: str) -> TextPlan:
         builder.refuse("chat_template", str(error))
     template = _template(builder, model_path)
     return build(
-        TextPlan,
+        TokenizerPlan,
         tokenizer_path=_tokenizer_path(builder, model_path),
         mode=builder.follow("tokenizer_mode"),
         trust_remote_code=builder.follow("trust_remote_code"),

@@ -45,7 +45,7 @@ def test_asked_values_are_done() -> None:
     made = plan(
         page_size=4, max_running_requests=3, port=0, dtype="half", random_seed=7, disable_radix_cache=True
     )
-    assert (made.cache.page_size, made.schedule.max_running, made.serve.port) == (4, 3, 0)
+    assert (made.cache.page_size, made.scheduler.max_running, made.serve.port) == (4, 3, 0)
     assert (made.model.dtype, made.model.random_seed, made.cache.prefix_cache) == ("float16", 7, False)
     assert made.cache.reasons["page_size"] == made.cache.reasons["prefix_cache"] == "as asked"
 
@@ -54,8 +54,8 @@ def test_defaults_without_a_gpu() -> None:
     made = plan()
     assert made.model.device == "cpu"
     assert (made.cache.page_size, made.cache.mem_fraction, made.cache.of_free_memory) == (16, 0.3, True)
-    assert (made.schedule.max_running, made.schedule.chunk_tokens) == (256, 4096)
-    assert made.text.tokenizer_path == "/models/small"
+    assert (made.scheduler.max_running, made.scheduler.chunk_tokens) == (256, 4096)
+    assert made.tokenizer.tokenizer_path == "/models/small"
     assert made.serve.served_model_name == "/models/small"
 
 
@@ -70,7 +70,7 @@ def test_defaults_without_a_gpu() -> None:
     ],
 )
 def test_queue_takes_a_whole_benchmark(machine: Machine, asked: dict[str, Any], queued: int) -> None:
-    assert plan(machine, **asked).schedule.max_queued == queued
+    assert plan(machine, **asked).scheduler.max_queued == queued
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_queue_takes_a_whole_benchmark(machine: Machine, asked: dict[str, Any], 
 def test_defaults_follow_the_gpus_memory(name: str, chunk: int, fraction: float) -> None:
     made = plan(Machine.named(name))
     assert made.model.device == "cuda"
-    assert made.schedule.chunk_tokens == chunk
+    assert made.scheduler.chunk_tokens == chunk
     assert made.cache.mem_fraction == pytest.approx(fraction, abs=0.001)
     assert not made.cache.of_free_memory
 
@@ -134,18 +134,18 @@ def test_longer_context_than_the_models_is_refused() -> None:
 
 
 def test_chunk_is_a_multiple_of_the_page() -> None:
-    assert plan(chunked_prefill_size=100).schedule.chunk_tokens == 112
+    assert plan(chunked_prefill_size=100).scheduler.chunk_tokens == 112
     assert (
-        plan(chunked_prefill_size=1).schedule.reasons["chunk_tokens"] == "1 rounded up to whole pages of 16"
+        plan(chunked_prefill_size=1).scheduler.reasons["chunk_tokens"] == "1 rounded up to whole pages of 16"
     )
-    assert plan(chunked_prefill_size=100, page_size=10).schedule.chunk_tokens == 100
-    assert plan(chunked_prefill_size=-1).schedule.chunk_tokens is None
-    assert plan(page_size=100).schedule.chunk_tokens == 4000
+    assert plan(chunked_prefill_size=100, page_size=10).scheduler.chunk_tokens == 100
+    assert plan(chunked_prefill_size=-1).scheduler.chunk_tokens is None
+    assert plan(page_size=100).scheduler.chunk_tokens == 4000
 
 
 def test_conservativeness_scales_what_is_reserved() -> None:
-    assert plan(schedule_conservativeness=0.5).schedule.new_token_ratio == pytest.approx(0.35)
-    eager = plan(schedule_conservativeness=9).schedule
+    assert plan(schedule_conservativeness=0.5).scheduler.new_token_ratio == pytest.approx(0.35)
+    eager = plan(schedule_conservativeness=9).scheduler
     assert eager.new_token_ratio == 1.0
     assert eager.new_token_ratio - 600 * eager.new_token_ratio_decay == pytest.approx(
         eager.min_new_token_ratio
@@ -182,9 +182,9 @@ def test_preferred_sampling_is_checked() -> None:
 
 
 def test_text_options() -> None:
-    assert plan(skip_tokenizer_init=True).text.tokenizer_path is None
-    assert plan(tokenizer_path="/t").text.tokenizer_path == "/t"
-    assert plan(chat_template="my.jinja").text.chat_template == "my.jinja"
+    assert plan(skip_tokenizer_init=True).tokenizer.tokenizer_path is None
+    assert plan(tokenizer_path="/t").tokenizer.tokenizer_path == "/t"
+    assert plan(chat_template="my.jinja").tokenizer.chat_template == "my.jinja"
     assert "names are chatml" in refusals(chat_template="llama-5")
     assert "exclude each other" in refusals(skip_tokenizer_init=True, tokenizer_path="/t")
 
@@ -265,7 +265,7 @@ def test_nothing_but_refusals_is_ever_raised(keywords: dict[str, Any], machine: 
         made = resolve(Args.of(**keywords), machine, replace(FACTS, dtype=dtype), demo_path="/demo")
         assert made.cache.page_size >= 1
         assert 0 < made.cache.mem_fraction <= 1
-        assert made.schedule.chunk_tokens is None or made.schedule.chunk_tokens % made.cache.page_size == 0
+        assert made.scheduler.chunk_tokens is None or made.scheduler.chunk_tokens % made.cache.page_size == 0
 
 
 @pytest.mark.parametrize(
@@ -338,17 +338,17 @@ def test_no_default_is_refused_where_it_is_set_explicitly(option: Option, machin
 
 @pytest.mark.parametrize("policy", ["lpm", "dfs-weight"])
 def test_orders_by_cached_prefix_need_prefixes(policy: str) -> None:
-    assert plan(schedule_policy=policy).schedule.policy == policy
+    assert plan(schedule_policy=policy).scheduler.policy == policy
     made = plan(schedule_policy=policy, disable_radix_cache=True)
-    assert made.schedule.policy == "fcfs"
-    assert "without the prefix cache" in made.schedule.reasons["policy"]
+    assert made.scheduler.policy == "fcfs"
+    assert "without the prefix cache" in made.scheduler.reasons["policy"]
 
 
 def test_address_of_version_six_is_taken_apart() -> None:
     made = plan(nnodes=2, tp_size=2, dist_init_addr="[fd00::1]:29500")
     assert made.parallel.master_address == ("fd00::1", 29500)
     assert list(made.parallel.ranks_here) == [0]
-    assert not plan(pp_size=2).schedule.overlap
+    assert not plan(pp_size=2).scheduler.overlap
 
 
 MATMUL: list[tuple[Machine, str, str, str]] = [

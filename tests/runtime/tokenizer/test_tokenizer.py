@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 import tiny_tokenizers
 from runtime.config.model_facts import ModelFacts
-from runtime.config.plan import TextPlan
+from runtime.config.plan import TokenizerPlan
 from runtime.errors import ConfigurationError, InvalidRequest
 from runtime.tokenizer.backend import SlowBackend
 from runtime.tokenizer.tokenizer import Tokenizer
@@ -20,7 +20,7 @@ SENTENCE = "Hello wörld,  你好 👩‍🚀 ok \n\n x. do not </s><|im_end|> 1
 
 
 def load(path: Path, *, vocab_size: int = 512, mode: str = "auto", trust: bool = False) -> Tokenizer:
-    plan = TextPlan(
+    plan = TokenizerPlan(
         tokenizer_path=str(path), mode=mode, trust_remote_code=trust, revision=None, chat_template=None
     )
     facts = ModelFacts(
@@ -179,8 +179,8 @@ def test_loading_a_tokenizer_imports_neither_torch_nor_transformers(tmp_path):
 import sys
 from runtime.tokenizer.backend import read_tokenizer
 from runtime.tokenizer import tokenizer
-from runtime.config.plan import TextPlan
-read_tokenizer(TextPlan(tokenizer_path={str(tmp_path)!r}, mode="auto", trust_remote_code=False, revision=None,
+from runtime.config.plan import TokenizerPlan
+read_tokenizer(TokenizerPlan(tokenizer_path={str(tmp_path)!r}, mode="auto", trust_remote_code=False, revision=None,
               chat_template=None))
 print(sorted({{"torch", "transformers"}} & set(sys.modules)))
 """

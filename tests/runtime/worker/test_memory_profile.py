@@ -37,12 +37,14 @@ class Metered(CpuDevice):
 
 def profiled(device: Metered, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> StepMemory:
     given = fake_core.make_plan()
-    schedule = replace(given.schedule, chunk_tokens=None, max_prefill_tokens=100, max_running=30, mixed=False)
+    schedule = replace(
+        given.scheduler, chunk_tokens=None, max_prefill_tokens=100, max_running=30, mixed=False
+    )
     plan: Plan = replace(
         given,
         model=replace(given.model, context_length=late_steps.CONTEXT),
         cache=replace(given.cache, page_size=4, kv_dtype="float32"),
-        schedule=replace(schedule, **{k: v for k, v in changes.items() if k != "graphs"}),
+        scheduler=replace(schedule, **{k: v for k, v in changes.items() if k != "graphs"}),
         graphs=changes.get("graphs", GraphPlan()),
     )
     model = late_steps.model()
@@ -54,7 +56,7 @@ def profiled(device: Metered, monkeypatch: pytest.MonkeyPatch, **changes: Any) -
         return type(model).forward(model, batch)
 
     monkeypatch.setattr(model, "forward", counted)
-    return profile_memory(late_steps.Steps(1, plan.schedule.max_running, device).executor, plan)
+    return profile_memory(late_steps.Steps(1, plan.scheduler.max_running, device).executor, plan)
 
 
 def test_largest_step_is_run_and_takes_what_it_takes(monkeypatch: pytest.MonkeyPatch):

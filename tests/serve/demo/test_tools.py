@@ -130,7 +130,7 @@ async def test_what_the_template_writes_is_read_back(engine: Engine) -> None:
     whole = tokenizer.template.render([QUESTION, message], tools=TOOLS, add_generation_prompt=False)
     output = whole.removeprefix(prompt).removesuffix("<|im_end|>\n")
     assert whole.startswith(prompt)
-    plan = engine.core.plan.text
+    plan = engine.core.plan.tokenizer
     settings = ParserSettings(
         calls=FORMATS[plan.tool_call_parser or ""],
         reasoning=REASONING[plan.reasoning_parser or ""],

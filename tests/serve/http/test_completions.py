@@ -227,7 +227,7 @@ async def test_a_suffix_asks_for_what_stands_before_it(serve: Serve) -> None:
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "suffix")
     assert "--completion-template" in refused.text
     plan = served.core.plan
-    served.core.plan = replace(plan, text=replace(plan.text, middle=MIDDLE_TEMPLATES["qwen_coder"]))
+    served.core.plan = replace(plan, tokenizer=replace(plan.tokenizer, middle=MIDDLE_TEMPLATES["qwen_coder"]))
     await served.post("/v1/completions", **ask)
     assert [request.text for request in served.core.submitted] == [
         f"<|fim_prefix|>{prompt}<|fim_suffix|>): pass<|fim_middle|>" for prompt in ask["prompt"]

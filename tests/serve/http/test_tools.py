@@ -12,7 +12,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 import fake_core
 import tiny_tokenizers
-from runtime.config.plan import TextPlan
+from runtime.config.plan import TokenizerPlan
 from runtime.tokenizer.tokenizer import Tokenizer
 from served_core import Serve, Served
 from tool_call_texts import CALLS, TEXTS, TOOLS
@@ -249,7 +249,7 @@ async def test_marks_that_are_special_tokens_are_read_and_others_not_shown(
     for number, mark in enumerate(marks):
         content["added_tokens"].append({"id": first + number, "content": mark, "special": True, **flags})
     path.write_text(json.dumps(content), encoding="utf-8")
-    plan = TextPlan(
+    plan = TokenizerPlan(
         tokenizer_path=str(tmp_path),
         mode="auto",
         trust_remote_code=False,
