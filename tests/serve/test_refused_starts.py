@@ -14,7 +14,7 @@ import pytest
 
 import tiny_checkpoints
 import tiny_tokenizers
-from runtime.config.plan import TextPlan
+from runtime.config.plan import TokenizerPlan
 from runtime.errors import CheckpointError, ConfigurationError
 from runtime.models.config import read_facts
 from runtime.tokenizer.backend import read_tokenizer
@@ -90,7 +90,7 @@ def test_without_a_tokenizer_the_engine_does_not_start(folder: Path) -> None:
     ],
 )
 def test_damaged_configuration_of_a_tokenizer(folder: Path, wrong: Header) -> None:
-    plan = TextPlan(
+    plan = TokenizerPlan(
         tokenizer_path=str(folder), mode="auto", trust_remote_code=False, revision=None, chat_template=None
     )
     change(folder, "tokenizer_config.json", **wrong)

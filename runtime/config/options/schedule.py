@@ -35,7 +35,7 @@ class ScheduleArgs:
         "make it more, is answered with status 503 and Retry-After, unless nothing waits. Default: 8388608, some "
         "hundred megabytes; no limit for an Engine in Python.",
         low=1,
-        plan=SchedulePlan.max_queued_tokens,
+        plan=SchedulerPlan.max_queued_tokens,
     )
     max_queue_time: float | None = option(
         None,
