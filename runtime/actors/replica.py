@@ -141,7 +141,7 @@ class _ReplicaLoader:
         local = [rank.local_specs(specs, facts.num_layers) for rank in ranks]
         pages, reason = _size(given, local, memory, steps)
         plan = self._plan = replace(
-            given, schedule=replace(given.scheduler, max_running=max_running(given, pages))
+            given, scheduler=replace(given.scheduler, max_running=max_running(given, pages))
         )
         kinds = make_kinds(specs, plan, pages)
         limits = [plan.scheduler.max_running, *(kind.max_sequences for kind in kinds if kind.max_sequences)]
