@@ -85,6 +85,7 @@ class Caller(NamedTuple):
     """What is known of the sender beside the request itself."""
 
     labels: tuple[str, ...] = ()  # values of `ObservePlan.request_labels`, from a header
+    trace: tuple[tuple[str, str], ...] = ()  # headers of W3C's trace context, where requests are traced
 
 
 NOBODY = Caller()

@@ -13,6 +13,7 @@ import anyio.to_thread
 from ops.machine import Machine
 from runtime.actors.engine_core import EngineCore
 from runtime.actors.replica import Replica, start_replica, start_replicas
+from runtime.actors.tracing import RequestTraces
 from runtime.config import Args, without_effect
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import Plan, TokenizerPlan
@@ -67,6 +68,8 @@ async def assemble(plan: Plan, facts: ModelFacts) -> EngineCore:
         if plan.tokenizer.tokenizer_path is not None:
             tokenizer = await anyio.to_thread.run_sync(Tokenizer.load, plan.tokenizer, facts)
 
+    endpoint = plan.observe.trace_endpoint
+    traces = RequestTraces(endpoint) if endpoint is not None else None  # before what takes long
     replicas: list[Replica] = []
     try:
         async with anyio.create_task_group() as loading:
@@ -76,6 +79,8 @@ async def assemble(plan: Plan, facts: ModelFacts) -> EngineCore:
         with anyio.CancelScope(shield=True):
             for replica in replicas:
                 await anyio.to_thread.run_sync(replica.runner.close)
+            if traces is not None:
+                await anyio.to_thread.run_sync(traces.close)
         cause = first_error(error)
         raise cause from cause.__cause__
     restart = partial(start_replica, plan, facts) if len(replicas) > 1 else None
@@ -96,7 +101,7 @@ async def assemble(plan: Plan, facts: ModelFacts) -> EngineCore:
         plan.scheduler.max_running,
         plan.model.context_length,
     )
-    core = EngineCore(plan, facts, tokenizer, replicas, restart)
+    core = EngineCore(plan, facts, tokenizer, replicas, restart, traces)
     if core.metrics is not None:
         core.metrics.startup_s = time.monotonic() - began_s
     return core

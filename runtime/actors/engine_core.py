@@ -21,6 +21,7 @@ from runtime.actors.request_observers import RequestLog, RequestMetrics, TimeSta
 from runtime.actors.router import Router
 from runtime.actors.scheduler import SchedulerActor
 from runtime.actors.tokenizer import TokenizerActor
+from runtime.actors.tracing import RequestTraces
 from runtime.batch import Runner
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import ObservePlan, Plan
@@ -80,13 +81,15 @@ class EngineCore:
         tokenizer: Tokenizer | None,
         replicas: Seq[Replica],
         start_replica: Callable[[int], Awaitable[Replica]] | None = None,
+        traces: RequestTraces | None = None,
     ) -> None:
         self.plan = plan
         self.facts = facts
         self.tokenizer = tokenizer
         self._state: State = "starting"
+        self._traces = traces
         self.metrics = EngineMetrics(plan.observe, plan.parallel.dp_size) if plan.observe.metrics else None
-        self._requests = requests = LiveRequests(_observers(plan.observe, self.metrics))
+        self._requests = requests = LiveRequests(_observers(plan.observe, self.metrics, traces))
         self._processor = InputProcessor(plan, facts, tokenizer)
         self._detokenizer = DetokenizerActor(
             tokenizer, requests, stream_interval=plan.scheduler.stream_interval
@@ -145,6 +148,8 @@ class EngineCore:
                         closing.start_soon(actor.close)
                     if self._grammars is not None:
                         closing.start_soon(anyio.to_thread.run_sync, self._grammars.close)
+                    if self._traces is not None:
+                        closing.start_soon(anyio.to_thread.run_sync, self._traces.close)
 
     async def drain(self) -> None:
         """Take no new requests and return when the last one has ended. Cancelled, it stays draining."""
@@ -274,9 +279,13 @@ class EngineCore:
         )
 
 
-def _observers(plan: ObservePlan, metrics: EngineMetrics | None) -> list[RequestObserver]:
-    """Who counts and logs requests."""
+def _observers(
+    plan: ObservePlan, metrics: EngineMetrics | None, traces: RequestTraces | None
+) -> list[RequestObserver]:
+    """Who counts, logs and traces requests."""
     made: list[RequestObserver] = [] if metrics is None else [RequestMetrics(metrics)]
+    if traces is not None:
+        made.append(traces)
     if plan.request_log_level is not None:
         made.append(RequestLog(plan.request_log_level))
     if plan.log_request_times:

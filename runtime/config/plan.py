@@ -200,6 +200,7 @@ class ObservePlan(Section):
     request_labels: tuple[str, ...] = ()  # those that it may set
     request_log_level: int | None = None  # how much is logged of each request; None: nothing
     log_request_times: bool = False
+    trace_endpoint: str | None = None  # where spans of requests are sent; None: nowhere
     collector_warning_s: float = 0.0  # garbage collections that take longer are logged; 0.0: none
 
 

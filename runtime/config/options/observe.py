@@ -96,9 +96,18 @@ class ObserveArgs:
     kv_events_config: Json | None = planned(
         None, "JSON object that says where events about cached pages are published."
     )
-    enable_trace: bool = planned(False, "Send OpenTelemetry traces of requests.")
-    oltp_traces_endpoint: str = planned(
-        "localhost:4317", "host:port of the trace collector.", aliases=("--otlp-traces-endpoint",)
+    enable_trace: bool = option(
+        False,
+        "Send OpenTelemetry traces of requests: spans of tokenizing, waiting, prefill and decode, below the span that "
+        "a request's traceparent header names. Needs penstock[trace].",
+        plan=ObservePlan.trace_endpoint,
+    )
+    oltp_traces_endpoint: str = option(
+        "localhost:4317",
+        "host:port of the trace collector, which is asked by gRPC; with $OTEL_EXPORTER_OTLP_TRACES_PROTOCOL "
+        "http/protobuf its URL.",
+        aliases=("--otlp-traces-endpoint",),
+        plan=ObservePlan.trace_endpoint,
     )
     tokenizer_metrics_custom_labels_header: str = option(
         "x-customer-labels",

@@ -29,8 +29,15 @@ def observe_plan(builder: PlanBuilder) -> ObservePlan:
         request_labels=_request_labels(builder),
         request_log_level=_request_log_level(builder),
         log_request_times=builder.follow("enable_request_time_stats_logging"),
+        trace_endpoint=_trace_endpoint(builder),
         collector_warning_s=builder.follow("gc_warning_threshold_secs"),
     )
+
+
+def _trace_endpoint(builder: PlanBuilder) -> Decision[str | None]:
+    if not builder.args.observe.enable_trace:
+        return Decision(None, "requests are not traced without --enable-trace")
+    return builder.follow("oltp_traces_endpoint")
 
 
 def _seconds(builder: PlanBuilder, option: str, default: Bounds) -> Decision[Bounds]:
