@@ -18,7 +18,14 @@ from runtime.grammar import bounds, conditions, patterns
 from runtime.grammar.formats import INTEGER_BITS, MAX_LENGTHS, UNLIMITED, format_regex
 from runtime.grammar.opposites import NoOppositeError, opposite
 from runtime.grammar.references import REFERENCES, References, Unsupported
-from runtime.grammar.unique_items import MAX_UNIQUE, UniqueArrays, texts, unique_arrays, unique_names
+from runtime.grammar.unique_items import (
+    MAX_LISTED,
+    MAX_UNIQUE,
+    UniqueArrays,
+    texts,
+    unique_arrays,
+    unique_names,
+)
 
 MAX_NODES = 12_000  # subschemas, after references are followed, and enum values
 MAX_ITEMS = 2_000  # minItems and maxItems; over all arrays of a schema:
@@ -304,7 +311,7 @@ class _Writer:
         listed = texts(schema.get("items"), self.references.peek) if self.keeps_unique else None
         if value is True and listed is not None and "prefixItems" not in schema:
             self.has_unique = True
-            return {"allOf": [{"maxItems": len(listed)}]} if listed else {}
+            return {"allOf": [{"maxItems": len(listed)}]} if 0 < len(listed) <= MAX_LISTED else {}
         arrays = unique_arrays(self.references.peek(schema.get("items")), schema)
         if value is not True or arrays is None or "prefixItems" in schema:
             advice = f"but for items that are texts, or with an enum of up to {MAX_UNIQUE} values"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from itertools import combinations, permutations
 from typing import Any
@@ -10,6 +11,7 @@ from runtime.grammar.references import REFERENCES, Unsupported
 
 MAX_UNIQUE = 7  # values that are written out; of more than MAX_ARRANGED in the order of the schema alone
 MAX_ARRANGED = 4
+MAX_LISTED = 256  # texts of an enum that are looked at, so that an array does not want more than there are
 MAX_DEPTH = 8
 MAX_PLACES = 50_000  # of a schema, each under so many names as lead to it
 # Keywords whose schemas are about the same value, about properties of any name, and about items.
@@ -83,6 +85,8 @@ def unique_names(root: Schema, peek: Peek) -> UniqueArrays:
         if not isinstance(schema, dict) or (id(schema), name) in seen:
             continue
         seen.add((id(schema), name))
+        if len(seen) % 64 == 0:
+            time.sleep(0)  # others want to run
         if len(seen) > MAX_PLACES:
             raise Unsupported("uniqueItems", "", "there is too much in the schema to find all such arrays")
         if schema.get("uniqueItems") is True:

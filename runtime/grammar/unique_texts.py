@@ -15,11 +15,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.grammar.unique_items import UniqueArrays
+from runtime.grammar.unique_items import MAX_LISTED, UniqueArrays
 
 QUOTE, BACKSLASH = 0x22, 0x5C
 TOKENS_BETWEEN_PAUSES = 256
-MAX_VALUES = 256  # of an enum, of which no beginning is offered whose texts are all used
 MAX_COMPARED = (
     32  # texts that begin as the present one; where there are more, it must end with a token of its own
 )
@@ -87,7 +86,7 @@ class UniqueTexts:
 
     def __init__(self, arrays: UniqueArrays, tokens: QuotingTokens) -> None:
         self._arrays = {
-            name: tuple(sorted(map(_spelled, values))) if len(values) <= MAX_VALUES else ()
+            name: tuple(sorted(map(_spelled, values))) if len(values) <= MAX_LISTED else ()
             for name, values in arrays.items()
         }
         self._tokens = tokens
