@@ -108,7 +108,7 @@ def _of_family(name: str, entry: Entry) -> Row:
         gives=SCORES if entry.scores else TEXT if generates else VECTORS,
         ranks=_ranks(entry),
         cpu_graph=entry.captured and not entry.encoder and not entry.recurrent,
-        cuda_graph=generates and not entry.recurrent,
+        cuda_graph=generates and entry.captured and not entry.recurrent,
         quantised="when loaded" if entry.encoder else "yes",
     )
 

@@ -1,4 +1,4 @@
-"""Qwen 3.5, dense: Qwen3-Next's layers with an MLP, their projections in tensors of their own."""
+"""Qwen 3.5: Qwen3-Next's layers, their projections in tensors of their own, with experts or an MLP in all of them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from runtime.layers.weight import SubLayer, in_one_tensor
 from runtime.models.config import Config
 from runtime.models.decoder import Decoder
 from runtime.models.llama import mlp
+from runtime.models.qwen2_moe import experts
 from runtime.models.qwen3_next import hybrid
 
 
 def decoder(config: Config, build: Build) -> Decoder:
     """Layers as `layer_types` says."""
-    return hybrid(config, build, by_part, mlp)
+    with_experts = config.optional_integer("num_experts") is not None
+    return hybrid(config, build, by_part, experts if with_experts else mlp)
 
 
 def by_part(config: Config, name: str) -> list[SubLayer]:

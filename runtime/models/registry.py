@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from difflib import get_close_matches
+from typing import Any
 
 from runtime.errors import CheckpointError
 from runtime.models.encoders import ENCODERS
@@ -100,6 +101,33 @@ _LATENT = {
 _LINEAR_OR_FULL = ("linear_attention", "full_attention")
 
 _LAYER_NORM = {"layer_norm_eps": "rms_norm_eps"}
+
+_QWEN_3_5_EXPERTS = {
+    **_DELTA_NET,
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "num_key_value_heads": 2,
+    "shared_expert_intermediate_size": 512,
+}
+
+
+def _qwen3_5(defaults: Mapping[str, Any]) -> Entry:
+    """Of Qwen 3.5, which sees too; the text part alone."""
+    return Entry(
+        "qwen3_5",
+        defaults,
+        cuttable=False,
+        layer_types=_LINEAR_OR_FULL,
+        tensors={
+            r"mtp\.": None,
+            r"model\.visual\.": None,
+            r"model\.language_model\.": "model.",
+        },
+        spelling="qwen3_5",
+    )
+
 
 ARCHITECTURES: Mapping[str, Entry] = {
     "ArceeForCausalLM": Entry(
@@ -379,14 +407,10 @@ ARCHITECTURES: Mapping[str, Entry] = {
         tensors={r"mtp\.": None},  # predict further tokens
         spelling="qwen3_next",
     ),
-    "Qwen3_5ForCausalLM": Entry(
-        "qwen3_5",
-        {**_DELTA_NET, "num_key_value_heads": 4},
-        cuttable=False,
-        layer_types=_LINEAR_OR_FULL,
-        tensors={r"mtp\.": None},
-        spelling="qwen3_next",
-    ),
+    "Qwen3_5ForCausalLM": _qwen3_5({**_DELTA_NET, "num_key_value_heads": 4}),
+    "Qwen3_5ForConditionalGeneration": _qwen3_5({**_DELTA_NET, "num_key_value_heads": 4}),
+    "Qwen3_5MoeForCausalLM": _qwen3_5(_QWEN_3_5_EXPERTS),
+    "Qwen3_5MoeForConditionalGeneration": _qwen3_5(_QWEN_3_5_EXPERTS),
     "Qwen3MoeForCausalLM": Entry("qwen3_moe", {**_QWEN, **_QWEN_EXPERTS, "num_key_value_heads": 4}),
     "SeedOssForCausalLM": Entry(
         "seed_oss",

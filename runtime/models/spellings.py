@@ -68,6 +68,11 @@ def qwen3_next(values: Mapping[str, Any]) -> dict[str, Any]:
     return read
 
 
+def qwen3_5(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The same of the text part of a model that also sees."""
+    return qwen3_next(text_part(values))
+
+
 def granitemoehybrid(values: Mapping[str, Any]) -> dict[str, Any]:
     """The kinds of layers by the names that attention and recurrent layers have elsewhere."""
     read = dict(values)

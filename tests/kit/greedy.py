@@ -12,11 +12,12 @@ from transformers import AutoModelForCausalLM
 import tiny_checkpoints
 
 FAMILIES = tuple(tiny_checkpoints.CONFIGS)
+RECURRENT = (
+    "granitemoehybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_seeing", "qwen3_5_seeing", "qwen3_next",
+)  # fmt: skip
 NOT_RECORDABLE = {  # whose steps no CPU graph computes, and why
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), "is computed by torch"),
-    **dict.fromkeys(
-        ("granitemoehybrid", "qwen3_5", "qwen3_next"), "steps with state caches are not captured"
-    ),
+    **dict.fromkeys(RECURRENT, "steps with state caches are not captured"),
 }
 CAPTURABLE = tuple(family for family in FAMILIES if family not in NOT_RECORDABLE)
 FACTORS = [

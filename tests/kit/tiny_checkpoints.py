@@ -16,6 +16,7 @@ import torch
 from transformers import (
     ArceeConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     Cohere2Config,
     CohereConfig,
     DeepseekV2Config,
@@ -58,7 +59,8 @@ from transformers.models.mistral import MistralConfig
 from transformers.models.phi3 import Phi3Config
 from transformers.models.qwen2 import Qwen2Config
 from transformers.models.qwen3 import Qwen3Config
-from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5Config, Qwen3_5TextConfig
+from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeConfig, Qwen3_5MoeTextConfig
 from transformers.models.qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_next import Qwen3NextConfig
 
@@ -77,6 +79,22 @@ def seeing_gemma3(**text: Any) -> Gemma3Config:
 def deepseek_v3(**values: Any) -> DeepseekV3Config:
     """Its angles are for heads of `head_dim`, whatever is rotated."""
     return DeepseekV3Config(**{**values, "head_dim": values["qk_rope_head_dim"]})
+
+
+def seeing_qwen3_5(**text: Any) -> Qwen3_5Config:
+    """Qwen 3.5 with eyes, of which only the text part is served."""
+    eyes = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 14}
+    return Qwen3_5Config(
+        text_config=text,
+        vision_config={**eyes, "out_hidden_size": text["hidden_size"]},
+        **{name: text[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
+    )
+
+
+def seeing_qwen3_5_moe(**text: Any) -> Qwen3_5MoeConfig:
+    """The same with experts."""
+    values: Any = {**seeing_qwen3_5(**text).to_diff_dict(), "text_config": text}
+    return Qwen3_5MoeConfig(**values)
 
 
 CONFIGS = {
@@ -118,6 +136,9 @@ CONFIGS = {
     "qwen2_moe": Qwen2MoeConfig,
     "qwen3": Qwen3Config,
     "qwen3_5": Qwen3_5TextConfig,
+    "qwen3_5_moe": Qwen3_5MoeTextConfig,
+    "qwen3_5_moe_seeing": seeing_qwen3_5_moe,
+    "qwen3_5_seeing": seeing_qwen3_5,
     "qwen3_moe": Qwen3MoeConfig,
     "qwen3_next": Qwen3NextConfig,
     "seed_oss": SeedOssConfig,
@@ -139,6 +160,7 @@ SHAPE = {
     "pad_token_id": 0,
     "sliding_window": None,
 }
+SEEING = {"qwen3_5_seeing", "qwen3_5_moe_seeing"}  # whose text part is a class of its own
 PUBLISHED_AS = {"internlm3": "InternLM3ForCausalLM"}  # which transformers saves as Llama
 FULL, SLIDING = "full_attention", "sliding_attention"
 WIDE = {"hidden_size": 64, "head_dim": 16}  # for families whose heads always fill the hidden size
@@ -258,6 +280,8 @@ DELTA_NET = {
     "linear_value_head_dim": 10,
 }
 OWN["qwen3_5"] = DELTA_NET
+OWN["qwen3_5_seeing"] = DELTA_NET
+OWN["qwen3_5_moe"] = OWN["qwen3_5_moe_seeing"] = {**DELTA_NET, **OWN["qwen2_moe"]}
 OWN["qwen3_next"] = {**DELTA_NET, **OWN["qwen2_moe"], "norm_topk_prob": True}
 OWN["granitemoehybrid"] = {
     **OWN["granitemoe"],
@@ -294,7 +318,8 @@ def write(
     """Write a checkpoint without a tokenizer and return its path. Overrides are configuration fields."""
     values = {**SHAPE, **OWN.get(family, {}), **config_overrides}
     config = CONFIGS[family](vocab_size=vocab_size, **values)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    kind = AutoModelForImageTextToText if family in SEEING else AutoModelForCausalLM
+    model = kind.from_config(config, dtype=torch.float32)
     redraw(model, seed)
     model.to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size=max_shard_size)
     if family in PUBLISHED_AS:

@@ -25,7 +25,7 @@ WIDE = {
 }
 # Of these, transformers reads neither head_dim nor, for the first, the number of kv heads.
 OWN_WIDE = {
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), {"kv_lora_rank": 56, "head_dim": 8}),
+    **{name: {"kv_lora_rank": 56, "head_dim": 8} for name in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")},
     "gpt_neox": {"hidden_size": 256, "num_key_value_heads": 4},
     "olmoe": {"hidden_size": 256},
     "stablelm": {"hidden_size": 256},

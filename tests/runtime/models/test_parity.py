@@ -619,6 +619,9 @@ VARIANTS = {
     ),
     "qwen3-windows": Variant("qwen3", {**WINDOWS, "max_window_layers": 2}, {"window": no_window}),
     "qwen3_5": Variant("qwen3_5", mutations=NETS, overrides={"partial rotation": PARTIAL}),
+    "qwen3_5_moe": Variant("qwen3_5_moe", mutations={"shared expert": put("mlp", shared=None)}),
+    "qwen3_5_moe_seeing": Variant("qwen3_5_moe_seeing"),
+    "qwen3_5_seeing": Variant("qwen3_5_seeing"),
     "qwen3_5-tied": Variant(
         "qwen3_5", {"tie_word_embeddings": True, "num_hidden_layers": 4, "layer_types": None}
     ),
@@ -712,14 +715,7 @@ def test_every_logit_equals_transformers_with_attention_in_cpp(family: str, page
         assert (logits - tiny_checkpoints.reference(path, ids)).abs().max() < THRESHOLD
 
 
-WHOLE = {
-    "olmo2",
-    "olmo3",
-    "olmoe",
-    "qwen3_5",
-    "qwen3_next",
-    "granitemoehybrid",
-}  # families that cannot be cut over ranks
+WHOLE = {"olmo2", "olmo3", "olmoe", *greedy.RECURRENT}  # families that cannot be cut over ranks
 
 
 @pytest.mark.parametrize("family", tiny_checkpoints.CONFIGS)
