@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from runtime.request import Chunk
 from serve.chat.events import ChatEvent, Content
 from serve.chat.harmony import THOUGHT_CLOSE, THOUGHT_OPEN, read_harmony
-from serve.chat.reasoning.count import tokens_between
-from serve.chat.reasoning.format import ReasoningFormat, read_reasoning
+from serve.chat.reasoning import ReasoningFormat, read_reasoning, tokens_between
 from serve.chat.scan.output import Output
 from serve.chat.scan.source import Marks, Reader, Source
 from serve.chat.tools.format import ToolFormat, read_calls

@@ -12,8 +12,8 @@ from runtime.grammar.spec import Grammar, ThinkingLimit
 from serve.chat.harmony import MARKS as HARMONY_MARKS
 from serve.chat.harmony import THOUGHT_CLOSE, THOUGHT_OPEN
 from serve.chat.parser import ParserSettings
-from serve.chat.reasoning.format import ReasoningFormat
-from serve.chat.reasoning.table import FORMATS as REASONING_FORMATS
+from serve.chat.reasoning import FORMATS as REASONING_FORMATS
+from serve.chat.reasoning import ReasoningFormat
 from serve.chat.tools.choice import ToolChoice
 from serve.chat.tools.enforce import Marks, calls_grammar
 from serve.chat.tools.offered import OfferedTools

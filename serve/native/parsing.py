@@ -13,7 +13,7 @@ from runtime.config.parsers import REASONING_PARSERS, TOOL_CALL_PARSERS
 from runtime.errors import InvalidRequest
 from serve.chat.events import AssistantMessage, collect
 from serve.chat.parser import OutputParser, ParserSettings
-from serve.chat.reasoning.table import FORMATS as REASONING_FORMATS
+from serve.chat.reasoning import FORMATS as REASONING_FORMATS
 from serve.chat.settings import HARMONY
 from serve.chat.tools.offered import MAX_TOOLS, read_tools
 from serve.chat.tools.table import FORMATS as TOOL_FORMATS

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from runtime.errors import InvalidRequest
-from serve.chat.reasoning.format import ReasoningFormat
+from serve.chat.reasoning import ReasoningFormat
 from serve.chat.tools.choice import ToolChoice
 from serve.chat.tools.format import ToolFormat
 from serve.chat.tools.offered import Tool

@@ -16,7 +16,7 @@ from runtime.errors import InvalidRequest
 from serve.chat.events import AssistantMessage, collect
 from serve.chat.harmony import MARKS as HARMONY_MARKS
 from serve.chat.parser import OutputParser, ParserSettings
-from serve.chat.reasoning.table import FORMATS as REASONING
+from serve.chat.reasoning import FORMATS as REASONING
 from serve.chat.tools.choice import ToolChoice, read_choice
 from serve.chat.tools.enforce import Marks, calls_grammar
 from serve.chat.tools.offered import read_tools

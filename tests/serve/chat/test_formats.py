@@ -12,7 +12,7 @@ import pytest
 from runtime.config.parsers import REASONING_PARSERS, TOOL_CALL_PARSERS
 from serve.chat.events import AssistantMessage, ToolCallArguments, ToolCallStart, collect
 from serve.chat.parser import OutputParser, ParserSettings
-from serve.chat.reasoning.table import FORMATS as REASONING
+from serve.chat.reasoning import FORMATS as REASONING
 from serve.chat.tools.offered import read_tools
 from serve.chat.tools.table import FORMATS
 from tool_call_texts import ALIASES, CALLS, TEXTS, TOOLS, WITHOUT_TEXT

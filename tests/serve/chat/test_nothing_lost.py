@@ -17,7 +17,7 @@ import pytest
 from serve.chat.events import Content, Reasoning, ToolCallArguments, ToolCallStart
 from serve.chat.harmony import MARKS as HARMONY_MARKS
 from serve.chat.parser import OutputParser, ParserSettings
-from serve.chat.reasoning.table import FORMATS as REASONING
+from serve.chat.reasoning import FORMATS as REASONING
 from serve.chat.scan.source import Marks
 from serve.chat.tools.offered import read_tools
 from serve.chat.tools.table import FORMATS

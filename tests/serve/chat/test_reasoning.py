@@ -9,8 +9,7 @@ import pytest
 from runtime.request import Chunk, Finish, Usage
 from serve.chat.events import Content, Reasoning, collect
 from serve.chat.parser import OutputParser, ParserSettings
-from serve.chat.reasoning.count import tokens_between
-from serve.chat.reasoning.table import FORMATS
+from serve.chat.reasoning import FORMATS, tokens_between
 from serve.chat.tools.offered import read_tools
 from serve.chat.tools.table import FORMATS as TOOL_FORMATS
 from tool_call_texts import TEXTS, TOOLS

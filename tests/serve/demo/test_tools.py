@@ -18,7 +18,7 @@ from serve import Engine
 from serve.app import build_app
 from serve.chat.events import collect
 from serve.chat.parser import OutputParser, ParserSettings
-from serve.chat.reasoning.table import FORMATS as REASONING
+from serve.chat.reasoning import FORMATS as REASONING
 from serve.chat.tools.offered import read_tools
 from serve.chat.tools.table import FORMATS
 

@@ -1,1 +1,0 @@
-"""Formats of reasoning; `table` has them all by name."""
