@@ -50,8 +50,8 @@ class _Fixed:
         lengths = self.said[: 4 * self._size].view(torch.int32)
         width = len(pages) // self._size
         places = (page_starts[:-1, None] + torch.arange(width)).clamp_max(len(pages) - 1)
-        keys, values = (pool[pages[places].long()].transpose(1, 2).flatten(2, 3) for pool in cache)
-        scores = q.unflatten(1, (keys.shape[1], -1)) @ keys.transpose(2, 3) * plan["sm_scale"]
+        keys, values = (pool[pages[places].long()].transpose(1, 2).flatten(2, 3).float() for pool in cache)
+        scores = q.unflatten(1, (keys.shape[1], -1)).float() @ keys.transpose(2, 3) * plan["sm_scale"]
         positions = torch.arange(keys.shape[2])
         unseen = positions >= lengths[:, None, None, None]
         if plan["window_left"] >= 0:
@@ -59,7 +59,7 @@ class _Fixed:
         if plan["logits_soft_cap"]:
             scores = plan["logits_soft_cap"] * torch.tanh(scores / plan["logits_soft_cap"])
         scores, values = scores.masked_fill(unseen, -torch.inf), values.nan_to_num()
-        return (scores.float().softmax(-1).to(q.dtype) @ values).flatten(1, 2)
+        return (scores.softmax(-1) @ values).flatten(1, 2).to(q.dtype)
 
 
 class _Wrapper:
