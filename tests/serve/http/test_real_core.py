@@ -74,8 +74,8 @@ async def test_wrong_parameters_are_named_as_the_client_knows_them(running: Runn
 
 
 async def test_failed_step_is_told_without_its_secret(running: Running) -> None:
-    running.runner.failures = 1
-    response = await running.http.post("/generate", json={"input_ids": [5]})
+    running.runner.poison.add("bad")  # it fails alone too
+    response = await running.http.post("/generate", json={"input_ids": [5], "rid": "bad"})
     assert response.status_code == 500
     assert "secret" not in response.text
     assert (await running.http.post("/generate", json={"input_ids": [5]})).status_code == 200
