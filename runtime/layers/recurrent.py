@@ -89,7 +89,8 @@ class GatedDeltaNet(nn.Module):
     """Linear attention with a gated delta rule (arXiv 2412.06464): project, convolve, update and read states, gate.
 
     `index` is the layer's number in the model. `projections` are those of q, k, v, z, b and a, in this order: G heads
-    of q and k with `key_dim`, H heads of the others with `value_dim` or one number each.
+    of q and k with `key_dim`, H heads of the others with `value_dim` or one number each. Those of b and a, which say
+    how much of a state is kept, are never quantised.
     """
 
     def __init__(
@@ -113,9 +114,10 @@ class GatedDeltaNet(nn.Module):
         self.key_dim, self.value_dim = key_dim, value_dim
         self.kernels = build.kernels
         keys, values = key_heads * key_dim, value_heads * value_dim
-        self._sizes = (2 * keys + values, values, value_heads, value_heads)
+        self._sizes = (2 * keys + values, values)
         self._channels = (keys, keys, values)
-        self.projections = Linear(size, projections, build)
+        self.projections = Linear(size, projections[:4], build)
+        self.gates = Linear(size, projections[4:], build, quantized=False)
         self.convolution = Convolution(f"{name}.conv1d", sum(self._channels), kernel)
         self.norm = RMSNorm(f"{name}.norm", value_dim, eps, build)
         self.out = Linear(values, [SubLayer(f"{name}.out_proj", size)], build)
@@ -136,7 +138,8 @@ class GatedDeltaNet(nn.Module):
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """x [T, E] -> [T, E]; the states behind the tokens are in the cache then."""
         kernels, cache, segments = self.kernels, state_cache(batch, self.index), segments_in(batch)
-        mixed, z, b, a = self.projections(x, batch).split(self._sizes, dim=-1)
+        mixed, z = self.projections(x, batch).split(self._sizes, dim=-1)
+        b, a = self.gates(x, batch).chunk(2, dim=-1)
         weights = self.convolution
         mixed = kernels.convolve(mixed, weights.weight.squeeze(1), weights.bias, cache.inputs, segments)
         q, k, v = mixed.split(self._channels, dim=-1)
