@@ -50,3 +50,7 @@ class Backend(Protocol):
         A row of zeros: none, because of an error.
         """
         ...
+
+    def close(self) -> None:
+        """End its threads. Waits for what they compute now."""
+        ...

@@ -93,6 +93,8 @@ class GrammarCompiler:
         self._threads.shutdown(cancel_futures=True)
         if self._masks is not None:
             self._masks.close()
+        if self._backend is not None:
+            self._backend.close()
 
     def _compile(self, grammar: Grammar) -> asyncio.Future[Matcher]:
         future = self._compiling.get(grammar)

@@ -119,6 +119,9 @@ class LLGuidanceBackend:
             raise InvalidGrammar("its first token takes too long to find")
         return LLGuidanceMatcher(matcher, self._token_bytes, unique)
 
+    def close(self) -> None:
+        self._background.shutdown()
+
     def fill_masks(self, matchers: Sequence[Matcher], masks: NDArray[np.int32]) -> None:
         ours = [matcher for matcher in matchers if isinstance(matcher, LLGuidanceMatcher)]
         rows = [(matcher.inner, row) for row, matcher in enumerate(ours)]
