@@ -70,6 +70,7 @@ def test_every_line_is_answered_as_the_routes_answer(tmp_path: Path, capsys: pyt
     assert f"{answered} cannot be used" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 async def test_the_official_client_runs_a_batch_on_a_server(tmp_path: Path):
     folder = tmp_path / "files"
     lines = [

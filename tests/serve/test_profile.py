@@ -14,6 +14,7 @@ from serve import Engine
 from serve.app import build_app
 
 
+@pytest.mark.slow
 async def test_the_trace_holds_steps_and_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PENSTOCK_PROFILE_DIR", str(tmp_path))
     ask = {
