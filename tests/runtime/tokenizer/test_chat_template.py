@@ -242,7 +242,7 @@ def test_chosen_file_replaces_the_tokenizers_own(tmp_path):
 
 def test_unusable_choices_are_refused(tmp_path):
     with pytest.raises(ConfigurationError, match=r"write the template to a \.jinja file"):
-        load_template("vicuna_v1.1", {}, SPECIAL)
+        load_template("no_such_template", {}, SPECIAL)
     with pytest.raises(ConfigurationError, match="cannot be read"):
         load_template(str(tmp_path / "none.jinja"), {}, SPECIAL)
     (tmp_path / "broken.jinja").write_text("{% for %}")
