@@ -58,6 +58,7 @@ async def run(*command: str, url: str, cwd: Path) -> None:
         ("with_instructor", "instructor"),
         ("with_pydantic_ai", "pydantic-ai-slim[openai]"),
         ("with_openai_agents", "openai-agents"),
+        ("with_llama_index", "llama-index-llms-openai-like"),
     ],
     indirect=["client_python"],
 )
