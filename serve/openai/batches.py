@@ -125,7 +125,7 @@ async def create(http: HttpRequest, core: EngineCore) -> ASGIApp:
     batch = Batch(owner, shown)
     http.app.state.batches.add(batch)
     headers = {name: value for name, value in http.headers.items() if name in ("authorization", "x-api-key")}
-    num_at_once = max(1, min(MAX_AT_ONCE, core.plan.schedule.max_running // 2))
+    num_at_once = max(1, min(MAX_AT_ONCE, core.plan.scheduler.max_running // 2))
     batch.task = asyncio.create_task(_run(batch, files, http.app, headers, num_at_once))
     return json_response(batch.as_json())
 
