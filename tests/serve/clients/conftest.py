@@ -17,12 +17,13 @@ NODE_CLIENTS = ("openai@6", "ai@6", "@ai-sdk/openai-compatible@2", "zod@4")
 INSTALL_TIMEOUT_S = 900
 
 
-@pytest.fixture
-def client_python(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """An interpreter of its own with the packages that the test names: clients exclude each other."""
-    _install([sys.executable, "-m", "venv", str(tmp_path)], tmp_path)
-    python = tmp_path / "bin" / "python"
-    _install([str(python), "-m", "pip", "install", "--quiet", *request.param.split()], tmp_path)
+@pytest.fixture(scope="session")
+def client_python(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An interpreter with the packages that the test names, once for all tests that name the same."""
+    folder = tmp_path_factory.mktemp("python-clients")
+    _install([sys.executable, "-m", "venv", str(folder)], folder)
+    python = folder / "bin" / "python"
+    _install([str(python), "-m", "pip", "install", "--quiet", *request.param.split()], folder)
     return python
 
 

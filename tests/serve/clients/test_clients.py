@@ -17,6 +17,7 @@ from served_core import app_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 SCRIPTS = Path(__file__).parent / "scripts"
+OTHERS = "langchain-openai instructor pydantic-ai-slim[openai] openai-agents"
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 
 
@@ -53,11 +54,11 @@ async def run(*command: str, url: str, cwd: Path) -> None:
 @pytest.mark.parametrize(
     ("script", "client_python"),
     [
-        ("with_litellm", "litellm mcp"),
-        ("with_langchain", "langchain-openai"),
-        ("with_instructor", "instructor"),
-        ("with_pydantic_ai", "pydantic-ai-slim[openai]"),
-        ("with_openai_agents", "openai-agents"),
+        ("with_litellm", "litellm mcp"),  # which excludes the others
+        ("with_langchain", OTHERS),
+        ("with_instructor", OTHERS),
+        ("with_pydantic_ai", OTHERS),
+        ("with_openai_agents", OTHERS),
         ("with_llama_index", "llama-index-llms-openai-like"),
     ],
     indirect=["client_python"],
