@@ -18,13 +18,20 @@ INSTALL_TIMEOUT_S = 900
 
 
 @pytest.fixture(scope="session")
-def client_python(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An interpreter with the packages that the test names, once for all tests that name the same."""
-    folder = tmp_path_factory.mktemp("python-clients")
-    _install([sys.executable, "-m", "venv", str(folder)], folder)
-    python = folder / "bin" / "python"
-    _install([str(python), "-m", "pip", "install", "--quiet", *request.param.split()], folder)
-    return python
+def made_pythons() -> dict[str, Path]:
+    """The interpreters that were made, by their packages."""
+    return {}
+
+
+@pytest.fixture
+def client_python(request: pytest.FixtureRequest, tmp_path: Path, made_pythons: dict[str, Path]) -> Path:
+    """An interpreter with the packages that the test names, made once for all tests that name the same."""
+    if request.param not in made_pythons:
+        _install([sys.executable, "-m", "venv", str(tmp_path)], tmp_path)
+        python = tmp_path / "bin" / "python"
+        _install([str(python), "-m", "pip", "install", "--quiet", *request.param.split()], tmp_path)
+        made_pythons[request.param] = python
+    return made_pythons[request.param]
 
 
 @pytest.fixture(scope="session")
