@@ -110,4 +110,5 @@ def middle_template(choice: str) -> MiddleTemplate:
             f"--completion-template {choice}: the file must hold {', '.join(names)} and fim_position, which is "
             "MIDDLE or END."
         )
-    return MiddleTemplate(*(found[name] for name in names), "MIDDLE" if position == "MIDDLE" else "END")
+    begin, middle, end = (found[name] for name in names)
+    return MiddleTemplate(begin, middle, end, "MIDDLE" if position == "MIDDLE" else "END")

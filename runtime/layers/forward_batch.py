@@ -123,10 +123,11 @@ class ForwardBatch:
 
     @property
     def is_plain(self) -> bool:
-        """Whether all tokens are ids at positions of one axis, and nothing is said of single rows: as captured and
-        compiled steps take them.
+        """Whether all tokens are ids of one type at positions of one axis, and nothing is said of single rows: as
+        captured and compiled steps take them.
         """
-        return self.input_embeds is None and self.positions.dim() == 1 and not self.row_values
+        given = self.input_embeds is not None or self.token_types is not None
+        return not given and self.positions.dim() == 1 and not self.row_values
 
     def values_of_tokens(self, name: str) -> Tensor | None:
         """The value of each token's row, int32 [T]; None where no row has one but 0."""

@@ -252,11 +252,11 @@ class CompletionAnswers:
         finish = chunk.finish
         if finish is not None:
             self._finishes.append(finish)
-        is_whole = finish is not None and finish.kind != "abort"
+        whole = finish if finish is not None and finish.kind != "abort" else None
         fields = {
             "logprobs": self._piece(request_index, number, chunk, text),
-            "finish_reason": finish.kind if is_whole else None,
-            "matched_stop": finish.matched if is_whole else None,
+            "finish_reason": whole.kind if whole else None,
+            "matched_stop": whole.matched if whole else None,
         }
         return b"," + orjson.dumps(fields)[1:]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from email.message import Message
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,7 +87,7 @@ class FileStore:
 
     def keep(self, made: FileObject) -> FileObject:
         """Describe a file whose content has been written."""
-        made = FileObject(**asdict(made) | {"bytes": self.path(made.id).stat().st_size})
+        made = replace(made, bytes=self.path(made.id).stat().st_size)
         self.path(f"{made.id}.json").write_bytes(orjson.dumps(asdict(made)))
         return made
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from random import Random
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -312,4 +312,4 @@ class ReplayingDevice(CpuDevice):
             self.num_replays += 1
             result.copy_(run())
 
-        return SimpleNamespace(replay=replay), result
+        return cast("Graph", SimpleNamespace(replay=replay)), result

@@ -89,6 +89,10 @@ class Remembered:
         self.size = size
         self.k, self.v = torch.empty(2, 0, KV_HEADS, DIM)
 
+    @property
+    def nbytes(self) -> int:
+        return self.k.nbytes + self.v.nbytes
+
     def store(self, kernels: Any, k: Tensor, v: Tensor, batch: ForwardBatch, scales: Any) -> None:
         self.k, self.v = torch.cat([self.k, k]), torch.cat([self.v, v])
 
@@ -115,7 +119,7 @@ def test_a_layer_never_knows_the_kind_of_its_cache() -> None:
         }
         token = x[position : position + 1]
         found = made(token, ForwardBatch(**values, cache={INDEX: cache}))
-        wanted = windowed(token, ForwardBatch(**values, cache={INDEX: PagedKVCache(*pools)}))
+        wanted = windowed(token, ForwardBatch(**values, cache={INDEX: PagedKVCache(pools[0], pools[1])}))
         torch.testing.assert_close(found, wanted)
 
 

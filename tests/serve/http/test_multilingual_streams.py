@@ -71,7 +71,9 @@ def tokenizers() -> dict[str, Tokenizer]:
     found = {
         kind: Tokenizer(FastBackend(tiny_tokenizers.build(kind)[0]), {}) for kind in ("byte_bpe", "metaspace")
     }
-    found["demo"] = Tokenizer(FastBackend(Library.from_file(str(Path(demo_path()) / "tokenizer.json"))), {})
+    found["demo"] = Tokenizer(
+        FastBackend(Library.from_file(str(Path(demo_path() or "") / "tokenizer.json"))), {}
+    )
     return found
 
 
