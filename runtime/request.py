@@ -47,9 +47,9 @@ class LogprobParams:
 class Request:
     """One prompt and what to do with it. `ids` is None until the tokenizer filled it in.
 
-    With `wants_embedding` no token is generated: the last hidden state of the prompt's last token comes back, scaled
-    to length 1. `id` is ours and unique in the process; `label` is what the client calls it (`rid`) and may repeat.
-    `owner` names the client, who may end its own requests by their labels.
+    With `wants_embedding` no token is generated: the vector that the model's pooling gives comes back, or a
+    classifier's scores (`runtime/layers/pooler.py`). `id` is ours and unique in the process; `label` is what the client
+    calls it (`rid`) and may repeat. `owner` names the client, who may end its own requests by their labels.
     """
 
     text: str | None = None

@@ -2,8 +2,8 @@
 
 What the formats are is in `serve.chat`; a test holds that both sides know the same names. A format is guessed where
 the template contains all of its texts; the first in this order counts, so the more particular ones come first. Formats
-whose outputs are reasoning from the first token on are not guessed: such models' templates open the block, and where
-they do not, answers would be lost in it.
+whose outputs are reasoning from the first token on are not guessed (but `step3`, whose template gives it away): such
+models' templates open the block, and where they do not, answers would be lost in it.
 """
 
 from __future__ import annotations

@@ -20,8 +20,10 @@ from runtime.kv_cache.pools import KVPool
 from runtime.kv_cache.registry import KINDS
 from runtime.layers.forward_batch import ForwardBatch, KindInputs
 from runtime.models.decoder import Decoder
+from runtime.sampling_params import ROW_ARRAYS
 
 NO_ROWS = np.zeros(0, np.int32)
+FOR_GREEDY_ROWS_TOO = frozenset(name for name, array in ROW_ARRAYS.items() if array.when_greedy)
 
 
 def chooses_greedily(sampling: Sampling) -> bool:
@@ -32,6 +34,7 @@ def chooses_greedily(sampling: Sampling) -> bool:
         and sampling.penalties is None
         and sampling.logprobs is None
         and sampling.host_data is None
+        and FOR_GREEDY_ROWS_TOO.isdisjoint(sampling.params)
     )
 
 

@@ -9,7 +9,7 @@ from ops.backends import ATTENTION
 from runtime.config.option_spec import inert, option, planned
 from runtime.config.plan import KernelPlan
 
-_LATENT = "a model with multi-head latent attention, which none of the supported families has, and"
+_LATENT = "a model with multi-head latent attention, which other backends compute here, and"
 _NOT_BUILT = {
     "cutlass_mla": f"{_LATENT} an NVIDIA Blackwell GPU",
     "flashmla": f"{_LATENT} an NVIDIA Hopper GPU",
