@@ -99,9 +99,12 @@ class Endpoint:
 # --- the body ---
 
 
-async def read_body(request: HttpRequest, decode: Callable[[bytes], T]) -> T:
+async def read_body(
+    request: HttpRequest, decode: Callable[[bytes], T], *, inline_bytes: int = INLINE_BYTES
+) -> T:
     """`decode(body)`, in a thread when the body is large or turns out to take long; `decode` has no effects.
 
+    A route whose small bodies can make much work gives 0 as `inline_bytes`: it always decodes in a thread.
     Raises what `decode` raises, `InvalidRequest` unless the body is declared as JSON, and `PayloadTooLarge` as soon
     as too many bytes are announced or have arrived.
     """
@@ -118,7 +121,7 @@ async def read_body(request: HttpRequest, decode: Callable[[bytes], T]) -> T:
             raise _too_large(limit)
         parts.append(part)
     body = b"".join(parts)
-    return await off_loop(partial(decode, body), small=size <= INLINE_BYTES)
+    return await off_loop(partial(decode, body), small=size <= inline_bytes)
 
 
 async def off_loop(work: Callable[[], T], *, small: bool) -> T:

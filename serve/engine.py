@@ -271,9 +271,9 @@ class Engine:
         values = {"query": query, "documents": documents, "top_n": top_n}
         values |= {"instruction": instruction, "truncate": truncate}
         body = decode(RerankBody, _given(values))
-        requests, scores = rank_documents(self.core, body)
+        requests, scores = await anyio.to_thread.run_sync(rank_documents, self.core, body)
         answers = await read_all(submit_all(self.core, requests))
-        ranked = order(body.texts, requests, scores, answers, body.top_n)
+        ranked = await anyio.to_thread.run_sync(order, body.texts, requests, scores, answers, body.top_n)
         return [{"index": each.index, "score": each.score, "document": each.text} for each in ranked]
 
     async def score(

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from runtime.errors import InvalidRequest
 from runtime.request import Chunk, LogprobParams, Request
 from runtime.sampling_params import SamplingParams
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 
 Pairs = Sequence[tuple[str, str]]  # (query, document)
 Answers = Sequence[Sequence[Chunk]]  # one chunk for each request
-Scores = Callable[[Answers], list[float]]  # of each pair
+Scores = Callable[[Answers], list[float]]  # of each pair; takes long for many large vectors: for a thread
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 # The task of Qwen3-Reranker (arXiv 2506.05176), which other models that follow instructions understand as well.
@@ -34,13 +36,14 @@ def rank(
     """Requests for these pairs, and what makes a score of each pair from their answers.
 
     A cross-encoder (one label) reads both texts; a model for vectors gives the cosine of both; a model that writes text
-    gives the probability of "yes" against "no". Raises `InvalidRequest` where the model can do none of that.
+    gives the probability of "yes" against "no". Raises `InvalidRequest` where the model can do none of that, and for
+    `truncate` where the texts stand within a chat: its end, which would be cut off, is the question.
     """
     if core.facts.labels:
         return _by_cross_encoder(core, pairs, instruction, truncate)
     if core.plan.model.is_embedding:
         return _by_vectors(core, pairs, instruction, truncate)
-    return _by_words(core, pairs, instruction or INSTRUCTION)
+    return _by_words(core, pairs, instruction or INSTRUCTION, truncate)
 
 
 def probabilities(scores: Sequence[float], activation: str) -> list[float] | None:
@@ -72,7 +75,8 @@ def _by_cross_encoder(
         _refuse_instruction(instruction)
         requests = [Request(text=first, second_text=second) for first, second in pairs]
     else:
-        instruction = instruction or INSTRUCTION
+        _refuse_truncate(truncate)
+        instruction, truncate = instruction or INSTRUCTION, False
         requests = [
             Request(text=_prompt(core, pair, instruction), add_special_tokens=False) for pair in pairs
         ]
@@ -99,13 +103,16 @@ def _by_vectors(
         numbers.append([places[pair[side]] for pair in pairs])
 
     def scores(answers: Answers) -> list[float]:
-        found = [vector_of(chunks) for chunks in answers]
-        return [_cosine(found[first], found[second]) for first, second in zip(*numbers, strict=True)]
+        found = [_of_length_one(vector_of(chunks)) for chunks in answers]
+        return [float(found[first] @ found[second]) for first, second in zip(*numbers, strict=True)]
 
     return requests, scores
 
 
-def _by_words(core: EngineCore, pairs: Pairs, instruction: str) -> tuple[list[Request], Scores]:
+def _by_words(
+    core: EngineCore, pairs: Pairs, instruction: str, truncate: bool | None
+) -> tuple[list[Request], Scores]:
+    _refuse_truncate(truncate)
     if core.tokenizer is None:
         raise InvalidRequest("This server has no tokenizer, and ranks texts alone.", param="query")
     encoded = core.tokenizer.encode_batch(WORDS, add_special_tokens=False)
@@ -149,11 +156,19 @@ def _refuse_instruction(instruction: str | None) -> None:
         raise InvalidRequest("This model reads no instruction; leave it out.", param="instruction")
 
 
+def _refuse_truncate(truncate: bool | None) -> None:
+    if truncate:
+        raise InvalidRequest(
+            "This model reads the texts within a chat, which is not cut; leave truncate out and shorten the texts.",
+            param="truncate",
+        )
+
+
 def _sigmoid(x: float) -> float:
     return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
 
 
-def _cosine(first: Sequence[float], second: Sequence[float]) -> float:
-    product = sum(a * b for a, b in zip(first, second, strict=True))
-    lengths = math.sqrt(sum(a * a for a in first) * sum(b * b for b in second))
-    return product / lengths if lengths else 0.0
+def _of_length_one(vector: Sequence[float]) -> np.ndarray:
+    """float64 [size]; zeros stay as they are."""
+    array = np.array(vector, dtype=np.float64)
+    return array / (np.linalg.norm(array) or 1.0)

@@ -6,7 +6,7 @@ cost memory and time beside it: `n` 128 of 300 tokens with 128 each are 154 MB o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Sized
 
 from runtime.errors import InvalidRequest
 from runtime.request import Request
@@ -14,6 +14,7 @@ from runtime.request import Request
 MAX_LOGPROBS = 1_000_000  # of one call, over all prompts, choices and positions
 MAX_REPEATED = 16_000_000  # the same, counted again in each event of a stream that repeats them
 OPEN_ENDED_TOKENS = 4096  # counted where no length was asked for
+MAX_JOINED = 16 * 1024 * 1024  # characters or token ids of the prompts that share a part: up to 128 MiB
 CHARACTERS_PER_TOKEN = 2  # of a prompt that is still text; fewer are rare
 
 
@@ -52,6 +53,20 @@ def check_repeated(requests: Sequence[Request], context_length: int) -> None:
             f"Each event of this stream repeats all log-probabilities so far, up to {num} in all, of at most "
             f"{MAX_REPEATED}; set incremental to true for events with the new ones only.",
             param="incremental",
+        )
+
+
+def check_joined(shared: Sized, parts: Iterable[Sized], param: str) -> None:
+    """Raises `InvalidRequest` where a text, or token ids, would be repeated beside too many others, before they are.
+
+    num = sum over parts of (len(shared) + len(part))
+    """
+    num = sum(len(shared) + len(part) for part in parts)
+    if num > MAX_JOINED:
+        raise InvalidRequest(
+            f"{param} is repeated in each prompt of this call, which makes {num} characters or token ids; at most "
+            f"{MAX_JOINED} are taken. Send a shorter one, or fewer prompts at once.",
+            param=param,
         )
 
 

@@ -27,6 +27,7 @@ from serve.openai.requests import decode_body, keep_last_of, sampling_of
 from serve.openai.schema import NAMES, CompletionBody, StreamOptions
 from serve.output_streams import submit_all
 from serve.sse import EventStream
+from serve.work_budget import check_joined
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
@@ -158,7 +159,9 @@ def _around_the_hole(core: EngineCore, body: CompletionBody, prompts: Sequence[s
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if len(texts) < len(prompts):
         raise InvalidRequest("With a suffix the prompt must be text, not token ids.", param="suffix")
-    return [template.prompt(text, body.suffix or "") for text in texts]
+    suffix = body.suffix or ""
+    check_joined(suffix, texts, "suffix")
+    return [template.prompt(text, suffix) for text in texts]
 
 
 def _logprobs(body: CompletionBody) -> LogprobParams | None:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from uuid import uuid4
 
+import anyio.to_thread
 from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp
 
@@ -23,6 +24,7 @@ from serve.native.schema import MAX_PROMPTS
 from serve.openai.models import check_model
 from serve.output_streams import submit_all
 from serve.ranking import Answers, Scores, rank, requested_logprobs
+from serve.work_budget import check_joined
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
@@ -71,10 +73,11 @@ class Ranked(NamedTuple):
 
 async def rerank_list(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """The documents from the best to the worst, as a list (SGLang's form)."""
-    _, _, ranked, _ = await _ranked(http, core)
+    body, _, ranked, _ = await _ranked(http, core)
     found = []
     for each in ranked:
-        entry: dict[str, Any] = {"score": each.score, "document": each.text, "index": each.index}
+        document = {"document": each.text} if body.return_documents else {}
+        entry: dict[str, Any] = {"score": each.score, **document, "index": each.index}
         if each.request is not None and each.chunk is not None:
             [described] = GenerateAnswers(core, [each.request], indexed=False).embeddings([[each.chunk]])
             entry["meta_info"] = described["meta_info"]
@@ -96,9 +99,10 @@ async def rerank(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 
 async def _ranked(http: HttpRequest, core: EngineCore) -> tuple[RerankBody, str, list[Ranked], Answers]:
-    body, model, requests, scores = await read_body(http, partial(_read_rerank, core))
+    body, model, requests, scores = await read_body(http, partial(_read_rerank, core), inline_bytes=0)
     answers = await read_all_or_disconnect(submit_all(core, requests), http.receive)
-    return body, model, order(body.texts, requests, scores, answers, body.top_n), answers
+    ranked = await anyio.to_thread.run_sync(order, body.texts, requests, scores, answers, body.top_n)
+    return body, model, ranked, answers
 
 
 def _read_rerank(core: EngineCore, raw: bytes) -> tuple[RerankBody, str, list[Request], Scores]:
@@ -109,10 +113,14 @@ def _read_rerank(core: EngineCore, raw: bytes) -> tuple[RerankBody, str, list[Re
 
 
 def rank_documents(core: EngineCore, body: RerankBody) -> tuple[list[Request], Scores]:
-    """Raises `InvalidRequest` for an empty document, and where the model cannot rank."""
+    """Raises `InvalidRequest` for an empty document, too much text, and where the model cannot rank.
+
+    A chat is rendered for each document where the model reads one: for a thread.
+    """
     for index, text in enumerate(body.texts):
         if not text:
             raise InvalidRequest(f"documents.{index} must not be empty.", param=f"documents.{index}")
+    check_joined(body.query, body.texts, "query")
     pairs = [(body.query, text) for text in body.texts]
     return rank(core, pairs, instruction=body.instruction, truncate=body.truncate)
 
@@ -151,13 +159,15 @@ class ScoreBody:
 
 async def score(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """Probabilities of tokens behind texts (SGLang's form), or how well pairs of texts fit (vLLM's)."""
-    body, model, requests, scores = await read_body(http, partial(_read_score, core))
+    body, model, requests, scores = await read_body(http, partial(_read_score, core), inline_bytes=0)
     answers = await read_all_or_disconnect(submit_all(core, requests), http.receive)
     usage = usage_of(answers)
     if scores is None:
-        found = label_scores(answers, softmax=body.apply_softmax)
+        of_labels = partial(label_scores, answers, softmax=body.apply_softmax)
+        found = await anyio.to_thread.run_sync(of_labels)
         return json_response({"object": "scoring", "scores": found, "model": model, "usage": usage})
-    data = [{"index": index, "object": "score", "score": each} for index, each in enumerate(scores(answers))]
+    of_pairs = await anyio.to_thread.run_sync(scores, answers)
+    data = [{"index": index, "object": "score", "score": each} for index, each in enumerate(of_pairs)]
     return json_response(
         {"id": f"score-{uuid4().hex}", "object": "list", "data": data, "model": model, "usage": usage}
     )
@@ -177,9 +187,13 @@ def _pairs(body: ScoreBody) -> list[tuple[str, str]]:
         raise InvalidRequest(
             "text_1 and text_2 do not go with query, items and label_token_ids.", param="text_1"
         )
+    for name in ("apply_softmax", "item_first"):
+        if getattr(body, name):
+            raise InvalidRequest(f"{name} does not go with text_1 and text_2.", param=name)
     sides = [[each] if isinstance(each, str) else list(each or ()) for each in (body.text_1, body.text_2)]
     first, second = sides
     if len(first) == 1:
+        check_joined(first[0], second, "text_1")
         first = first * len(second)
     if not first or len(first) != len(second):
         raise InvalidRequest(
@@ -198,8 +212,13 @@ def label_requests(core: EngineCore, body: ScoreBody) -> list[Request]:
             raise InvalidRequest(f"{name} is missing.", param=name)
     if core.plan.model.is_embedding:
         raise InvalidRequest("This model writes no text: send text_1 and text_2.", param="label_token_ids")
+    if body.truncate:
+        raise InvalidRequest("query and items are not cut: leave truncate out.", param="truncate")
     items: list[Any] = [body.items] if isinstance(body.items, str) else list(body.items or ())
     query: Any = body.query or ("" if isinstance(items[0], str) else [])
+    check_joined(query, items, "query")
+    sampling = SamplingParams(max_new_tokens=1, temperature=0.0)
+    logprobs = LogprobParams(token_ids=tuple(body.label_token_ids or ()))
     requests = []
     for index, item in enumerate(items):
         if type(item) is not type(query):
@@ -213,8 +232,8 @@ def label_requests(core: EngineCore, body: ScoreBody) -> list[Request]:
             Request(
                 text=whole if isinstance(whole, str) else None,
                 ids=None if isinstance(whole, str) else tuple(whole),
-                sampling=SamplingParams(max_new_tokens=1, temperature=0.0),
-                logprobs=LogprobParams(token_ids=tuple(body.label_token_ids or ())),
+                sampling=sampling,
+                logprobs=logprobs,
             )
         )
     return requests

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ import tiny_encoders
 from serve import Engine, InvalidRequest
 from serve.app import build_app
 from serve.ranking import INSTRUCTION, TASK
+from served_core import Serve
 
 QUERY, DOCUMENTS = "w5 w6 w7", ["w9 w5", "w20 w21 w22 w23", "w7", "w30 w31 w5 w6 w7"]
 
@@ -68,6 +70,8 @@ async def test_a_cross_encoder_ranks_as_transformers_scores(tmp_path: Path) -> N
         assert found["usage"]["total_tokens"] == sum(
             len(tokenizer(QUERY, text).input_ids) for text in DOCUMENTS
         )
+        bare = await post(client, "/v1/rerank", {**body, "return_documents": False})
+        assert bare[0].keys() == {"score", "index", "meta_info"}
         pairs = await post(client, "/score", {"text_1": QUERY, "text_2": DOCUMENTS})
         assert [each["score"] for each in pairs["data"]] == pytest.approx(wanted, abs=1e-5)
         ranked = await engine.rerank(QUERY, DOCUMENTS)
@@ -81,6 +85,8 @@ async def test_a_cross_encoder_ranks_as_transformers_scores(tmp_path: Path) -> N
             ("/v1/rerank", {**body, "instruction": "Judge."}, "instruction"),
             ("/v1/rerank", {"query": "w5 " * 200, "documents": ["w5"], "truncate": True}, "long"),
             ("/score", {"text_1": ["w5", "w6"], "text_2": ["w5"]}, "text_2"),
+            ("/score", {"text_1": "w5", "text_2": "w6", "apply_softmax": True}, "apply_softmax"),
+            ("/score", {"text_1": "w5", "text_2": "w6", "item_first": True}, "item_first"),
             ("/v1/score", {"query": "w5", "items": ["w6"], "label_token_ids": [3]}, "label_token_ids"),
             ("/v1/embeddings", {"input": "w5"}, "/classify"),
         ):
@@ -152,6 +158,8 @@ async def test_a_model_that_writes_ranks_by_yes_and_no_and_scores_labels(tmp_pat
             ({**labelled, "items": [[1]]}, "items.0"),
             ({**labelled, "label_token_ids": [96]}, "label_token_ids"),
             ({**labelled, "text_1": "w5"}, "text_1"),
+            ({**labelled, "truncate": True}, "truncate"),
+            ({"text_1": QUERY, "text_2": DOCUMENTS, "truncate": True}, "truncate"),
         ):
             assert word in str(await post(client, "/v1/score", wrong, 400)), wrong
     for found, text in zip(scored["scores"], ("w5 w6 w7", "w5 w6 w8 w9"), strict=True):
@@ -185,3 +193,39 @@ async def test_a_model_for_vectors_ranks_by_their_cosine(tmp_path: Path) -> None
     for each in ranked:
         wanted = F.cosine_similarity(vector(QUERY), vector(each["document"]), dim=0).item()
         assert each["score"] == pytest.approx(wanted, abs=1e-5)
+
+
+async def test_a_part_that_is_repeated_too_often_is_refused_before_it_is(serve: Serve) -> None:
+    """Bodies of kilobytes, which would become prompts of many megabytes together."""
+    served = await serve()
+    query, many = 17_000, 1024
+    for path, body, param in (
+        ("/v1/score", {"query": [5] * query, "items": [[6]] * many, "label_token_ids": [7]}, "query"),
+        ("/v1/score", {"text_1": "a" * query, "text_2": ["b"] * many}, "text_1"),
+        ("/rerank", {"query": "a" * query, "documents": ["b"] * many}, "query"),
+    ):
+        refused = await served.http.post(path, json=body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param), refused.text
+    assert not served.core.submitted
+
+
+async def test_ranking_leaves_the_event_loop_free(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small body can name a thousand documents: their prompts and scores are made in a thread."""
+    found: dict[str, bool] = {}
+
+    def noted(name: str, answer: Any) -> Any:
+        def function(*_: Any) -> Any:
+            found[name] = threading.current_thread() is threading.main_thread()
+            return answer
+
+        return function
+
+    monkeypatch.setattr("serve.ranking.render", noted("render", "yes or no?"))
+    monkeypatch.setattr("serve.ranking.requested_logprobs", noted("score", [-1.0, -2.0]))
+    monkeypatch.setattr("serve.openai.ranking.requested_logprobs", noted("label", [-1.0]))
+    served = await serve()
+    monkeypatch.setattr("serve.ranking.WORDS", ("a", "b"))  # single tokens of the scripted core
+    await served.post("/v1/rerank", query="q", documents=["a"])
+    assert found == {"render": False, "score": False}
+    await served.post("/v1/score", query="q", items=["a"], label_token_ids=[7])
+    assert found["label"] is False
