@@ -74,11 +74,12 @@ class Scheduler:
 
         Raises `Overloaded` when the queue is full, and `ContextOverflow` when the prompt cannot fit even alone.
         """
-        if self.room <= 0 and not sequences[0].request.follows:
-            raise Overloaded("The request queue is full.")
-        num_tokens = sum(sequence.num_prompt for sequence in sequences)
-        if self._waiting.num_tokens and self._waiting.num_tokens + num_tokens > self._max_queued_tokens:
-            raise Overloaded("The prompts that wait have too many tokens together.")
+        if not sequences[0].request.follows:
+            if self.room <= 0:
+                raise Overloaded("The request queue is full.")
+            num_tokens = sum(sequence.num_prompt for sequence in sequences)
+            if self._waiting.num_tokens and self._waiting.num_tokens + num_tokens > self._max_queued_tokens:
+                raise Overloaded("The prompts that wait have too many tokens together.")
         for sequence in sequences:
             self._check_length(sequence)
         for sequence in sequences:

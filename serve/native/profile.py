@@ -59,7 +59,7 @@ def profile_options(body: ProfileBody) -> ProfileOptions:
 
 async def start(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """Profile the next steps: a Chrome trace of torch's operations and of the CPU graph's or a GPU's kernels."""
-    has_body = http.method == "POST" and http.headers.get("content-length", "0") != "0"
+    has_body = http.headers.get("content-length", "0") != "0" or "transfer-encoding" in http.headers
     body = ProfileBody()
     if has_body:
         body = await read_body(http, lambda raw: decode(ProfileBody, parse_object(raw)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
@@ -12,6 +13,11 @@ import pytest
 import http_server
 from serve import Engine
 from serve.app import build_app
+
+
+async def in_pieces(body: object) -> AsyncIterator[bytes]:
+    """A body whose length is not told before."""
+    yield json.dumps(body).encode()
 
 
 @pytest.mark.slow
@@ -46,7 +52,7 @@ async def test_the_trace_holds_steps_and_kernels(tmp_path: Path, monkeypatch: py
             assert {"begin", "attend", "choose"} <= set(names)
 
         short = {"num_steps": 2, "output_dir": "nightly", "profile_prefix": "short", "activities": ["CPU"]}
-        await http.post("/start_profile", json=short)
+        await http.post("/start_profile", content=in_pieces(short), headers={"content-type": "application/json"})
         await output()
         path = Path(await engine.stop_profile())
         assert (path.parent, path.name[:6]) == (tmp_path / "nightly", "short-")

@@ -16,6 +16,7 @@ _JSON = Marks(('{"',))
 _CALL, _BRACE, _QUOTE = Marks(("call:",)), Marks(("{",)), Marks((QUOTE,))
 _COLON = Marks((":",))
 _AFTER_WORD = re.compile(r"[,{}\[\]<]")
+_BLANK = ' \r\n\t<|"'  # before a key: spaces, and what may become a quote
 
 
 def _read(context: CallContext) -> Reader[bool]:
@@ -70,7 +71,7 @@ def _key(context: CallContext, before: str) -> Reader[bool]:
     found = yield from source.short(_COLON, MAX_NAME_CHARS)
     unfinished = source.traced()
     if found is None:
-        if any(map(str.isalnum, unfinished)) or (yield from source.peek()):
+        if unfinished.strip(_BLANK) or (yield from source.peek()):
             output.content(unfinished)
         return False
     output.arguments(f'{before}"{quoted(found[0].strip().removesuffix(QUOTE))}": ')

@@ -154,15 +154,23 @@ def _no_number(word: str) -> None:
 
 
 def _python_value(text: str) -> Any:
-    """What the text means as Python writes it; a string where it means nothing."""
+    """What the text means as Python writes it; a string where it means nothing, or where JSON would not say all of it
+    (a comment, a key that comes twice, r"" before a text).
+    """
     if text in ("True", "False", "None"):
         return {"True": True, "False": False, "None": None}[text]
     if text[:1] not in ("{", "[", "(") or len(text) > MAX_LITERAL_CHARS:
         return text
     try:
-        return ast.literal_eval(text)
+        value = ast.literal_eval(text)
+        return value if _substance(json.dumps(value, ensure_ascii=False)) == _substance(text) else text
     except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
         return text
+
+
+def _substance(text: str) -> list[str]:
+    """Its letters and digits, sorted."""
+    return sorted(filter(str.isalnum, text.casefold().replace("null", "none")))
 
 
 _KINDS = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from fake_runner import Drive, make_plan, make_sequence, reference_embedding
@@ -227,7 +229,10 @@ def test_a_queue_of_many_tokens_is_full_too():
     drive.add(make_sequence([4] * 4))
     with pytest.raises(Overloaded, match="too many tokens"):
         drive.add(make_sequence([5]))
-    drive.scheduler.abort([short], Finish("abort"))
+    of_a_call = make_sequence([5])
+    of_a_call.request = replace(of_a_call.request, follows=True)
+    drive.add(of_a_call)  # behind the first of its call, which was taken
+    drive.scheduler.abort([short, of_a_call], Finish("abort"))
     drive.add(make_sequence([5] * 6))
     drive.run()
     drive.add(make_sequence(range(20)))
