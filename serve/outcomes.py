@@ -31,6 +31,7 @@ _COMPANIONS: Mapping[str, Mapping[str, Any]] = {
 # Values of options that take no other text.
 _EXAMPLES: Mapping[str, Any] = {
     "chat_template": "chat.jinja",
+    "completion_template": "star_coder",
     "max_total_tokens": 64,
     "cuda_graph_bs": (3,),
     "device": "cpu",

@@ -52,7 +52,9 @@ async def test_the_trace_holds_steps_and_kernels(tmp_path: Path, monkeypatch: py
             assert {"begin", "attend", "choose"} <= set(names)
 
         short = {"num_steps": 2, "output_dir": "nightly", "profile_prefix": "short", "activities": ["CPU"]}
-        await http.post("/start_profile", content=in_pieces(short), headers={"content-type": "application/json"})
+        await http.post(
+            "/start_profile", content=in_pieces(short), headers={"content-type": "application/json"}
+        )
         await output()
         path = Path(await engine.stop_profile())
         assert (path.parent, path.name[:6]) == (tmp_path / "nightly", "short-")
