@@ -26,6 +26,8 @@ _COMPANIONS: Mapping[str, Mapping[str, Any]] = {
     "node_rank": _NODES,
     "dist_init_addr": _NODES,
     "nccl_port": _NODES,
+    "schedule_low_priority_values_first": {"enable_priority_scheduling": True},
+    "priority_scheduling_preemption_threshold": {"enable_priority_scheduling": True},
     "nnodes": _NODES,
 }
 # Values of options that take no other text.
