@@ -148,15 +148,17 @@ async def test_engine_is_a_good_guest(path: str):
 
 
 async def test_wrong_options_are_refused_together_before_anything_starts(tmp_path):
+    threads = set(threading.enumerate())
     with pytest.raises(ConfigurationError) as caught:
         Engine(page_siz=3, context_length="long")
     assert len(caught.value.refusals) == 2
     with pytest.raises(ConfigurationError, match="no model"):
         await Engine(str(tmp_path)).start()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("penstock")]
+    assert not [t for t in set(threading.enumerate()) - threads if t.name.startswith("penstock")]
 
 
 async def test_sync_engine_works_beside_a_running_loop(path: str):
+    threads = set(threading.enumerate())
     with SyncEngine(path) as engine:
         answer = engine.generate("Once upon a time", SHORT)
         pieces = list(engine.stream("Once upon a time", SHORT))
@@ -167,7 +169,7 @@ async def test_sync_engine_works_beside_a_running_loop(path: str):
             engine.generate("Once", {"temperature": -1})
     with pytest.raises(EngineClosed):
         engine.generate("Once")
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("penstock")]
+    assert not [t for t in set(threading.enumerate()) - threads if t.name.startswith("penstock")]
 
 
 def test_sync_engine_works_without_a_loop(path: str):

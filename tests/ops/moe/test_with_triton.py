@@ -56,7 +56,7 @@ def test_logits_that_are_no_numbers_choose_experts_that_exist() -> None:
         ),
         ("a few tokens", "scores = scores / (tl.sum(scores, axis=0) + 1e-20)", "scores = scores * 1.0"),
         ("scores as they are", "tl.sum(tl.exp(x - peak), axis=0)", "tl.sum(tl.exp(found - peak), axis=0)"),
-        ("a few tokens", "order + place + rank, base + lanes", "order + place + rank, place + rank"),
+        ("a few tokens", "order + position + rank, base + lanes", "order + position + rank, position + rank"),
         ("a few tokens", "expert.to(tl.int64) * OUT + columns", "0 * expert.to(tl.int64) + columns"),
         ("a few tokens", "pairs // TOP_K, positions", "positions // TOP_K, positions"),
         ("products longer and wider than a tile", "tl.load(lines + base", "tl.load(lines"),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,7 +40,7 @@ def test_want_of_memory_has_its_own_error_and_what_is_unused_is_given_back(
 
     monkeypatch.setattr(steps.executor, "_begin", fail)
     monkeypatch.setattr(steps.device, "release_unused", lambda: released.append(True))
-    nothing: Any = None
+    nothing: Any = SimpleNamespace(row_values={})
     steps.launch(nothing)
     with pytest.raises(OutOfMemory):
         steps.finish_oldest()

@@ -160,7 +160,7 @@ async def test_refusals_and_failures_are_counted_by_reason():
     async with running(max_running=1, max_queued=1) as server:
         await server.generate(ids=[10**6], status=400)
         await server.generate(ids=range(1, 500), status=400)
-        server.runners[0].failures = 1
+        server.runners[0].failures = 3  # in its step, in the one behind it, and alone
         await server.generate(status=500)
         server.runners[0].open.clear()
         running_one = asyncio.create_task(server.generate())
