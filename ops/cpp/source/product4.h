@@ -195,7 +195,6 @@ struct ByteTable {
 
     // The numbers of codes that stand in the four lowest bits of each byte, the upper ones being 0.
     Words look_up(Words codes) const {
-        Words found;
 #if defined(__AVX512BW__)
         return cast<Words>(_mm512_shuffle_epi8(_mm512_load_si512(numbers), cast<__m512i>(codes)));
 #elif defined(__AVX2__)
@@ -203,12 +202,14 @@ struct ByteTable {
         std::memcpy(&table, numbers, sizeof(table));
         std::memcpy(part, &codes, sizeof(part));
         for (int half = 0; half < 2; half++) part[half] = _mm256_shuffle_epi8(table, part[half]);
+        Words found;
         std::memcpy(&found, part, sizeof(found));
         return found;
 #else
         uint8_t bytes[sizeof(Words)];
         std::memcpy(bytes, &codes, sizeof(bytes));
         for (uint8_t& byte : bytes) byte = numbers[byte & 15];
+        Words found;
         std::memcpy(&found, bytes, sizeof(found));
         return found;
 #endif

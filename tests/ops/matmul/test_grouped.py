@@ -16,7 +16,7 @@ from ops.select import select
 NF4 = (-1.0, -0.69, -0.52, -0.39, -0.28, -0.18, -0.09, 0.0, 0.08, 0.16, 0.25, 0.34, 0.44, 0.56, 0.72, 1.0)
 WHOLE_NUMBERS = tuple(map(float, (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)))
 SHAPES = [(1, 8, 8), (32, 32, 32), (100, 256, 128), (33, 96, 96), (70, 160, 16)]  # O, I, group
-PROCESSORS = [(), *LESSER.values()]
+PROCESSORS = [(), *(pytest.param(march, marks=pytest.mark.slow) for march in LESSER.values())]  # a build each
 
 
 def weight(
@@ -96,7 +96,7 @@ def test_a_row_that_is_no_number_spoils_only_itself() -> None:
 
 
 @pytest.mark.parametrize("num_threads", THREADS)
-@pytest.mark.parametrize("march", [(), LESSER["AVX2"]], ids=str)
+@pytest.mark.parametrize("march", [(), pytest.param(LESSER["AVX2"], marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_is_the_same_alone_and_among_others(
     dtype: torch.dtype, march: tuple[str, ...], num_threads: int
