@@ -185,6 +185,7 @@ def build_app(core: EngineCore, environment: Mapping[str, str] = os.environ) -> 
         exception_handlers={HTTPException: refusal},
     )
     app.state.responses = ResponseStore()
+    app.state.uploads = files.Uploads()
     app.state.batches = batches.BatchStore()
     app.state.declared = specs
     return app

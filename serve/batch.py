@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Literal
 from uuid import uuid4
@@ -18,16 +19,22 @@ from uuid import uuid4
 import orjson
 
 from runtime.config import Args
-from runtime.errors import ConfigurationError, InvalidRequest
+from runtime.errors import ConfigurationError, EngineClosed, InvalidRequest, RequestError
+from serve.background import background_tasks
+from serve.body_limit import max_body_bytes
 from serve.decode import Length, decode
-from serve.endpoint import parse_object
+from serve.endpoint import INLINE_BYTES, off_loop, parse_object
 
 if TYPE_CHECKING:
     import httpx
 
+    from runtime.config.plan import Plan
+
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/generate", "/encode")
 BUSY = (429, 503)  # statuses of a server that asks to come again
-MAX_LINE_BYTES = 64 * 1024 * 1024
+MAX_TRIES = 1000  # of a line, in two hours and a half
+MAX_WAIT_S = 10.0  # between two of them
+LINE_EXTRA_BYTES = 8192  # of a line, over the body of its request
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,7 +53,7 @@ class BatchLine:
 class BatchCounts:
     """How far a batch is."""
 
-    total: int = 0
+    total: int = 0  # lines, where that is known
     completed: int = 0  # answered with status 200
     failed: int = 0
 
@@ -54,16 +61,17 @@ class BatchCounts:
 async def answer_lines(
     client: httpx.AsyncClient,
     lines: Iterable[bytes],
-    write: Callable[[bytes], object],
+    write: Callable[[bytes, bool], object],
     counts: BatchCounts,
     *,
     num_at_once: int,
+    max_line_bytes: int,
     url: str | None = None,
 ) -> None:
-    """Answer every line that is not blank; `write` gets a line for each, in the order in which they are done.
+    """Answer every line that is not blank, and write a line for each in the order in which they are done.
 
-    `client` sends to the application; with `url` all lines must be for that route. What is wrong with a line stands
-    in its answer. A busy engine is asked again.
+    `client` sends to the application; with `url` all lines must be for that route. `write` gets the line and whether
+    the request succeeded; what is wrong with a line stands in its answer. A busy engine is asked again.
     """
     numbered = iter(enumerate(lines, start=1))
 
@@ -71,52 +79,71 @@ async def answer_lines(
         for number, line in numbered:  # shared: each line goes to one worker
             if not line.strip():
                 continue
-            counts.total += 1
-            answer = await _answer(client, number, line, url)
-            is_good = answer["error"] is None and answer["response"]["status_code"] == 200
+            read = partial(_read, number, line, url, max_line_bytes)
+            asked, answer = await off_loop(read, small=len(line) <= INLINE_BYTES)
+            is_good = answer["error"] is None
+            if is_good:
+                answer["response"], is_good = await _ask(client, *asked)
             counts.completed += is_good
             counts.failed += not is_good
-            write(orjson.dumps(answer) + b"\n")
+            write(orjson.dumps(answer) + b"\n", is_good)
 
     async with asyncio.TaskGroup() as workers:
         for _ in range(num_at_once):
             workers.create_task(work())
 
 
-async def _answer(client: httpx.AsyncClient, number: int, line: bytes, url: str | None) -> dict[str, Any]:
-    made: dict[str, Any] = {
-        "id": f"batch_req_{uuid4().hex}",
-        "custom_id": None,
-        "response": None,
-        "error": None,
-    }
+def _read(
+    number: int, line: bytes, url: str | None, max_line_bytes: int
+) -> tuple[tuple[str, bytes], dict[str, Any]]:
+    """A line's route and body, and its answer so far, which has an `error` where the line is wrong."""
+    answer = {"id": f"batch_req_{uuid4().hex}", "custom_id": None, "response": None, "error": None}
     try:
-        if len(line) > MAX_LINE_BYTES:
-            raise InvalidRequest(f"The line has more than {MAX_LINE_BYTES} bytes.")
+        if len(line) > max_line_bytes:
+            raise InvalidRequest(f"The line has more than {max_line_bytes} bytes (--max-body-bytes).")
         json = parse_object(line)
         if isinstance(json.get("custom_id"), str):
-            made["custom_id"] = json["custom_id"][:512]
+            answer["custom_id"] = json["custom_id"][:512]
         asked = decode(BatchLine, json)
         if url is not None and asked.url != url:
             raise InvalidRequest(f"The batch is for {url}.", param="url")
         if asked.body.get("stream"):
             raise InvalidRequest("A line of a batch cannot be streamed.", param="body.stream")
-    except InvalidRequest as error:
-        code = "invalid_request"
-        made["error"] = {"code": code, "message": f"Line {number}: {error.message}", "param": error.param}
-        return made
-    raw = orjson.dumps(asked.body)
-    while True:
-        response = await client.post(asked.url, content=raw, headers={"content-type": "application/json"})
-        if response.status_code not in BUSY:
+        return (asked.url, orjson.dumps(asked.body)), answer
+    except RequestError as error:
+        message = f"Line {number}: {error.message}"
+        answer["error"] = {"code": "invalid_request", "message": message, "param": error.param}
+        return ("", b""), answer
+
+
+async def _ask(client: httpx.AsyncClient, url: str, body: bytes) -> tuple[dict[str, Any], bool]:
+    """The route's response as a batch's line has it, and whether it is an answer."""
+    for num_tries in range(1, MAX_TRIES + 1):
+        response = await client.post(url, content=body, headers={"content-type": "application/json"})
+        if response.status_code not in BUSY or num_tries == MAX_TRIES:
             break
-        await asyncio.sleep(min(float(response.headers.get("retry-after", "1")), 10.0))
-    made["response"] = {
+        wait_s = max(float(response.headers.get("retry-after", "1")), num_tries / 10)
+        await asyncio.sleep(min(wait_s, MAX_WAIT_S))
+    is_json = response.headers.get("content-type", "").startswith("application/json")
+    made = {
         "status_code": response.status_code,
         "request_id": uuid4().hex,
-        "body": orjson.loads(response.content),
+        "body": orjson.Fragment(response.content) if is_json else response.text,  # JSON of ours has one line
     }
-    return made
+    return made, response.status_code == 200
+
+
+def max_line_bytes(plan: Plan, *, takes_ids: bool) -> int:
+    """How long a line may be for a route."""
+    return max_body_bytes(plan, takes_ids=takes_ids) + LINE_EXTRA_BYTES
+
+
+def read_lines(source: BinaryIO, max_bytes: int) -> Iterator[bytes]:
+    """Its lines; of one that is longer, `max_bytes + 1` bytes."""
+    while line := source.readline(max_bytes + 1):
+        yield line
+        while len(line) > max_bytes and not line.endswith(b"\n"):  # the rest of it
+            line = source.readline(max_bytes + 1)
 
 
 def main(words: Sequence[str]) -> int:
@@ -159,7 +186,7 @@ async def _run(args: Args, source: BinaryIO, target: BinaryIO, at_once: int | No
 
     counts = BatchCounts()
 
-    def write(line: bytes) -> None:
+    def write(line: bytes, is_good: bool) -> None:
         target.write(line)
         target.flush()
 
@@ -170,11 +197,20 @@ async def _run(args: Args, source: BinaryIO, target: BinaryIO, at_once: int | No
         async with httpx.AsyncClient(
             transport=transport, base_url="http://127.0.0.1", timeout=None, headers=headers
         ) as client:
-            num = at_once or engine.core.plan.scheduler.max_running
-            await answer_lines(client, _lines(source), write, counts, num_at_once=max(1, num))
+            plan = engine.core.plan
+            longest = max_line_bytes(plan, takes_ids=True)
+            work = answer_lines(
+                client,
+                read_lines(source, longest),
+                write,
+                counts,
+                num_at_once=max(1, at_once or plan.scheduler.max_running),
+                max_line_bytes=longest,
+            )
+            async with background_tasks(work, engine.wait()) as (answering, living):
+                await asyncio.wait((answering, living), return_when=asyncio.FIRST_COMPLETED)
+                if not answering.done():
+                    await living  # raises what ended the engine
+                    raise EngineClosed("The engine ended before the batch.")
+                await answering
     return counts
-
-
-def _lines(source: BinaryIO) -> Iterator[bytes]:
-    while line := source.readline(MAX_LINE_BYTES + 1):
-        yield line

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -196,4 +196,32 @@ async def until_disconnect(receive: Receive) -> None:
 def json_response(value: Any, status: int = 200) -> Response:
     return Response(
         orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS), status, media_type="application/json"
+    )
+
+
+def list_page(
+    http: HttpRequest, items: Sequence[Mapping[str, Any]], *, limit: int, max_limit: int
+) -> Response:
+    """A page of a list of OpenAI's; `items` come newest first, each has an `id`.
+
+    The query's `order` is desc or asc, `after` the id before the page, `limit` the page's length, else ours. Raises
+    `InvalidRequest`.
+    """
+    query = http.query_params
+    order, given = query.get("order", "desc"), query.get("limit", str(limit))
+    if order not in ("asc", "desc"):
+        raise InvalidRequest("order must be asc or desc.", param="order")
+    if not (given.isascii() and given.isdecimal() and len(given) < 10 and 1 <= int(given) <= max_limit):
+        raise InvalidRequest(f"limit must be in [1, {max_limit}].", param="limit")
+    found = list(items) if order == "desc" else list(reversed(items))
+    if after := query.get("after"):
+        ids = [item["id"] for item in found]
+        if after not in ids:
+            raise InvalidRequest("after is the id of nothing in this list.", param="after")
+        found = found[ids.index(after) + 1 :]
+    page = found[: int(given)]
+    first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+    more = len(found) > len(page)
+    return json_response(
+        {"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": more}
     )

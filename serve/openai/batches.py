@@ -7,20 +7,21 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 from uuid import uuid4
 
 import anyio.to_thread
-import orjson
 from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp
 
-from runtime.errors import InvalidRequest, NotFound, Overloaded, first_error
+from runtime.errors import InvalidRequest, NotFound, Overloaded, RequestError, first_error
 from serve.access import CLIENT
-from serve.batch import BatchCounts, answer_lines
-from serve.decode import Length, decode
-from serve.endpoint import json_response, parse_object, read_body
-from serve.openai.files import FileObject, FileStore
+from serve.batch import BatchCounts, answer_lines, max_line_bytes, read_lines
+from serve.decode import Length, NotBuilt, decode
+from serve.endpoint import json_response, list_page, parse_object, read_body
+from serve.openai.file_store import FileObject, FileStore
+from serve.openai.responses.schema import MAX_METADATA
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
@@ -31,6 +32,9 @@ MAX_RUNNING = 16  # batches
 MAX_REMEMBERED = 1024
 MAX_LINES = 50_000
 MAX_OUTPUT_BYTES = 1024**3
+ROOM_BYTES = 16 * 1024**2  # a batch that wrote so many looks again how much room the folder has
+MAX_KEY = 64  # characters of a key of metadata
+MAX_LISTED = 100
 MAX_AT_ONCE = 32  # requests of one batch: others want to be served meanwhile
 WINDOW_S = 24 * 3600
 ENDED = ("completed", "failed", "expired", "cancelled")
@@ -40,12 +44,20 @@ Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", 
 
 @dataclass(slots=True, kw_only=True)
 class BatchBody:
-    """The body of `/v1/batches`."""
+    """The body of `/v1/batches`. Unknown fields are refused."""
+
+    closed: ClassVar[bool] = True
 
     input_file_id: Annotated[str, Length(1, 256)]
     endpoint: Endpoint
     completion_window: Literal["24h"]
-    metadata: dict[str, Annotated[str, Length(0, 512)]] | None = None
+    metadata: Annotated[dict[str, Annotated[str, Length(0, 512)]], Length(0, MAX_METADATA)] | None = None
+    output_expires_after: NotBuilt = None
+
+    def __post_init__(self) -> None:
+        """Raises `InvalidRequest`."""
+        if any(len(key) > MAX_KEY for key in self.metadata or ()):
+            raise InvalidRequest(f"Keys of metadata may have {MAX_KEY} characters.", param="metadata")
 
 
 @dataclass(slots=True, eq=False)
@@ -69,6 +81,13 @@ class Batch:
         """Note a state, and when it began."""
         self.shown["status"] = status
         self.shown[f"{status}_at"] = int(time.time())
+
+
+class Limits(NamedTuple):
+    """Of a batch: lines in work, and the bytes of each."""
+
+    num_at_once: int
+    line_bytes: int
 
 
 class BatchStore:
@@ -105,6 +124,7 @@ async def create(http: HttpRequest, core: EngineCore) -> ASGIApp:
     body = await read_body(http, lambda raw: decode(BatchBody, parse_object(raw)))
     files, owner = FileStore.of(core), CLIENT.get().name
     source = await anyio.to_thread.run_sync(files.get, body.input_file_id, owner)
+    await anyio.to_thread.run_sync(files.room)
     now = int(time.time())
     states = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
     shown = {
@@ -125,8 +145,12 @@ async def create(http: HttpRequest, core: EngineCore) -> ASGIApp:
     batch = Batch(owner, shown)
     http.app.state.batches.add(batch)
     headers = {name: value for name, value in http.headers.items() if name in ("authorization", "x-api-key")}
-    num_at_once = max(1, min(MAX_AT_ONCE, core.plan.scheduler.max_running // 2))
-    batch.task = asyncio.create_task(_run(batch, files, http.app, headers, num_at_once))
+    takes_ids = any(spec.takes_ids for spec in http.app.state.declared if spec.path == body.endpoint)
+    limits = Limits(
+        num_at_once=max(1, min(MAX_AT_ONCE, core.plan.scheduler.max_running // 2)),
+        line_bytes=max_line_bytes(core.plan, takes_ids=takes_ids),
+    )
+    batch.task = asyncio.create_task(_run(batch, files, http.app, headers, limits))
     return json_response(batch.as_json())
 
 
@@ -134,10 +158,7 @@ async def list_batches(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """The client's batches, newest first."""
     FileStore.of(core)
     shown = [batch.as_json() for batch in http.app.state.batches.of(CLIENT.get().name)]
-    first, last = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
-    return json_response(
-        {"object": "list", "data": shown, "first_id": first, "last_id": last, "has_more": False}
-    )
+    return list_page(http, shown, limit=20, max_limit=MAX_LISTED)
 
 
 async def retrieve(http: HttpRequest, core: EngineCore) -> ASGIApp:
@@ -153,69 +174,105 @@ async def cancel(http: HttpRequest, core: EngineCore) -> ASGIApp:
     batch: Batch = http.app.state.batches.get(http.path_params["batch_id"], CLIENT.get().name)
     if batch.shown["status"] in ENDED:
         raise InvalidRequest(f"The batch is {batch.shown['status']} already.", param="batch_id")
-    batch.become("cancelling")
-    if batch.task is not None:
-        batch.task.cancel()
+    if batch.shown["status"] != "cancelling":
+        batch.become("cancelling")
+        if batch.task is not None:
+            batch.task.cancel()
     return json_response(batch.as_json())
 
 
 async def _run(
-    batch: Batch, files: FileStore, app: ASGIApp, headers: Mapping[str, str], num_at_once: int
+    batch: Batch, files: FileStore, app: ASGIApp, headers: Mapping[str, str], limits: Limits
 ) -> None:
-    """Answer all lines, and say in the end what became of the batch. Never raises."""
-    import httpx  # a client is needed here only
-
-    name = batch.shown["id"]
-    output = files.new(f"{name}_output.jsonl", "batch_output", batch.owner)
-    errors = files.new(f"{name}_error.jsonl", "batch_output", batch.owner)
+    """Answer all lines, and say in the end what became of the batch, whatever happens."""
     state = "failed"
+    written: dict[str, FileObject] = {}
     try:
-        lines = await anyio.to_thread.run_sync(_lines, files, batch)
+        for name, kind in (("output_file_id", "output"), ("error_file_id", "error")):
+            filename = f"{batch.shown['id']}_{kind}.jsonl"
+            written[name] = files.new(filename, "batch_output", batch.owner)
+        batch.counts.total = await anyio.to_thread.run_sync(_num_lines, files, batch, limits)
         batch.become("in_progress")
-        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-        url = "http://127.0.0.1"
-        async with (
-            asyncio.timeout(WINDOW_S),
-            httpx.AsyncClient(transport=transport, base_url=url, timeout=None, headers=headers) as client,
-        ):
-            with files.path(output.id).open("wb") as good, files.path(errors.id).open("wb") as bad:
-
-                def write(line: bytes) -> None:
-                    answer = orjson.loads(line)
-                    is_good = answer["error"] is None and answer["response"]["status_code"] == 200
-                    (good if is_good else bad).write(line)
-                    if good.tell() + bad.tell() > MAX_OUTPUT_BYTES:
-                        raise InvalidRequest(f"The answers have more than {MAX_OUTPUT_BYTES} bytes.")
-
-                await answer_lines(
-                    client, lines, write, batch.counts, num_at_once=num_at_once, url=batch.shown["endpoint"]
-                )
+        async with asyncio.timeout(WINDOW_S):
+            await _answer(batch, files, written, app, headers, limits)
         state = "completed"
     except asyncio.CancelledError:
         state = "cancelled"
     except TimeoutError:
         state = "expired"
     except Exception as error:  # the batch's border: a disk that is full, perhaps
-        first = first_error(error)
-        code, message = "server_error", "The batch failed."
-        if isinstance(first, InvalidRequest):
-            code, message = "invalid_request", first.message
-        else:
-            logger.exception("batch %s failed", name)
-        failure = {"code": code, "message": message, "param": None, "line": None}
-        batch.shown["errors"] = {"object": "list", "data": [failure]}
-    _keep(batch, files, {"output_file_id": output, "error_file_id": errors})
-    batch.become(state)
+        _fail(batch, error)
+    finally:
+        try:
+            _keep(batch, files, written)
+        except Exception as error:
+            state = "failed"
+            _fail(batch, error)
+        batch.become(state)
 
 
-def _lines(files: FileStore, batch: Batch) -> list[bytes]:
-    content = files.path(batch.shown["input_file_id"]).read_bytes()
-    lines = [line for line in content.split(b"\n") if line.strip()]
-    if not lines:
+async def _answer(
+    batch: Batch,
+    files: FileStore,
+    written: Mapping[str, FileObject],
+    app: ASGIApp,
+    headers: Mapping[str, str],
+    limits: Limits,
+) -> None:
+    import httpx  # a client is needed here only
+
+    output, errors = (files.path(file.id) for file in written.values())
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    url = "http://127.0.0.1"
+    async with httpx.AsyncClient(transport=transport, base_url=url, timeout=None, headers=headers) as client:
+        with _source(files, batch).open("rb") as source, output.open("wb") as good, errors.open("wb") as bad:
+            room = 0
+
+            def write(line: bytes, is_good: bool) -> None:
+                nonlocal room
+                if room < len(line):
+                    room = min(files.room(), ROOM_BYTES)
+                room -= len(line)
+                (good if is_good else bad).write(line)
+                if good.tell() + bad.tell() > MAX_OUTPUT_BYTES:
+                    raise InvalidRequest(f"The answers have more than {MAX_OUTPUT_BYTES} bytes.")
+
+            await answer_lines(
+                client,
+                read_lines(source, limits.line_bytes),
+                write,
+                batch.counts,
+                num_at_once=limits.num_at_once,
+                max_line_bytes=limits.line_bytes,
+                url=batch.shown["endpoint"],
+            )
+
+
+def _source(files: FileStore, batch: Batch) -> Path:
+    return files.path(batch.shown["input_file_id"])
+
+
+def _num_lines(files: FileStore, batch: Batch, limits: Limits) -> int:
+    """Of those that are not blank. Raises `InvalidRequest`."""
+    with _source(files, batch).open("rb") as source:
+        num_lines = sum(bool(line.strip()) for line in read_lines(source, limits.line_bytes))
+    if not num_lines:
         raise InvalidRequest("The file has no lines.", param="input_file_id")
-    if len(lines) > MAX_LINES:
+    if num_lines > MAX_LINES:
         raise InvalidRequest(f"A batch may have at most {MAX_LINES} lines.", param="input_file_id")
-    return lines
+    return num_lines
+
+
+def _fail(batch: Batch, error: Exception) -> None:
+    """Say why a batch failed."""
+    first = first_error(error)
+    code, message = "server_error", "The batch failed."
+    if isinstance(first, RequestError):
+        code, message = "invalid_request", first.message
+    else:
+        logger.error("batch %s failed", batch.shown["id"], exc_info=error)
+    failure = {"code": code, "message": message, "param": None, "line": None}
+    batch.shown["errors"] = {"object": "list", "data": [failure]}
 
 
 def _keep(batch: Batch, files: FileStore, written: Mapping[str, FileObject]) -> None:

@@ -2,176 +2,158 @@
 
 from __future__ import annotations
 
-import time
-from dataclasses import asdict, dataclass, replace
-from email.message import Message
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from uuid import uuid4
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import anyio.to_thread
-import orjson
 from starlette.requests import Request as HttpRequest
 from starlette.responses import FileResponse
 from starlette.types import ASGIApp
 
-from runtime.errors import InvalidRequest, NotFound, NotSupported, PayloadTooLarge
+from runtime.errors import InvalidRequest, NotFound, Overloaded, PayloadTooLarge
 from serve.access import CLIENT
-from serve.endpoint import json_response
+from serve.endpoint import json_response, list_page
+from serve.openai.file_store import FileObject, FileStore
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
 
 MAX_FILE_BYTES = 100 * 1024 * 1024
-MAX_FILES = 4096
-MAX_FOLDER_BYTES = 8 * 1024**3
+MAX_ARRIVING_BYTES = (
+    256 * 1024 * 1024
+)  # of all uploads together, which are held in memory until they are whole
+MAX_LISTED = 10_000
+MAX_CONTENT_TYPE = 1024  # characters
+MAX_BOUNDARY = 70  # RFC 2046
+MAX_PARTS = 16
+MAX_HEAD_BYTES = 8192  # of a part
+
+# `; name=value` or `; name="value"`. Read from where the last one ended, so that no text takes long.
+_PARAMETER = re.compile(r';\s*([\w*-]+)\s*=\s*(?:"((?:[^"\\]|\\.)*+)"|([^\s;"]*))\s*', re.ASCII | re.DOTALL)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileObject:
-    """A file as the API describes it; `owner` is the name of the key that it belongs to."""
+class Uploads:
+    """How many bytes of files are arriving."""
 
-    id: str
-    bytes: int
-    created_at: int
-    filename: str
-    purpose: str
-    owner: str = ""
+    def __init__(self) -> None:
+        self.num_bytes = 0
 
-    def shown(self) -> dict[str, Any]:
-        """The API's object."""
-        shown = asdict(self) | {"object": "file", "status": "processed"}
-        del shown["owner"]
-        return shown
+    @contextmanager
+    def one(self) -> Iterator[bytearray]:
+        """What one upload has sent so far. Give it to `grow` for more."""
+        body = bytearray()
+        try:
+            yield body
+        finally:
+            self.num_bytes -= len(body)
+
+    def grow(self, body: bytearray, part: bytes) -> None:
+        """Raises `PayloadTooLarge` for an upload that is too long, `Overloaded` where all together are."""
+        check_size(len(body) + len(part))
+        if self.num_bytes + len(part) > MAX_ARRIVING_BYTES:
+            raise Overloaded("Too many files are being uploaded; try again.", retry_after_s=5)
+        body += part
+        self.num_bytes += len(part)
 
 
-class FileStore:
-    """Files in a folder, each beside a description of it in JSON. A client sees those of its own key."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    @classmethod
-    def of(cls, core: EngineCore) -> FileStore:
-        """Raises `NotSupported` where the server has no folder for files."""
-        folder = core.plan.serve.file_storage
-        if folder is None:
-            raise NotSupported("Files and batches need a folder: start the server with --file-storage-path.")
-        return cls(Path(folder))
-
-    def path(self, file_id: str) -> Path:
-        """Where the content of a file lies; `file_id` is one of ours."""
-        return self.folder / file_id
-
-    def add(self, filename: str, purpose: str, content: bytes, owner: str) -> FileObject:
-        """Keep a file. Raises `PayloadTooLarge` where there is no room for it."""
-        made = self.new(filename, purpose, owner)
-        present = self.all_files()
-        room = MAX_FOLDER_BYTES - sum(each.bytes for each in present)
-        if len(present) >= MAX_FILES or len(content) > room:
-            raise PayloadTooLarge("The server's folder of files is full; delete some.")
-        self.path(made.id).write_bytes(content)
-        return self.keep(made)
-
-    def new(self, filename: str, purpose: str, owner: str) -> FileObject:
-        """A file that is still to be written and kept."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        return FileObject(
-            id=f"file-{uuid4().hex}",
-            bytes=0,
-            created_at=int(time.time()),
-            filename=filename[:255],
-            purpose=purpose,
-            owner=owner,
-        )
-
-    def keep(self, made: FileObject) -> FileObject:
-        """Describe a file whose content has been written."""
-        made = replace(made, bytes=self.path(made.id).stat().st_size)
-        self.path(f"{made.id}.json").write_bytes(orjson.dumps(asdict(made)))
-        return made
-
-    def get(self, file_id: str, owner: str) -> FileObject:
-        """Raises `NotFound` for what is not there, or another client's."""
-        found = next((each for each in self.all_files() if each.id == file_id and each.owner == owner), None)
-        if found is None:
-            raise NotFound(f"No file has the id {file_id[:80]}.", param="file_id")
-        return found
-
-    def delete(self, file_id: str, owner: str) -> None:
-        self.get(file_id, owner)
-        self.path(f"{file_id}.json").unlink(missing_ok=True)
-        self.path(file_id).unlink(missing_ok=True)
-
-    def all_files(self) -> list[FileObject]:
-        """Of every client, oldest first."""
-        if not self.folder.is_dir():
-            return []
-        described = self.folder.glob("file-*.json")
-        found = [FileObject(**orjson.loads(each.read_bytes())) for each in described]
-        return sorted(found, key=lambda each: (each.created_at, each.id))
+def check_size(num_bytes: int) -> None:
+    """Raises `PayloadTooLarge`."""
+    if num_bytes > MAX_FILE_BYTES:
+        raise PayloadTooLarge(f"A file may have at most {MAX_FILE_BYTES} bytes.")
 
 
 async def upload(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """Keep a file that comes as multipart/form-data with `purpose` and `file`."""
     store = FileStore.of(core)
-    kind = Message()
-    kind["content-type"] = http.headers.get("content-type", "")
-    boundary = kind.get_param("boundary")
-    if kind.get_content_type() != "multipart/form-data" or not isinstance(boundary, str):
-        raise InvalidRequest("A file must come as multipart/form-data.", param="file")
-    parts: list[bytes] = []
-    size = 0
-    async for part in http.stream():
-        size += len(part)
-        if size > MAX_FILE_BYTES:
-            raise PayloadTooLarge(f"A file may have at most {MAX_FILE_BYTES} bytes.")
-        parts.append(part)
+    boundary = boundary_of(http.headers.get("content-type", ""))
+    announced = http.headers.get("content-length", "")
+    check_size(int(announced[:20]) if announced.isdecimal() else 0)
     owner = CLIENT.get().name
-
-    def keep() -> FileObject:
-        fields = form_fields(b"".join(parts), boundary.encode("latin-1"))
-        if "file" not in fields:
-            raise InvalidRequest("The form has no file.", param="file")
-        filename, content = fields["file"]
-        purpose = fields.get("purpose", ("", b""))[1].decode("utf-8", "replace")
-        if purpose != "batch":
-            raise InvalidRequest(f"purpose must be batch, not {purpose[:80]!r}.", param="purpose")
-        return store.add(filename, purpose, content, owner)
-
-    return json_response((await anyio.to_thread.run_sync(keep)).shown())
+    uploads: Uploads = http.app.state.uploads
+    with uploads.one() as body:
+        async for part in http.stream():
+            uploads.grow(body, part)
+        kept = await anyio.to_thread.run_sync(_keep, store, body, boundary, owner)
+    return json_response(kept.shown())
 
 
-def form_fields(body: bytes, boundary: bytes) -> dict[str, tuple[str, bytes]]:
+def _keep(store: FileStore, body: bytearray, boundary: bytes, owner: str) -> FileObject:
+    fields = form_fields(body, boundary)
+    for name in fields.keys() - {"file", "purpose"}:
+        raise InvalidRequest(f"{name[:80]} is not supported here; leave it out.", param=name[:80])
+    if "file" not in fields:
+        raise InvalidRequest("The form has no file.", param="file")
+    purpose = bytes(fields.get("purpose", ("", b""))[1][:80]).decode("utf-8", "replace")
+    if purpose != "batch":
+        raise InvalidRequest(f"purpose must be batch, not {purpose!r}.", param="purpose")
+    filename, content = fields["file"]
+    return store.add(filename, purpose, content, owner)
+
+
+def boundary_of(content_type: str) -> bytes:
+    """What stands between the parts of a form. Raises `InvalidRequest` for another type, or a boundary that is none."""
+    media_type, _, _ = content_type[:MAX_CONTENT_TYPE].partition(";")
+    if media_type.strip().lower() != "multipart/form-data":
+        raise InvalidRequest("A file must come as multipart/form-data.", param="file")
+    boundary = _parameters(content_type).get("boundary", "")
+    if len(content_type) > MAX_CONTENT_TYPE or not 1 <= len(boundary) <= MAX_BOUNDARY:
+        raise InvalidRequest(f"The form needs a boundary of 1 to {MAX_BOUNDARY} characters.", param="file")
+    return boundary.encode("latin-1")
+
+
+def form_fields(body: bytes | bytearray, boundary: bytes) -> dict[str, tuple[str, memoryview]]:
     """Name -> (file's name, content) of the parts of a form. Raises `InvalidRequest` for what is none."""
-    found: dict[str, tuple[str, bytes]] = {}
-    first, *pieces = (b"\r\n" + body).split(b"\r\n--" + boundary)
-    if first.strip() or not pieces or not pieces[-1].startswith(b"--"):
-        raise InvalidRequest("The form is not as its boundary says.", param="file")
-    for piece in pieces[:-1]:
-        head, separator, content = piece.partition(b"\r\n\r\n")
-        if not separator:
-            raise InvalidRequest("A part of the form has no content.", param="file")
-        described = Message()
-        for line in head.split(b"\r\n"):
-            name, _, value = line.decode("utf-8", "replace").partition(":")
-            if name.strip().lower() == "content-disposition":
-                described["content-disposition"] = value.strip()
-        name = described.get_param("name", header="content-disposition")
-        if isinstance(name, str):
-            found[name] = (described.get_filename() or "", content)
+    delimiter = b"\r\n--" + boundary
+    found: dict[str, tuple[str, memoryview]] = {}
+    whole = memoryview(body)
+    at = len(delimiter) - 2 if body.startswith(delimiter[2:]) else len(body)
+    while body.startswith(b"\r\n", at) and len(found) < MAX_PARTS:
+        head_end = body.find(b"\r\n\r\n", at, at + MAX_HEAD_BYTES)
+        end = body.find(delimiter, head_end + 4) if head_end >= 0 else -1
+        if end < 0:
+            raise InvalidRequest("A part of the form has no end, or its head is too long.", param="file")
+        described = _disposition(bytes(whole[at:head_end]))
+        name = described.get("name")
+        if name is None or name in found:
+            raise InvalidRequest("Each part of the form needs a name of its own.", param="file")
+        found[name] = described.get("filename", ""), whole[head_end + 4 : end]
+        at = end + len(delimiter)
+    if not body.startswith(b"--", at):
+        raise InvalidRequest("The form is not as its boundary says, or has too many parts.", param="file")
+    return found
+
+
+def _disposition(head: bytes) -> dict[str, str]:
+    for line in head.split(b"\r\n"):
+        name, _, value = line.decode("utf-8", "replace").partition(":")
+        if name.strip().lower() == "content-disposition":
+            return _parameters(value)
+    return {}
+
+
+def _parameters(header: str) -> dict[str, str]:
+    """Those of a header's value, `form-data; name="file"`. What follows an ill-formed one is left out."""
+    found: dict[str, str] = {}
+    at = header.find(";")
+    while at >= 0 and (one := _PARAMETER.match(header, at)):
+        name, quoted, token = one.groups()
+        found[name.lower()] = token if quoted is None else re.sub(r'\\(["\\])', r"\1", quoted)
+        at = one.end()
     return found
 
 
 async def list_files(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """The client's files, newest first."""
+    """The client's files, newest first unless `order=asc`, of one `purpose` where it is given."""
     found = await anyio.to_thread.run_sync(FileStore.of(core).all_files)
-    owner = CLIENT.get().name
-    shown = [each.shown() for each in reversed(found) if each.owner == owner]
-    first, last = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
-    return json_response(
-        {"object": "list", "data": shown, "first_id": first, "last_id": last, "has_more": False}
-    )
+    owner, purpose = CLIENT.get().name, http.query_params.get("purpose")
+    shown = [
+        each.shown()
+        for each in reversed(found)
+        if each.owner == owner and (not purpose or each.purpose == purpose)
+    ]
+    return list_page(http, shown, limit=MAX_LISTED, max_limit=MAX_LISTED)
 
 
 async def retrieve(http: HttpRequest, core: EngineCore) -> ASGIApp:
@@ -181,8 +163,12 @@ async def retrieve(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 async def content(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """What a file holds."""
-    found = await _file(http, core)
-    return FileResponse(FileStore.of(core).path(found.id), media_type="application/octet-stream")
+    path = FileStore.of(core).path((await _file(http, core)).id)
+    try:
+        stat = await anyio.to_thread.run_sync(path.stat)
+    except FileNotFoundError:  # deleted meanwhile
+        raise NotFound("The file has been deleted.", param="file_id") from None
+    return FileResponse(path, media_type="application/octet-stream", stat_result=stat)
 
 
 async def delete(http: HttpRequest, core: EngineCore) -> ASGIApp:

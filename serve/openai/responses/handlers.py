@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 from runtime.actors.output_stream import OutputStream
 from runtime.errors import InvalidRequest, Overloaded
 from serve.access import CLIENT
-from serve.endpoint import json_response, off_loop, read_all_or_disconnect, read_body
+from serve.endpoint import json_response, list_page, off_loop, read_all_or_disconnect, read_body
 from serve.errors import ErrorFormat, openai_body
 from serve.openai.responses.answer import FRAMING, Response, ResponseEvents
 from serve.openai.responses.call import ResponseCall, call_of
@@ -164,26 +164,8 @@ async def cancel(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 async def list_input_items(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """What was put into a stored response, newest first unless `order=asc`."""
-    items = list(_find(http).input_items)
-    query = http.query_params
-    if query.get("order", "desc") != "asc":
-        items.reverse()
-    ids = [item["id"] for item in items]
-    if (after := query.get("after")) in ids:
-        items = items[ids.index(after) + 1 :]
-    limit = query.get("limit", "20")
-    if not limit.isdecimal() or not 1 <= int(limit) <= MAX_LISTED:
-        raise InvalidRequest(f"limit must be in [1, {MAX_LISTED}].", param="limit")
-    page = items[: int(limit)]
-    return json_response(
-        {
-            "object": "list",
-            "data": page,
-            "first_id": page[0]["id"] if page else None,
-            "last_id": page[-1]["id"] if page else None,
-            "has_more": len(items) > len(page),
-        }
-    )
+    items = list(reversed(_find(http).input_items))
+    return list_page(http, items, limit=20, max_limit=MAX_LISTED)
 
 
 def _find(http: HttpRequest) -> StoredResponse:
