@@ -23,7 +23,8 @@ if TYPE_CHECKING:
         PenstockError,
         RequestError,
     )
-    from serve.engine import Engine, SyncEngine
+    from serve.engine import Engine
+    from serve.sync_engine import SyncEngine
 
 __version__ = "0.1.0"
 
@@ -47,7 +48,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'serve' has no attribute '{name}'")
     check_packages()
-    module = "serve.engine" if name in ("Engine", "SyncEngine") else "runtime.errors"
+    module = {"Engine": "serve.engine", "SyncEngine": "serve.sync_engine"}.get(name, "runtime.errors")
     return getattr(import_module(module), name)
 
 

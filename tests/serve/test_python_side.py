@@ -16,12 +16,13 @@ from jupyter_client.manager import start_new_kernel
 
 import tiny_models
 from runtime.errors import ConfigurationError, WrongEventLoop
-from serve.engine import Engine, SyncEngine
+from serve.engine import Engine
+from serve.sync_engine import SyncEngine
 
 ROOT = Path(__file__).parents[2]
 SETUP = f"""
 import sys; sys.path.insert(0, {str(ROOT)!r})
-from serve.engine import SyncEngine
+from serve.sync_engine import SyncEngine
 engine = SyncEngine({{path!r}})
 engine.start()
 """

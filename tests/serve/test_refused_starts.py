@@ -18,7 +18,7 @@ from runtime.config.plan import TokenizerPlan
 from runtime.errors import CheckpointError, ConfigurationError
 from runtime.models.config import read_facts
 from runtime.tokenizer.backend import read_tokenizer
-from serve.engine import SyncEngine
+from serve.sync_engine import SyncEngine
 
 Header = dict[str, Any]
 
