@@ -86,3 +86,7 @@ GEMMA4 = ToolFormat(
     shown=(QUOTE,),
     rendered=lambda name: (f"<|tool_call>call:{name}", "<tool_call|>"),
 )
+
+FORMATS = {
+    "gemma4": GEMMA4,
+}

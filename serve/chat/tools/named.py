@@ -138,3 +138,11 @@ KIMI_K2 = ToolFormat(
     rendered=_kimi_rendered,
     rendered_all=("<|tool_calls_section_begin|>", "", "<|tool_calls_section_end|>"),
 )
+
+FORMATS = {
+    "deepseekv3": DEEPSEEK_V3,
+    "deepseekv31": DEEPSEEK_V31,
+    "kimi_k2": KIMI_K2,
+    "mistral": MISTRAL,
+    "mistral-list": MISTRAL_LIST,
+}

@@ -90,3 +90,17 @@ LLAMA3 = ToolFormat(  # bare, or behind <|python_tag|>
     rendered_all=("", "; ", ""),
     shown=("<|eom_id|>",),
 )
+
+FORMATS = {
+    "command_r": COMMAND_R,
+    "granite": GRANITE,
+    "hermes": HERMES,
+    "hunyuan": HUNYUAN,
+    "interns1": INTERNLM,
+    "json": JSON,
+    "llama3": LLAMA3,
+    "nemotron": NEMOTRON,
+    "phi4": PHI4,
+    "qwen": HERMES,
+    "qwen25": HERMES,
+}

@@ -80,3 +80,11 @@ OLMO3 = ToolFormat(
     rendered_all=("<function_calls>", "\n", "</function_calls>"),
     arguments="python",
 )
+
+FORMATS = {
+    "gemma3": GEMMA3,
+    "lfm2": LFM2,
+    "llama4": LLAMA4,
+    "olmo3": OLMO3,
+    "pythonic": PYTHONIC,
+}

@@ -117,3 +117,14 @@ DEEPSEEK_V32 = ToolFormat(
     rendered=lambda name: (f'<｜DSML｜invoke name="{name}">\n', "\n</｜DSML｜invoke>"),
     rendered_all=("<｜DSML｜function_calls>\n", "\n", "\n</｜DSML｜function_calls>"),
 )
+
+FORMATS = {
+    "deepseekv32": DEEPSEEK_V32,
+    "glm45": GLM45,
+    "glm47": GLM45,
+    "minimax-m2": MINIMAX,
+    "qwen3_coder": QWEN3_CODER,
+    "seed_oss": SEED_OSS,
+    "step3": STEP3,
+    "step3p5": QWEN3_CODER,
+}
