@@ -334,7 +334,7 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature < 1e-6 or self.top_k == 1
 
-    def row_values(self) -> list[tuple[str, float]]:
+    def non_neutral_values(self) -> list[tuple[str, float]]:
         """(name, value) of the row arrays in which this is not neutral."""
         greedy = self.greedy
         return [

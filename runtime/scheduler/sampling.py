@@ -54,7 +54,7 @@ class SamplingTables:
         self._greedy[index] = params.greedy
         self._seeds[index] = sequence.seed & 0xFFFF_FFFF_FFFF_FFFF
         self._num_prompt[index] = sequence.num_prompt
-        for name, value in params.row_values():
+        for name, value in params.non_neutral_values():
             self._params[name][index] = value
             self._num_users[name] += 1
         penalised = is_penalised(sequence)
@@ -70,7 +70,7 @@ class SamplingTables:
     def leave(self, sequence: Sequence) -> None:
         """Make the row neutral again; the sequence still has its index."""
         index = sequence.sequence_index
-        for name, _ in sequence.sampling.row_values():
+        for name, _ in sequence.sampling.non_neutral_values():
             self._params[name][index] = ROW_ARRAYS[name].neutral
             self._num_users[name] -= 1
         self._is_special[index] = False
