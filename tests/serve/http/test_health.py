@@ -154,7 +154,9 @@ async def test_the_watchdog_leaves_a_record_without_texts(
     assert any("MainThread" in name for name in record["threads"])
     assert record["tasks"]
     assert "Anna" not in file.read_text()
-    assert "301" not in json.dumps(record["requests"])
+    [found] = record["requests"]
+    numbers = {key: value for key, value in found.items() if key not in ("id", "age_s")}
+    assert "301" not in json.dumps(numbers)
     assert "Thread MainThread" in caplog.text
 
 
