@@ -365,8 +365,10 @@ def _given(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     """Lists for any sequence, dicts with strings as keys for any mapping, as JSON would have them."""
+    if isinstance(value, str | bytes | int | float):  # first: the next two look through the abstract classes
+        return value
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+    if isinstance(value, Sequence):
         return [_plain(item) for item in value]
     return value

@@ -6,7 +6,7 @@ The rule of defaults, weakest first: the API's own, the model's generation_confi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -23,19 +23,19 @@ def read_sampling(api: Api, body: Mapping[str, Any], path: str = "") -> dict[str
     Raises `InvalidRequest` below `path` for a value of the wrong type, and for unknown keys in the native API,
     where the object holds nothing but sampling parameters.
     """
+    if not body:
+        return {}
     found = _fields(api).read(body, path)
     asked: dict[str, Any] = {}
-    for parameter in parameters():
-        taken = parameter.spec.apis.get(api)
-        for name in parameter.names_in(api):
-            if name not in found:
-                continue
-            value = found[name]
-            if value is not None and taken is not None and taken.low is not None and value < taken.low:
-                param = f"{path}.{name}" if path else name
-                raise InvalidRequest(f"{param} must be at least {taken.low:g}.", param=param)
-            if asked.get(parameter.name) is None:
-                asked[parameter.name] = value
+    for name, parameter, low in _names(api):
+        if name not in found:
+            continue
+        value = found[name]
+        if value is not None and low is not None and value < low:
+            param = f"{path}.{name}" if path else name
+            raise InvalidRequest(f"{param} must be at least {low:g}.", param=param)
+        if asked.get(parameter) is None:
+            asked[parameter] = value
     return asked
 
 
@@ -75,6 +75,17 @@ def sampling_fields(api: Api) -> frozenset[str]:
 def _fields(api: Api) -> Fields:
     hints: dict[str, Any] = {name: p.json for p in parameters() for name in p.names_in(api)}
     return Fields(hints | dict.fromkeys(NOT_BUILT, NotBuilt), closed=api == "native")
+
+
+@cache
+def _names(api: Api) -> Sequence[tuple[str, str, float | None]]:
+    """What an API calls each parameter, the preferred name first; the parameter; the API's own least value."""
+    return [
+        (name, p.name, taken.low)
+        for p in parameters()
+        if (taken := p.spec.apis.get(api))
+        for name in p.names_in(api)
+    ]
 
 
 @cache
