@@ -72,6 +72,10 @@ def _quantize(words: Sequence[str]) -> int:
     return import_module("serve.quantize").main(words)
 
 
+def _shard(words: Sequence[str]) -> int:
+    return import_module("serve.shard").main(words)
+
+
 def _batch(words: Sequence[str]) -> int:
     return import_module("serve.batch").main(words)
 
@@ -86,5 +90,6 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "bench": _bench,
     "batch": _batch,
     "quantize": _quantize,
+    "shard": _shard,
     "models": _models,
 }

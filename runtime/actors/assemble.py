@@ -19,7 +19,7 @@ from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import Plan, TokenizerPlan
 from runtime.config.resolve import check, resolve
 from runtime.errors import first_error
-from runtime.models.checkpoint import locate, stored_as
+from runtime.models.checkpoint import delete, locate, stored_as
 from runtime.models.config import read_facts
 from runtime.tokenizer.tokenizer import Tokenizer
 
@@ -101,7 +101,17 @@ async def assemble(plan: Plan, facts: ModelFacts) -> EngineCore:
         plan.scheduler.max_running,
         plan.model.context_length,
     )
+    if plan.model.delete_after_loading:
+        await anyio.to_thread.run_sync(_delete, plan.model.path)
     core = EngineCore(plan, facts, tokenizer, replicas, restart, traces)
     if core.metrics is not None:
         core.metrics.startup_s = time.monotonic() - began_s
     return core
+
+
+def _delete(path: str) -> None:
+    try:
+        delete(path)
+        logger.info("Deleted the checkpoint %s (--delete-ckpt-after-loading).", path)
+    except OSError as error:
+        logger.warning("The checkpoint %s could not be deleted: %s", path, error)

@@ -5,7 +5,7 @@ After it is made, only the plan is read. A section says for every decided value 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -24,7 +24,7 @@ class Section:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPlan(Section):
     path: str
-    load_format: str  # "auto", "safetensors", "pt", "gguf", "dummy"
+    load_format: str  # "auto", "safetensors", "pt", "npcache", "sharded_state", "gguf", "dummy"
     dtype: str  # "float32", "bfloat16", "float16"
     device: str  # "cpu", "cuda", "cuda:1"
     context_length: int
@@ -33,6 +33,12 @@ class ModelPlan(Section):
     by_transformers: bool = False  # transformers' modules compute the model
     mmap: bool = True
     num_load_threads: int = 1
+    shard_pattern: str | None = None  # how files of sharded_state are called, if not as they are written
+    custom_loaders: Sequence[
+        str
+    ] = ()  # functions that give the tensors in place of files, as package.module.name
+    any_dtype: bool = False  # tensors may differ in their dtypes: all are converted
+    delete_after_loading: bool = False  # the checkpoint
     state_dtype: str = "float32"  # of the states of recurrent layers
     quantization: str | None = (
         None  # how weights are rounded when they are loaded; None: they stay as they are

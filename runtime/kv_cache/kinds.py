@@ -46,6 +46,8 @@ class CacheKind:
         False  # a token can be computed once more, but only in the step behind its own
     )
 
+    less_memory: ClassVar[str] = ""  # what to do where units take too much memory, and what they are
+
     # --- how large, before there is one ---
 
     @staticmethod

@@ -106,8 +106,21 @@ def size_pool(
         else:
             reason = f"less than --max-total-tokens asks for: {reason}"
     if pages < 1:
-        raise ConfigurationError("Not enough memory. Please try to increase --mem-fraction-static.")
+        raise ConfigurationError(_too_little(plan, specs, budget))
     return pages, reason
+
+
+def _too_little(plan: Plan, specs: Specs, budget: int) -> str:
+    """What to do where not one page fits, with what the kinds of caches beside the pages take."""
+    sentence = "Not enough memory. Please try to increase --mem-fraction-static"
+    for name, own in by_kind(specs, plan).items():
+        if name != PAGED and KINDS[name].less_memory:
+            taken = KINDS[name].num_units(own, plan, 1) * KINDS[name].unit_bytes(own, plan)
+            left = max(0, budget) / GIB
+            sentence += (
+                f", or {KINDS[name].less_memory} {taken / GIB:.2f} GiB of the {left:.2f} that are left"
+            )
+    return f"{sentence}."
 
 
 def max_running(plan: Plan, pages: int) -> int:

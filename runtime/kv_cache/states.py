@@ -79,6 +79,7 @@ class StateKind(CacheKind):
 
     name = "state"
     one_step_back = True
+    less_memory = "set a smaller --max-mamba-cache-size: states of recurrent layers take"
 
     @staticmethod
     def num_units(specs: Specs, plan: Plan, num_pages: int) -> int:

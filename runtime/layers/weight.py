@@ -55,6 +55,19 @@ class Shard(NamedTuple):
         cut = cut[::-1] if self.transposed else cut
         return cut if self.index is None else (slice(self.index, self.index + 1), *cut)
 
+    def pieces(self, most_bytes: int) -> Iterator[Shard]:
+        """The same in parts of about so many bytes; whole where rows are columns of the checkpoint's tensor."""
+        inner = self.parameter.shape[1:]
+        rows = max(1, most_bytes // max(1, self.parameter.element_size() * inner.numel()))
+        if self.transposed or self.num_rows <= rows:
+            yield self
+            return
+        first, *others = self.ranges or (whole_range(size) for size in (self.num_rows, *inner))
+        for row in range(0, self.num_rows, rows):
+            size = min(rows, self.num_rows - row)
+            ranges = (ShardRange(first.start + row, size, first.full), *others)
+            yield self._replace(first_row=self.first_row + row, num_rows=size, ranges=ranges)
+
     def take(self, part: Tensor) -> None:
         """Fill the rows with what was cut out of the checkpoint's tensor."""
         part = part if self.index is None else part[0]

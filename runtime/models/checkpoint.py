@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +14,11 @@ from typing import Any, Literal, NamedTuple
 from runtime.config.args import Args
 from runtime.config.gguf_header import is_gguf
 from runtime.errors import CheckpointError
+from runtime.models import remote
 
 DESCRIPTIONS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")  # of a repository: all but weights
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+NUMPY_FOLDER = "np"  # beside files of torch: the same for numpy
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 TORCH_INDEX = "pytorch_model.bin.index.json"
 MAX_HEADER_BYTES = 100 * 2**20
@@ -46,7 +50,7 @@ class StoredTensor(NamedTuple):
 class WeightFiles:
     """The files that hold a model's tensors, all of one format."""
 
-    format: Literal["safetensors", "pt"]
+    format: Literal["safetensors", "pt", "npcache"]
     files: tuple[Path, ...]
 
 
@@ -64,14 +68,22 @@ def locate(
     weights: bool = True,
     load_format: str = "auto",
 ) -> str:
-    """The local directory of a model: the given one, or the Hub's, downloaded if it is not here yet; or a GGUF file.
+    """The local directory of a model: the given one, or the Hub's or a store's (s3://...), copied if it is not here
+    yet; or a GGUF file.
 
     A directory stands for the GGUF file in it where that is asked for (`load_format` gguf), or nothing else is there.
     Without `weights` only what describes the model and its tokenizer is downloaded.
     Raises CheckpointError where there is no such directory and no such model, or the Hub cannot be reached.
     """
+    if remote.is_url(path_or_hub_id):
+        copied = remote.download(path_or_hub_id, download_dir, DESCRIPTIONS, weights=weights)
+        return _gguf_file(Path(copied), load_format) or copied
+    if load_format == "remote":
+        raise CheckpointError(
+            f"--load-format remote needs a URL, as s3://bucket/folder, not {path_or_hub_id}."
+        )
     if is_gguf(path_or_hub_id):
-        if load_format not in ("auto", "gguf", "dummy"):
+        if load_format not in ("auto", "layered", "gguf", "dummy"):
             raise CheckpointError(f"{path_or_hub_id} is no file of {load_format}; leave --load-format out.")
         return path_or_hub_id
     if Path(path_or_hub_id).is_dir():
@@ -88,10 +100,10 @@ def locate(
 
 def _gguf_file(directory: Path, load_format: str) -> str | None:
     """The GGUF file that a directory stands for, the first where it was split; None for an ordinary checkpoint."""
-    if load_format not in ("auto", "gguf"):
+    if load_format not in ("auto", "layered", "remote", "gguf"):
         return None
     others = ("*.safetensors", "*.bin", "*.pt")
-    if load_format == "auto" and any(any(directory.glob(pattern)) for pattern in others):
+    if load_format != "gguf" and any(any(directory.glob(pattern)) for pattern in others):
         return None
     later = re.compile(r".*-(?!00001)\d{5}-of-\d{5}\.gguf")
     found = sorted(file for file in directory.glob("*.gguf") if not later.fullmatch(file.name))
@@ -130,7 +142,7 @@ def _download(hub_id: str, revision: str | None, download_dir: str | None, weigh
 
 
 def find_weights(directory: Path, load_format: str = "auto") -> WeightFiles:
-    """The weight files of a local checkpoint; `load_format` is "auto", "safetensors" or "pt".
+    """The weight files of a local checkpoint; `load_format` is "auto", "safetensors", "pt" or "npcache".
 
     An index decides which files count; without one all do, but for `consolidated*` and training state. Raises
     CheckpointError where there are none.
@@ -139,16 +151,38 @@ def find_weights(directory: Path, load_format: str = "auto") -> WeightFiles:
         files = _indexed(directory, SAFETENSORS_INDEX) or _matching(directory, "*.safetensors")
         if files:
             return WeightFiles("safetensors", files)
-    if load_format in ("auto", "pt"):
+    if load_format in ("auto", "pt", "npcache"):
         files = (
             _indexed(directory, TORCH_INDEX) or _matching(directory, "*.bin") or _matching(directory, "*.pt")
         )
         if files:
-            return WeightFiles("pt", files)
-    kinds = {"safetensors": "*.safetensors", "pt": "*.bin or *.pt"}.get(
-        load_format, "*.safetensors, *.bin or *.pt"
+            return WeightFiles("npcache" if load_format == "npcache" else "pt", files)
+    torch_files = "*.bin or *.pt"
+    kinds = {"safetensors": "*.safetensors", "pt": torch_files, "npcache": torch_files}.get(
+        load_format, f"*.safetensors, {torch_files}"
     )
     raise CheckpointError(f"{directory} holds no weights: no {kinds} file.")
+
+
+def delete(path: str) -> None:
+    """Delete a local checkpoint: its weights, what describes them, and its folder unless something else is in it.
+
+    Raises OSError for what cannot be deleted.
+    """
+    place = Path(path)
+    if place.is_file():  # GGUF, perhaps split
+        stem = re.sub(r"-\d{5}-of-\d{5}\.gguf$", "", place.name)
+        found = [
+            file for file in place.parent.glob("*.gguf") if file.name.startswith(f"{stem}-") or file == place
+        ]
+        for file in found:
+            file.unlink()
+        return
+    for file in {file for pattern in (*DESCRIPTIONS, *WEIGHTS) for file in place.glob(pattern)}:
+        file.unlink()
+    shutil.rmtree(place / NUMPY_FOLDER, ignore_errors=True)
+    if not any(place.iterdir()):
+        place.rmdir()
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:

@@ -8,12 +8,11 @@ from torch import nn
 
 from runtime.layers.block import PreNormBlock
 from runtime.layers.build import Build
-from runtime.layers.mlp import GatedMLP
 from runtime.layers.moe import ExpertNames, MoE, Routing
 from runtime.models.config import Config
 from runtime.models.decoder import Decoder, assemble
 from runtime.models.llama import attention, block, mlp
-from runtime.models.qwen3_moe import top_k
+from runtime.models.mixtures import beside_shared, top_k
 
 NAMES = ExpertNames(correction="moe_statics.e_score_correction_bias", correction_in_line=True)
 
@@ -42,20 +41,9 @@ def has_experts(config: Config, index: int) -> bool:
 
 def experts(config: Config, index: int, build: Build, *, bias: bool) -> MoE:
     """The mixture of layer `index`."""
-    name, num_experts = f"model.layers.{index}.mlp", config.integer("num_experts")
-    inner_size = config.integer("moe_intermediate_size")
-    shared = None
-    if num_shared := config.optional_integer("moe_num_shared_experts", low=0):
-        sizes = config.hidden_size, inner_size * num_shared
-        shared = GatedMLP(f"{name}.shared_experts", *sizes, config.activation, build, bias=bias)
-    return MoE(
-        name,
-        config.hidden_size,
-        inner_size,
-        num_experts,
-        config.activation,
-        build,
-        routing=Routing(top_k(config, num_experts), renormalise=True, wide=True),
-        names=NAMES,
-        shared=shared,
+    num_experts = config.integer("num_experts")
+    routing = Routing(top_k(config, num_experts), renormalise=True, wide=True)
+    num_shared = config.optional_integer("moe_num_shared_experts", low=0) or 0
+    return beside_shared(
+        config, index, build, num_experts, num_shared, bias=bias, routing=routing, names=NAMES
     )

@@ -9,7 +9,7 @@ from runtime.layers.moe import ExpertNames, MoE, Routing
 from runtime.models.config import Config
 from runtime.models.decoder import Decoder, assemble
 from runtime.models.llama import attention, block
-from runtime.models.qwen3_moe import top_k
+from runtime.models.mixtures import top_k
 
 NAMES = ExpertNames(
     router="router",

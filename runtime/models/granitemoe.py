@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from runtime.layers.build import Build
-from runtime.layers.moe import ExpertNames, MoE, Routing
+from runtime.layers.moe import ExpertNames
 from runtime.models.config import Config
 from runtime.models.decoder import Decoder
 from runtime.models.granite import scaled
-from runtime.models.qwen3_moe import top_k
+from runtime.models.mixtures import block_sparse
 
 NAMES = ExpertNames(
     router="router.layer", gate="input_linear.weight", up="input_linear.weight", down="output_linear.weight"
@@ -16,11 +16,4 @@ NAMES = ExpertNames(
 
 def decoder(config: Config, build: Build) -> Decoder:
     """Experts in every layer."""
-    num_experts = config.integer("num_local_experts")
-    routing = Routing(top_k(config, num_experts), renormalise=True)
-
-    def experts(index: int) -> MoE:
-        name, sizes = f"model.layers.{index}.block_sparse_moe", (config.hidden_size, config.intermediate_size)
-        return MoE(name, *sizes, num_experts, config.activation, build, routing=routing, names=NAMES)
-
-    return scaled(config, build, experts)
+    return scaled(config, build, lambda index: block_sparse(config, index, build, NAMES))

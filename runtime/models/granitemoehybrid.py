@@ -9,14 +9,13 @@ from torch import nn
 from runtime.errors import CheckpointError
 from runtime.layers.build import Build
 from runtime.layers.mlp import GatedMLP
-from runtime.layers.moe import MoE, Routing
 from runtime.layers.recurrent import Mamba2
 from runtime.models.config import LINEAR, Config
 from runtime.models.decoder import Decoder
 from runtime.models.granite import scaled
 from runtime.models.granitemoe import NAMES
 from runtime.models.llama import attention
-from runtime.models.qwen3_moe import top_k
+from runtime.models.mixtures import block_sparse
 
 
 def decoder(config: Config, build: Build) -> Decoder:
@@ -73,19 +72,9 @@ def limits(config: Config) -> tuple[float, float]:
 
 def inner(config: Config, index: int, build: Build) -> nn.Module:
     """An MLP for every token and, where the model has any, experts beside it."""
-    name, num_experts = f"model.layers.{index}", config.integer("num_local_experts", low=0)
     sizes = (config.hidden_size, config.integer("shared_intermediate_size"))
-    shared = GatedMLP(f"{name}.shared_mlp", *sizes, config.activation, build, fused="input_linear")
-    if not num_experts:
+    name = f"model.layers.{index}.shared_mlp"
+    shared = GatedMLP(name, *sizes, config.activation, build, fused="input_linear")
+    if not config.integer("num_local_experts", low=0):
         return shared
-    return MoE(
-        f"{name}.block_sparse_moe",
-        config.hidden_size,
-        config.intermediate_size,
-        num_experts,
-        config.activation,
-        build,
-        routing=Routing(top_k(config, num_experts), renormalise=True),
-        names=NAMES,
-        shared=shared,
-    )
+    return block_sparse(config, index, build, NAMES, shared=shared)

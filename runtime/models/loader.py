@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -18,18 +17,32 @@ from runtime.config.gguf_header import is_gguf
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import ModelPlan
 from runtime.config.pooling import Pooling
+from runtime.distributed.mesh import RankInfo
 from runtime.errors import CheckpointError
 from runtime.layers.build import Build
 from runtime.layers.pooler import Pooler
 from runtime.layers.quantization import QuantizationMethod, quantization_method
 from runtime.layers.quantization.grouped import KeptGroups
 from runtime.layers.score import ScoreLayer
-from runtime.layers.sharding import Split, Stage, TensorParallelGroup
-from runtime.layers.weight import Prepared, Shard, Weighted
+from runtime.layers.sharding import Stage, TensorParallelGroup
+from runtime.layers.weight import Prepared, Weighted
 from runtime.models.by_transformers import load_by_transformers
-from runtime.models.checkpoint import find_weights
+from runtime.models.checkpoint import WeightFiles, find_weights
 from runtime.models.config import Config
+from runtime.models.custom_loader import GivenTensors
 from runtime.models.decoder import Decoder
+from runtime.models.fill import (
+    Tensors,
+    allocate,
+    check_dtypes,
+    check_total,
+    collect_shards,
+    fill_layers,
+    loading_bar,
+    own_parameters,
+    own_shards,
+    split,
+)
 from runtime.models.formats.gguf import GgufFiles
 from runtime.models.formats.stored import QuantizedTensors
 from runtime.models.quantization import quantization_fields
@@ -37,9 +50,7 @@ from runtime.models.registry import entry
 from runtime.models.tensors import TensorFiles
 
 MAX_FURTHER = 16  # layers behind the model's own that predict further tokens
-MAX_NAMED = 20  # tensors listed in one error
-DUMMY_SEED = 1234
-DUMMY_RANGE = 1e-3
+SHARE_FILES = "model-rank-{rank}-part-{part}.safetensors"  # of sharded_state
 
 # Tensors that some checkpoints carry and nobody needs: the angles are computed, a tied head is the embedding.
 IGNORED = re.compile(r".*\.rotary_emb\.inv_freq")
@@ -52,22 +63,56 @@ def load_model(
     kernels: Kernels,
     group: TensorParallelGroup | None = None,
     stage: Stage | None = None,
+    rank_info: RankInfo | None = None,
 ) -> Decoder:
     """The model on plan.device in plan.dtype, ready to compute, without gradients.
 
-    Of every layer only the share of the `group`'s rank, of the layers only those of the `stage`.
+    Of every layer only the share of the `group`'s rank, of the layers only those of the `stage`; `rank_info` says which
+    files are this rank's where each has its own.
 
-    At no time does it hold more than these weights and one tensor; a tied head in a layout that the embedding cannot
-    read is a weight of its own. Raises CheckpointError naming every tensor that is missing, left over or misshapen;
-    then no memory was taken yet.
+    At no time does it hold more than these weights and what one layer is made of; a tied head in a layout that the
+    embedding cannot read is a weight of its own. Raises CheckpointError naming every tensor that is missing, left over
+    or misshapen; then no memory was taken yet.
     """
     if plan.by_transformers:
         model = load_by_transformers(facts, plan, kernels)
         model.pooler = _pooler(model, facts, plan)
         return model
-    device = torch.device(plan.device)
-    config = Config(facts.config)
-    tensors = open_tensors(facts, plan) if plan.load_format != "dummy" else None
+    shares = plan.load_format == "sharded_state"
+    tensors = None if shares or plan.load_format == "dummy" else open_tensors(facts, plan)
+    model = build_model(facts, plan, kernels, tensors, group, stage)
+    device, dtype = torch.device(plan.device), getattr(torch, plan.dtype)
+    if shares:
+        tensors = open_share(facts, plan, rank_info or RankInfo())
+        check_total(own_parameters(list(model.named_modules())), tensors.shapes, tensors.where)
+    needed = _check_memory(model, dtype, device)
+    with loading_bar(needed if rank_info is None or rank_info.rank == 0 else None) as bar:
+        for modules in fill_layers(
+            model,
+            tensors,
+            dtype,
+            device,
+            num_threads=plan.num_load_threads,
+            shards_of=own_parameters if shares else None,
+            bar=bar,
+        ):
+            for _, module in modules:
+                if isinstance(module, Prepared):
+                    module.prepare()
+    model.pooler = _pooler(model, facts, plan)
+    return model.eval()
+
+
+def build_model(
+    facts: ModelFacts,
+    plan: ModelPlan,
+    kernels: Kernels,
+    tensors: Tensors | None,
+    group: TensorParallelGroup | None = None,
+    stage: Stage | None = None,
+) -> Decoder:
+    """The model, or a rank's share of it, as shapes without memory. Raises CheckpointError unless `tensors` fill it."""
+    device, config = torch.device(plan.device), Config(facts.config)
     build = Build(
         kernels, plan.context_length, device, _method(plan, kernels, tensors), state_dtype=plan.state_dtype
     )
@@ -82,7 +127,10 @@ def load_model(
             tensors.keep_grouped(wanted)
         ignored = _ignored(tensors.shapes, tied=config.flag("tie_word_embeddings"))
         shapes = {name: shape for name, shape in tensors.shapes.items() if name not in ignored}
-        check_total(collect_shards(model), shapes)
+        where = tensors.where if isinstance(tensors, TensorFiles) else lambda names: ""
+        check_total(collect_shards(model), shapes, where)
+        if isinstance(tensors, TensorFiles) and not plan.any_dtype:
+            check_dtypes({name: dtype for name, dtype in tensors.dtypes.items() if name in shapes}, where)
     if stage is not None:
         model.keep(stage)
     if group is not None and group.size > 1:
@@ -90,16 +138,7 @@ def load_model(
             split(model, group)
         if isinstance(tensors, QuantizedTensors):  # a share may cut groups
             tensors.keep_grouped(collect_shards(model))
-    dtype = getattr(torch, plan.dtype)
-    _check_memory(model, dtype, device)
-    for module in model.modules():
-        _allocate(module, dtype, device)
-    _fill_all(collect_shards(model), tensors, plan.num_load_threads)
-    for module in model.modules():
-        if isinstance(module, Prepared):
-            module.prepare()
-    model.pooler = _pooler(model, facts, plan)
-    return model.eval()
+    return model
 
 
 def _pooler(model: Decoder, facts: ModelFacts, plan: ModelPlan) -> Pooler:
@@ -123,8 +162,8 @@ def _pooler(model: Decoder, facts: ModelFacts, plan: ModelPlan) -> Pooler:
     return Pooler(pooling, weights, model.scorer)
 
 
-def _check_memory(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise CheckpointError where the weights are larger than the memory that is free: nothing was taken yet."""
+def _check_memory(model: nn.Module, dtype: torch.dtype, device: torch.device) -> int:
+    """The bytes of the weights. Raises CheckpointError where there is less memory free: nothing was taken yet."""
     needed = sum(
         parameter.numel() * getattr(parameter, "own_dtype", dtype).itemsize
         for parameter in model.parameters()
@@ -138,11 +177,10 @@ def _check_memory(model: nn.Module, dtype: torch.dtype, device: torch.device) ->
             f"The weights need {needed / GIB:.1f} GiB in {str(dtype).removeprefix('torch.')}, and "
             f"{available / GIB:.1f} GiB of memory are free. Use a smaller model, or more devices (--tp-size)."
         )
+    return needed
 
 
-def _method(
-    plan: ModelPlan, kernels: Kernels, tensors: TensorFiles | QuantizedTensors | None
-) -> QuantizationMethod:
+def _method(plan: ModelPlan, kernels: Kernels, tensors: Tensors | None) -> QuantizationMethod:
     """As asked; where nothing was, weights of 4 bits stay so if there are kernels for them."""
     dtype = getattr(torch, plan.dtype)
     keeps = kernels.launcher is not None and dtype in kernels.launcher.dtypes and plan.device == "cpu"
@@ -182,8 +220,10 @@ def _score_layers(config: Config) -> tuple[ScoreLayer, ...]:
     return (ScoreLayer("score", len(config.labels), bias=False),)
 
 
-def open_tensors(facts: ModelFacts, plan: ModelPlan) -> TensorFiles | QuantizedTensors:
+def open_tensors(facts: ModelFacts, plan: ModelPlan) -> Tensors:
     """The checkpoint's tensors as the model knows them, dequantised as they are read where they are quantised."""
+    if plan.custom_loaders:
+        return GivenTensors(plan.custom_loaders, facts.path, partial(_tensor_name, facts))
     if is_gguf(facts.path):
         return QuantizedTensors(GgufFiles(Path(facts.path)), quantization_fields(facts.config))
     files = TensorFiles(
@@ -196,6 +236,24 @@ def open_tensors(facts: ModelFacts, plan: ModelPlan) -> TensorFiles | QuantizedT
     return QuantizedTensors(files, quantization_fields(facts.config))
 
 
+def open_share(facts: ModelFacts, plan: ModelPlan, rank_info: RankInfo) -> TensorFiles:
+    """The tensors of this rank. Raises CheckpointError where there are none, or they are those of other ranks."""
+    directory, pattern = Path(facts.path), plan.shard_pattern or SHARE_FILES
+    wanted = re.escape(pattern).replace(r"\{rank\}", r"(\d+)").replace(r"\{part\}", r"\d+")
+    found: dict[int, list[Path]] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        if name := re.fullmatch(wanted, file.name):
+            found.setdefault(int(name[1]), []).append(file)
+    if not found:
+        raise CheckpointError(f"{directory} holds no files {pattern}: write them with `penstock shard`.")
+    if sorted(found) != list(range(rank_info.world_size)):
+        raise CheckpointError(
+            f"{directory} holds the shares of {len(found)} ranks (up to {max(found)}), and there are "
+            f"{rank_info.world_size} (--tp-size {rank_info.tp_size}, --pp-size {rank_info.pp_size})."
+        )
+    return TensorFiles(WeightFiles("safetensors", tuple(found[rank_info.rank])), mmap=plan.mmap)
+
+
 def update_weights(model: Decoder, tensors: Mapping[str, Tensor]) -> None:
     """Give the layers that `tensors` names new weights: whole checkpoint tensors by name, of any dtype.
 
@@ -205,7 +263,7 @@ def update_weights(model: Decoder, tensors: Mapping[str, Tensor]) -> None:
     """
     tied = model.head is not None and model.head.weight is None
     tensors = {name: tensors[name] for name in tensors.keys() - _ignored(tensors, tied=tied)}
-    layers = [(module, _own_shards(module)) for module in model.modules() if isinstance(module, Weighted)]
+    layers = [(module, own_shards(module)) for module in model.modules() if isinstance(module, Weighted)]
     layers = [(module, own) for module, own in layers if not tensors.keys().isdisjoint(own)]
     wanted = {name: shards for _, own in layers for name, shards in own.items()}
     check_total(wanted, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
@@ -223,8 +281,8 @@ def _renew(module: Weighted, tensors: Mapping[str, Tensor], dtype: torch.dtype) 
         with torch.device("meta"):
             module.allocate()
         if before:
-            _allocate(module, dtype, next(iter(before.values())).device)
-    for name, shards in _own_shards(module).items():
+            allocate(module, dtype, next(iter(before.values())).device)
+    for name, shards in own_shards(module).items():
         for shard in shards:
             if name in tensors:
                 shard.take(tensors[name][shard.cut])
@@ -245,133 +303,5 @@ def _same_layout(one: Tensor, other: Tensor) -> bool:
     return next(layouts) == next(layouts)
 
 
-def split(model: nn.Module, group: TensorParallelGroup) -> None:
-    """Cut every layer that can be cut. Its parameters must not have memory yet."""
-    for module in model.modules():
-        if isinstance(module, Split):
-            module.split(group)
-
-
-def collect_shards(model: nn.Module) -> dict[str, list[Shard]]:
-    """What each checkpoint tensor fills: one part of one layer, or several.
-
-    RuntimeError where a layer's shards leave a gap or overlap, and where two layers claim one tensor.
-    """
-    found: dict[str, list[Shard]] = {}
-    for module in model.modules():
-        own = _own_shards(module) if isinstance(module, Weighted) else {}
-        _check_cover(module, [shard for shards in own.values() for shard in shards])
-        for name in own.keys() & found.keys():
-            raise RuntimeError(f"Two layers claim the tensor {name}.")
-        found |= own
-    return found
-
-
-def _own_shards(module: Weighted) -> dict[str, list[Shard]]:
-    shards: dict[str, list[Shard]] = {}
-    for shard in module.shards():
-        shards.setdefault(shard.name, []).append(shard)
-    return shards
-
-
-def check_total(shards: Mapping[str, Sequence[Shard]], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise CheckpointError unless the tensors are exactly those that the layers are made of.
-
-    Those with a default may be absent.
-    """
-    missing = [name for name, (shard, *_) in shards.items() if name not in shapes and shard.default is None]
-    extra = [name for name in shapes if name not in shards]
-    misshapen = [
-        f"{name} is {_text(shapes[name])}, must be {_text(shard.shape)}"
-        for name, (shard, *_) in shards.items()
-        if name in shapes and (shapes[name] or (1,)) != shard.shape  # a scalar is a vector of one
-    ]
-    problems = [
-        _list("missing", missing),
-        _list("not of this model", extra),
-        _list("of the wrong shape", misshapen),
-    ]
-    if any(problems):
-        raise CheckpointError(
-            "The checkpoint does not fit the model: " + "; ".join(filter(None, problems)) + "."
-        )
-
-
-def _allocate(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Give a layer's own parameters memory; until now they were shapes, or prepared."""
-    for name, shape in list(module.named_parameters(recurse=False)):
-        memory = torch.empty(shape.shape, dtype=getattr(shape, "own_dtype", dtype), device=device)
-        setattr(module, name, nn.Parameter(memory, requires_grad=False))
-
-
-def _check_cover(module: nn.Module, shards: Sequence[Shard]) -> None:
-    for name, parameter in module.named_parameters(recurse=False):
-        row = 0
-        for shard in sorted((p for p in shards if p.parameter is parameter), key=lambda p: p.first_row):
-            if shard.first_row != row:
-                raise RuntimeError(
-                    f"{type(module).__name__}.{name}: {shard.name} does not begin at row {row}."
-                )
-            row += shard.num_rows
-        if row != parameter.shape[0]:
-            raise RuntimeError(
-                f"{type(module).__name__}.{name}: {row} of {parameter.shape[0]} rows are filled."
-            )
-
-
 def _ignored(names: Mapping[str, object], *, tied: bool) -> set[str]:
     return {name for name in names if IGNORED.fullmatch(name) or (tied and IGNORED_IF_TIED.fullmatch(name))}
-
-
-def _fill_all(
-    shards: Mapping[str, Sequence[Shard]], tensors: TensorFiles | QuantizedTensors | None, num_threads: int
-) -> None:
-    if tensors is None:
-        for each in shards.values():
-            for shard in each:
-                fill_dummy(shard)
-        return
-
-    def fill(name: str, parts: Sequence[Tensor]) -> None:
-        for shard, part in zip(shards[name], parts, strict=True):
-            shard.take(part)
-
-    stored = {name: [shard.cut for shard in each] for name, each in shards.items() if name in tensors.shapes}
-    tensors.read_all(fill, stored, num_threads)
-    for name, each in shards.items():
-        for shard in each:
-            if shard.default is not None and name not in stored:
-                shard.target.fill_(shard.default)
-
-
-def fill_dummy(shard: Shard) -> None:
-    """Small uniform numbers that depend on the tensor's name and the device alone, drawn there; or the default.
-
-    On a GPU that takes milliseconds, where drawing and sending 8 billion of them would take a minute.
-    """
-    target = shard.target
-    if shard.default is not None:
-        target.fill_(shard.default)
-        return
-    generator = torch.Generator(target.device).manual_seed(DUMMY_SEED + crc32(shard.name.encode()))
-    if not shard.cut:
-        target.uniform_(-DUMMY_RANGE, DUMMY_RANGE, generator=generator)
-        return
-    shape, cut = shard.shape, shard.cut
-    if shard.index is not None:  # one expert of many in the tensor: no more is drawn than that
-        generator.manual_seed(generator.initial_seed() + shard.index)
-        shape = (1, *shape[1:])
-        cut = (slice(0, 1), *cut[1:])
-    values = torch.empty(shape, dtype=target.dtype, device=target.device)
-    shard.take(values.uniform_(-DUMMY_RANGE, DUMMY_RANGE, generator=generator)[cut])
-
-
-def _list(problem: str, names: Sequence[str]) -> str:
-    if not names:
-        return ""
-    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-    return f"{len(names)} {problem} ({', '.join(names[:MAX_NAMED])}{more})"
-
-
-def _text(shape: Sequence[int]) -> str:
-    return "x".join(str(size) for size in shape) or "a scalar"

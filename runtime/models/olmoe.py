@@ -9,8 +9,8 @@ from runtime.layers.moe import MoE, Routing
 from runtime.models.config import Config
 from runtime.models.decoder import Decoder, assemble
 from runtime.models.llama import block
+from runtime.models.mixtures import top_k
 from runtime.models.olmo2 import wide_normed
-from runtime.models.qwen3_moe import top_k
 
 
 def decoder(config: Config, build: Build) -> Decoder:

@@ -9,8 +9,9 @@ from runtime.layers.moe import MoE, Routing
 from runtime.models.config import Config
 from runtime.models.decoder import Decoder, assemble
 from runtime.models.llama import attention, block, mlp
+from runtime.models.mixtures import top_k
 from runtime.models.qwen2 import window
-from runtime.models.qwen3_moe import has_experts, top_k
+from runtime.models.qwen3_moe import has_experts
 
 
 def decoder(config: Config, build: Build) -> Decoder:

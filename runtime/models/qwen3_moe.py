@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from runtime.errors import CheckpointError
 from runtime.layers.block import PreNormBlock
 from runtime.layers.build import Build
 from runtime.layers.moe import MoE, Routing
 from runtime.models.config import Config
 from runtime.models.decoder import Decoder, assemble
 from runtime.models.llama import block, mlp
+from runtime.models.mixtures import top_k
 from runtime.models.qwen3 import normed_attention
 
 
@@ -45,11 +45,3 @@ def experts(config: Config, index: int, build: Build) -> MoE:
         build,
         routing=Routing(top_k(config, num_experts), config.flag("norm_topk_prob")),
     )
-
-
-def top_k(config: Config, num_experts: int) -> int:
-    """How many experts compute a token."""
-    count = config.integer("num_experts_per_tok")
-    if count > num_experts:
-        raise CheckpointError(f"config.json: a token cannot have {count} of {num_experts} experts.")
-    return count

@@ -1,20 +1,25 @@
-"""Reading a checkpoint's tensors."""
+"""Reading a checkpoint's tensors, whole or in parts, without holding on to what was read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import ctypes
+import json
+import mmap
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import TypeVar
 from zipfile import is_zipfile
 
 import numpy as np
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from runtime.errors import CheckpointError
-from runtime.models.checkpoint import StoredTensor, WeightFiles, read_header
+from runtime.models.checkpoint import NUMPY_FOLDER, StoredTensor, WeightFiles, read_header
 
 _DTYPES = {
     "F64": torch.float64,
@@ -32,17 +37,59 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 
+_Item = TypeVar("_Item")
+MAX_FILES = 5  # named in one error
+HELD_BYTES = 16 * 2**20  # of mapped pages, before they are given back
 
 Cut = tuple[slice, ...]  # what to read of a tensor; () for all of it
 Cuts = Mapping[str, Sequence[Cut]]  # tensor name -> the parts that are wanted
+Take = Callable[
+    [str, int, Tensor], None
+]  # gets a tensor's name, the number of one of its parts, and that part
+
+
+class FileBytes:
+    """What stands in a file: mapped, or read where it is asked for. For several threads at once."""
+
+    def __init__(self, path: Path, *, mapped: bool = True) -> None:
+        self._path = path
+        self._mapped = mapped
+        self._map: mmap.mmap | None = None
+
+    def read(self, begin: int, end: int) -> Tensor:
+        """uint8 [end - begin]."""
+        if begin == end:
+            return torch.empty(0, dtype=torch.uint8)
+        if self._mapped:
+            return torch.from_numpy(np.frombuffer(self._open(), np.uint8, end - begin, begin))
+        content = torch.empty(end - begin, dtype=torch.uint8)
+        rest = memoryview(content.numpy())
+        with self._path.open("rb", buffering=0) as stream:
+            stream.seek(begin)
+            while rest and (count := stream.readinto(rest)):
+                rest = rest[count:]
+        if rest:
+            raise CheckpointError(f"{self._path} became shorter while it was read.")
+        return content
+
+    def release(self) -> None:
+        """Give mapped pages back, which count as this process's memory; whoever looks again reads them again."""
+        if self._map is not None:
+            self._map.madvise(mmap.MADV_DONTNEED)
+
+    def _open(self) -> mmap.mmap:
+        if self._map is None:
+            with self._path.open("rb") as stream:  # a copy that is written by nobody
+                self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+        return self._map
 
 
 class TensorFiles:
     """The tensors of a checkpoint by name: shapes known at once, contents read one at a time.
 
-    With `mmap` the pages of the files are mapped, without it each tensor is read with plain reads. Raises
-    CheckpointError for a damaged file and for a name that occurs in two files. `rename` gives what a stored tensor is
-    called here, or None for one that is passed over.
+    With `mmap` the pages of safetensors files are mapped, without it plainly read; files of torch are always mapped,
+    but those of old versions, which are read whole. Raises CheckpointError for a damaged file and for a name that
+    occurs in two files. `rename` gives what a stored tensor is called here, or None for one that is passed over.
     """
 
     def __init__(
@@ -52,16 +99,13 @@ class TensorFiles:
         mmap: bool = True,
         rename: Callable[[str], str | None] = lambda stored: stored,
     ) -> None:
-        self._mmap = mmap
+        self.files = weights.files
+        self._readers = _readers(weights, mmap)
         self._stored: dict[str, str] = {}  # a tensor's name here -> that in its file
-        self._files: Sequence[_File] = [
-            _SafetensorsFile(file) if weights.format == "safetensors" else _TorchFile(file)
-            for file in weights.files
-        ]
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self._file_of: dict[str, _File] = {}
-        for file in self._files:
-            for stored, shape in file.shapes().items():
+        self._reader_of: dict[str, _Reader] = {}
+        for reader in self._readers:
+            for stored, shape in reader.shapes.items():
                 name = rename(stored)
                 if name is None:
                     continue
@@ -69,122 +113,192 @@ class TensorFiles:
                     raise CheckpointError(f"The tensor {name} stands in two weight files.")
                 self._stored[name] = stored
                 self.shapes[name] = shape
-                self._file_of[name] = file
+                self._reader_of[name] = reader
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
         """The dtype of each tensor by its name. Raises CheckpointError for one that cannot be read."""
-        return {name: file.dtype(self._stored[name]) for name, file in self._file_of.items()}
+        return {name: reader.dtype(self._stored[name]) for name, reader in self._reader_of.items()}
 
-    def read(self, name: str) -> Tensor:
-        """One tensor, whole."""
-        return self._file_of[name].read(self._stored[name], mmap=self._mmap)
+    def where(self, names: Sequence[str]) -> str:
+        """ ", in FILE" of these tensors; all files where one is in none."""
+        found = {self._reader_of[name].path if name in self._reader_of else None for name in names}
+        files = self.files if None in found else [file for file in found if file is not None]
+        named = ", ".join(str(file) for file in sorted(files)[:MAX_FILES])
+        return f", in {named}" + (f" and {len(files) - MAX_FILES} more" if len(files) > MAX_FILES else "")
 
-    def read_all(
-        self, take: Callable[[str, Sequence[Tensor]], None], cuts: Cuts, num_threads: int = 1
-    ) -> None:
-        """Give the parts of each tensor that `cuts` names to `take`, on this thread or, file by file, on several.
+    def read(self, name: str, cut: Cut = ()) -> Tensor:
+        """One tensor, or a part of it; only that is read."""
+        return self._reader_of[name].read(self._stored[name], cut)
 
-        Of a cut tensor only those parts are read, or, where a file cannot be read in parts, held on to.
-        """
+    def release(self) -> None:
+        """Hold nothing of what was read."""
+        for reader in self._readers:
+            reader.release()
 
-        names = {self._stored[name]: name for name in cuts}
-        stored_cuts = {stored: cuts[name] for stored, name in names.items()}
+    def read_all(self, take: Take, cuts: Cuts, num_threads: int = 1) -> None:
+        """Give the parts of each tensor that `cuts` names to `take`, on this thread or, part by part, on several."""
 
-        def read(file: _File) -> None:
-            for stored, parts in file.tensors(stored_cuts, mmap=self._mmap):
-                take(names[stored], parts)
+        held = 0
 
-        if num_threads <= 1:
-            for file in self._files:
-                read(file)
-            return
-        with ThreadPoolExecutor(num_threads, thread_name_prefix="load") as pool:
-            list(pool.map(read, self._files))
+        def give(part: tuple[str, int, Cut]) -> None:
+            nonlocal held
+            name, number, cut = part
+            read = self.read(name, cut)
+            take(name, number, read)
+            held += read.nbytes
+            if held > HELD_BYTES:
+                held = 0
+                self.release()
+
+        in_order = sorted(cuts, key=lambda name: self._readers.index(self._reader_of[name]))
+        for_each(
+            give,
+            [(name, number, cut) for name in in_order for number, cut in enumerate(cuts[name])],
+            num_threads,
+        )
+        self.release()
 
 
-class _SafetensorsFile:
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._header = read_header(path)
-        self._mapped: np.memmap | None = None
+def for_each(do: Callable[[_Item], None], items: Iterable[_Item], num_threads: int) -> None:
+    """On this thread or on several; the first error is raised."""
+    if num_threads <= 1:
+        for item in items:
+            do(item)
+        return
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="load") as pool:
+        list(pool.map(do, items))
 
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: entry.shape for name, entry in self._header.items()}
+
+class _RawTensors:
+    """Tensors that lie in files as they are: in a safetensors file, or each in one of numpy."""
+
+    def __init__(self, path: Path, entries: Mapping[str, tuple[FileBytes, StoredTensor]]) -> None:
+        self.path = path
+        self._entries = entries
+        self._contents = {content for content, _ in entries.values()}
+        self.shapes = {name: entry.shape for name, (_, entry) in entries.items()}
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._dtype(name, self._header[name])
-
-    def read(self, name: str, *, mmap: bool) -> Tensor:
-        entry = self._header[name]
-        if mmap:
-            if self._mapped is None:
-                self._mapped = np.memmap(self._path, np.uint8, mode="c")  # private: nothing is ever written
-            content = self._mapped[entry.begin : entry.end]
-            return torch.from_numpy(content).view(self._dtype(name, entry)).view(entry.shape)
-        with self._path.open("rb") as stream:
-            stream.seek(entry.begin)
-            return self._decode(name, entry, bytearray(stream.read(entry.end - entry.begin)))
-
-    def tensors(self, cuts: Cuts, *, mmap: bool) -> Iterator[tuple[str, list[Tensor]]]:
-        wanted = {name: entry for name, entry in self._header.items() if name in cuts}
-        if mmap:
-            with safe_open(self._path, framework="pt") as tensors:
-                for name in wanted:
-                    stored = tensors.get_slice(name)
-                    yield name, [stored[cut] if cut else tensors.get_tensor(name) for cut in cuts[name]]
-            return
-        with self._path.open("rb") as stream:
-            for name, entry in wanted.items():
-                stream.seek(entry.begin)
-                content = bytearray(stream.read(entry.end - entry.begin))
-                tensor = self._decode(name, entry, content)
-                yield name, [tensor[cut] for cut in cuts[name]]
-
-    def _dtype(self, name: str, entry: StoredTensor) -> torch.dtype:
+        _, entry = self._entries[name]
         if entry.dtype not in _DTYPES:
-            raise CheckpointError(f"{self._path}: {name} has the dtype {entry.dtype}, which cannot be read.")
+            raise CheckpointError(f"{self.path}: {name} has the dtype {entry.dtype}, which cannot be read.")
         return _DTYPES[entry.dtype]
 
-    def _decode(self, name: str, entry: StoredTensor, content: bytearray) -> Tensor:
-        return torch.frombuffer(content, dtype=self._dtype(name, entry)).view(entry.shape)
+    def read(self, name: str, cut: Cut) -> Tensor:
+        content, entry = self._entries[name]
+        dtype, (num_rows, *inner) = self.dtype(name), entry.shape or (1,)
+        rows = cut[0] if cut else slice(0, num_rows)
+        row_bytes = (entry.end - entry.begin) // max(1, num_rows)
+        read = content.read(entry.begin + rows.start * row_bytes, entry.begin + rows.stop * row_bytes)
+        if not entry.shape:
+            return read.view(dtype)[0]
+        return read.view(dtype).view(rows.stop - rows.start, *inner)[(slice(None), *cut[1:])]
+
+    def release(self) -> None:
+        for content in self._contents:
+            content.release()
 
 
 class _TorchFile:
     """A file of torch.save, read without executing anything in it."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        loaded = self._load(mmap=True)
-        self._shapes = {name: tuple(tensor.shape) for name, tensor in loaded.items()}
-        self._dtypes = {name: tensor.dtype for name, tensor in loaded.items()}
-        self._loaded: Mapping[str, Tensor] | None = None
+        self.path = path
+        self._mapped = is_zipfile(path)  # files of old torch versions cannot be mapped
+        self._loaded: Mapping[str, Tensor] | None = self._load()
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in self._loaded.items()}
+        self._dtypes = {name: tensor.dtype for name, tensor in self._loaded.items()}
+        if not self._mapped:
+            self._loaded = None  # until the first is read
 
     def dtype(self, name: str) -> torch.dtype:
         return self._dtypes[name]
 
-    def read(self, name: str, *, mmap: bool) -> Tensor:
+    def read(self, name: str, cut: Cut) -> Tensor:
         if self._loaded is None:
-            self._loaded = self._load(mmap)
-        return self._loaded[name]
+            self._loaded = self._load()
+        return self._loaded[name][cut] if cut else self._loaded[name]
 
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return self._shapes
+    def release(self) -> None:
+        for tensor in (self._loaded or {}).values() if self._mapped else ():
+            storage = tensor.untyped_storage()
+            _release(storage.data_ptr(), storage.nbytes())
 
-    def tensors(self, cuts: Cuts, *, mmap: bool) -> Iterator[tuple[str, list[Tensor]]]:
-        for name, tensor in self._load(mmap).items():
-            if name in cuts:
-                yield name, [tensor[cut] for cut in cuts[name]]
-
-    def _load(self, mmap: bool) -> Mapping[str, Tensor]:
-        mmap = mmap and is_zipfile(self._path)  # files of old torch versions cannot be mapped
+    def _load(self) -> Mapping[str, Tensor]:
         try:
-            tensors = torch.load(self._path, map_location="cpu", weights_only=True, mmap=mmap)
+            tensors = torch.load(self.path, map_location="cpu", weights_only=True, mmap=self._mapped)
         except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
-            raise CheckpointError(f"{self._path} cannot be read as weights.") from error
+            raise CheckpointError(f"{self.path} cannot be read as weights.") from error
         if not isinstance(tensors, Mapping) or not all(isinstance(x, Tensor) for x in tensors.values()):
-            raise CheckpointError(f"{self._path} must hold a table of tensors and nothing else.")
+            raise CheckpointError(f"{self.path} must hold a table of tensors and nothing else.")
         return tensors
 
 
-_File = _SafetensorsFile | _TorchFile
+_Reader = _RawTensors | _TorchFile
+
+
+def _readers(weights: WeightFiles, mapped: bool) -> Sequence[_Reader]:
+    if weights.format == "npcache":
+        folder = weights.files[0].parent / NUMPY_FOLDER
+        return [_RawTensors(folder, _numpy_entries(folder, weights.files, mapped))]
+    if weights.format == "pt":
+        return [_TorchFile(file) for file in weights.files]
+    found: list[_Reader] = []
+    for file in weights.files:
+        content = FileBytes(file, mapped=mapped)
+        found.append(_RawTensors(file, {name: (content, entry) for name, entry in read_header(file).items()}))
+    return found
+
+
+def _numpy_entries(
+    folder: Path, files: Sequence[Path], mapped: bool
+) -> dict[str, tuple[FileBytes, StoredTensor]]:
+    """The tensors of a folder of numpy's files, which is written first where it is not of these files of torch."""
+    source = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
+    index = folder / "index.json"
+    try:
+        found = json.loads(index.read_text(encoding="utf-8"))
+        if found["source"] != source:
+            raise ValueError("of other files")
+    except (OSError, ValueError, KeyError, TypeError):
+        _write_numpy(folder, files, source)
+        found = json.loads(index.read_text(encoding="utf-8"))
+    entries = {}
+    for number, (name, (dtype, shape)) in enumerate(found["tensors"].items()):
+        file = folder / f"{number:05d}.npy"
+        array = np.load(file, mmap_mode="r", allow_pickle=False)
+        begin = file.stat().st_size - array.nbytes
+        entry = StoredTensor(dtype, tuple(shape), begin, begin + array.nbytes)
+        entries[name] = FileBytes(file, mapped=mapped), entry
+    return entries
+
+
+def _write_numpy(folder: Path, files: Sequence[Path], source: Mapping[str, object]) -> None:
+    """Written beside and moved into place, for ranks and other processes do the same meanwhile."""
+    names = {dtype: name for name, dtype in _DTYPES.items()}
+    made, tensors = folder.with_name(f"{folder.name}.{os.getpid()}"), {}
+    try:
+        made.mkdir()
+        for file in map(_TorchFile, files):
+            for name, shape in file.shapes.items():
+                content = file.read(name, ()).contiguous().view(-1).view(torch.uint8)
+                np.save(made / f"{len(tensors):05d}.npy", content.numpy(), allow_pickle=False)
+                tensors[name] = [names[file.dtype(name)], shape]
+                file.release()
+        (made / "index.json").write_text(json.dumps({"source": source, "tensors": tensors}), encoding="utf-8")
+        shutil.rmtree(folder, ignore_errors=True)
+        made.rename(folder)
+    except (OSError, KeyError) as error:
+        if not (folder / "index.json").is_file():  # nobody else has made it meanwhile
+            raise CheckpointError(f"--load-format npcache cannot write {folder}: {error}.") from error
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _release(address: int, size: int) -> None:
+    """Give the pages back that lie wholly within mapped memory which nobody writes."""
+    page = mmap.PAGESIZE
+    first, end = -(-address // page) * page, (address + size) // page * page
+    if first < end:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED)

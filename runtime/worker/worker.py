@@ -104,7 +104,7 @@ class ModelWorker:
         if setup.graphs.compile_max_rows:
             self.kernels = compilable(self.kernels)
         layers = setup.rank_info.stage_layers(self.facts.num_layers)
-        decoder = load_model(self.facts, model, self.kernels, self.mesh, layers)
+        decoder = load_model(self.facts, model, self.kernels, self.mesh, layers, setup.rank_info)
         if model.by_transformers:
             from runtime.worker.transformers_check import check_against_itself  # imports transformers' models
 

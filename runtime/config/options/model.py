@@ -24,8 +24,9 @@ class ModelArgs:
 
     model_path: str | None = option(
         None,
-        "Folder with the weights and config.json, a .gguf file, or a repository name on the Hugging Face Hub. Default: "
-        "the small demo model that ships with Penstock.",
+        "Folder with the weights and config.json, a .gguf file, a repository name on the Hugging Face Hub, or the URL "
+        "of a folder in a store (s3://bucket/folder, with pip install 'penstock[remote]'). Default: the small demo "
+        "model that ships with Penstock.",
         sglang="must be given",
         aliases=("--model",),
         plan=ModelPlan.path,
@@ -33,16 +34,20 @@ class ModelArgs:
     load_format: str = option(
         "auto",
         "How the weights are stored. auto: safetensors files if there are any, else .bin and .pt files, else a .gguf "
-        "file, which has its configuration and tokenizer within; gguf: that one; "
+        "file, which has its configuration and tokenizer within; gguf: that one; npcache: .bin and .pt files, copied "
+        "into a folder np beside them at the first start, which is read from then on; sharded_state: files that "
+        "penstock shard wrote for each rank; layered: one layer after the other is read and prepared, as with auto; "
+        "remote: a URL (s3://..., gs://..., https://...), which auto takes too; "
         "dummy: random weights, for measurements without a download.",
         choices=_LOAD_FORMATS,
-        built=("auto", "safetensors", "pt", "dummy", "gguf"),
+        built=("auto", "safetensors", "pt", "dummy", "gguf", "npcache", "sharded_state", "layered", "remote"),
         plan=ModelPlan.load_format,
     )
     model_loader_extra_config: Json = option(
         {},
-        "JSON object for the loader: enable_multithread_load (true or false) reads several files at once, "
-        "num_threads says how many (default 8).",
+        "JSON object for the loader: enable_multithread_load (true or false) reads with several threads, also within "
+        "one file, num_threads says how many (default 8); pattern is how files of sharded_state are called (default "
+        "model-rank-{rank}-part-{part}.safetensors).",
     )
     trust_remote_code: bool = option(
         False,
@@ -117,15 +122,19 @@ class ModelArgs:
         choices=("auto", "native", "sglang", "transformers"),
         plan=ModelPlan.by_transformers,
     )
-    delete_ckpt_after_loading: bool = planned(
+    delete_ckpt_after_loading: bool = option(
         False,
-        "Delete the model folder once the weights are in memory.",
-        instead="delete it yourself when ready",
+        "Delete the checkpoint once everything is loaded: the weights, JSON and tokenizer files in the folder that "
+        "--model-path names, and the folder if nothing else is in it. With one copy of the model on one machine.",
+        plan=ModelPlan.delete_after_loading,
     )
-    custom_weight_loader: tuple[str, ...] | None = planned(
+    custom_weight_loader: tuple[str, ...] | None = option(
         None,
-        "Import paths of functions that may be chosen to load weights sent to a running server.",
+        "Import paths of functions (package.module.function) that take the model's folder and give pairs of names and "
+        "tensors, which are loaded in place of the folder's weight files. They run with all rights of this process.",
+        sglang="they load weights sent to a running server",
         empty=True,
+        plan=ModelPlan.custom_loaders,
     )
     disable_mla: bool = planned(
         False, "Run DeepSeek models with expanded keys and values instead of the compressed latent cache."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from pathlib import Path
 
 from ops.machine import GIB, Gpu, Machine
 from runtime.config.model_facts import ModelFacts
@@ -32,7 +33,7 @@ def model_plan(builder: PlanBuilder, machine: Machine, facts: ModelFacts) -> Mod
         path=Decision(
             facts.path, "as asked" if args.model_path else "no model was asked for: the demo model"
         ),
-        load_format=builder.follow("load_format"),
+        load_format=_load_format(builder, facts),
         dtype=_dtype(builder, chosen_gpu(device.value, machine), facts),
         device=device,
         context_length=_context_length(builder, facts, _device_bytes(device.value, machine)),
@@ -41,9 +42,53 @@ def model_plan(builder: PlanBuilder, machine: Machine, facts: ModelFacts) -> Mod
         by_transformers=_by_transformers(builder, facts),
         mmap=builder.follow("weight_loader_disable_mmap", not args.weight_loader_disable_mmap),
         num_load_threads=_num_load_threads(builder),
+        shard_pattern=_shard_pattern(builder),
+        custom_loaders=builder.follow("custom_weight_loader", tuple(args.custom_weight_loader or ())),
+        any_dtype=Decision(
+            args.dtype != "auto", "dtype was given" if args.dtype != "auto" else "dtype is auto"
+        ),
+        delete_after_loading=_delete_after_loading(builder),
         state_dtype=builder.follow("mamba_ssm_dtype"),
         quantization=_quantization(builder, chosen_gpu(device.value, machine), facts),
     )
+
+
+def _load_format(builder: PlanBuilder, facts: ModelFacts) -> Decision[str]:
+    asked, model = builder.args.model.load_format, builder.args.model
+    if facts.by_transformers and (asked in ("npcache", "sharded_state") or model.custom_weight_loader):
+        option = "custom_weight_loader" if model.custom_weight_loader else "load_format"
+        builder.refuse(
+            option, f"{facts.architecture} is computed by transformers' modules, which read its files alone."
+        )
+    if model.custom_weight_loader and asked not in ("auto", "layered"):
+        builder.refuse(
+            "custom_weight_loader", f"--custom-weight-loader and --load-format {asked}: give one of them."
+        )
+    if asked == "sharded_state" and (facts.quantization is not None):
+        builder.refuse("load_format", f"--load-format sharded_state: the checkpoint is {facts.quantization}.")
+    usual = {
+        "layered": "layers are read and prepared one after the other",
+        "remote": "the copy of what the URL names",
+    }
+    return Decision("auto", usual[asked]) if asked in usual else builder.follow("load_format")
+
+
+def _delete_after_loading(builder: PlanBuilder) -> Decision[bool]:
+    model, parallel, option = builder.args.model, builder.args.parallel, "delete_ckpt_after_loading"
+    if not model.delete_ckpt_after_loading:
+        return builder.follow(option)
+    name = "--delete-ckpt-after-loading"
+    if model.model_path is None or not Path(model.model_path).exists():
+        builder.refuse(
+            option, f"{name} deletes what --model-path names, which must be a folder or file here."
+        )
+    elif parallel.dp_size > 1 or parallel.nnodes > 1:
+        builder.refuse(
+            option, f"{name} needs --dp-size 1 and --nnodes 1: a copy that is started again reads it again."
+        )
+    elif model.load_format == "dummy":
+        builder.refuse(option, f"{name} and --load-format dummy: no weights are loaded.")
+    return Decision(True, "as asked")
 
 
 def _is_embedding(builder: PlanBuilder, facts: ModelFacts) -> Decision[bool]:
@@ -221,10 +266,11 @@ def _random_seed(builder: PlanBuilder) -> Decision[int]:
 def _num_load_threads(builder: PlanBuilder) -> Decision[int]:
     config = builder.args.model.model_loader_extra_config
     option, name = "model_loader_extra_config", "--model-loader-extra-config"
-    unknown = config.keys() - {"enable_multithread_load", "num_threads"}
+    shares = builder.args.model.load_format == "sharded_state"
+    unknown = config.keys() - {"enable_multithread_load", "num_threads"} - ({"pattern"} if shares else set())
     several, threads = config.get("enable_multithread_load", False), config.get("num_threads", 8)
     if unknown:
-        known = "enable_multithread_load and num_threads"
+        known = "enable_multithread_load, num_threads and, with sharded_state, pattern"
         builder.refuse(option, f"{name} knows {known}, not {', '.join(sorted(unknown))}.")
     elif not isinstance(several, bool):
         builder.refuse(option, f"{name}: enable_multithread_load must be true or false.")
@@ -232,4 +278,17 @@ def _num_load_threads(builder: PlanBuilder) -> Decision[int]:
         builder.refuse(option, f"{name}: num_threads must be a whole number from 1 to 256.")
     elif several:
         return Decision(threads, "as asked")
-    return Decision(1, "one file after the other, unless asked otherwise")
+    return Decision(1, "with one thread, unless asked otherwise")
+
+
+def _shard_pattern(builder: PlanBuilder) -> Decision[str | None]:
+    pattern, option = builder.args.model.model_loader_extra_config.get("pattern"), "model_loader_extra_config"
+    if pattern is None:
+        return Decision(None, "as penstock shard writes them")
+    names = ("{rank}", "{part}")
+    if not isinstance(pattern, str) or "/" in pattern or any(pattern.count(name) != 1 for name in names):
+        builder.refuse(
+            option, "--model-loader-extra-config: pattern must be a file's name with {rank} and {part}."
+        )
+        return Decision(None, "what was asked for cannot be used")
+    return Decision(pattern, "as asked")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +22,10 @@ from runtime.layers.sharding import Stage
 from runtime.models.by_transformers import attention
 from runtime.models.by_transformers.facts import config_of, forget_padding, numbers
 from runtime.models.by_transformers.quiet import quiet
+from runtime.models.checkpoint import find_weights
 from runtime.models.decoder import Decoder
+from runtime.models.fill import check_dtypes
+from runtime.models.tensors import TensorFiles
 
 DUMMY_SEED = 1234
 MAX_NAMED = 20
@@ -42,13 +46,17 @@ def load(facts: ModelFacts, plan: ModelPlan, kernels: Kernels) -> TransformersDe
                     config, dtype=dtype, attn_implementation=attention.NAME
                 )
         else:
-            model = _read(facts, config, dtype)
+            model = _read(facts, config, dtype, plan)
     forget_padding(model.config)  # not before: transformers gives its embedding zeros
     model.eval().requires_grad_(False).to(plan.device)
     return TransformersDecoder(model, _Attention(kernels, facts))
 
 
-def _read(facts: ModelFacts, config: Any, dtype: torch.dtype) -> Any:
+def _read(facts: ModelFacts, config: Any, dtype: torch.dtype, plan: ModelPlan) -> Any:
+    files = TensorFiles(find_weights(Path(facts.path), plan.load_format))
+    if not plan.any_dtype:
+        weights = {name: dtype for name, dtype in files.dtypes.items() if name.endswith(".weight")}
+        check_dtypes(weights, files.where)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             facts.path,
@@ -56,6 +64,7 @@ def _read(facts: ModelFacts, config: Any, dtype: torch.dtype) -> Any:
             dtype=dtype,
             attn_implementation=attention.NAME,
             local_files_only=True,
+            use_safetensors={"safetensors": True, "pt": False}.get(plan.load_format),
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are refused below, by name
         )
@@ -72,7 +81,8 @@ def _read(facts: ModelFacts, config: Any, dtype: torch.dtype) -> Any:
         if (found := info.get(key))
     ]
     if problems:
-        raise CheckpointError(f"The checkpoint does not fit the model: {'; '.join(problems)}.")
+        where = files.where([str(name) for key in info if key.endswith("_keys") for name in info[key] or ()])
+        raise CheckpointError(f"The checkpoint does not fit the model: {'; '.join(problems)}{where}.")
     return model
 
 

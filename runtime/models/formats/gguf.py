@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +25,7 @@ from runtime.config.fields import Fields
 from runtime.config.gguf_header import GgufTensor, read_header
 from runtime.errors import CheckpointError
 from runtime.models.formats.stored import Derived, Read, Stored
+from runtime.models.tensors import FileBytes
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -73,7 +73,7 @@ class GgufFiles:
 
     def __init__(self, path: Path) -> None:
         self.header = read_header(path)
-        self._mapped: dict[Path, np.memmap] = {}
+        self._files: dict[Path, FileBytes] = {}
         tensors = self.header.tensors
         self.shapes: Mapping[str, tuple[int, ...]] = {
             name: _stored_shape(each) for name, each in tensors.items()
@@ -85,23 +85,28 @@ class GgufFiles:
     def read(self, name: str) -> Tensor:
         """One tensor, whole; pages are read when they are looked at."""
         tensor = self.header.tensors[name]
-        if tensor.file not in self._mapped:
-            self._mapped[tensor.file] = np.memmap(tensor.file, np.uint8, mode="c")  # nothing is ever written
-        content = self._mapped[tensor.file][tensor.begin : tensor.end]
+        content = self._files.setdefault(tensor.file, FileBytes(tensor.file)).read(tensor.begin, tensor.end)
         if tensor.begin % 4:
-            content = content.copy()
-        return torch.from_numpy(content).view(self.dtypes[name]).view(_stored_shape(tensor))
+            content = content.clone()
+        return content.view(self.dtypes[name]).view(_stored_shape(tensor))
+
+    def release(self) -> None:
+        """Hold nothing of what was read."""
+        for file in self._files.values():
+            file.release()
 
     def read_all(
         self,
-        take: Callable[[str, Sequence[Tensor]], None],
+        take: Callable[[str, int, Tensor], None],
         cuts: Mapping[str, Sequence[tuple[slice, ...]]],
         num_threads: int = 1,
     ) -> None:
         """As `TensorFiles.read_all`, on this thread."""
         for name, parts in cuts.items():
             tensor = self.read(name)
-            take(name, [tensor[cut] for cut in parts])
+            for number, cut in enumerate(parts):
+                take(name, number, tensor[cut])
+            self.release()
 
 
 def _stored_shape(tensor: GgufTensor) -> tuple[int, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import NamedTuple, Protocol
@@ -15,6 +14,7 @@ from ops.matmul.grouped import GroupedWeight
 from runtime.config.fields import Fields
 from runtime.config.quantization import FORMATS
 from runtime.errors import CheckpointError
+from runtime.models.tensors import for_each
 
 Read = Callable[[str], Tensor]  # a stored tensor by its name
 
@@ -32,9 +32,11 @@ class Stored(Protocol):
 class Cuttable(Stored, Protocol):
     """Stored tensors that are also given in parts, as `runtime.models.tensors.TensorFiles` does."""
 
+    def release(self) -> None: ...
+
     def read_all(
         self,
-        take: Callable[[str, Sequence[Tensor]], None],
+        take: Callable[[str, int, Tensor], None],
         cuts: Mapping[str, Sequence[tuple[slice, ...]]],
         num_threads: int = 1,
     ) -> None: ...
@@ -126,42 +128,37 @@ class QuantizedTensors:
 
     def read_all(
         self,
-        take: Callable[[str, Sequence[Tensor]], None],
+        take: Callable[[str, int, Tensor], None],
         cuts: Mapping[str, Sequence[tuple[slice, ...]]],
         num_threads: int = 1,
     ) -> None:
         """As `TensorFiles.read_all`."""
         ours = {origin: name for name, origin in self._plain.items()}
         plain = {self._plain[name]: parts for name, parts in cuts.items() if name in self._plain}
-        self._stored.read_all(lambda name, parts: take(ours[name], parts), plain, num_threads)
+        self._stored.read_all(lambda name, number, part: take(ours[name], number, part), plain, num_threads)
+
+        def give(name: str, tensor: Tensor) -> None:
+            for number, cut in enumerate(cuts.get(name, ())):
+                take(name, number, tensor[cut])
 
         def make(name: str) -> None:
             made = self._derived.made[name]
-            tensor = made.make(self._stored.read)
-            if tuple(tensor.shape) != made.shape:
-                raise CheckpointError(f"{name} becomes {list(tensor.shape)}, not {list(made.shape)}.")
-            take(name, [tensor[cut] for cut in cuts[name]])
-
-        def make_parts(name: str) -> None:
-            made = self._derived.made[name].make_grouped
-            if made is None:
-                raise RuntimeError(f"{name} has no groups.")
-            weight = made(self._stored.read)
-            shifts = torch.zeros_like(weight.scales) if weight.shifts is None else weight.shifts
-            for part, tensor in zip(PARTS, (weight.codes, weight.scales, shifts), strict=True):
-                if (full := f"{name}.{part}") in cuts:
-                    take(full, [tensor[cut] for cut in cuts[full]])
-
-        def make_any(name: str) -> None:
-            (make_parts if f"{name}.codes" in cuts else make)(name)
+            if f"{name}.codes" in cuts:
+                if made.make_grouped is None:
+                    raise RuntimeError(f"{name} has no groups.")
+                weight = made.make_grouped(self._stored.read)
+                shifts = torch.zeros_like(weight.scales) if weight.shifts is None else weight.shifts
+                for part, tensor in zip(PARTS, (weight.codes, weight.scales, shifts), strict=True):
+                    give(f"{name}.{part}", tensor)
+            else:
+                tensor = made.make(self._stored.read)
+                if tuple(tensor.shape) != made.shape:
+                    raise CheckpointError(f"{name} becomes {list(tensor.shape)}, not {list(made.shape)}.")
+                give(name, tensor)
+            self._stored.release()
 
         names = [name for name in self._derived.made if name in cuts or f"{name}.codes" in cuts]
-        if num_threads <= 1:
-            for name in names:
-                make_any(name)
-            return
-        with ThreadPoolExecutor(num_threads, thread_name_prefix="load") as pool:
-            list(pool.map(make_any, names))
+        for_each(make, names, num_threads)
 
 
 def require(stored: Stored, *names: str) -> None:

@@ -49,6 +49,7 @@ SITUATIONS: list[tuple[Machine, dict[str, Any]]] = [
     (H200, {}),
     (FOUR_GPUS, {"tp_size": 2}),
     (CPU, {"json_model_override_args": HYBRID}),
+    (CPU, {"model_path": str(ROOT)}),  # which is here
 ]
 # What an option takes that no value made up by a test would be.
 VALUES: dict[str, list[Any]] = {

@@ -22,8 +22,9 @@ from runtime.distributed.mesh import Mesh, RankInfo
 from runtime.errors import CheckpointError
 from runtime.models.checkpoint import WeightFiles
 from runtime.models.config import read_facts
+from runtime.models.fill import collect_shards
 from runtime.models.formats.stored import QuantizedTensors
-from runtime.models.loader import collect_shards, load_model
+from runtime.models.loader import load_model
 from runtime.models.tensors import TensorFiles
 from serve import Engine
 
@@ -65,7 +66,7 @@ def opened(path: str, *, mmap: bool = True) -> QuantizedTensors:
 
 def read_whole(tensors: QuantizedTensors) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
-    tensors.read_all(lambda name, parts: found.update({name: parts[0]}), dict.fromkeys(tensors.shapes, ((),)))
+    tensors.read_all(lambda name, _, part: found.update({name: part}), dict.fromkeys(tensors.shapes, ((),)))
     return found
 
 

@@ -77,7 +77,7 @@ def opened(path: str) -> QuantizedTensors:
 
 def read_whole(path: str) -> dict[str, torch.Tensor]:
     tensors, found = opened(path), {}
-    tensors.read_all(lambda name, parts: found.update({name: parts[0]}), dict.fromkeys(tensors.shapes, ((),)))
+    tensors.read_all(lambda name, _, part: found.update({name: part}), dict.fromkeys(tensors.shapes, ((),)))
     return found
 
 

@@ -15,7 +15,8 @@ from runtime.config.plan import ModelPlan
 from runtime.distributed.mesh import Mesh, RankInfo
 from runtime.models.config import read_facts
 from runtime.models.decoder import Decoder
-from runtime.models.loader import collect_shards, load_model
+from runtime.models.fill import collect_shards
+from runtime.models.loader import load_model
 from runtime.models.tensors import TensorFiles
 
 
@@ -60,10 +61,10 @@ def test_rank_reads_no_more_than_its_share(family: str, monkeypatch: pytest.Monk
     original = TensorFiles.read_all
 
     def counting(self, take, cuts, num_threads=1):
-        def count(name, parts):
+        def count(name, number, part):
             nonlocal read
-            read += sum(part.numel() for part in parts)
-            take(name, parts)
+            read += part.numel()
+            take(name, number, part)
 
         original(self, count, cuts, num_threads)
 
