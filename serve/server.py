@@ -8,6 +8,7 @@ import gc
 import logging
 import os
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -42,6 +43,7 @@ FORCED_STALL_S = 0.3  # the same after a second signal
 WARM_UP_TOKENS = 8
 MAX_OPEN_FILES = 65536
 GC_ALLOCATIONS = 20_000
+SWITCH_S = 0.001
 
 
 def run(args: Args) -> int:
@@ -77,7 +79,7 @@ async def _start_and_serve(args: Args, signals: Signals, listening: socket.socke
     async with Engine.of(args) as engine:
         if not engine.core.plan.serve.skip_warmup:
             await warm_up(engine.core)
-        calm_collector()
+        tune_interpreter()
         signals.started()
         return await _serve(engine, signals, listening)
 
@@ -250,15 +252,17 @@ def _loop_factory() -> Any:
     return uvloop.new_event_loop
 
 
-def calm_collector() -> None:
-    """Keep the garbage collector from walking all objects of torch while tokens stream.
+def tune_interpreter() -> None:
+    """Keep Python's own work from delaying tokens. Only for the server's process.
 
-    Objects alive now live as long as the process, so the collector stops tracking them. Requests make few
-    reference cycles, so it runs every 20,000 allocations instead of every 700. Only for the server's process.
+    Objects alive now live as long as the process, so the garbage collector stops tracking them. Requests make few
+    reference cycles, so it runs every 20,000 allocations instead of every 700. A thread that computes in Python (a
+    template, a schema) gives the event loop the lock within 1 ms instead of 5.
     """
     gc.collect()
     gc.freeze()
     gc.set_threshold(GC_ALLOCATIONS, 20, 50)
+    sys.setswitchinterval(SWITCH_S)
 
 
 def _raise_file_limit() -> None:

@@ -32,7 +32,7 @@ from runtime.kv_cache.prefix_cache import PrefixCache
 from runtime.profile import ProfileOptions
 from runtime.scheduler.scheduler import Scheduler
 from runtime.tokenizer.tokenizer import Tokenizer
-from serve.server import calm_collector
+from serve.server import tune_interpreter
 
 BUDGET_US = 25.0
 STEP_S_PER_STREAM = 80e-6  # three times the budget: the loop is idle between steps
@@ -183,7 +183,7 @@ def make_core(directory: Path, streams: int, output_tokens: int) -> EngineCore:
 async def serving(core: EngineCore) -> AsyncIterator[str]:
     """Run the core and serve it over a loopback socket; yields its URL."""
     up = anyio.Event()
-    calm_collector()
+    tune_interpreter()
     async with anyio.create_task_group() as group:
         group.start_soon(core.run, up.set)
         await up.wait()

@@ -134,6 +134,7 @@ async def test_engine_is_a_good_guest(path: str):
             len(asyncio.all_tasks()),
             sorted(thread.name for thread in threading.enumerate() if "AnyIO" not in thread.name),
             torch.get_num_threads(),
+            (gc.get_threshold(), gc.get_freeze_count(), sys.getswitchinterval()),
         )
 
     before, children = world(), psutil.Process().children()  # other tests may have left some

@@ -23,7 +23,7 @@ from bench.cpu.peers.answering import Lines, add_run_options, answer_of, version
 from runtime.config import Args
 from serve import Engine
 from serve.bench.metrics import percentile
-from serve.server import calm_collector, uvicorn_config, warm_up
+from serve.server import tune_interpreter, uvicorn_config, warm_up
 
 TICK_S = 0.005  # often enough for a percentile, too seldom to take part in what is measured
 PACKAGES = ("penstock", "torch")
@@ -101,7 +101,7 @@ async def serving(engine: Engine) -> AsyncIterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = uvicorn.Server(uvicorn_config(engine.core))
         await warm_up(engine.core)
-        calm_collector()
+        tune_interpreter()
         async with anyio.create_task_group() as group:
             # Not `serve`, which takes over the process's signals.
             group.start_soon(server._serve, [listener])
