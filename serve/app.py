@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from starlette.applications import Starlette
@@ -21,11 +22,12 @@ from serve.anthropic import messages
 from serve.body_limit import max_body_bytes
 from serve.endpoint import Endpoint, Handler
 from serve.errors import NATIVE, OPENAI, ErrorFormat, refusal_response
-from serve.native import admin, classify, encode, generate, metrics, parsing, profile, tokens, vertex
+from serve.native import admin, classify, encode, generate, live, metrics, parsing, profile, tokens, vertex
 from serve.ollama import handlers as ollama
 from serve.ollama import models as ollama_models
 from serve.open_calls import OpenCalls
 from serve.openai import batches, chat, completions, embeddings, files, models, ranking
+from serve.openai.file_store import FileStore
 from serve.openai.responses import handlers as responses
 from serve.openai.responses.store import ResponseStore
 from serve.page import page_routes
@@ -100,6 +102,7 @@ ROUTES = (  # searched from the first to the last: what is called most often com
     RouteSpec(GET, "/server_info", admin.server_info, USER),
     RouteSpec(GET, "/get_load", admin.load, USER),
     RouteSpec(GET, "/load", admin.server_load, USER),
+    RouteSpec(GET, "/live_state", live.live_state, USER),
     RouteSpec(GET, "/metrics", metrics.metrics, PUBLIC),
     RouteSpec(GET, "/ping", admin.health, PUBLIC),
     RouteSpec(POST, "/invocations", chat.create, USER, chat.ERROR_FORMAT),
@@ -185,6 +188,7 @@ def build_app(core: EngineCore, environment: Mapping[str, str] = os.environ) -> 
         exception_handlers={HTTPException: refusal},
     )
     app.state.responses = ResponseStore()
+    app.state.files = FileStore(Path(plan.file_storage)) if plan.file_storage is not None else None
     app.state.uploads = files.Uploads()
     app.state.batches = batches.BatchStore()
     app.state.declared = specs

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextlib import asynccontextmanager, contextmanager, suppress
+from functools import partial
 from threading import Thread
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 from anyio.from_thread import BlockingPortal
 
 from runtime.errors import EngineClosed
+
+T = TypeVar("T")
 
 
 class BackgroundTask:
@@ -138,3 +141,24 @@ async def _run_portal(opened: Future[BlockingPortal]) -> None:
     async with BlockingPortal() as portal:
         opened.set_result(portal)
         await portal.sleep_until_stopped()
+
+
+async def run_in_daemon(work: Callable[[], T]) -> T:
+    """What `work` returns, from a thread that is left alone when the caller is cancelled and when the process ends.
+
+    For what may wait for ever, such as a terminal's next line.
+    """
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result = work()
+        except BaseException as error:
+            set_outcome = partial(outcome.set_exception, error)
+        else:
+            set_outcome = partial(outcome.set_result, result)
+        with suppress(InvalidStateError):  # nobody waits any more
+            set_outcome()
+
+    Thread(target=run, daemon=True).start()
+    return await asyncio.wrap_future(outcome)

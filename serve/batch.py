@@ -20,7 +20,7 @@ import orjson
 
 from runtime.config import Args
 from runtime.errors import ConfigurationError, EngineClosed, InvalidRequest, RequestError
-from serve.background import background_tasks
+from serve.background import background_tasks, run_in_daemon
 from serve.body_limit import max_body_bytes
 from serve.decode import Length, decode
 from serve.endpoint import INLINE_BYTES, off_loop, parse_object
@@ -74,9 +74,15 @@ async def answer_lines(
     the request succeeded; what is wrong with a line stands in its answer. A busy engine is asked again.
     """
     numbered = iter(enumerate(lines, start=1))
+    turn = asyncio.Lock()
+
+    async def following() -> tuple[int, bytes]:
+        async with turn:  # each line goes to one worker
+            return await run_in_daemon(partial(next, numbered, (0, b"")))  # a line may be long in coming
 
     async def work() -> None:
-        for number, line in numbered:  # shared: each line goes to one worker
+        while (found := await following())[0]:
+            number, line = found
             if not line.strip():
                 continue
             read = partial(_read, number, line, url, max_line_bytes)
@@ -171,7 +177,8 @@ def main(words: Sequence[str]) -> int:
 
 def _opened(name: str, mode: str, stack: ExitStack) -> BinaryIO:
     if name == "-":
-        return sys.stdin.buffer if mode == "rb" else sys.stdout.buffer
+        # A file of its own: a thread that still reads it when the process ends holds the lock of none of Python's.
+        return sys.stdout.buffer if mode == "xb" else open(0, "rb", closefd=False)
     try:
         return stack.enter_context(Path(name).open(mode))  # pyright: ignore[reportReturnType]
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The command line: serve a model, explain what would be done, answer a batch, or measure."""
+"""The command line: serve a model, explain what would be done, answer a batch, watch, or measure."""
 
 from __future__ import annotations
 
@@ -84,6 +84,10 @@ def _models(words: Sequence[str]) -> int:
     return import_module("serve.models_table").main(words)
 
 
+def _top(words: Sequence[str]) -> int:
+    return import_module("serve.top").main(words)
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "serve": _serve,
     "explain": _explain,
@@ -92,4 +96,5 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "quantize": _quantize,
     "shard": _shard,
     "models": _models,
+    "top": _top,
 }

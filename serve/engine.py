@@ -248,9 +248,13 @@ class Engine:
         one for each prompt. Raises `InvalidRequest` naming the parameter.
         """
         values = {"text": prompt, "text_pair": pair, "input_ids": input_ids, "rid": rid, "truncate": truncate}
-        body = decode(ClassifyBody, _given(values))
-        is_batch, requests = classify_requests(self.core, body)
-        found = classified(self.core, requests, await read_all(submit_all(self.core, requests)))
+        core = self.core
+        read = partial(classify_requests, core)
+        is_batch, requests = await anyio.to_thread.run_sync(
+            lambda: read(decode(ClassifyBody, _given(values)))
+        )
+        answers = await read_all(submit_all(core, requests))
+        found = await anyio.to_thread.run_sync(classified, core, requests, answers)
         return found if is_batch else found[0]
 
     async def rerank(
@@ -289,8 +293,11 @@ class Engine:
         """
         values = {"query": query, "items": items, "label_token_ids": label_token_ids}
         values |= {"apply_softmax": apply_softmax, "item_first": item_first}
-        requests = label_requests(self.core, decode(ScoreBody, _given(values)))
-        return label_scores(await read_all(submit_all(self.core, requests)), softmax=apply_softmax)
+        core = self.core
+        read = partial(label_requests, core)
+        requests = await anyio.to_thread.run_sync(lambda: read(decode(ScoreBody, _given(values))))
+        answers = await read_all(submit_all(core, requests))
+        return await anyio.to_thread.run_sync(partial(label_scores, answers, softmax=apply_softmax))
 
     # --- managing ---
 

@@ -42,6 +42,7 @@ _EXAMPLES: Mapping[str, Any] = {
     "generation_tokens_buckets": ("customer", "10", "20"),
     "model_loader_extra_config": {"enable_multithread_load": True},
     "constrained_json_whitespace_pattern": " ?",
+    "kv_events_config": {"publisher": "zmq"},
 }
 
 

@@ -20,6 +20,7 @@ usage: penstock [options]             serve a model over HTTP (also: python -m s
        penstock batch IN OUT [options]  answer a file of requests without a server
        penstock quantize [options]    write a checkpoint with rounded weights
        penstock shard [options]       write a checkpoint with files of its own for each rank
+       penstock top [--url URL]       watch a running server
        penstock models [NAME ...]     list the architectures that are served, and how
        penstock --version
 

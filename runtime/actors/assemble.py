@@ -79,6 +79,8 @@ async def assemble(plan: Plan, facts: ModelFacts) -> EngineCore:
         with anyio.CancelScope(shield=True):
             for replica in replicas:
                 await anyio.to_thread.run_sync(replica.runner.close)
+                if replica.kv_events is not None:
+                    await anyio.to_thread.run_sync(replica.kv_events.close)
             if traces is not None:
                 await anyio.to_thread.run_sync(traces.close)
         cause = first_error(error)

@@ -14,7 +14,7 @@ import anyio
 
 from runtime.actors.detokenizer import DetokenizerActor
 from runtime.actors.input_processor import InputProcessor
-from runtime.actors.live_requests import LiveRequests, RequestObserver
+from runtime.actors.live_requests import LiveRequests, RequestObserver, Timeline
 from runtime.actors.loop_watch import collector_watched, watch_loop
 from runtime.actors.output_stream import OutputStream
 from runtime.actors.request_observers import RequestLog, RequestMetrics, TimeStatsLog
@@ -201,9 +201,7 @@ class EngineCore:
         """Empty the prefix trees. False, and nothing done, while requests are in the engine."""
         if self._requests:
             return False
-        flushed = [
-            actor.scheduler.flush() for actor in self._scheduler.alive
-        ]  # all, not up to the first False
+        flushed = [actor.flush() for actor in self._scheduler.alive]  # all, not up to the first False
         return all(flushed)
 
     async def start_profile(self, options: ProfileOptions) -> None:
@@ -242,6 +240,11 @@ class EngineCore:
             if live.scheduler is scheduler and not live.times.scheduled
         ]
         return time.monotonic() - min(queued) if queued else 0.0
+
+    def timelines(self) -> list[Timeline]:
+        """Of the requests that are in the engine, and of the last that have ended; the latest arrival first."""
+        found = [*self._requests.recent, *map(Timeline.of, self._requests)]
+        return sorted(found, key=lambda each: -each.times[0])
 
     def check(self) -> None:
         """Raise `ValueError` unless every page and sequence of every replica is accounted for, exactly."""

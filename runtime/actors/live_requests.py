@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from time import monotonic
-from typing import Protocol
+from typing import NamedTuple, Protocol, Self
 
 from runtime.actors.choice_decoder import ChoiceDecoder
 from runtime.actors.output_stream import OutputStream
@@ -14,6 +15,7 @@ from runtime.errors import PenstockError
 from runtime.request import NOBODY, Caller, Chunk, Finish, Request, Usage
 from runtime.sequence import Sequence
 
+NUM_RECENT = 64  # requests that have ended whose times are remembered
 ABORTED = Finish("abort", message="Aborted by the user.")
 ABORTED_EARLY = Finish("abort", message="Aborted before it was scheduled.")
 
@@ -88,6 +90,46 @@ class LiveRequest:
         )
 
 
+class Timeline(NamedTuple):
+    """How a request fared, for who watches. It holds nothing of the request."""
+
+    label: str
+    owner: str
+    times: tuple[
+        float, ...
+    ]  # `time.monotonic` of arrived, tokenized, queued, scheduled, first token, ended; or 0.0
+    prompt: int  # tokens
+    cached: int  # of them
+    output: int
+    finish: str  # kinds of its choices' ends, or the error that ended it
+
+    @classmethod
+    def of(cls, live: LiveRequest, *, ended_s: float = 0.0, error: PenstockError | None = None) -> Self:
+        """Of now, or at its end."""
+        times, usages = live.times, [chunk.usage for chunk in live.ends]
+        said = {chunk.finish.kind for chunk in live.ends if chunk.finish}
+        first = live.sequences[0] if live.sequences else None
+        return cls(
+            live.request.label,
+            live.request.owner,
+            (times.arrived, times.tokenized, times.queued, times.scheduled, times.first_token, ended_s),
+            first.num_prompt if first else len(live.request.ids or ()),
+            max(0, first.num_cached) if first else 0,
+            sum(usage.output for usage in usages) if ended_s else sum(s.num_output for s in live.sequences),
+            type(error).__name__ if error is not None else ", ".join(sorted(said)) if ended_s else "",
+        )
+
+    @property
+    def state(self) -> str:
+        """Where it is."""
+        _, tokenized, queued, scheduled, first_token, ended = self.times
+        if ended:
+            return "ended"
+        if first_token:
+            return "decode"
+        return "prefill" if scheduled else "waiting" if queued or tokenized else "tokenizing"
+
+
 class RequestObserver(Protocol):
     """Who counts or logs requests. Its methods return at once and raise nothing."""
 
@@ -112,6 +154,9 @@ class LiveRequests:
 
     def __init__(self, observers: Seq[RequestObserver] = ()) -> None:
         self.observers = observers
+        self.recent: deque[Timeline] = deque(
+            maxlen=NUM_RECENT
+        )  # of requests that have ended, the last one last
         self._live: dict[int, LiveRequest] = {}  # by request id
         self._idle = asyncio.Event()
         self._idle.set()
@@ -137,6 +182,7 @@ class LiveRequests:
         """Its output has ended. Does nothing the second time."""
         if self._live.pop(live.request.id, None) is None:
             return
+        self.recent.append(Timeline.of(live, ended_s=monotonic(), error=error))
         for observer in self.observers:
             observer.ended(live, error)
         if not self._live:

@@ -14,6 +14,7 @@ import anyio
 import anyio.to_thread
 
 from ops.machine import GIB
+from runtime.actors.kv_events import KvEventPublisher
 from runtime.batch import Runner
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import Plan
@@ -21,6 +22,7 @@ from runtime.distributed.link import encode
 from runtime.distributed.worker_group import WorkerGroup, thread_environment
 from runtime.errors import CheckpointError, ConfigurationError, EngineFailure, first_error
 from runtime.kv_cache.kinds import Specs
+from runtime.kv_cache.page_events import PageEvents
 from runtime.kv_cache.prefix_cache import PrefixCache
 from runtime.kv_cache.registry import make_kinds
 from runtime.kv_cache.sizing import StepMemory, check_balance, max_running, memory_table, size_pool
@@ -45,6 +47,7 @@ class Replica:
     plan: Plan  # with the number of sequences that its KV pool allows
     scheduler: Scheduler
     runner: Runner
+    kv_events: KvEventPublisher | None = None
 
 
 async def start_replicas(plan: Plan, facts: ModelFacts, indices: Iterable[int]) -> list[Replica]:
@@ -85,12 +88,15 @@ class _ReplicaLoader:
         self._group = WorkerGroup()
         self._worker: ModelWorker | None = None
         self._runner: Runner | None = None
+        self._kv_events: KvEventPublisher | None = None
 
     async def load(self) -> None:
         """Start the worker processes and load every rank's weights."""
         from runtime.worker.worker import ModelWorker, WorkerSetup
 
         plan, facts, group = self._plan, self._facts, self._group
+        if plan.observe.kv_events is not None:  # before what takes long
+            self._kv_events = KvEventPublisher(plan.observe.kv_events, self._index)
         parallel = plan.parallel
         began = time.monotonic()
         logger.info("Load weight begin. type=%s, from %s", facts.architecture, facts.path)
@@ -161,17 +167,25 @@ class _ReplicaLoader:
         _log_memory(plan, memory[0], after, kv_bytes, reason, steps)
         scheduler = Scheduler(
             plan.scheduler,
-            PrefixCache(pages, plan.cache.page_size, enabled=plan.cache.prefix_cache, kinds=kinds),
+            PrefixCache(
+                pages,
+                plan.cache.page_size,
+                enabled=plan.cache.prefix_cache,
+                kinds=kinds,
+                events=PageEvents(plan.cache.page_size) if self._kv_events is not None else None,
+            ),
             vocab_size=facts.vocab_size,
             context_length=plan.model.context_length,
         )
         executor = await self._lead(worker)
         runner = ModelRunner(executor, kernels_description=worker.kernels_description)
         self._runner = GroupRunner(runner, group, worker.mesh) if group.workers else runner
-        return Replica(plan, scheduler, self._runner)
+        return Replica(plan, scheduler, self._runner, self._kv_events)
 
     async def close(self) -> None:
         """Give everything back, however far it came."""
+        if self._kv_events is not None:
+            await anyio.to_thread.run_sync(self._kv_events.close)
         if self._runner is not None:
             await anyio.to_thread.run_sync(self._runner.close)
             return

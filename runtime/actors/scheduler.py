@@ -16,6 +16,7 @@ import anyio.to_thread
 
 from runtime.actors.crash_record import write_record
 from runtime.actors.detokenizer import DetokenizerActor
+from runtime.actors.kv_events import KvEventPublisher
 from runtime.actors.live_requests import LiveRequest, LiveRequests
 from runtime.actors.mailbox import Mailbox
 from runtime.actors.step_times import Progress
@@ -105,6 +106,7 @@ class SchedulerActor:
         *,
         index: int = 0,
         series: ReplicaSeries | None = None,
+        kv_events: KvEventPublisher | None = None,
     ) -> None:
         self.index = index  # of the replica
         self.scheduler = scheduler
@@ -121,6 +123,7 @@ class SchedulerActor:
         self._detokenizer = detokenizer
         self._inbox: Mailbox[Admit | Abort | EndChoice | GiveBack | Wake] = Mailbox()
         self._series = series
+        self._kv_events = kv_events
         self._num_arriving = 0  # choices in the inbox
         self._in_flight: deque[tuple[Batch, asyncio.Future[StepOutput]]] = deque()
         self._num_broken = 0  # times in a row that the scheduler failed, without a step applied between
@@ -138,7 +141,16 @@ class SchedulerActor:
         """The actor of the replica with this index."""
         series = None if metrics is None else metrics.replicas[index]
         plan = replica.plan.scheduler
-        return cls(replica.scheduler, replica.runner, plan, requests, detokenizer, index=index, series=series)
+        return cls(
+            replica.scheduler,
+            replica.runner,
+            plan,
+            requests,
+            detokenizer,
+            index=index,
+            series=series,
+            kv_events=replica.kv_events,
+        )
 
     # --- messages ---
 
@@ -225,6 +237,19 @@ class SchedulerActor:
         """Close the runner. A device that hangs is left behind: its thread is a daemon."""
         with anyio.move_on_after(CLOSE_TIMEOUT_S, shield=True):
             await anyio.to_thread.run_sync(self.runner.close, abandon_on_cancel=True)
+        if self._kv_events is not None:
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(self._kv_events.close)
+
+    def flush(self) -> bool:
+        """Empty the prefix tree; False, and nothing done, while requests run or wait."""
+        flushed = self.scheduler.flush()
+        self._publish_events()
+        return flushed
+
+    def _publish_events(self) -> None:
+        if self._kv_events is not None and (events := self.scheduler.take_events()):
+            self._kv_events.publish(events)
 
     async def _run_steps(self) -> None:
         while True:
@@ -232,6 +257,7 @@ class SchedulerActor:
                 if not self._in_flight or self.progress.num_steps % self._receive_interval == 0:
                     self._receive()
                 batch = self.scheduler.fill()
+                self._publish_events()  # of what was applied before, too
             except Exception as error:  # the scheduler's boundary: memory, or a mistake of ours
                 await self._rebuild(error)
                 continue

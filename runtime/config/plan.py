@@ -105,6 +105,9 @@ class KernelPlan(Section):
     prefill_attention_backend: str = "torch_native"  # of rows of several tokens
     decode_attention_backend: str = "torch_native"  # of rows of one token
     sampling_backend: str = "pytorch"
+    raw_logprobs: bool = (
+        False  # log-probabilities of the output are of the logits before anything changes them
+    )
     nan_detection: bool = False  # say where values stop being finite numbers
 
 
@@ -191,6 +194,18 @@ class ServePlan(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KvEventsPlan:
+    """Where events about cached pages go, by ZeroMQ; the names are those of --kv-events-config."""
+
+    endpoint: str = "tcp://*:5557"  # of the first replica; the others have the ports behind it
+    replay_endpoint: str | None = None  # where subscribers ask for what they missed
+    buffer_steps: int = 10_000  # batches that are kept for them
+    hwm: int = 100_000  # messages that may wait for one subscriber
+    max_queue_size: int = 100_000  # batches that may wait to be sent
+    topic: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ObservePlan(Section):
     """What is counted and logged of requests and steps."""
 
@@ -207,6 +222,7 @@ class ObservePlan(Section):
     request_log_level: int | None = None  # how much is logged of each request; None: nothing
     log_request_times: bool = False
     trace_endpoint: str | None = None  # where spans of requests are sent; None: nowhere
+    kv_events: KvEventsPlan | None = None  # None: nobody is told what is cached
     collector_warning_s: float = 0.0  # garbage collections that take longer are logged; 0.0: none
 
 

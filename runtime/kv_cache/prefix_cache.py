@@ -26,6 +26,7 @@ import numpy as np
 
 from runtime.batch import Batch
 from runtime.kv_cache.kinds import CacheKind
+from runtime.kv_cache.page_events import PageEvents
 from runtime.kv_cache.pages import PagePool
 from runtime.kv_cache.radix_tree import Node, RadixTree, path_pages
 from runtime.sequence import Sequence
@@ -42,16 +43,24 @@ class PrefixCache:
     """Allocates, shares and frees the pages of sequences. Without `enabled` nothing is shared or kept.
 
     `kinds` are the caches that layers have beside these pages; they hear of everything that happens to a page.
+    `events` notes what enters the tree and leaves it.
     """
 
     def __init__(
-        self, num_pages: int, page_size: int, *, enabled: bool = True, kinds: Iterable[CacheKind] = ()
+        self,
+        num_pages: int,
+        page_size: int,
+        *,
+        enabled: bool = True,
+        kinds: Iterable[CacheKind] = (),
+        events: PageEvents | None = None,
     ) -> None:
         if page_size < 1:
             raise ValueError(f"A page holds at least one token, not {page_size}.")
         self.page_size = page_size
         self.enabled = enabled
         self.kinds = tuple(kinds)
+        self.events = events
         self._pool = PagePool(num_pages)
         self._tree = RadixTree(page_size)
 
@@ -116,6 +125,10 @@ class PrefixCache:
         """The nodes of the tree along which the sequence's tokens would be found; changes nothing."""
         return self._tree.path(sequence.ids, reusable_tokens(sequence), sequence.namespace)
 
+    def outline(self, limit: int) -> tuple[list[tuple[int, int, int]], int]:
+        """The shape of the prefix tree; see `RadixTree.outline`."""
+        return self._tree.outline(limit)
+
     def lock(self, sequence: Sequence) -> None:
         """Give a sequence without pages the longest known prefix of its ids, and lock it in the tree."""
         if self.enabled:
@@ -144,7 +157,7 @@ class PrefixCache:
         """
         missing = count - self._pool.num_free
         if missing > 0:
-            self.free(self._tree.evict(missing))
+            self._free_shared(self._tree.evict(missing))
         pages = self._pool.allocate(count)
         for kind in self.kinds:
             kind.allocate(pages)
@@ -155,6 +168,12 @@ class PrefixCache:
         self._pool.free(pages)
         for kind in self.kinds:
             kind.free(pages)
+
+    def _free_shared(self, pages: list[int]) -> None:
+        """Free pages that were in the tree."""
+        if self.events is not None:
+            self.events.removed(pages)
+        self.free(pages)
 
     def replaced(self, sequence: Sequence, duplicates: Duplicates) -> None:
         """Free what `insert` replaced: the batch that writes it is complete, and no other row may get it before."""
@@ -180,6 +199,11 @@ class PrefixCache:
         own = sequence.pages[first:last]
         sequence.locked_node, known = self._tree.insert(sequence.locked_node, sequence.ids[shared:end], own)
         sequence.num_shared = end
+        if self.events is not None and len(known) < len(own):
+            at = first + len(known)
+            before = None if not at else known[-1] if known else sequence.pages[at - 1]
+            ids = sequence.ids[at * size : end]
+            self.events.stored(own[len(known) :], ids, before, sequence.namespace)
         if not known:
             return None
         sequence.pages[first : first + len(known)] = known
@@ -211,18 +235,25 @@ class PrefixCache:
             kind.leave(sequence)
         self.free(sequence.pages[sequence.num_shared // self.page_size :])
         if sequence.locked_node is not None:
-            self.free(self._tree.remove(sequence.locked_node))
+            self._free_shared(self._tree.remove(sequence.locked_node))
         _forget_pages(sequence)
 
     def empty(self) -> None:
         """Forget every prefix that no running sequence holds."""
-        self.free(self._tree.evict(self._tree.num_evictable))
+        pages = self._tree.evict(self._tree.num_evictable)
+        if self.events is not None and not self._tree.num_pages:
+            self.events.cleared()
+            self.free(pages)
+        else:
+            self._free_shared(pages)
 
     def reset(self, sequences: Iterable[Sequence]) -> None:
         """Forget everything, whatever the state; `sequences` are all that may hold pages, and lose them."""
         for sequence in sequences:
             _forget_pages(sequence)
         self._tree.clear()
+        if self.events is not None:
+            self.events.cleared()
         self._pool.reset()
         for kind in self.kinds:
             kind.reset()

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator
 from heapq import heapify, heappop, heappush
-from itertools import count
+from itertools import count, islice
 
 
 class Node:
@@ -75,6 +75,16 @@ class RadixTree:
             return []
         node, _, child, more = self._walk(root, ids, limit)
         return path_pages(node) + (child.pages[:more] if child is not None else [])
+
+    def outline(self, limit: int) -> tuple[list[tuple[int, int, int]], int]:
+        """Up to `limit` nodes as (index of the parent or -1, pages, locks), those near the roots first; and how many
+        there are.
+        """
+        found = [(-1, root) for root in islice(self._roots.values(), limit)]
+        for index, (_, node) in enumerate(found):  # which grows meanwhile
+            found += [(index, child) for child in islice(node.children.values(), limit - len(found))]
+        num_nodes = self._num_nodes + len(self._roots)
+        return [(above, len(node.pages), node.locks) for above, node in found], num_nodes
 
     def lock(self, ids: list[int], limit: int, namespace: Hashable = None) -> tuple[Node, list[int]]:
         """Lock the longest prefix of `ids[:limit]`; returns its last node and its pages in order."""

@@ -11,6 +11,7 @@ from runtime.batch import Batch, StepOutput
 from runtime.config.plan import SchedulerPlan
 from runtime.constraint import HostData
 from runtime.errors import ContextOverflow, EngineFailure, Overloaded
+from runtime.kv_cache.page_events import Event
 from runtime.kv_cache.prefix_cache import PrefixCache
 from runtime.request import Delta, Finish, LogprobParams, Logprobs
 from runtime.scheduler.apply import apply_output, final_delta
@@ -227,6 +228,14 @@ class Scheduler:
             return False
         self._cache.empty()
         return True
+
+    def take_events(self) -> list[Event]:
+        """What became of cached pages since the last time; nothing where nobody asked for it."""
+        return [] if self._cache.events is None else self._cache.events.take()
+
+    def prefix_tree(self, limit: int) -> tuple[list[tuple[int, int, int]], int]:
+        """The shape of the prefix tree; see `RadixTree.outline`."""
+        return self._cache.outline(limit)
 
     def num_cached(self, sequence: Sequence) -> int:
         """How many of a new sequence's tokens it would find in the prefix tree now; changes nothing."""

@@ -86,6 +86,7 @@ class Sampler:
         penalize: Penalize = native.penalize,
         apply_bitmask: ApplyBitmask = native.apply_bitmask,
         score: Score = native.score,
+        raw_logprobs: bool = False,
     ) -> None:
         self._is_host = device.is_host
         self._staging = Staging(device)
@@ -94,13 +95,14 @@ class Sampler:
         self._gate = HostDataGate(device, vocab_size)
         self._choose, self._penalize, self._score = choose, penalize, score
         self._apply_bitmask = apply_bitmask
+        self._raw_logprobs = raw_logprobs
 
     def sample(self, logits: Tensor, batch: Batch) -> Sampled:
         """Choose a token for each row of `logits` (float32 [R, V], altered in place) of a batch that samples.
 
         Waits for nothing but the host data of rows with a constraint, and for that only until the forward is
         done. Logprobs are of the distribution after penalties, bias, host data and temperature, before
-        truncation; greedy rows count as temperature 1.
+        truncation; greedy rows count as temperature 1. With `raw_logprobs` they are of `logits` as given.
         """
         sampling = batch.sampling
         if sampling is None:
@@ -108,6 +110,9 @@ class Sampler:
         arrived = self._gate.arrived(batch)
         host = self._host_arrays(sampling, arrived)
         there = self._staging.copy(host)
+        scored_logits = None
+        if "scored_rows" in there and self._raw_logprobs:
+            scored_logits = logits[there["scored_rows"]]  # a copy
         if "penalised_rows" in there:
             self._apply_penalties(logits, sampling, there)
         if "bias_rows" in there:
@@ -127,10 +132,12 @@ class Sampler:
             return Sampled(ids, sound, host_data=arrived)
         rows, scored_ids = tuple(host["scored_rows"].tolist()), ids
         if len(rows) < len(ids):
-            logits, scored_ids = logits[there["scored_rows"]], ids[there["scored_rows"]]
+            scored_ids = ids[there["scored_rows"]]
+        if scored_logits is None:
+            scored_logits = logits if len(rows) == len(ids) else logits[there["scored_rows"]]
         params = [params for params in sampling.logprobs if params is not None]
         temperature, requested = there["scored_temperature"], there["requested_ids"]
-        scored = score_rows(logits, scored_ids, temperature, requested, params, self._score)
+        scored = score_rows(scored_logits, scored_ids, temperature, requested, params, self._score)
         return Sampled(ids, sound, scored, rows, arrived)
 
     def score_prompts(
@@ -157,8 +164,8 @@ class Sampler:
             wanted = [(row, params) for row, params in enumerate(sampling.logprobs) if params is not None]
             if wanted:
                 rows = arrays["scored_rows"] = np.array([row for row, _ in wanted])
-                temperature = arrays["temperature"][rows]
-                arrays["scored_temperature"] = np.where(sampling.greedy[rows], np.float32(1), temperature)
+                plain = sampling.greedy[rows] | self._raw_logprobs
+                arrays["scored_temperature"] = np.where(plain, np.float32(1), arrays["temperature"][rows])
                 arrays["requested_ids"] = requested_ids([params for _, params in wanted])
         return arrays
 

@@ -101,6 +101,7 @@ class ModelWorker:
         self.mesh = Mesh(setup.rank_info, self.device)
         self.kernels = _select(setup.kernels)
         self._context_length, self._graphs = model.context_length, setup.graphs
+        self._raw_logprobs = setup.kernels.raw_logprobs
         if setup.graphs.compile_max_rows:
             self.kernels = compilable(self.kernels)
         layers = setup.rank_info.stage_layers(self.facts.num_layers)
@@ -253,6 +254,7 @@ class ModelWorker:
             penalize=self.kernels.penalize,
             apply_bitmask=self.kernels.apply_bitmask,
             score=self.kernels.score,
+            raw_logprobs=self._raw_logprobs,
         )
 
     def _make_cpu_graph(self, model: Decoder, pool: KVPool, cache: CacheSetup, plan: Plan) -> CpuGraph | None:

@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
+import anyio.to_thread
 from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from runtime.errors import InvalidRequest
@@ -45,6 +47,12 @@ async def classify(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """Scores of the labels, the likeliest label and probabilities of one prompt, or of each of a list."""
     is_batch, requests = await read_body(http, partial(_read, core))
     answers = await read_all_or_disconnect(submit_all(core, requests), http.receive)
+    return await anyio.to_thread.run_sync(_response, core, requests, answers, is_batch)
+
+
+def _response(
+    core: EngineCore, requests: Sequence[Request], answers: Sequence[Sequence[Chunk]], is_batch: bool
+) -> Response:
     found = classified(core, requests, answers)
     return json_response(found if is_batch else found[0])
 

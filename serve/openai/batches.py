@@ -122,7 +122,7 @@ class BatchStore:
 async def create(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """Begin to answer the lines of a file."""
     body = await read_body(http, lambda raw: decode(BatchBody, parse_object(raw)))
-    files, owner = FileStore.of(core), CLIENT.get().name
+    files, owner = FileStore.of(http), CLIENT.get().name
     source = await anyio.to_thread.run_sync(files.get, body.input_file_id, owner)
     await anyio.to_thread.run_sync(files.room)
     now = int(time.time())
@@ -156,21 +156,21 @@ async def create(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 async def list_batches(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """The client's batches, newest first."""
-    FileStore.of(core)
+    FileStore.of(http)
     shown = [batch.as_json() for batch in http.app.state.batches.of(CLIENT.get().name)]
     return list_page(http, shown, limit=20, max_limit=MAX_LISTED)
 
 
 async def retrieve(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """How far a batch is, and the files with its answers."""
-    FileStore.of(core)
+    FileStore.of(http)
     batch = http.app.state.batches.get(http.path_params["batch_id"], CLIENT.get().name)
     return json_response(batch.as_json())
 
 
 async def cancel(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """End a batch; the answers so far are kept."""
-    FileStore.of(core)
+    FileStore.of(http)
     batch: Batch = http.app.state.batches.get(http.path_params["batch_id"], CLIENT.get().name)
     if batch.shown["status"] in ENDED:
         raise InvalidRequest(f"The batch is {batch.shown['status']} already.", param="batch_id")

@@ -8,15 +8,14 @@ import re
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from threading import Lock
+from typing import Any
 from uuid import uuid4
 
 import orjson
+from starlette.requests import Request as HttpRequest
 
 from runtime.errors import NotFound, NotSupported, PayloadTooLarge
-
-if TYPE_CHECKING:
-    from runtime.actors.engine_core import EngineCore
 
 logger = logging.getLogger("penstock.http")
 
@@ -46,18 +45,18 @@ class FileObject:
 
 
 class FileStore:
-    """Files in a folder. A client sees those of its own key."""
+    """Files in a folder, for threads. A client sees those of its own key."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._adding = Lock()  # what looks for room has taken it before another looks
 
-    @classmethod
-    def of(cls, core: EngineCore) -> FileStore:
-        """Raises `NotSupported` where the server has no folder for files."""
-        folder = core.plan.serve.file_storage
-        if folder is None:
+    @staticmethod
+    def of(http: HttpRequest) -> FileStore:
+        """The application's. Raises `NotSupported` where the server has no folder for files."""
+        if http.app.state.files is None:
             raise NotSupported("Files and batches need a folder: start the server with --file-storage-path.")
-        return cls(Path(folder))
+        return http.app.state.files
 
     def path(self, file_id: str) -> Path:
         """Where the content of a file lies; `file_id` is one of ours."""
@@ -91,14 +90,15 @@ class FileStore:
     def add(self, filename: str, purpose: str, content: bytes | memoryview, owner: str) -> FileObject:
         """Keep a file. Raises `PayloadTooLarge` where there is no room for it."""
         made = self.new(filename, purpose, owner)
-        if len(content) > self.room():
-            raise PayloadTooLarge("The server's folder of files has no room for this one; delete some.")
-        try:
-            self.path(made.id).write_bytes(content)
-        except BaseException:  # a disk that is full, perhaps
-            self.path(made.id).unlink(missing_ok=True)
-            raise
-        return self.keep(made)
+        with self._adding:
+            if len(content) > self.room():
+                raise PayloadTooLarge("The server's folder of files has no room for this one; delete some.")
+            try:
+                self.path(made.id).write_bytes(content)
+            except BaseException:  # a disk that is full, perhaps
+                self.path(made.id).unlink(missing_ok=True)
+                raise
+            return self.keep(made)
 
     def new(self, filename: str, purpose: str, owner: str) -> FileObject:
         """A file that is still to be written and kept."""

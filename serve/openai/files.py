@@ -66,7 +66,7 @@ def check_size(num_bytes: int) -> None:
 
 async def upload(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """Keep a file that comes as multipart/form-data with `purpose` and `file`."""
-    store = FileStore.of(core)
+    store = FileStore.of(http)
     boundary = boundary_of(http.headers.get("content-type", ""))
     announced = http.headers.get("content-length", "")
     check_size(int(announced[:20]) if announced.isdecimal() else 0)
@@ -146,7 +146,7 @@ def _parameters(header: str) -> dict[str, str]:
 
 async def list_files(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """The client's files, newest first unless `order=asc`, of one `purpose` where it is given."""
-    found = await anyio.to_thread.run_sync(FileStore.of(core).all_files)
+    found = await anyio.to_thread.run_sync(FileStore.of(http).all_files)
     owner, purpose = CLIENT.get().name, http.query_params.get("purpose")
     shown = [
         each.shown()
@@ -163,7 +163,7 @@ async def retrieve(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 async def content(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """What a file holds."""
-    path = FileStore.of(core).path((await _file(http, core)).id)
+    path = FileStore.of(http).path((await _file(http, core)).id)
     try:
         stat = await anyio.to_thread.run_sync(path.stat)
     except FileNotFoundError:  # deleted meanwhile
@@ -174,10 +174,10 @@ async def content(http: HttpRequest, core: EngineCore) -> ASGIApp:
 async def delete(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """Delete a file."""
     file_id, owner = http.path_params["file_id"], CLIENT.get().name
-    await anyio.to_thread.run_sync(FileStore.of(core).delete, file_id, owner)
+    await anyio.to_thread.run_sync(FileStore.of(http).delete, file_id, owner)
     return json_response({"id": file_id, "object": "file", "deleted": True})
 
 
 async def _file(http: HttpRequest, core: EngineCore) -> FileObject:
     owner = CLIENT.get().name
-    return await anyio.to_thread.run_sync(FileStore.of(core).get, http.path_params["file_id"], owner)
+    return await anyio.to_thread.run_sync(FileStore.of(http).get, http.path_params["file_id"], owner)

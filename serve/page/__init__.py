@@ -1,4 +1,7 @@
-"""The chat page at `/`: static files of this package. Its content security policy admits no others."""
+"""The chat page at `/` and the page at `/live` that shows what the engine does: static files of this package.
+
+Their content security policy admits no others.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-# Every path of the page and its file. The page loads without an API key.
+# Every path of the pages and its file. They load without an API key.
 PATHS = MappingProxyType(
     {
         "/": "chat.html",
@@ -18,6 +21,9 @@ PATHS = MappingProxyType(
         "/page/answer.js": "answer.js",
         "/page/markdown.js": "markdown.js",
         "/page/stream.js": "stream.js",
+        "/live": "live.html",
+        "/page/live.css": "live.css",
+        "/page/live.js": "live.js",
     }
 )
 HEADERS = {

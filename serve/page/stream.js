@@ -32,6 +32,12 @@ export async function serverInfo(key) {
   return response.json();
 }
 
+/** What the engine does now; see /live. */
+export async function liveState(key) {
+  const response = await reach("live_state", { headers: keyHeader(key) });
+  return response.json();
+}
+
 // Bytes of UTF-8 as characters up to 255: a key may hold any character, a header only these.
 function keyHeader(key) {
   if (!key) return {};

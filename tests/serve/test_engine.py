@@ -224,6 +224,22 @@ async def test_prompt_logprobs_do_not_depend_on_the_cache(path: str):
             assert one[0] == (None if other[0] is None else pytest.approx(other[0], abs=1e-4))
 
 
+async def test_raw_logprobs_of_outputs_are_those_of_prompts(path: str):
+    sampling = {"max_new_tokens": 6, "temperature": 0.4, "sampling_seed": 3, "logit_bias": {"7": 2.0}}
+    async with Engine(path, logprobs_mode="raw_logprobs") as engine:
+        drawn = await engine.generate(input_ids=[5, 6, 7], sampling_params=sampling, return_logprob=True)
+        read = await engine.generate(
+            input_ids=[5, 6, 7, *drawn["output_ids"]],
+            sampling_params=SHORT,
+            return_logprob=True,
+            logprob_start_len=2,
+        )
+    found = [each[:2] for each in drawn["meta_info"]["output_token_logprobs"]]
+    expected = [each[:2] for each in read["meta_info"]["input_token_logprobs"][1:]]
+    assert len(expected) == 6
+    assert found == [[pytest.approx(logprob, abs=1e-4), token_id] for logprob, token_id in expected]
+
+
 async def test_a_text_far_too_long_costs_no_tokenizing(path: str, monkeypatch: pytest.MonkeyPatch):
     async with Engine(path, max_total_tokens=512) as engine:
         encoded: list[str] = []

@@ -108,7 +108,9 @@ class HttpArgs:
         plan=ServePlan.cache_report,
     )
     disable_chat_page: bool = option(
-        False, "Do not serve the chat page at /. The API stays as it is.", plan=ServePlan.chat_page
+        False,
+        "Do not serve the chat page at / and the page at /live. The API stays as it is.",
+        plan=ServePlan.chat_page,
     )
     allow_auto_truncate: bool = option(
         False,
@@ -121,8 +123,10 @@ class HttpArgs:
         "logged once.",
         plan=ServePlan.refuse_unknown_fields,
     )
-    warmups: str | None = planned(
-        None, "Names of warm-up functions, separated by commas, that run before the server is ready."
+    warmups: str | None = inert(
+        None,
+        "Names of warm-up functions, separated by commas, that run before the server is ready.",
+        reason="there is one where it comes from, for voices; unknown names are skipped there too",
     )
     file_storage_path: str | None = option(
         None,

@@ -47,10 +47,10 @@ class ObserveArgs:
         choices=(0, 1, 2, 3),
         plan=ObservePlan.request_log_level,
     )
-    show_time_cost: bool = planned(
+    show_time_cost: bool = inert(
         False,
         "Print the time spent in marked parts of the code.",
-        instead="--enable-metrics tells the time of steps, --enable-request-time-stats-logging that of requests",
+        reason="no part is marked where it comes from either; --enable-metrics tells the time of steps",
     )
     enable_metrics: bool = option(False, "Serve Prometheus metrics at /metrics.", plan=ObservePlan.metrics)
     enable_metrics_for_all_schedulers: bool = always(
@@ -93,8 +93,12 @@ class ObserveArgs:
         "Log for every finished request how long it waited and ran.",
         plan=ObservePlan.log_request_times,
     )
-    kv_events_config: Json | None = planned(
-        None, "JSON object that says where events about cached pages are published."
+    kv_events_config: Json | None = option(
+        None,
+        'JSON object that says where events about cached pages are published: {"publisher": "zmq"}, with endpoint '
+        "(default tcp://*:5557, of further replicas the ports behind it), replay_endpoint, buffer_steps, hwm, "
+        "max_queue_size and topic. The messages are SGLang's and vLLM's. Needs penstock[kv-events]. Default: none are.",
+        plan=ObservePlan.kv_events,
     )
     enable_trace: bool = option(
         False,
@@ -138,8 +142,10 @@ class DebugArgs:
     debug_tensor_dump_input_file: str | None = planned(
         None, "NumPy file with token ids that are run once at the start; then the server ends."
     )
-    debug_tensor_dump_inject: str | None = planned(
-        None, "Folder with written tensors that replace the computed ones."
+    debug_tensor_dump_inject: str | None = inert(
+        None,
+        "Folder with written tensors that replace the computed ones.",
+        reason="only Grok-1 reads it where it comes from, which is not served here",
     )
     debug_tensor_dump_prefill_only: bool = inert(
         False, "Write tensors of prompts only.", reason="nothing reads it where it comes from either"

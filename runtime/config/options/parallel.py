@@ -111,7 +111,11 @@ class ParallelArgs:
         reason="there is no kernel of our own",
         sglang="off: a kernel of its own sums small tensors",
     )
-    enable_nccl_nvls: bool = planned(False, "Let NCCL sum inside the NVLink switch.")
+    enable_nccl_nvls: bool = always(
+        False,
+        "Let NCCL sum inside the NVLink switch.",
+        reason="NCCL does so wherever the switch can; NCCL_NVLS_ENABLE=0 in the environment turns it off",
+    )
     enable_symm_mem: bool = planned(False, "Use NCCL's symmetric memory for sums over devices.")
     enable_mscclpp: bool = planned(False, "Use MSCCL++ for small sums over devices.")
     enable_p2p_check: bool = inert(

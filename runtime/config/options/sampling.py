@@ -30,6 +30,14 @@ class SamplingArgs:
         "Default: none.",
         plan=ServePlan.preferred_sampling,
     )
+    logprobs_mode: str = option(
+        "processed_logprobs",
+        "Of which distribution log-probabilities of the output are. processed_logprobs: of the one that tokens are "
+        "drawn from before top-k, top-p and min-p, hence after penalties, biases, grammars and the temperature (greedy "
+        "requests count as temperature 1), as SGLang's; raw_logprobs: of the model's own, as vLLM's.",
+        choices=("processed_logprobs", "raw_logprobs"),
+        plan=KernelPlan.raw_logprobs,
+    )
     enable_nan_detection: bool = option(
         False,
         "Log in which part of the model values stop being finite numbers: such a step is computed again, layer by "

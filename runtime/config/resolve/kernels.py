@@ -72,6 +72,7 @@ def kernel_plan(
         prefill_attention_backend=prefill,
         decode_attention_backend=decode,
         sampling_backend=sampling,
+        raw_logprobs=builder.follow("logprobs_mode", builder.args.sampling.logprobs_mode == "raw_logprobs"),
         nan_detection=builder.follow("enable_nan_detection"),
     )
 

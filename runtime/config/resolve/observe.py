@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Any, get_type_hints
 
 from runtime.config import buckets
 from runtime.config.buckets import Bounds, ascending, token_bounds
-from runtime.config.plan import ObservePlan
+from runtime.config.plan import KvEventsPlan, ObservePlan
 from runtime.config.resolve.plan_builder import Decision, PlanBuilder, build
 from runtime.errors import ConfigurationError
 
 LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")  # a token of RFC 9110
+_ENDPOINT = re.compile(r"tcp://[^\s]+:\d{1,5}|(ipc|inproc)://\S+", re.ASCII)
 TAKEN_LABELS = frozenset({"model_name", "le"})
 
 
@@ -30,8 +32,39 @@ def observe_plan(builder: PlanBuilder) -> ObservePlan:
         request_log_level=_request_log_level(builder),
         log_request_times=builder.follow("enable_request_time_stats_logging"),
         trace_endpoint=_trace_endpoint(builder),
+        kv_events=_kv_events(builder),
         collector_warning_s=builder.follow("gc_warning_threshold_secs"),
     )
+
+
+def _kv_events(builder: PlanBuilder) -> Decision[KvEventsPlan | None]:
+    option = "kv_events_config"
+    given = dict(builder.args.observe.kv_events_config or {})
+    publisher, enabled = given.pop("publisher", "null"), given.pop("enable_kv_cache_events", True)
+    kinds = get_type_hints(KvEventsPlan)
+    for name, value in given.items():
+        if name not in kinds:
+            builder.refuse(option, f"{_flag(option)}: {name!r} is not known; there are {', '.join(kinds)}.")
+        elif not _is_of(value, kinds[name]):
+            builder.refuse(option, f"{_flag(option)}: {name} cannot be {value!r}.")
+    for name in ("endpoint", "replay_endpoint"):
+        if (address := given.get(name)) is not None and not _ENDPOINT.fullmatch(str(address)):
+            builder.refuse(option, f"{_flag(option)}: {name} must be like tcp://*:5557 or ipc:///run/kv.")
+    if publisher not in ("null", "zmq") or not isinstance(enabled, bool):
+        builder.refuse(option, f'{_flag(option)}: publisher must be "zmq" or "null".')
+    if option in builder.refusals or publisher == "null" or not enabled:
+        return Decision(None, "nobody asked for them")
+    if not builder.args.cache.disable_radix_cache:
+        return Decision(KvEventsPlan(**given), "as asked")
+    builder.refuse(option, f"{_flag(option)}: there are no events with --disable-radix-cache.")
+    return Decision(None, "nothing is cached")
+
+
+def _is_of(value: object, kind: Any) -> bool:
+    """Whether a value of JSON is a text, perhaps null, or a number above 0, as the field's type says."""
+    if kind is int:
+        return type(value) is int and 0 < value < 2**31
+    return isinstance(value, kind)
 
 
 def _trace_endpoint(builder: PlanBuilder) -> Decision[str | None]:

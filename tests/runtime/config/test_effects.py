@@ -70,6 +70,7 @@ VALUES: dict[str, list[Any]] = {
     "prompt_tokens_buckets": [["tse", "1000", "2", "8"]],
     "generation_tokens_buckets": [["customer", "10", "20"]],
     "constrained_json_whitespace_pattern": [" ?"],
+    "kv_events_config": [{"publisher": "zmq"}],
 }
 # What was chosen, as users call it: `explain` shows it, and the engine reads `choices`.
 SHOWN = {f"{kind}_backend" for kind in ("attention", "prefill_attention", "decode_attention", "sampling")}

@@ -246,6 +246,31 @@ def test_rows_that_ask_get_logprobs_before_truncation() -> None:
         assert scores.chosen == [(pytest.approx(chosen, rel=1e-5), tokens.tokens[row][0])]
 
 
+@pytest.mark.parametrize("asking", [(0,), (0, 1, 2)])
+def test_raw_logprobs_are_of_the_logits_before_anything_changes_them(asking: tuple[int, ...]) -> None:
+    logits = random_logits(3, seed=5)
+    step = sampling(
+        3,
+        temperature=[0.5, 2.0, 1.0],
+        logprobs=tuple(LogprobParams(token_ids=(8,)) if row in asking else None for row in range(3)),
+        bias=bias((0, 8, 4.0), (1, 8, -INF)),
+        penalties=penalties([0], [0], [fresh(0, output=[1, 2])]),
+        rates=(0.5, 0.5, 2.0),
+        host_data=masks((2, arrived(4, 5))),
+    )
+    tokens = read(Sampler(VOCAB, 1, CPU, raw_logprobs=True).sample(logits.clone(), step))
+    processed = read(Sampler(VOCAB, 1, CPU).sample(logits.clone(), step))
+    assert tokens.tokens == processed.tokens
+    assert tokens.logprobs is not None
+    expected = logits.double().log_softmax(-1)
+    for row in asking:
+        [found] = [tokens.logprobs[row]]
+        assert found is not None
+        [token_id] = tokens.tokens[row]
+        assert found.chosen == [(pytest.approx(expected[row, token_id].item(), rel=1e-5), token_id)]
+        assert found.requested == [[(pytest.approx(expected[row, 8].item(), rel=1e-5), 8)]]
+
+
 def test_a_forbidden_token_has_a_logprob_that_json_can_say() -> None:
     step = sampling(1, bias=bias((0, 7, -INF)), logprobs=(LogprobParams(token_ids=(7,)),))
     tokens = read(Sampler(VOCAB, 1, CPU).sample(random_logits(1), step))

@@ -6,7 +6,8 @@ import asyncio
 import json
 import os
 import threading
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,22 @@ async def test_folder_counts_all_that_lies_there(
     assert (orphan.exists(), old.exists()) == (True, False)
 
 
+async def test_uploads_at_once_share_the_room_that_there_is(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(file_store, "MAX_FOLDER_BYTES", 2500)
+    room = file_store.FileStore.room
+
+    def slow_room(store: file_store.FileStore) -> int:
+        left = room(store)
+        time.sleep(0.05)  # the others look meanwhile
+        return left
+
+    monkeypatch.setattr(file_store.FileStore, "room", slow_room)
+    answers = await asyncio.gather(*(upload(client, b"a" * 1500) for _ in range(3)))
+    assert sorted(answer.status_code for answer in answers) == [200, 413, 413]
+
+
 async def test_what_cannot_be_described_is_not_left_on_disk(
     client: httpx.AsyncClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -252,6 +269,31 @@ async def test_large_lines_are_read_in_threads_and_too_large_ones_not_at_all(
     assert read[len(LINE)] == threading.get_ident() != read[len(large) + 1]
     wrong = (await client.get(f"/v1/files/{batch['error_file_id']}/content")).json()
     assert wrong["error"]["message"].startswith("Line 2: The line has more than")
+
+
+async def test_lines_that_are_long_in_coming_hold_up_nobody():
+    asked = asyncio.Event()
+    loop, more = asyncio.get_running_loop(), threading.Event()
+
+    def lines() -> Iterator[bytes]:
+        yield LINE
+        assert more.wait(60)
+        yield LINE
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        loop.call_soon_threadsafe(asked.set)
+        return httpx.Response(200, json={})
+
+    counts = batch_module.BatchCounts()
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://a") as client:
+        work = batch_module.answer_lines(
+            client, lines(), lambda line, is_good: None, counts, num_at_once=3, max_line_bytes=4096
+        )
+        working = asyncio.create_task(work)
+        await asked.wait()
+        more.set()
+        await working
+    assert counts.completed == 2
 
 
 async def test_line_of_an_engine_that_is_always_busy_fails(monkeypatch: pytest.MonkeyPatch):

@@ -72,7 +72,7 @@ def test_option_decides(options: dict[str, bool], there: bool) -> None:
 def test_every_file_is_served_and_every_reference_is_ours() -> None:
     there = {path.name for path in FOLDER.iterdir() if path.suffix in (".html", ".css", ".js")}
     assert there == set(PATHS.values())
-    html = (FOLDER / "chat.html").read_text()
+    html = "".join(path.read_text() for path in FOLDER.glob("*.html"))
     references = re.findall(r'(?:src|href)="([^"]+)"', html)
     assert {f"/{reference}" for reference in references if reference != "data:,"} <= set(PATHS)
     for script in FOLDER.glob("*.js"):

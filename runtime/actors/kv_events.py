@@ -1,0 +1,122 @@
+"""Publishes what becomes of cached pages, by ZeroMQ, in the messages of SGLang and vLLM (--kv-events-config).
+
+A message has three frames: the topic, a number that counts batches from 0 (8 bytes, the highest first), and a batch in
+msgpack: [time, events, number of the replica]. A subscriber that finds a number missing sends the first missing one to
+the replay address, and gets those that are still kept as (number, batch), then (-1, nothing).
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections import deque
+from collections.abc import Sequence
+from threading import Thread
+from typing import Any
+
+from runtime.config.plan import KvEventsPlan
+from runtime.errors import ConfigurationError
+from runtime.kv_cache.page_events import Event
+
+logger = logging.getLogger("penstock.core")
+
+POLL_S = 0.1  # between two looks for subscribers that ask for a replay
+CLOSE_TIMEOUT_S = 1.0
+END = (-1).to_bytes(8, "big", signed=True)
+
+
+class KvEventPublisher:
+    """Sends the batches of one replica from a thread. What finds its queue full is dropped, and its number with it.
+
+    Raises `ConfigurationError` where packages are missing or an address cannot be used.
+    """
+
+    def __init__(self, plan: KvEventsPlan, index: int) -> None:
+        try:
+            import msgspec
+            import zmq
+        except ImportError as error:
+            raise ConfigurationError(
+                f"--kv-events-config needs {error.name}: pip install 'penstock[kv-events]'."
+            ) from error
+        self._index = index
+        self._topic = plan.topic.encode()
+        self._encode = msgspec.msgpack.encode
+        self._next = 0  # the number of the next batch
+        self._queue: queue.Queue[tuple[int, list[Any]] | None] = queue.Queue(plan.max_queue_size)
+        self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=plan.buffer_steps)
+        self._context = zmq.Context()
+        self._context.setsockopt(zmq.LINGER, int(CLOSE_TIMEOUT_S * 1000))
+        self._publish, self._replay = self._context.socket(zmq.PUB), None
+        self._publish.set_hwm(plan.hwm)
+        address = plan.endpoint
+        try:
+            address = address_of(plan.endpoint, index)
+            is_ours = "*" in address or "::" in address or not address.startswith("tcp:")
+            (self._publish.bind if is_ours else self._publish.connect)(address)
+            if plan.replay_endpoint is not None:
+                address = address_of(plan.replay_endpoint, index)
+                self._replay = self._context.socket(zmq.ROUTER)
+                self._replay.bind(address)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise ConfigurationError(f"--kv-events-config: {address} cannot be used ({error}).") from error
+        self._thread = Thread(target=self._run, name="penstock-kv-events", daemon=True)
+        self._thread.start()
+
+    def publish(self, events: Sequence[Event]) -> None:
+        """Send a batch soon. Returns at once."""
+        number, self._next = self._next, self._next + 1
+        try:
+            self._queue.put_nowait((number, [time.time(), events, self._index]))
+        except queue.Full:  # the next number tells subscribers
+            logger.warning("KV events: the queue is full, and batch %d was dropped.", number)
+
+    def close(self) -> None:
+        """Send what waits, for a second at most, and give the addresses back. Blocks."""
+        try:
+            self._queue.put(None, timeout=CLOSE_TIMEOUT_S)
+        except queue.Full:
+            logger.warning("KV events: the last ones are dropped.")
+            self._queue.queue.clear()
+            self._queue.put(None)
+        self._thread.join()
+        self._context.destroy()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self._answer_replay()
+                item = self._queue.get(timeout=POLL_S if self._replay is not None else None)
+                if item is None:
+                    return
+                number, batch = item[0].to_bytes(8, "big"), self._encode(item[1])
+                self._publish.send_multipart((self._topic, number, batch))
+                self._kept.append((number, batch))
+            except queue.Empty:
+                continue
+            except Exception:  # the thread's border: a batch is lost, which its number tells
+                logger.exception("KV events: a batch could not be sent.")
+
+    def _answer_replay(self) -> None:
+        if self._replay is None or not self._replay.poll(0):
+            return
+        frames = self._replay.recv_multipart()
+        if len(frames) != 3 or len(frames[2]) != 8:
+            logger.warning("KV events: a replay was asked for in a message of another form.")
+            return
+        for number, batch in self._kept:
+            if number >= frames[2]:
+                self._replay.send_multipart((frames[0], b"", number, batch))
+        self._replay.send_multipart((frames[0], b"", END, b""))
+
+
+def address_of(endpoint: str, index: int) -> str:
+    """The address of a replica: the port is counted up, other names get the number behind them."""
+    if not index:
+        return endpoint
+    if endpoint.startswith("tcp:"):
+        host, _, port = endpoint.rpartition(":")
+        return f"{host}:{int(port) + index}"
+    return f"{endpoint}_dp{index}"
