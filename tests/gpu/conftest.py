@@ -2,7 +2,7 @@
 
 With PENSTOCK_TEST_DEVICE=cpu they run on the CPU, to rehearse (`just gpu-contact --device cpu`): one case of each kind
 and a few families, as the ordinary suite has all of them there, unless PENSTOCK_TEST_EVERY=1. Their bodies stand in
-`tests/kit/on_device`, where a test of the ordinary suite runs them on the CPU. Here nothing imports torch before a
+`tests/on_device`, where a test of the ordinary suite runs them on the CPU. Here nothing imports torch before a
 device is known to be there.
 """
 

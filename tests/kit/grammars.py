@@ -9,11 +9,20 @@ from typing import Any
 
 import numpy as np
 
+from runtime.config.plan import TokenizerPlan
 from runtime.grammar.spec import Grammar
 from runtime.grammar.with_llguidance import LLGuidanceBackend, LLGuidanceMatcher
+from runtime.tokenizer.backend import read_tokenizer
 from runtime.tokenizer.tokenizer import Tokenizer
 from serve.demo import demo_path
-from tokenizer_of import load_tokenizer
+
+
+def load_tokenizer(path: str) -> Tokenizer:
+    plan = TokenizerPlan(
+        tokenizer_path=path, mode="auto", trust_remote_code=False, revision=None, chat_template=None
+    )
+    files = read_tokenizer(plan)
+    return Tokenizer(files.backend, files.special)
 
 
 @cache
