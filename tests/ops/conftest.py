@@ -1,12 +1,82 @@
-"""Tests marked `interpreter` run in a child process; see `interpreter_session`."""
+"""Tests marked `interpreter` run in a child process, in which Triton kernels are interpreted on the CPU.
+
+Triton reads TRITON_INTERPRET when it is imported, so one process either interprets kernels or compiles them. The
+tests are collected as usual and run in one child; its reports arrive one by one through a pipe, and each test fails,
+passes and takes its time where it was collected.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
 from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
-from interpreter_session import InterpreterSession, is_interpreting, send_report
+VARIABLE = "TRITON_INTERPRET"
+REPORT_FD = "PENSTOCK_INTERPRETER_REPORT_FD"
+
+
+class Outcome(NamedTuple):
+    """What became of one test."""
+
+    word: str  # "passed", "failed", "skipped"
+    text: str  # the traceback or the reason
+
+
+def is_interpreting() -> bool:
+    return os.environ.get(VARIABLE) == "1"
+
+
+class InterpreterSession:
+    """The child. It starts at once and is waited for test by test."""
+
+    def __init__(self, root: Path, nodeids: Sequence[str]) -> None:
+        reading, writing = os.pipe()
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the session
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *nodeids],
+            cwd=root,
+            env={**os.environ, VARIABLE: "1", REPORT_FD: str(writing)},
+            pass_fds=[writing],
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+        )
+        os.close(writing)
+        self._reports = os.fdopen(reading)
+        self._outcomes: dict[str, Outcome] = {}
+
+    def outcome(self, nodeid: str) -> Outcome:
+        """Wait for the report about this test."""
+        while nodeid not in self._outcomes:
+            line = self._reports.readline()
+            if not line:
+                self._log.seek(0)
+                return Outcome("failed", "the interpreting child ended early:\n" + self._log.read()[-8000:])
+            name, word, text = json.loads(line)
+            self._outcomes[name] = Outcome(word, text)
+        return self._outcomes[nodeid]
+
+    def close(self) -> None:
+        self._reports.close()
+        if self._child.poll() is None:
+            self._child.kill()
+        self._child.wait()
+        self._log.close()
+
+
+def send_report(nodeid: str, word: str, text: str) -> None:
+    """Called in the child, for every finished test."""
+    fd = os.environ.get(REPORT_FD)
+    if fd is not None:
+        os.write(int(fd), (json.dumps([nodeid, word, text[-30_000:]]) + "\n").encode())
+
 
 _CHILD = pytest.StashKey[InterpreterSession]()
 

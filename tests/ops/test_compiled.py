@@ -2,17 +2,276 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import re
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
-from compiled_kernels import SHARED_BYTES, compiling_for, inspect
-from interpreter_session import is_interpreting
-from kernel_calls import CALLS, MORE_CALLS
+from ops.attention import AttentionMetadata
+from ops.moe import Mixture
+from ops.sampling import SamplingArrays
+
+# 8B-like shapes, in the dtypes that a served model has.
+HEADS, KV_HEADS, DIM, WIDTH, PAGE = 32, 8, 128, 4096, 16
+BF16 = torch.bfloat16
+
+
+def _backend(operation: str) -> Any:
+    return import_module(f"ops.{operation}.with_triton")
+
+
+def _tokens(count: int, heads: int, *, dim: int = DIM, dtype: torch.dtype = BF16) -> Tensor:
+    """Some heads out of fused queries, keys and values."""
+    return torch.empty(count, HEADS + 2 * KV_HEADS, dim, dtype=dtype)[:, :heads]
+
+
+def _pools(dtype: torch.dtype = BF16, *, dim: int = DIM, page: int = PAGE) -> Tensor:
+    return torch.empty(2, 64, KV_HEADS, page, dim, dtype=dtype)
+
+
+def _places(counts: list[int], page: int = PAGE) -> AttentionMetadata:
+    table = np.zeros((len(counts), 512 // page), np.int32)
+    return AttentionMetadata.build([3] * len(counts), counts, table, page)
+
+
+def _norm(width: int, dtype: torch.dtype = BF16) -> None:
+    x, residual = torch.empty(2, 48, width, dtype=dtype)
+    _backend("norm").rms_norm(x, x[0], 1e-5)
+    _backend("norm").add_rms_norm(x, residual, x[0], 1e-5, unit_offset=True)
+
+
+def _layer_norm(width: int, dtype: torch.dtype = BF16) -> None:
+    x, residual = torch.empty(2, 48, width, dtype=dtype)
+    _backend("norm").layer_norm(x, x[0], None, 1e-5)
+    _backend("norm").add_layer_norm(x, residual, x[0], x[1], 1e-5)
+
+
+def _head_norm() -> None:
+    heads = _tokens(48, HEADS)
+    _backend("norm").rms_norm(heads, heads[0, 0], 1e-6)
+
+
+def _rotate(interleaved: bool = False) -> None:
+    q, k = _tokens(48, HEADS), _tokens(48, KV_HEADS)
+    table, positions = torch.empty(4096, DIM), torch.zeros(48, dtype=torch.int64)
+    _backend("rope").rotate(q, k, table, positions, interleaved=interleaved)
+
+
+def _gate(activation: str, dtype: torch.dtype = BF16) -> None:
+    _backend("activation").gate(torch.empty(48, 2 * 14336, dtype=dtype), activation)
+
+
+def _embed(first_id: int | None = None, dtype: torch.dtype = BF16) -> None:
+    ids, weight = torch.zeros(48, dtype=torch.int64), torch.empty(1024, WIDTH, dtype=dtype)
+    _backend("embedding").embed(ids, weight, first_id)
+
+
+def _logits(dtype: torch.dtype = BF16, **options: float) -> None:
+    _backend("embedding").as_logits(torch.empty(4, 151_936, dtype=dtype), **options)
+
+
+def _mix(num_tokens: int, dtype: torch.dtype = BF16, scoring: str = "softmax") -> None:
+    """Experts of the shape of Qwen3-30B-A3B."""
+    x, logits = torch.empty(num_tokens, 2048, dtype=dtype), torch.empty(num_tokens, 128, dtype=dtype)
+    gate_up, down = torch.empty(128, 2 * 768, 2048, dtype=dtype), torch.empty(128, 2048, 768, dtype=dtype)
+    weights, experts = _backend("moe").route(logits, 8, renormalise=True, scoring=scoring)
+    _backend("moe").mix(x, Mixture(gate_up, down), weights, experts, "silu")
+
+
+def _store(pool_dtype: torch.dtype) -> None:
+    k, v = _tokens(2, KV_HEADS), _tokens(2, KV_HEADS)
+    _backend("kv").store(k, v, *_pools(pool_dtype), _places([1, 1]), k_scale=0.5)
+
+
+def _copy() -> None:
+    pages = torch.zeros(3, dtype=torch.int64)
+    _backend("kv").copy_pages(*_pools(), pages, pages)
+
+
+def _attend(
+    counts: list[int],
+    *,
+    heads: int = HEADS,
+    dim: int = DIM,
+    dtype: torch.dtype = BF16,
+    pool_dtype: torch.dtype | None = None,
+    page: int = PAGE,
+    **options: Any,
+) -> None:
+    q = _tokens(sum(counts), HEADS, dim=dim, dtype=dtype)[:, :heads]
+    pools = _pools(pool_dtype or dtype, dim=dim, page=page)
+    _backend("attention").attend(q, *pools, _places(counts, page), scale=dim**-0.5, **options)
+
+
+def _choose() -> None:
+    logits = torch.empty(4, 151_936)
+    one = torch.ones(4)
+    _backend("sampling").choose(logits, SamplingArrays(one > 1, one, one.int(), one, one, one - 1))
+
+
+def _penalize() -> None:
+    logits, counts = torch.empty(4, 151_936), torch.empty(2, 151_936, dtype=torch.int32)
+    rows, penalty = torch.zeros(2, dtype=torch.int64), torch.ones(2)
+    _backend("sampling").penalize(logits, rows, rows, counts, counts > 0, penalty, penalty, penalty)
+
+
+def _mask() -> None:
+    rows, bitmask = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 4748, dtype=torch.int32)
+    _backend("sampling").apply_bitmask(torch.empty(4, 151_936), rows, bitmask)
+
+
+def _score() -> None:
+    ids = torch.zeros(4, dtype=torch.int64)
+    _backend("sampling").score(torch.zeros(4, 32_000), torch.ones(4), ids, 5, ids[:, None])
+
+
+ONE_EACH, CHUNK, BOTH = [1, 1, 1], [100, 30], [1, 100]
+
+# name -> the call; those whose name ends in "e4m3" need a GPU that has that type.
+CALLS: Mapping[str, Callable[[], None]] = {
+    "norm of a 4096 row": lambda: _norm(WIDTH),
+    "norm of heads": _head_norm,
+    "layer norm of a 4096 row": lambda: _layer_norm(WIDTH),
+    "rotate halves": _rotate,
+    "gate silu": lambda: _gate("silu"),
+    "embed": _embed,
+    "logits": _logits,
+    "experts of few tokens": lambda: _mix(4),
+    "experts of many tokens": lambda: _mix(4096),
+    "store bf16": lambda: _store(BF16),
+    "store fp8 e4m3": lambda: _store(torch.float8_e4m3fn),
+    "copy pages": _copy,
+    "choose": _choose,
+    "penalize": _penalize,
+    "bitmask": _mask,
+    "score": _score,
+    "decode": lambda: _attend(ONE_EACH),
+    "prefill": lambda: _attend(CHUNK),
+    "attend with window, soft cap and sinks": lambda: _attend(
+        BOTH, window=128, soft_cap=30.0, sinks=torch.empty(HEADS)
+    ),
+    "attend fp8 e4m3": lambda: _attend(BOTH, pool_dtype=torch.float8_e4m3fn, k_scale=0.5),
+    "attend with head dim 256": lambda: _attend(BOTH, dim=256),
+}
+# Further types and shapes, for the slow pass.
+MORE_CALLS: Mapping[str, Callable[[], None]] = {
+    "norm of an fp16 row of 3584": lambda: _norm(3584, torch.float16),
+    "layer norm of an fp16 row of 8192": lambda: _layer_norm(8192, torch.float16),
+    "norm of an fp32 row of 16384": lambda: _norm(16384, torch.float32),
+    "rotate interleaved": lambda: _rotate(interleaved=True),
+    "gate gelu": lambda: _gate("gelu"),
+    "gate gelu_tanh": lambda: _gate("gelu_tanh", torch.float16),
+    "gate relu": lambda: _gate("relu", torch.float32),
+    "embed a later part in fp32": lambda: _embed(4096, torch.float32),
+    "logits with a scale and a soft cap": lambda: _logits(torch.float32, scale=0.5, soft_cap=30.0),
+    "experts of some tokens in fp16": lambda: _mix(1024, torch.float16, "sigmoid"),
+    "experts in fp32": lambda: _mix(64, torch.float32),
+    "store fp8 e5m2": lambda: _store(torch.float8_e5m2),
+    "attend fp8 e5m2": lambda: _attend(BOTH, pool_dtype=torch.float8_e5m2),
+    "attend fp16 with head dim 64": lambda: _attend(BOTH, dim=64, dtype=torch.float16),
+    "attend fp32": lambda: _attend(BOTH, dtype=torch.float32),
+    "attend fp32 with head dim 256": lambda: _attend(BOTH, dim=256, dtype=torch.float32),
+    "attend with head dim 80": lambda: _attend(BOTH, dim=80),
+    "attend with head dim 96, pages of 1": lambda: _attend(BOTH, dim=96, page=1),
+    "attend with head dim 192": lambda: _attend(BOTH, dim=192),
+    "attend with pages of 64": lambda: _attend(BOTH, page=64),
+    "attend without sharing": lambda: _attend(BOTH, heads=KV_HEADS),
+    "decode with a split tile": lambda: _attend(ONE_EACH, split_tile_tokens=256),
+}
+
+
+# A driver that only knows its target takes the place of CUDA's, and every launch compiles instead: with the types,
+# alignments and launch options of that very call.
+SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # that one block may use
+
+
+class Compiled(NamedTuple):
+    """One kernel as ptxas made it."""
+
+    name: str
+    registers: int  # per thread
+    spilled_bytes: int  # of stack, per thread
+    shared_bytes: int  # per block
+
+
+class TargetOnly:
+    """As much of a Triton driver as a compilation asks for."""
+
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
+
+    def is_active(self) -> bool:
+        return True
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self._capability, 32)
+
+    def get_current_device(self) -> int:
+        return self._capability  # Triton keeps what it compiled by device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def set_current_device(self, device: int) -> None:
+        pass
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def map_python_to_cpp_type(self, name: str) -> str:
+        return name
+
+
+@contextmanager
+def compiling_for(capability: int) -> Iterator[list[Any]]:
+    """Within, a Triton launch compiles for this compute capability (90 for 9.0) and is added to the list."""
+    import triton
+    from triton.runtime.jit import JITFunction
+
+    launch: Callable[..., Any] = JITFunction.run
+    kernels: list[Any] = []
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        kernels.append(launch(self, *args, grid=grid, warmup=True, **kwargs))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JITFunction, "run", compile_only)
+        patch.setattr(triton.runtime.driver, "_active", TargetOnly(capability))
+        patch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # its default is going to change
+        yield kernels
+
+
+def inspect(kernel: Any, folder: Path) -> Compiled:
+    """Resources of a compiled kernel. Raises ValueError if there is no machine code in it."""
+    import triton
+
+    if not kernel.asm.get("cubin"):
+        raise ValueError(f"no code was made for {kernel.metadata.name}")
+    path = folder / "kernel.cubin"
+    path.write_bytes(kernel.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    done = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True)
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", done.stdout)
+    if usage is None:
+        raise ValueError(f"cuobjdump says nothing of {kernel.metadata.name}: {done.stdout}")
+    return Compiled(kernel.metadata.name, int(usage[1]), int(usage[2]), kernel.metadata.shared)
+
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(is_interpreting(), reason="this process interprets kernels")
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="this process interprets kernels"
+)
 
 # Per thread. On sm_80 the prefill tile that suits its successors is a few registers too large.
 MAX_SPILLED_BYTES = {80: 96, 90: 0, 100: 0}
