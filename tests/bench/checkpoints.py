@@ -66,6 +66,20 @@ SHAPES: Mapping[str, Shape] = {
         rope_theta=1_000_000.0,
         eps=1e-6,
     ),
+    "L": Shape(
+        hidden=2560,
+        layers=36,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        mlp=9728,
+        vocab=151_936,
+        tied=True,
+        qk_norm=True,
+        context=40_960,
+        rope_theta=1_000_000.0,
+        eps=1e-6,
+    ),
     "Q8": Shape(
         hidden=4096,
         layers=36,
@@ -104,6 +118,7 @@ ABOUT = {
     "T": "tiny Llama, 6 layers",
     "S": "SmolLM2-135M",
     "Q": "Qwen3-0.6B",
+    "L": "Qwen3-4B",
     "Q8": "Qwen3-8B",
     "L8": "Llama-3.1-8B",
 }

@@ -58,7 +58,7 @@ def test_a_seed_decides_the_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "millions"), [("T", 24), ("S", 135), ("Q", 596), ("Q8", 8191), ("L8", 8030)]
+    ("name", "millions"), [("T", 24), ("S", 135), ("Q", 596), ("L", 4022), ("Q8", 8191), ("L8", 8030)]
 )
 def test_named_shapes_have_the_size_of_their_models(name: str, millions: int) -> None:
     num = 0

@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 from bench import PROGRAM
 from bench.checkpoints import SHAPES
 from bench.cpu.engines import (
+    OUR_OPTIONS,
     OURS,
     PEERS,
     Peer,
@@ -43,7 +44,7 @@ STREAM_ROW, START_ROW = 5, 6
 def parser() -> argparse.ArgumentParser:
     options = new_parser("cpu", "Compare this engine with its peers on this machine's CPU.", program=PROGRAM)
     options.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), default=["T", "S"])
-    options.add_argument("--weights", nargs="+", choices=("bf16", "int8"), default=["bf16"])
+    options.add_argument("--weights", nargs="+", choices=tuple(OUR_OPTIONS), default=["bf16"])
     options.add_argument("--rows", nargs="+", type=int, choices=ROWS, default=list(ROWS))
     options.add_argument("--figures", nargs="+", metavar="NAME", help="of the rows only these")
     options.add_argument("--rounds", type=int, default=3, help="times that each engine is asked")
@@ -106,6 +107,8 @@ def run_part(options: argparse.Namespace, peers: Sequence[Peer], shape: str, wei
     )
     able: list[tuple[Peer, Path]] = []
     for peer in peers:
+        if weights not in peer.weights:
+            continue
         try:
             able.append((peer, converted(peer, Path(options.peers), models, shape, weights)))
         except ConfigurationError as error:

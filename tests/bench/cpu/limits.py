@@ -18,7 +18,7 @@ from bench.checkpoints import Shape
 from bench.cpu import work
 from runtime.errors import ConfigurationError
 
-WEIGHT_BYTES = {"bf16": 2, "int8": 1}
+WEIGHT_BYTES = {"bf16": 2.0, "int8": 1.0, "int4": 4.5 / 8}  # with a scale of 16 bits for 32 weights
 CACHE_BYTES = 2  # of one number in the KV cache
 
 

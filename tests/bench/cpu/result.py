@@ -12,7 +12,7 @@ from bench.checkpoints import SHAPES
 from bench.cpu.compare import by_figure, compare, disturbed, streamed_share, table
 from bench.cpu.limits import Cost, Limits
 from bench.cpu.turns import Failure, Turn
-from bench.cpu.work import FIGURES
+from bench.cpu.work import FIGURES, GOALS_OF_4_BITS
 from runtime.errors import ConfigurationError
 from serve.bench import report
 
@@ -121,7 +121,8 @@ def render_part(limits: Limits, part: Part) -> str:
     cost = Cost(SHAPES[part.shape], part.weights, limits)
     best = {name: value for name in FIGURES if (value := cost.best(name)) is not None}
     values = by_figure(part.turns)
-    lines = compare(values, best, near_limits=part.shape != TINY)
+    goals = GOALS_OF_4_BITS if part.weights == "int4" else {}
+    lines = compare(values, best, near_limits=part.shape != TINY, goals=goals)
     texts = ["", table(f"{part.shape}, {part.weights}", lines)]
     if (share := streamed_share(values)) is not None:
         reached = "reached" if share >= STREAMED_GOAL else "missed"

@@ -22,6 +22,8 @@ def test_the_ratio_is_to_the_best_peer_pair_by_pair() -> None:
     assert line.goals == [Goal("1.0", True), Goal("60%", False)]
     [line] = compare(values, {PREFILL: 400.0}, near_limits=False)
     assert line.goals == [Goal("1.0", True)]
+    [line] = compare(values, {PREFILL: 400.0}, goals={PREFILL: (2.5, 0.25)})
+    assert line.goals == [Goal("2.5", False), Goal("25%", True)]
 
 
 def test_of_times_the_least_is_best_and_above_one_is_still_better() -> None:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from bench.checkpoints import Shape, write_checkpoint
 from bench.cpu.engines import SCRIPTS
+from runtime.models.formats.bits import unpack
 
 TINY = Shape(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=48, vocab=320, tied=False)
 
@@ -62,7 +63,7 @@ def test_a_common_prefix_leaves_each_prompt_a_token_of_its_own(monkeypatch: pyte
 
 def test_vllm_gets_weights_in_eight_bits_near_ours(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ours = load_file(str(checkpoint / "model.safetensors"))
-    script("run_vllm", monkeypatch).quantize(checkpoint)
+    script("run_vllm", monkeypatch).quantize(checkpoint, "int8")
     theirs = load_file(str(checkpoint / "model.safetensors"))
     name = "model.layers.0.mlp.down_proj.weight"
     assert theirs[name].dtype == torch.int8
@@ -70,3 +71,11 @@ def test_vllm_gets_weights_in_eight_bits_near_ours(checkpoint: Path, monkeypatch
     assert (back - ours[name].float()).abs().max() <= theirs[f"{name}_scale"].max() / 2 * 1.01
     assert torch.equal(theirs["lm_head.weight"], ours["lm_head.weight"])
     assert "quantization_config" in json.loads((checkpoint / "config.json").read_text())
+
+
+def test_vllm_gets_weights_in_four_bits_near_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(8, 256)
+    packed, scales, shape = script("run_vllm", monkeypatch).four_bits("w", weight).values()
+    assert shape.tolist() == [8, 256]
+    steps = scales.float().repeat_interleave(128, dim=1)
+    assert ((unpack(packed, 4, 256) - 8) * steps - weight).abs().max() <= steps.max() * 0.52

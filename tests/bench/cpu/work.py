@@ -155,6 +155,13 @@ FIGURES: Mapping[str, Figure] = {
         MEMORY,
     )
 }
+# What is aimed at with weights of 4 bits, where it is more: the ratio, and the share of the limit.
+GOALS_OF_4_BITS: Mapping[str, tuple[float, float | None]] = {
+    "prefill 512": (1.2, None),
+    "decode, batch 1": (1.5, 0.8),
+    "concurrency 8": (1.5, None),
+    "concurrency 32": (1.5, None),
+}
 ROWS = tuple(sorted({figure.row for figure in FIGURES.values()}))
 
 

@@ -20,6 +20,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
 
 START_LIMIT_S = 600.0
+WEIGHTS = ("bf16", "int8", "int4")
 
 
 class Model(Protocol):
@@ -48,7 +49,7 @@ class Lines:
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help="what `convert` wrote")
-    parser.add_argument("--weights", required=True, choices=("bf16", "int8"))
+    parser.add_argument("--weights", required=True, choices=WEIGHTS)
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--context", type=int, default=4096, help="tokens of a sequence at most")
     parser.add_argument("--batch", type=int, default=64, help="sequences at once")
@@ -67,7 +68,8 @@ def main(
     converting = commands.add_parser("convert")
     converting.add_argument("--checkpoint", required=True)
     converting.add_argument("--output", required=True)
-    converting.add_argument("--weights", required=True, choices=("bf16", "int8"))
+    converting.add_argument("--weights", required=True, choices=WEIGHTS)
+    converting.add_argument("--form", help="of the weights, where the engine has several")
     add_run_options(commands.add_parser("run"))
     options = parser.parse_args()
     if options.command == "convert":

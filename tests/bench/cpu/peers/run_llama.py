@@ -17,14 +17,33 @@ MIN_PREFIX = 64  # tokens that are worth sharing
 
 
 def convert(options: argparse.Namespace) -> None:
-    """Write a GGUF file with what llama.cpp's own conversion would put in it."""
+    """Write a GGUF file with what llama.cpp's own conversion would put in it; 4 bits are its own quantiser's."""
+    Path(options.output).mkdir(parents=True)
+    file = Path(options.output) / "model.gguf"
+    if options.weights != "int4":
+        write(Path(options.checkpoint), file, options.weights)
+        return
+    whole = file.with_name("whole.gguf")
+    write(Path(options.checkpoint), whole, "bf16")
+    quantize(whole, file, options.form or "q4_0")
+    whole.unlink()
+
+
+def quantize(whole: Path, file: Path, form: str) -> None:
+    import llama_cpp
+
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{form.upper()}")
+    if llama_cpp.llama_model_quantize(str(whole).encode(), str(file).encode(), params):
+        raise RuntimeError(f"llama.cpp cannot write {form}")
+
+
+def write(source: Path, file: Path, form: str) -> None:
     import gguf
 
-    source, form = Path(options.checkpoint), options.weights
     config = json.loads((source / "config.json").read_text())
-    Path(options.output).mkdir(parents=True)
     qwen = config["model_type"] == "qwen3"
-    writer = gguf.GGUFWriter(str(Path(options.output) / "model.gguf"), "qwen3" if qwen else "llama")
+    writer = gguf.GGUFWriter(str(file), "qwen3" if qwen else "llama", use_temp_file=True)
     describe(writer, config)
     add_tokenizer(writer, source)
     kind = gguf.GGMLQuantizationType.BF16 if form == "bf16" else gguf.GGMLQuantizationType.Q8_0
@@ -109,15 +128,15 @@ def read_safetensors(file: Path) -> Iterator[tuple[str, Any]]:
     """bfloat16 tensors as float32 arrays: 16 bits, and 16 zeros below."""
     import numpy
 
-    data = file.read_bytes()
-    head = int.from_bytes(data[:8], "little")
-    for name, entry in json.loads(data[8 : 8 + head]).items():
+    data = numpy.memmap(file, numpy.uint8, "r")
+    head = int.from_bytes(data[:8].tobytes(), "little")
+    for name, entry in json.loads(data[8 : 8 + head].tobytes()).items():
         if name == "__metadata__":
             continue
         if entry["dtype"] != "BF16":
             raise ValueError(f"{name} is {entry['dtype']}, not BF16")
         first, last = entry["data_offsets"]
-        halves = numpy.frombuffer(data, numpy.uint16, (last - first) // 2, 8 + head + first)
+        halves = data[8 + head + first : 8 + head + last].view(numpy.uint16)
         yield name, (halves.astype(numpy.uint32) << 16).view(numpy.float32).reshape(entry["shape"])
 
 

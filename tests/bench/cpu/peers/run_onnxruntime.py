@@ -10,14 +10,14 @@ import sys
 
 import answering
 
-FORMS = {"bf16": "fp32", "int8": "int8"}
+FORMS = {"bf16": "fp32", "int8": "int8", "int4": "int4"}
 
 
 def convert(options: argparse.Namespace) -> None:
     command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "--input", options.checkpoint]
     command += ["--output", options.output, "--precision", FORMS[options.weights], "--execution_provider"]
     command += ["cpu", "--cache_dir", f"{options.output}-cache"]
-    if options.weights == "int8":
+    if options.weights != "bf16":
         command += ["--extra_options", "int4_accuracy_level=4"]
     subprocess.run(command, check=True)
 

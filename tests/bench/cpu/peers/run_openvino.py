@@ -15,7 +15,7 @@ CACHE_GB = 2
 
 def convert(options: argparse.Namespace) -> None:
     exporter = Path(sys.executable).parent / "optimum-cli"
-    form = {"bf16": "fp16", "int8": "int8"}[options.weights]
+    form = {"bf16": "fp16"}.get(options.weights, options.weights)
     command = [str(exporter), "export", "openvino", "--model", options.checkpoint]
     command += ["--task", "text-generation-with-past", "--weight-format", form, options.output]
     subprocess.run(command, check=True)

@@ -1,4 +1,5 @@
-"""vLLM's CPU build. Its 8-bit mode is W8A8: weights per output channel, activations per token, as it goes."""
+"""vLLM's CPU build. Its 8-bit mode is W8A8: weights per output channel, activations per token, as it goes; 4 bits are
+W4A16 in groups."""
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import answering
 
 CACHE_GB = 2
+GROUP = 128  # weights of 4 bits with one scale, as its users have them
 QUANTIZED = (
     "q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight",
     "gate_proj.weight", "up_proj.weight", "down_proj.weight",
@@ -24,12 +27,11 @@ def convert(options: argparse.Namespace) -> None:
         os.symlink(options.checkpoint, options.output, target_is_directory=True)
         return
     shutil.copytree(options.checkpoint, options.output)
-    quantize(Path(options.output))
+    quantize(Path(options.output), options.weights)
 
 
-def quantize(directory: Path) -> None:
-    """Weights of the linear layers in 8 bits, as the compressed-tensors format stores them."""
-    import torch
+def quantize(directory: Path, form: str) -> None:
+    """Weights of the linear layers in 8 or 4 bits, as the compressed-tensors format stores them."""
     from safetensors.torch import load_file, save_file
 
     file = directory / "model.safetensors"
@@ -37,27 +39,49 @@ def quantize(directory: Path) -> None:
     for name, weight in load_file(str(file)).items():
         if not name.endswith(QUANTIZED):
             tensors[name] = weight
-            continue
-        scale = weight.float().abs().amax(1, keepdim=True) / 127
-        tensors[name] = (weight.float() / scale).round().clamp(-127, 127).to(torch.int8)
-        tensors[f"{name}_scale"] = scale
+        elif form == "int8":
+            tensors |= eight_bits(name, weight.float())
+        else:
+            tensors |= four_bits(name, weight.float())
     save_file(tensors, str(file), metadata={"format": "pt"})
     config = json.loads((directory / "config.json").read_text())
-    eight_bits = {"num_bits": 8, "type": "int", "symmetric": True}
+    common = {"type": "int", "symmetric": True}
+    weights = {**common, "num_bits": 8, "strategy": "channel", "dynamic": False}
+    activations = {**common, "num_bits": 8, "strategy": "token", "dynamic": True}
+    if form == "int4":
+        weights = {**common, "num_bits": 4, "strategy": "group", "group_size": GROUP, "dynamic": False}
+        activations = None
     config["quantization_config"] = {
         "quant_method": "compressed-tensors",
-        "format": "int-quantized",
+        "format": "int-quantized" if form == "int8" else "pack-quantized",
         "quantization_status": "compressed",
         "ignore": ["lm_head"],
         "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": {**eight_bits, "strategy": "channel", "dynamic": False},
-                "input_activations": {**eight_bits, "strategy": "token", "dynamic": True},
-            }
+            "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": activations}
         },
     }
     (directory / "config.json").write_text(json.dumps(config, indent=2))
+
+
+def eight_bits(name: str, weight: Any) -> dict[str, Any]:
+    import torch
+
+    scale = weight.abs().amax(1, keepdim=True) / 127
+    whole = (weight / scale).round().clamp(-127, 127)
+    return {name: whole.to(torch.int8), f"{name}_scale": scale}
+
+
+def four_bits(name: str, weight: Any) -> dict[str, Any]:
+    """Eight neighbours in a word, lowest bits first, offset by 8."""
+    import torch
+
+    groups = weight.unflatten(1, (-1, GROUP))
+    scale = groups.abs().amax(2, keepdim=True) / 7
+    codes = ((groups / scale).round().clamp(-8, 7) + 8).to(torch.int64).flatten(1).unflatten(1, (-1, 8))
+    words = (codes << (4 * torch.arange(8))).sum(2)
+    words = torch.where(words < 2**31, words, words - 2**32).to(torch.int32)
+    shape = torch.tensor(weight.shape)
+    return {f"{name}_packed": words, f"{name}_scale": scale[..., 0].bfloat16(), f"{name}_shape": shape}
 
 
 def settle() -> None:
