@@ -37,7 +37,10 @@ OPERATIONS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("prepare", "prepare_grouped", "linear", "logits"),
         ("native", "int8", "with_cpp", "with_onednn"),
     ),
-    "moe": (("route", "mix", "prepare_experts"), ("native", "with_cpp", "with_triton")),
+    "moe": (
+        ("route", "mix", "prepare_experts", "prepare_grouped_experts"),
+        ("native", "with_cpp", "with_triton"),
+    ),
     "norm": (
         ("rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "add"),
         ("native", "with_cpp", "with_triton"),
@@ -74,6 +77,7 @@ class Kernels:
     route: Callable[..., tuple[Tensor, Tensor]]
     mix: Callable[..., Tensor]
     prepare_experts: Callable[..., Mixture]
+    prepare_grouped_experts: Callable[..., Mixture]
     convolve: Callable[..., Tensor]
     delta_rule: Callable[..., Tensor]
     scan: Callable[..., Tensor]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ops.attention import AttentionMetadata, native
 from ops.cpp.kernel_launcher import KernelLauncher, step_in
-from ops.cpp.library import TYPES, Attend, address
+from ops.cpp.library import TYPES, Attend, address, cache_type
 
 NUM_PARTS = 2**22  # floats through which tasks give each other parts of a long row or of what rows share
 HEAD_DIM_MULTIPLE = 16
@@ -36,7 +36,7 @@ def make_attend(launcher: KernelLauncher) -> Callable[..., Tensor]:
         v_scale: float = 1.0,
     ) -> Tensor:
         """Attention of every row over its pages."""
-        if not computes(q, k_pool) or (k_scale, v_scale) != (1.0, 1.0):
+        if not computes(q, k_pool):
             return native.attend(
                 q,
                 k_pool,
@@ -62,11 +62,13 @@ def make_attend(launcher: KernelLauncher) -> Callable[..., Tensor]:
             num_kv_heads=k_pool.shape[1],
             head_dim=q.shape[2],
             window=window or 0,
-            scale=scale,
+            scale=scale * k_scale,
             soft_cap=soft_cap or 0.0,
             sinks=address(sinks),
             parts=address(parts),
             num_parts=NUM_PARTS,
+            type=cache_type(k_pool, q.dtype),
+            v_scale=v_scale,
         )
         launcher.launch("attend", q.dtype, operands, step_in(metadata))
         return out
@@ -76,4 +78,5 @@ def make_attend(launcher: KernelLauncher) -> Callable[..., Tensor]:
 
 def computes(q: Tensor, k_pool: Tensor) -> bool:
     """Whether the C++ kernel takes queries [T, H, D] and pools like these."""
-    return q.dtype in TYPES and k_pool.dtype == q.dtype and q.shape[2] % HEAD_DIM_MULTIPLE == 0
+    known = q.dtype in TYPES and cache_type(k_pool, q.dtype) is not None
+    return known and q.shape[2] % HEAD_DIM_MULTIPLE == 0

@@ -15,6 +15,8 @@ from ops.cpp.build import FLAGS, BuildError, build
 
 TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}  # what the kernels compute in
 
+CACHE_TYPES = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}  # of caches that are not of their model's dtype
+
 
 class Step(Structure):
     """Where each row of a step stands (`step.h`)."""
@@ -104,6 +106,9 @@ class Store(Structure):
         ("num_kv_heads", c_int64),
         ("head_dim", c_int64),
         ("slot_mapping", c_void_p),
+        ("type", c_int64),
+        ("k_steps", c_float),
+        ("v_steps", c_float),
     )
 
 
@@ -139,6 +144,8 @@ class Attend(Structure):
         ("parts", c_void_p),
         ("num_parts", c_int64),
         ("page_table", c_void_p),
+        ("type", c_int64),
+        ("v_scale", c_float),
     )
 
 
@@ -265,6 +272,7 @@ class Dispatch(Structure):
 class Experts(Structure):
     _fields_ = (
         ("product", Product8),
+        ("product4", Product4),
         ("table", PairTable),
         ("bias", c_void_p),
         ("out", c_void_p),
@@ -372,6 +380,11 @@ def load(compiler: str, processor: Collection[str], flags: Sequence[str] = FLAGS
         return Library(build(compiler, processor, flags))
     except OSError as error:  # from a disk of which nothing may be run, say
         raise BuildError(f"What {compiler} made cannot be loaded: {error}.") from error
+
+
+def cache_type(pool: Tensor, dtype: torch.dtype) -> int | None:
+    """How kernels in `dtype` call what a pool holds; None for what they do not read."""
+    return 0 if pool.dtype == dtype else CACHE_TYPES.get(pool.dtype)
 
 
 def address(tensor: Tensor | None) -> int | None:

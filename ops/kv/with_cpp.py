@@ -9,12 +9,14 @@ from torch import Tensor
 
 from ops.attention import AttentionMetadata
 from ops.cpp.kernel_launcher import KernelLauncher, step_in
-from ops.cpp.library import Store, address
+from ops.cpp.library import TYPES, Store, address, cache_type
 from ops.kv import native
+
+BYTES_AT_ONCE = 16  # of a float8 pool
 
 
 def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
-    """`store` and `copy_pages` (see `ops.kv`). Pools of another dtype than the step's go to `native`."""
+    """`store` and `copy_pages` (see `ops.kv`). Pools of other dtypes than the step's and float8 go to `native`."""
 
     def store(
         k: Tensor,
@@ -27,7 +29,8 @@ def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
         v_scale: float = 1.0,
     ) -> None:
         """Put each token's keys and values at its slot."""
-        if k_pool.dtype != k.dtype:
+        type = cache_type(k_pool, k.dtype)
+        if type is None or k.dtype not in TYPES or (type and k.shape[2] % BYTES_AT_ONCE):
             native.store(k, v, k_pool, v_pool, metadata, k_scale=k_scale, v_scale=v_scale)
             return
         k, v = (x if x.stride(-1) == 1 and x.stride(1) == x.shape[2] else x.contiguous() for x in (k, v))
@@ -40,6 +43,9 @@ def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
             v_stride=v.stride(0),
             num_kv_heads=k.shape[1],
             head_dim=k.shape[2],
+            type=type,
+            k_steps=1 / k_scale,
+            v_steps=1 / v_scale,
         )
         launcher.launch("store", k.dtype, operands, step_in(metadata))
 

@@ -14,7 +14,10 @@ ROWS_AT_ONCE = 256  # while rounding: they stay in the cache
 
 
 class GroupedWeight(NamedTuple):
-    """weight[o, i] = table[codes[o, i]] * scales[o, i // group] + shifts[o, i // group], `group` = I / G."""
+    """weight[o, i] = table[codes[o, i]] * scales[o, i // group] + shifts[o, i // group], `group` = I / G.
+
+    Of experts all tensors have one more dimension, the first.
+    """
 
     codes: Tensor  # uint8 [O, I], 0 .. 15
     scales: Tensor  # float32 [O, G]
@@ -24,13 +27,21 @@ class GroupedWeight(NamedTuple):
 
     @property
     def group(self) -> int:
-        return self.codes.shape[1] // self.scales.shape[1]
+        return self.codes.shape[-1] // self.scales.shape[-1]
+
+    def of_experts(self, num_experts: int) -> GroupedWeight:
+        """The weight of all experts one after the other, [X * O, I], as one with a dimension for them."""
+        codes, scales, shifts = (
+            None if each is None else each.unflatten(0, (num_experts, -1))
+            for each in (self.codes, self.scales, self.shifts)
+        )
+        return self._replace(codes=codes, scales=scales, shifts=shifts)
 
     def dequantised(self) -> Tensor:
         """float32 [O, I]."""
-        numbers = torch.tensor(self.table)[self.codes.int()].unflatten(1, (-1, self.group))
+        numbers = torch.tensor(self.table)[self.codes.int()].unflatten(-1, (-1, self.group))
         weight = numbers * self.scales.unsqueeze(-1)
-        return (weight if self.shifts is None else weight + self.shifts.unsqueeze(-1)).flatten(1)
+        return (weight if self.shifts is None else weight + self.shifts.unsqueeze(-1)).flatten(-2)
 
 
 def round_to_groups(weight: Tensor, group: int) -> GroupedWeight:
@@ -57,6 +68,11 @@ def round_to_groups(weight: Tensor, group: int) -> GroupedWeight:
         codes[rows] = (numbers + 8).flatten(1).to(torch.uint8)
         scales[rows] = scale.squeeze(-1)
     return GroupedWeight(codes, scales)
+
+
+def round_experts(weight: Tensor, group: int) -> GroupedWeight:
+    """As `round_to_groups`, of experts' weights [X, O, I]."""
+    return round_to_groups(weight.flatten(0, 1), group).of_experts(len(weight))
 
 
 def _nearest(weight: Tensor, scale: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ A backend file holds
         -> (weights float32 [T, k], experts int32 [T, k])
     mix(x [T, E], mixture, weights, experts, activation) -> [T, E]
     prepare_experts(mixture, *, bits=None) -> mixture
+    prepare_grouped_experts(mixture: GroupedMixture, dtype) -> mixture
 
 `route` gives each token the `top_k` experts of the largest logits, equal ones by lower number, the best first. Their
 weights are their scores, in float32: the softmax over all X logits, or with scoring="sigmoid" each logit's own
@@ -16,7 +17,8 @@ or a `grouping` experts are chosen by score + bias, and only from the best group
 `gate_up` give the gate, the others what it is multiplied by. Products are rounded to x's dtype, the weighted sum is
 taken in float32 and rounded once. `activation` is one of `ops.activation.ACTIVATIONS`. `prepare_experts` is called once
 for complete weights, as `ops.matmul` prepares its own; a backend that has nothing to gain, or that cannot round to so
-many bits, returns them as they are.
+many bits, returns them as they are. `prepare_grouped_experts` is the same for weights of 4 bits and products in
+`dtype`.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from ops.matmul.grouped import GroupedWeight
 
 SCORINGS = ("softmax", "sigmoid")
 
@@ -36,6 +40,15 @@ class Mixture(NamedTuple):
     down: Tensor  # [X, E, F]
     gate_up_bias: Tensor | None = None  # [X, 2F]
     down_bias: Tensor | None = None  # [X, E]
+
+
+class GroupedMixture(NamedTuple):
+    """The same of 4 bits, before a backend packs it."""
+
+    gate_up: GroupedWeight
+    down: GroupedWeight
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
 
 
 class Grouping(NamedTuple):

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ops.activation.native import gate
-from ops.moe import Grouping, Mixture
+from ops.moe import GroupedMixture, Grouping, Mixture
 
 
 def route(
@@ -47,6 +47,12 @@ def _of_best_groups(choice: Tensor, grouping: Grouping) -> Tensor:
 def prepare_experts(mixture: Mixture, *, bits: int | None = None) -> Mixture:
     """The weights as they are (see `ops.moe`)."""
     return mixture
+
+
+def prepare_grouped_experts(mixture: GroupedMixture, dtype: torch.dtype) -> Mixture:
+    """The weights as plain ones (see `ops.moe`)."""
+    gate_up, down, *biases = mixture
+    return Mixture(gate_up.dequantised().to(dtype), down.dequantised().to(dtype), *biases)
 
 
 def mix(x: Tensor, mixture: Mixture, weights: Tensor, experts: Tensor, activation: str) -> Tensor:

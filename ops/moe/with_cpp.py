@@ -14,8 +14,9 @@ from ops.activation.with_cpp import KINDS
 from ops.cpp.kernel_launcher import KernelLauncher
 from ops.cpp.library import TYPES, Combine, Dispatch, Experts, PairTable, Product, Product8, Route, address
 from ops.matmul import with_cpp as matmul
-from ops.matmul.with_cpp import PackedWeight, PackedWeight8, scratch8
-from ops.moe import Grouping, Mixture, native
+from ops.matmul.grouped import GroupedWeight
+from ops.matmul.with_cpp import PACKED, PackedWeight4, PackedWeight8, product4, scratch8
+from ops.moe import GroupedMixture, Grouping, Mixture, native
 
 MAX_EXPERTS = 1024
 SCORINGS = {"softmax": 0, "sigmoid": 1}
@@ -24,7 +25,7 @@ DEPTH = 32  # inner sizes are filled up to whole steps of a matrix unit
 
 def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
     """All of `ops.moe`."""
-    operations = (route, mix, prepare_experts)
+    operations = (route, mix, prepare_experts, prepare_grouped_experts)
     return {operation.__name__: partial(operation, launcher) for operation in operations}
 
 
@@ -83,22 +84,57 @@ def prepare_experts(launcher: KernelLauncher, mixture: Mixture, *, bits: int | N
         return mixture
     if size * dtype.itemsize % 4 or (bits == 8 and max(size, twice) > launcher.library.max_byte_depth):
         return mixture
-    width = launcher.library.panel_width
-    half, pack = width // 2, partial(matmul.prepare, launcher)
+    width, pack = launcher.library.panel_width, partial(matmul.prepare, launcher)
     more = -(twice // 2) % DEPTH  # zeros behind the inner activations
-    gate_up = F.pad(gate_up.detach().unflatten(1, (2, -1)), (0, 0, 0, more))
-    inner = gate_up.shape[2]
-    gate_up = gate_up.unflatten(2, (-1, half)).transpose(1, 2).reshape(-1, size)
+    inner = twice // 2 + more
+    gate_up = _gates_beside(gate_up.detach(), more, width // 2).reshape(-1, size)
     down = F.pad(down.detach(), (0, more, 0, -size % width))
-    if gate_up_bias is not None:
-        gate_up_bias = F.pad(gate_up_bias.detach().unflatten(1, (2, -1)), (0, more))
-        gate_up_bias = gate_up_bias.unflatten(2, (-1, half)).transpose(1, 2).reshape(num_experts, -1)
     return Mixture(
         _as_experts(pack(gate_up, bits=bits), num_experts, 2 * inner),
         _as_experts(pack(down.reshape(-1, inner), bits=bits), num_experts, down.shape[1]),
-        gate_up_bias,
+        _bias_beside(gate_up_bias, more, width // 2),
         down_bias,
     )
+
+
+def prepare_grouped_experts(launcher: KernelLauncher, mixture: GroupedMixture, dtype: torch.dtype) -> Mixture:
+    """As `prepare_experts`, in 4 bits; as plain weights where the kernels do not take them."""
+    gate_up, down, gate_up_bias, down_bias = mixture
+    num_experts, twice, size = gate_up.codes.shape
+    width, more = launcher.library.panel_width, -(twice // 2) % DEPTH
+    taken = dtype in TYPES and num_experts <= MAX_EXPERTS
+    if not taken or gate_up.group % 8 or down.group % 8 or more % down.group:
+        return prepare_experts(launcher, native.prepare_grouped_experts(mixture, dtype))
+
+    def gates_beside(part: Tensor) -> Tensor:
+        return _gates_beside(part, more, width // 2).flatten(0, 1)
+
+    def padded(part: Tensor) -> Tensor:
+        columns = more * part.shape[2] // (twice // 2)
+        return F.pad(part, (0, columns, 0, -size % width)).flatten(0, 1)
+
+    pack = partial(matmul.prepare_grouped, launcher, dtype=dtype)
+    return Mixture(
+        _as_experts(pack(_each(gate_up, gates_beside)), num_experts, twice + 2 * more),
+        _as_experts(pack(_each(down, padded)), num_experts, size + -size % width),
+        _bias_beside(gate_up_bias, more, width // 2),
+        down_bias,
+    )
+
+
+def _each(weight: GroupedWeight, change: Callable[[Tensor], Tensor]) -> GroupedWeight:
+    shifts = None if weight.shifts is None else change(weight.shifts)
+    return weight._replace(codes=change(weight.codes), scales=change(weight.scales), shifts=shifts)
+
+
+def _gates_beside(rows: Tensor, more: int, half: int) -> Tensor:
+    """[X, 2F, n] -> [X, 2 (F + more), n]: `half` gates, then what they gate, and so on."""
+    rows = F.pad(rows.unflatten(1, (2, -1)), (0, 0, 0, more))
+    return rows.unflatten(2, (-1, half)).transpose(1, 2).flatten(1, 3)
+
+
+def _bias_beside(bias: Tensor | None, more: int, half: int) -> Tensor | None:
+    return None if bias is None else _gates_beside(bias.detach().unsqueeze(2), more, half).squeeze(2)
 
 
 def mix(
@@ -106,7 +142,7 @@ def mix(
 ) -> Tensor:
     """The weighted sum of each token's experts."""
     gate_up, down, gate_up_bias, down_bias = mixture
-    if not isinstance(gate_up, PackedWeight | PackedWeight8):
+    if not isinstance(gate_up, PACKED):
         return native.mix(x, mixture, weights, experts, activation)
     x = x if x.stride(1) == 1 else x.contiguous()
     (num_tokens, size), top_k, tokens = x.shape, experts.shape[1], launcher.tokens(x)
@@ -161,12 +197,17 @@ def _multiply(
         kernel += "8"
         rounded = scratch8(launcher, len(x), x.shape[1])
         product = Product8(plain, weight.scales_address, address(rounded))
-    shape = {"product": product, "out": address(out), "out_size": out.shape[1]}
-    launcher.launch(kernel, x.dtype, Experts(**shape, **operands))
+    made = Experts(product=product, out=address(out), out_size=out.shape[1], **operands)
+    if isinstance(weight, PackedWeight4):
+        kernel += "4"
+        made.product4, _kept = product4(launcher, plain, weight, len(x), x.dtype)
+    launcher.launch(kernel, x.dtype, made)
 
 
 def _as_experts(packed: Tensor, num_experts: int, rows: int) -> Tensor:
     """The same memory, seen as the weights of so many experts, [X, rows, I]."""
     size = packed.shape[1]
     shape, strides = (num_experts, rows, size), (rows * size, size, 1)
+    if isinstance(packed, PackedWeight4):  # of which there is nothing to see
+        strides = (0, 0, 0)
     return packed.as_strided(shape, strides, packed.storage_offset()).as_subclass(type(packed))

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from ops.activation.with_triton import gate
 from ops.moe import Grouping, Mixture, native
-from ops.moe.native import prepare_experts
+from ops.moe.native import prepare_experts, prepare_grouped_experts
 
-__all__ = ["mix", "prepare_experts", "route"]
+__all__ = ["mix", "prepare_experts", "prepare_grouped_experts", "route"]
 
 SORT_BLOCK = 1024  # pairs that a program of the sort looks at together
 COMBINE_BLOCK = 1024

@@ -32,6 +32,14 @@ METHODS: Mapping[str, QuantizationEntry] = {  # by the name that `--quantization
     "w8a8_int8": QuantizationEntry(file="w8a8_int8", matmul="int8"),
 }
 
+# What `--torchao-config` may name -> the method that computes it: its file is `torchao`, or it is one of METHODS.
+TORCHAO: Mapping[str, str] = {
+    "int8dq": "w8a8_int8",
+    "int8wo": "int8wo",
+    "fp8wo": "fp8wo",
+    **{f"int4wo-{group}": f"int4wo-{group}" for group in (32, 64, 128, 256)},
+}
+
 FORMATS: Mapping[
     str, FormatEntry
 ] = {  # by the name that a checkpoint's configuration has for it (quant_method)

@@ -8,10 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ops.moe import Grouping, Mixture
+from ops.moe import GroupedMixture, Grouping, Mixture
 from runtime.layers.build import Build
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.linear import Linear
+from runtime.layers.quantization import LinearLayout, QuantizationMethod
 from runtime.layers.sharding import ShardRange, TensorParallelGroup, shard_range, whole_range
 from runtime.layers.weight import Shard, SubLayer, frozen, parameter
 
@@ -49,6 +50,18 @@ class Routing(NamedTuple):
     scale: float = 1.0
     wide: bool = False  # logits are not rounded to the model's dtype
     bias: bool = False  # the router has one
+
+
+class KeptExperts(nn.Module):
+    """One of a mixture's two weights, all experts' one after the other, in the groups that the checkpoint has it in."""
+
+    def __init__(self, method: QuantizationMethod, layout: LinearLayout) -> None:
+        super().__init__()
+        self._method, self._layout = method, layout
+        method.allocate(self, layout)
+
+    def shards(self) -> Iterator[Shard]:
+        return self._method.shards(self, self._layout)
 
 
 class MoE(nn.Module):
@@ -95,8 +108,11 @@ class MoE(nn.Module):
     def allocate(self) -> None:
         """Make this rank's parameters, to be filled."""
         experts, inner, has_bias = self.num_experts, self._inner.size, bool(self.names.bias)
-        self.gate_up = parameter(experts * 2 * inner, self.size)  # [X * 2F, E]
-        self.down = parameter(experts * self.size, inner)  # [X * E, F]
+        layouts = self._layouts()
+        rows = 0 if layouts else experts  # what is kept in groups has parameters of its own
+        self.gate_up = parameter(rows * 2 * inner, self.size)  # [X * 2F, E]
+        self.down = parameter(rows * self.size, inner)  # [X * E, F]
+        self.kept = nn.ModuleList(KeptExperts(self.method, layout) for layout in layouts)
         self.gate_up_bias = parameter(experts * 2 * inner) if has_bias else None
         self.down_bias = parameter(experts * self.size) if has_bias else None
         self.correction = parameter(experts, dtype=torch.float32) if self.names.correction else None
@@ -107,6 +123,25 @@ class MoE(nn.Module):
         self.allocate()
         if not self._inner.whole:
             self._summed_over = group
+
+    def _layouts(self) -> list[LinearLayout]:
+        """Of `gate_up` and `down` as linear layers, if their weights stay in the checkpoint's groups; else none."""
+        names, inner, outer = self.names, self._inner, whole_range(self.size)
+        if names.transposed or not all("{}" in name for name in (names.gate, names.up, names.down)):
+            return []
+
+        def sub_layer(name: str, expert: int, axis: str | None) -> SubLayer:
+            full = f"{self.name}.{name.format(expert)}".removesuffix(".weight")
+            return SubLayer(full, inner.full if axis else self.size, axis)
+
+        experts = range(self.num_experts)
+        gates = tuple(sub_layer(name, each, "mlp") for each in experts for name in (names.gate, names.up))
+        downs = tuple(sub_layer(names.down, each, None) for each in experts)
+        layouts = [
+            LinearLayout(gates, (inner,) * len(gates), outer, None),
+            LinearLayout(downs, (outer,) * len(downs), inner, "mlp"),
+        ]
+        return layouts if all(map(self.method.keeps, layouts)) else []
 
     def shards(self) -> Iterator[Shard]:
         names, outer = self.names, whole_range(self.size)
@@ -130,12 +165,14 @@ class MoE(nn.Module):
             weight = Shard(
                 name, self.gate_up, row, inner.size, ("mlp", None), ranges, offset=offset, step=step
             )
-            yield self._placed(weight, expert)
+            if not self.kept:
+                yield self._placed(weight, expert)
             if self.gate_up_bias is not None:
                 yield self._placed(weight._replace(parameter=self.gate_up_bias, ranges=(rows,)), expert)
         row, ranges = expert * self.size, (outer, inner)
         weight = Shard(names.down, self.down, row, self.size, (None, "mlp"), ranges)
-        yield self._placed(weight, expert)
+        if not self.kept:
+            yield self._placed(weight, expert)
         if self.down_bias is not None:
             yield self._placed(weight._replace(parameter=self.down_bias, ranges=(outer,)), expert)
 
@@ -156,13 +193,15 @@ class MoE(nn.Module):
         group = self._summed_over
         if down_bias is not None and group is not None and group.rank > 0:
             down_bias.zero_()  # of one rank alone it is added
-        mixture = Mixture(
-            self.gate_up.view(experts, -1, self.size),
-            self.down.view(experts, self.size, -1),
-            None if bias is None else bias.view(experts, -1),
-            None if down_bias is None else down_bias.view(experts, -1),
-        )
-        prepared = self.method.prepare_experts(mixture, self.kernels)
+        biases = [None if each is None else each.view(experts, -1) for each in (bias, down_bias)]
+        if self.kept:
+            grouped = (self.method.take(each).of_experts(experts) for each in self.kept)
+            prepared = self.kernels.prepare_grouped_experts(
+                GroupedMixture(*grouped, *biases), self.gate_up.dtype
+            )
+        else:
+            gate_up, down = self.gate_up.view(experts, -1, self.size), self.down.view(experts, self.size, -1)
+            prepared = self.method.prepare_experts(Mixture(gate_up, down, *biases), self.kernels)
         self.gate_up, self.down = frozen(prepared.gate_up), frozen(prepared.down)
         self.gate_up_bias, self.down_bias = (
             None if each is None else frozen(each) for each in (prepared.gate_up_bias, prepared.down_bias)

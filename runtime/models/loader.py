@@ -181,12 +181,18 @@ def _check_memory(model: nn.Module, dtype: torch.dtype, device: torch.device) ->
 
 
 def _method(plan: ModelPlan, kernels: Kernels, tensors: Tensors | None) -> QuantizationMethod:
-    """As asked; where nothing was, weights of 4 bits stay so if there are kernels for them."""
+    """As asked; weights of 4 bits stay so, where nothing else was asked for, if there are kernels for them."""
     dtype = getattr(torch, plan.dtype)
     keeps = kernels.launcher is not None and dtype in kernels.launcher.dtypes and plan.device == "cpu"
-    if plan.quantization is None and keeps and isinstance(tensors, QuantizedTensors) and tensors.groups:
-        return KeptGroups(tensors.groups, dtype, tensors.tables)
-    return quantization_method(plan.quantization)
+    asked, method = plan.quantization, quantization_method(plan.quantization)
+    if (
+        asked in (None, "w4a16", "w4a8")
+        and keeps
+        and isinstance(tensors, QuantizedTensors)
+        and tensors.groups
+    ):
+        return KeptGroups(tensors.groups, dtype, tensors.tables, rest=method, rounded_rows=asked == "w4a8")
+    return method
 
 
 def _tensor_name(facts: ModelFacts, stored: str) -> str | None:

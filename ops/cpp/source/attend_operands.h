@@ -3,12 +3,14 @@
 
 #include <cstdint>
 
+#include "float8.h"
+
 namespace penstock {
 
 struct AttendOperands {
     const void* q;          // [T, H, D], tokens q_stride elements apart, heads D apart
     int64_t q_stride;
-    const void* k_pool;     // [P, K, page, D], contiguous, of q's type
+    const void* k_pool;     // [P, K, page, D], contiguous, of `type`
     const void* v_pool;
     void* out;              // [T, H, D], contiguous
     int64_t num_heads;      // H
@@ -21,6 +23,8 @@ struct AttendOperands {
     float* parts;           // for what tasks give each other; with more room, more keys are shared and divided
     int64_t num_parts;      // floats there
     const int32_t* page_table;  // of a pool with pages of its own, as wide as the step's; null: the step's
+    CacheType type;         // of both pools; the keys' scale is a part of `scale`
+    float v_scale;          // of the values that the pool holds
 };
 
 constexpr int64_t TILE_ROWS = 256;  // that share packed keys, at most

@@ -221,11 +221,15 @@ private:
         return ((page * given_.num_kv_heads + kv_head_) * step_.page_size + position % step_.page_size) * head_dim_;
     }
 
+    // What stands there, of any type.
+    const T* in_pool(const void* pool, int64_t at) const {
+        if (given_.type == ALIKE) return static_cast<const T*>(pool) + at;
+        return reinterpret_cast<const T*>(static_cast<const uint8_t*>(pool) + at);
+    }
+
     // The keys and values low .. high - 1 of a block, and zeros around them to whole grains. Those before `end` that are
     // a little further on are asked for.
     void pack(int64_t block, int64_t low, int64_t high, int64_t end) {
-        const T* const k_pool = static_cast<const T*>(given_.k_pool);
-        const T* const v_pool = static_cast<const T*>(given_.v_pool);
         const int64_t page_size = step_.page_size, head_dim = head_dim_;
         uint32_t* packed_keys = workspace_.keys + low / LANES * LANES * words_;
         uint32_t* packed_values = workspace_.values + low / LANES * LANES / PER_WORD<T> * head_dim;
@@ -233,24 +237,24 @@ private:
         for (int64_t i = low / LANES * LANES; i < high; i += LANES) {
             const int64_t position = block * KEY_BLOCK + i, later = position + AHEAD;
             const int64_t at = offset_of(position), ahead = later < end && page_size >= LANES ? offset_of(later) : at;
-            const T *keys = k_pool + at, *values = v_pool + at;
-            if (i < low || i + LANES > high || position % page_size + LANES > page_size) {
+            const T *keys = in_pool(given_.k_pool, at), *values = in_pool(given_.v_pool, at);
+            if (i < low || i + LANES > high || position % page_size + LANES > page_size || given_.type != ALIKE) {
                 T *few_keys = reinterpret_cast<T*>(workspace_.few), *few_values = few_keys + LANES * head_dim;
                 std::memset(workspace_.few, 0, 2 * LANES * head_dim * sizeof(T));
                 for (int64_t k = std::max(i, low); k < std::min(i + LANES, high); k++) {
                     const int64_t from = offset_of(block * KEY_BLOCK + k);
-                    std::memcpy(few_keys + (k - i) * head_dim, k_pool + from, head_dim * sizeof(T));
-                    std::memcpy(few_values + (k - i) * head_dim, v_pool + from, head_dim * sizeof(T));
+                    read_cached(given_.type, given_.k_pool, from, few_keys + (k - i) * head_dim, head_dim);
+                    read_cached(given_.type, given_.v_pool, from, few_values + (k - i) * head_dim, head_dim);
                 }
                 keys = few_keys, values = few_values;
             }
             if (few_) {
-                score(keys, workspace_.scores + i, k_pool + ahead);
+                score(keys, workspace_.scores + i, in_pool(given_.k_pool, ahead));
             } else {
-                pack_keys(keys, head_dim, packed_keys, k_pool + ahead);
+                pack_keys(keys, head_dim, packed_keys, in_pool(given_.k_pool, ahead));
                 std::fill(packed_keys + LANES * filled_, packed_keys + LANES * words_, 0u);
             }
-            pack_values(values, head_dim, packed_values, v_pool + ahead);
+            pack_values(values, head_dim, packed_values, in_pool(given_.v_pool, ahead));
             packed_keys += LANES * words_;
             packed_values += LANES / PER_WORD<T> * head_dim;
         }
@@ -325,7 +329,7 @@ private:
             }
             T* out = static_cast<T*>(given_.out) + (token_of(r) * given_.num_heads + head) * head_dim_;
             for (int64_t d = 0; d < head_dim_; d += LANES)
-                store(out + d, load(all_.sums + r * head_dim_ + d) * share);
+                store(out + d, load(all_.sums + r * head_dim_ + d) * (share * given_.v_scale));
         }
     }
 };

@@ -10,6 +10,7 @@
 #include <limits>
 
 #include "product.h"
+#include "product4.h"
 #include "product8.h"
 #include "small.h"
 
@@ -150,6 +151,7 @@ void dispatch(const void* operands, const Step& step, ThreadGroup& threads) {
 
 struct ExpertsOperands {
     Product8Operands product;  // rows by expert, all panels; `rows` and `bias` are not read
+    Product4Operands product4;  // instead, where weights have 4 bits
     PairTable table;
     const void* bias;          // [X * panels * PANEL] where there is a gate, or [X, O]; or null
     void* out;                 // [T * k, O], by expert
@@ -172,10 +174,13 @@ inline void share_experts(const ExpertsOperands& o, ThreadGroup& threads, const 
     });
 }
 
-template <class T, bool EIGHT, class Put>
+// BITS of the weights, 0 for T's own.
+template <class T, int BITS, class Put>
 inline void multiply_experts(const ExpertsOperands& o, ThreadGroup& threads, const Put& put) {
     const auto share = [&](const auto& work) { share_experts(o, threads, work); };
-    if constexpr (EIGHT)
+    if constexpr (BITS == 4)
+        multiply4_over<T>(o.product4, threads, o.table.starts[o.num_experts], share, put);
+    else if constexpr (BITS == 8)
         multiply8_over<T>(o.product, threads, o.table.starts[o.num_experts], share, put);
     else
         multiply_over<T>(o.product.plain, share, put);
@@ -199,13 +204,13 @@ inline Floats rounded_as(const float*, Floats x) { return x; }
 inline Floats rounded_as(const BFloat16*, Floats x) { return widen(round_to_bfloat16(x)); }
 
 // Rows by expert -> inner activations by expert.
-template <class T, bool EIGHT>
+template <class T, int BITS>
 void experts_up(const void* operands, const Step&, ThreadGroup& threads) {
     const auto& o = *static_cast<const ExpertsOperands*>(operands);
     const Gate gate = gate_of(o.kind);
     const T* bias = static_cast<const T*>(o.bias);
     T* out = static_cast<T*>(o.out);
-    multiply_experts<T, EIGHT>(o, threads, [&](int64_t row, int64_t panel, const Floats (&sums)[2]) {
+    multiply_experts<T, BITS>(o, threads, [&](int64_t row, int64_t panel, const Floats (&sums)[2]) {
         Floats gates = sums[0], gated = sums[1];
         if (bias) {
             gates += load(bias + panel * PANEL);
@@ -217,11 +222,11 @@ void experts_up(const void* operands, const Step&, ThreadGroup& threads) {
 }
 
 // Inner activations by expert -> results by expert.
-template <class T, bool EIGHT>
+template <class T, int BITS>
 void experts_down(const void* operands, const Step&, ThreadGroup& threads) {
     const auto& o = *static_cast<const ExpertsOperands*>(operands);
     T* out = static_cast<T*>(o.out);
-    multiply_experts<T, EIGHT>(o, threads, [&](int64_t row, int64_t panel, const Floats (&sums)[2]) {
+    multiply_experts<T, BITS>(o, threads, [&](int64_t row, int64_t panel, const Floats (&sums)[2]) {
         const T* bias = o.bias ? static_cast<const T*>(o.bias) + panel / o.panels * o.out_size : nullptr;
         store_sums<T, T>(sums, bias, out + row * o.out_size, panel % o.panels * PANEL, o.out_size);
     });

@@ -15,6 +15,7 @@
 
 #include <vector>
 
+#include "float8.h"
 #include "product.h"
 #include "product8.h"
 
@@ -40,13 +41,7 @@ struct Half {
 inline Floats load(const Half* from) {
     Shorts halves;
     std::memcpy(&halves, from, sizeof(halves));
-#if defined(__AVX512F__)
-    return cast<Floats>(_mm512_cvtph_ps(cast<__m256i>(halves)));
-#else
-    const Words bits = __builtin_convertvector(halves, Words);
-    const Floats magnitude = cast<Floats>((bits & 0x7fffu) << 13) * 0x1p112f;  // finite ones, the smallest included
-    return cast<Floats>(cast<Words>(magnitude) | ((bits & 0x8000u) << 16));
-#endif
+    return widen_halves(halves);
 }
 
 // Of a normal float or 0 within the range of 16 bits: rounds to the nearest, ties to even.
@@ -229,19 +224,41 @@ struct Rounded4 {
     int32_t* offsets(int64_t row) const { return reinterpret_cast<int32_t*>(this->row(row) + in_size); }
     float& scale(int64_t row) const { return *reinterpret_cast<float*>(offsets(row) + groups()); }
 
+    static uint64_t eight_at(const int8_t* from) {
+        uint64_t eight;
+        std::memcpy(&eight, from, sizeof(eight));
+        return eight;
+    }
+
+    // Of eight signed bytes, each 128 more.
+    static uint64_t sum_of_eight(uint64_t bytes) {
+        constexpr uint64_t EVEN = 0x00ff00ff00ff00ffu;
+        bytes ^= 0x8080808080808080u;
+        bytes = (bytes & EVEN) + (bytes >> 8 & EVEN);
+        bytes += bytes >> 32;
+        return (bytes + (bytes >> 16)) & 0xffffu;
+    }
+
+    // The four lowest bytes as bytes 0, 2, 4 and 6.
+    static uint64_t spread(uint64_t bytes) {
+        bytes &= 0xffffffffu;
+        bytes = (bytes | bytes << 16) & 0x0000ffff0000ffffu;
+        return (bytes | bytes << 8) & 0x00ff00ff00ff00ffu;
+    }
+
+    // Loops that the compiler vectorises, eight bytes in a lane.
     template <class T>
     void round(int64_t row, const T* x) const {
         int8_t* bytes = this->row(row);
         scale(row) = round_row(x, in_size, bytes).scale;
         for (int64_t g = 0; g < groups(); g++) {
-            int32_t total = 0;
-            for (int64_t k = 0; k < group; k++) total += bytes[g * group + k];
-            offsets(row)[g] = -128 * total;
+            uint64_t total = 0;
+            for (int64_t k = 0; k < group; k += WORD_CODES) total += sum_of_eight(eight_at(bytes + g * group + k));
+            offsets(row)[g] = -128 * (int32_t(total) - 128 * int32_t(group));
         }
         for (int64_t k = 0; k < in_size; k += WORD_CODES) {
-            int8_t eight[WORD_CODES];
-            for (int n = 0; n < WORD_CODES; n++) eight[n] = bytes[k + n / 4 * 2 + n % 4 / 2 + n % 2 * 4];
-            std::memcpy(bytes + k, eight, sizeof(eight));
+            const uint64_t eight = eight_at(bytes + k), mixed = spread(eight) | spread(eight >> 32) << 8;
+            std::memcpy(bytes + k, &mixed, sizeof(mixed));
         }
     }
 };
@@ -336,9 +353,10 @@ inline int64_t panel_bytes4(int64_t in_size, int64_t group, int64_t shifted) {
     return in_size / group * (1 + shifted) * PANEL * int64_t(sizeof(typename ScaleOf<T>::Type)) + in_size * PANEL / 2;
 }
 
-// Calls put(row, panel, sums) for all rows and panels.
-template <class T, class Put>
-inline void multiply4(const Product4Operands& o, ThreadGroup& team, int64_t rows, const Put& put) {
+// Rounds the rows or adds them up where that is wanted, then calls put(row, panel, sums) for those and the panels that
+// share(work) gives to this thread.
+template <class T, class Share, class Put>
+inline void multiply4_over(const Product4Operands& o, ThreadGroup& team, int64_t rows, const Share& share, const Put& put) {
     const int64_t bytes = panel_bytes4<T>(o.plain.in_size, o.group, o.shifted);
     if (o.rounded) {
         const Rounded4 rounded(o);
@@ -347,7 +365,7 @@ inline void multiply4(const Product4Operands& o, ThreadGroup& team, int64_t rows
         });
         team.barrier();
         const ByteTable table(o.table);
-        return share_panels(team, rows, o.plain.out_size, [&](int64_t first, int64_t end, int64_t panel) {
+        return share([&](int64_t first, int64_t end, int64_t panel) {
             const uint8_t* weight = static_cast<const uint8_t*>(o.plain.weight) + panel * bytes;
             const Words* const numbers = decode_bytes4<T>(o, table, weight, end - first);
             in_tiles<MAX_TILE_ROWS>(first, end, [&](int64_t row, int64_t height) {
@@ -370,7 +388,7 @@ inline void multiply4(const Product4Operands& o, ThreadGroup& team, int64_t rows
         team.barrier();
     }
     const Table table(o.table);
-    share_panels(team, rows, o.plain.out_size, [&](int64_t first, int64_t end, int64_t panel) {
+    share([&](int64_t first, int64_t end, int64_t panel) {
         const uint8_t* weight = static_cast<const uint8_t*>(o.plain.weight) + panel * bytes;
         in_tiles<MAX_TILE_ROWS>(first, end, [&](int64_t row, int64_t height) {
             Floats sums[MAX_TILE_ROWS][2];
@@ -378,6 +396,12 @@ inline void multiply4(const Product4Operands& o, ThreadGroup& team, int64_t rows
             for (int64_t r = 0; r < height; r++) put(row + r, panel, sums[r]);
         });
     });
+}
+
+// Calls put(row, panel, sums) for all rows and panels.
+template <class T, class Put>
+inline void multiply4(const Product4Operands& o, ThreadGroup& team, int64_t rows, const Put& put) {
+    multiply4_over<T>(o, team, rows, [&](const auto& work) { share_panels(team, rows, o.plain.out_size, work); }, put);
 }
 
 template <class T, class Out>

@@ -169,9 +169,11 @@ struct StoreOperands {
     int64_t k_stride, v_stride;
     int64_t num_kv_heads, head_dim;
     const int64_t* slot_mapping;  // in pages of the pool's own; null: the step's
+    CacheType type;               // of both pools
+    float k_steps, v_steps;       // 1 divided by what they hold is multiplied with
 };
 
-// Calls work(to, from) for the keys and the values of each head of a token.
+// Calls work(pool, at, from, steps) for the keys and the values of each head of a token.
 template <class T, class Work>
 inline void each_stored(const StoreOperands& o, const Step& step, int64_t token, const Work& work) {
     const int64_t slot = (o.slot_mapping ? o.slot_mapping : step.slot_mapping)[token], page = slot / step.page_size, offset = slot % step.page_size;
@@ -179,14 +181,16 @@ inline void each_stored(const StoreOperands& o, const Step& step, int64_t token,
     const T* v = static_cast<const T*>(o.v) + token * o.v_stride;
     for (int64_t h = 0; h < o.num_kv_heads; h++) {
         const int64_t at = ((page * o.num_kv_heads + h) * step.page_size + offset) * o.head_dim;
-        work(static_cast<T*>(o.k_pool) + at, k + h * o.head_dim);
-        work(static_cast<T*>(o.v_pool) + at, v + h * o.head_dim);
+        work(o.k_pool, at, k + h * o.head_dim, o.k_steps);
+        work(o.v_pool, at, v + h * o.head_dim, o.v_steps);
     }
 }
 
 template <class T>
 inline void store_token(const StoreOperands& o, const Step& step, int64_t token) {
-    each_stored<T>(o, step, token, [&](T* to, const T* from) { std::memcpy(to, from, o.head_dim * sizeof(T)); });
+    each_stored<T>(o, step, token, [&](void* pool, int64_t at, const T* from, float steps) {
+        write_cached(o.type, pool, at, from, o.head_dim, steps);
+    });
 }
 
 template <class T>
@@ -205,9 +209,12 @@ template <class T>
 inline void fetch_token(const RotateStoreOperands& o, const Step& step, int64_t token) {
     const int64_t head_dim = o.store.head_dim;
     fetch(static_cast<const T*>(o.rotate.q) + token * o.rotate.q_stride, o.rotate.num_heads * head_dim);
-    each_stored<T>(o.store, step, token, [&](T* to, const T* from) {
+    each_stored<T>(o.store, step, token, [&](void* pool, int64_t at, const T* from, float) {
         fetch(from, head_dim);
-        fetch_to_write(to, head_dim);
+        if (o.store.type == ALIKE)
+            fetch_to_write(static_cast<T*>(pool) + at, head_dim);
+        else
+            fetch_to_write(static_cast<uint8_t*>(pool) + at, head_dim);
     });
 }
 

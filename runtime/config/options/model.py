@@ -166,8 +166,10 @@ class QuantArgs:
     quantization_param_path: str | None = planned(
         None, "JSON file with the scales of an FP8 KV cache.", none_text=True
     )
-    torchao_config: str = planned(
-        "", "Quantise the loaded weights with torchao: int8dq, int8wo, int4wo-128, fp8wo, fp8dq-per_row, ..."
+    torchao_config: str = option(
+        "",
+        "Round the weights of linear layers as torchao does when they are loaded: int8dq (as w8a8_int8), int8wo, "
+        "int4wo-32, -64, -128 or -256, fp8wo. fp8dq is refused.",
     )
 
 

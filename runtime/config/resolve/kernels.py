@@ -18,7 +18,7 @@ from ops.backends import (
 from ops.machine import Gpu, Machine
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import CachePlan, KernelPlan
-from runtime.config.quantization import METHODS
+from runtime.config.quantization import METHODS, TORCHAO
 from runtime.config.resolve.plan_builder import Decision, PlanBuilder, build
 
 # Flags of an x86 processor, of which it needs one set whole: without them oneDNN refuses the dtype or is slow.
@@ -50,10 +50,12 @@ def kernel_plan(
         if by_products:  # it hands rows of several tokens to plain torch itself
             choices |= dict.fromkeys(("attention", "prefill_attention"), "with_onednn")
         reasons.append(reason)
-    quantized = METHODS.get(builder.args.quant.quantization or "")
+    quant = builder.args.quant
+    asked = quant.quantization or TORCHAO.get(quant.torchao_config)
+    quantized = METHODS.get(asked or "")
     if quantized is not None and quantized.matmul is not None:
         choices["matmul"] = quantized.matmul
-        reason = f"{builder.args.quant.quantization} needs it; torch dequantises weights for every product"
+        reason = f"{asked} needs it; torch dequantises weights for every product"
     else:
         choices["matmul"], reason = _matmul(machine, gpu, dtype, compiled=compiled)
     reasons.append(reason)

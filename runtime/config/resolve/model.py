@@ -9,7 +9,7 @@ from pathlib import Path
 from ops.machine import GIB, Gpu, Machine
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import ModelPlan
-from runtime.config.quantization import METHODS, UNREADABLE, WRITERS, agrees
+from runtime.config.quantization import METHODS, TORCHAO, UNREADABLE, WRITERS, agrees
 from runtime.config.resolve.plan_builder import Decision, PlanBuilder, build
 
 DTYPES = {"half": "float16", "float": "float32"} | {name: name for name in ("float16", "bfloat16", "float32")}
@@ -107,7 +107,8 @@ def _by_transformers(builder: PlanBuilder, facts: ModelFacts) -> Decision[bool]:
     for option, size in (("tp_size", parallel.tp_size), ("pp_size", parallel.pp_size)):
         if size > 1:
             builder.refuse(option, f"--{option.replace('_', '-')} {size}: {why}, on one device only.")
-    if builder.args.quant.quantization is not None or facts.quantization is not None:
+    quant = builder.args.quant
+    if quant.quantization is not None or quant.torchao_config or facts.quantization is not None:
         builder.refuse("quantization", f"{why}, which take no quantized weights here; use a full checkpoint.")
     asked = builder.args.model.model_impl == "transformers"
     return Decision(True, "as asked" if asked else "there is no family of ours")
@@ -229,6 +230,8 @@ def _context_length(builder: PlanBuilder, facts: ModelFacts, memory_bytes: int) 
 def _quantization(builder: PlanBuilder, gpu: Gpu | None, facts: ModelFacts) -> Decision[str | None]:
     """How weights are rounded when they are loaded; refused where the checkpoint holds something else."""
     asked, stored = builder.args.quant.quantization, facts.quantization
+    if builder.args.quant.torchao_config:
+        return _torchao(builder, gpu, stored)
     if asked is not None and asked in UNREADABLE:
         builder.refuse("quantization", f"--quantization {asked} is not possible: {UNREADABLE[asked]}.")
         return Decision(None, "what was asked for cannot be used")
@@ -254,6 +257,31 @@ def _quantization(builder: PlanBuilder, gpu: Gpu | None, facts: ModelFacts) -> D
             None, f"the checkpoint's {stored} weights: kept where kernels take them, or else dequantised"
         )
     return Decision(asked if method is not None else None, builder.follow("quantization").reason)
+
+
+def _torchao(builder: PlanBuilder, gpu: Gpu | None, stored: str | None) -> Decision[str | None]:
+    """The method that `--torchao-config` asks for."""
+    asked, option = builder.args.quant.torchao_config, "torchao_config"
+    if asked.startswith("fp8dq"):
+        builder.refuse(
+            option,
+            f"--torchao-config {asked} needs a GPU that multiplies float8, for which there are no kernels here yet; "
+            "use fp8wo, or int8dq on a CPU.",
+        )
+    elif asked not in TORCHAO:
+        builder.refuse(option, f"--torchao-config {asked} is unknown; use {', '.join(TORCHAO)}.")
+    elif builder.args.quant.quantization is not None or stored is not None:
+        what = builder.args.quant.quantization or f"the checkpoint's {stored}"
+        builder.refuse(
+            option, f"--torchao-config {asked} and {what} cannot be combined; leave one of them out."
+        )
+    elif gpu is not None and TORCHAO[asked] in METHODS:
+        builder.refuse(
+            option, f"--torchao-config {asked} is computed on a CPU only so far; set --device cpu."
+        )
+    else:
+        return Decision(TORCHAO[asked], f"--torchao-config {asked}")
+    return Decision(None, "what was asked for cannot be used")
 
 
 def _random_seed(builder: PlanBuilder) -> Decision[int]:

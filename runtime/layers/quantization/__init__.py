@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from runtime.config.quantization import METHODS
+from runtime.config.quantization import METHODS, TORCHAO
 from runtime.layers.quantization.method import LinearLayout, QuantizationMethod, Unquantized
 
 __all__ = ["LinearLayout", "QuantizationMethod", "Unquantized", "quantization_method"]
@@ -17,4 +17,6 @@ def quantization_method(name: str | None) -> QuantizationMethod:
     """The method with this name; None is no quantisation. Raises KeyError for a name that does not exist."""
     if name is None:
         return Unquantized()
+    if name in TORCHAO:
+        return import_module("runtime.layers.quantization.torchao").METHOD(name)
     return import_module(f"runtime.layers.quantization.{METHODS[name].file}").METHOD()

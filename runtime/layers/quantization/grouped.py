@@ -7,11 +7,12 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ops.matmul.grouped import WHOLE, GroupedWeight
+from ops.moe import Mixture
 from ops.select import Kernels
-from runtime.layers.quantization.method import LinearLayout, Unquantized
+from runtime.layers.quantization.method import LinearLayout, QuantizationMethod, Unquantized
 from runtime.layers.sharding import ShardRange
 from runtime.layers.weight import Shard, frozen, parameter
 
@@ -20,7 +21,8 @@ class KeptGroups(Unquantized):
     """Layers all of whose weights are in `groups` (name -> inputs in a group) stay in 4 bits; others are dequantised.
 
     A rank's columns must be whole groups. Products are in `dtype`. `tables` say what the codes of a weight stand for
-    where they are not whole numbers.
+    where they are not whole numbers. What is dequantised is left to the method `rest`. With `rounded_rows` activations
+    are rounded to 8 bits.
     """
 
     def __init__(
@@ -28,7 +30,12 @@ class KeptGroups(Unquantized):
         groups: Mapping[str, int],
         dtype: torch.dtype,
         tables: Mapping[str, tuple[float, ...]] = MappingProxyType({}),
+        *,
+        rest: QuantizationMethod | None = None,
+        rounded_rows: bool = False,
     ) -> None:
+        self._rest = rest or Unquantized()
+        self._rounded_rows = rounded_rows
         self._groups = groups
         self._tables = tables
         self._dtype = dtype
@@ -70,12 +77,25 @@ class KeptGroups(Unquantized):
         held: Any = layer
         if held.codes is None:
             return super().prepare(layer, kernels)
+        held.weight = frozen(kernels.prepare_grouped(self.take(layer), self._dtype))
+        return None
+
+    def prepare_weight(self, weight: Tensor, kernels: Kernels) -> Tensor:
+        return self._rest.prepare_weight(weight, kernels)
+
+    def prepare_experts(self, mixture: Mixture, kernels: Kernels) -> Mixture:
+        return self._rest.prepare_experts(mixture, kernels)
+
+    def keeps(self, layout: LinearLayout) -> bool:
+        return self._group(layout) is not None
+
+    def take(self, layer: nn.Module) -> GroupedWeight:
+        held: Any = layer
         shifts = held.shifts.detach()
         shifted = shifts if bool(shifts.any()) else None
-        weight = GroupedWeight(held.codes.detach(), held.scales.detach(), shifted, held.table)
+        codes, scales = held.codes.detach(), held.scales.detach()
         held.codes = held.scales = held.shifts = None
-        held.weight = frozen(kernels.prepare_grouped(weight, self._dtype))
-        return None
+        return GroupedWeight(codes, scales, shifted, held.table, self._rounded_rows)
 
     def _group(self, layout: LinearLayout) -> int | None:
         """That of all sub-layers; None where they differ, or the layer cannot be kept."""

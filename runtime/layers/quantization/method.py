@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor, nn
 
+from ops.matmul.grouped import GroupedWeight
 from ops.moe import Mixture
 from ops.select import Kernels
 from runtime.layers.sharding import ShardRange
@@ -63,6 +64,14 @@ class QuantizationMethod(Protocol):
         """The plain weights of a mixture's experts as `Kernels.mix` takes them."""
         ...
 
+    def keeps(self, layout: LinearLayout) -> bool:
+        """Whether weights of this layout stay in the groups that the checkpoint has them in; then `take` gives them."""
+        ...
+
+    def take(self, layer: nn.Module) -> GroupedWeight:
+        """What `allocate` made and the checkpoint has filled; the layer is left without it."""
+        ...
+
 
 class Unquantized:
     """Weights in the model's dtype, in the layout that products want."""
@@ -90,6 +99,12 @@ class Unquantized:
 
     def prepare_experts(self, mixture: Mixture, kernels: Kernels) -> Mixture:
         return kernels.prepare_experts(mixture)
+
+    def keeps(self, layout: LinearLayout) -> bool:
+        return False
+
+    def take(self, layer: nn.Module) -> GroupedWeight:
+        raise RuntimeError("Nothing is kept in groups.")
 
 
 def _weight(layer: nn.Module) -> Tensor:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ops.matmul.grouped import round_to_groups
+from ops.matmul.grouped import round_experts, round_to_groups
+from ops.moe import GroupedMixture, Mixture
 from ops.select import Kernels
 from runtime.layers.quantization.method import Unquantized
 
@@ -15,7 +16,7 @@ GROUP = 32
 
 
 class W4A16(Unquantized):
-    """Groups of a row are rounded with a scale of their own when they are loaded, the head's too.
+    """Groups of a row are rounded with a scale of their own when they are loaded, the head's and experts' too.
 
     Rows that groups do not fill stay unquantised.
     """
@@ -27,6 +28,16 @@ class W4A16(Unquantized):
             return kernels.prepare(weight)
         rounded = round_to_groups(weight, GROUP)._replace(rounded_rows=self.rounded_rows)
         return kernels.prepare_grouped(rounded, weight.dtype)
+
+    def prepare_experts(self, mixture: Mixture, kernels: Kernels) -> Mixture:
+        gate_up, down, *biases = mixture
+        if gate_up.shape[2] % GROUP or down.shape[2] % GROUP:
+            return kernels.prepare_experts(mixture)
+        rounded = [
+            round_experts(weight, GROUP)._replace(rounded_rows=self.rounded_rows)
+            for weight in (gate_up, down)
+        ]
+        return kernels.prepare_grouped_experts(GroupedMixture(*rounded, *biases), gate_up.dtype)
 
 
 METHOD = W4A16

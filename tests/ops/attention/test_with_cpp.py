@@ -18,6 +18,7 @@ from kernel_comparison import agree
 from ops.attention import AttentionMetadata, native, with_cpp
 
 OWN_POOLS = {name: case for name, case in CASES.items() if case.pool_dtype is None}
+OF_BYTES = {name: case for name, case in CASES.items() if case.pool_dtype is not None}
 BF16, FP32 = torch.bfloat16, torch.float32
 SCALE = 0.2
 
@@ -33,12 +34,20 @@ def test_agrees_with_the_reference(name, dtype) -> None:
     agree(attention.outputs(backend(), case), attention.expected(case))
 
 
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("name", OF_BYTES)
+def test_reads_a_cache_of_8_bits(name, dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "attend", None)
+    case = OF_BYTES[name]._replace(dtype=dtype)
+    agree(attention.outputs(backend(), case), attention.expected(case))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("processor", LESSER)
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_agrees_on_lesser_processors(processor, dtype) -> None:
     lesser = backend(2, *LESSER[processor])
-    for name in ("mixed rows", "sinks, window and soft cap", "head dim 80", "pages of one"):
+    for name in ("mixed rows", "sinks, window and soft cap", "head dim 80", "pages of one", *OF_BYTES):
         case = CASES[name]._replace(dtype=dtype)
         agree(attention.outputs(lesser, case), attention.expected(case))
     long = Case(((600, 1), (500, 40)), dtype=dtype)

@@ -17,6 +17,8 @@ ODD = {
         Case(3, 1, 1, dtype, dtype),
         Case(1, 5, 17, dtype, dtype, fused=True),
         Case(16, 2, 33, dtype, dtype),
+        Case(4, 2, 32, dtype, torch.float8_e4m3fn, 2**-8, 0.5, fused=True),
+        Case(3, 1, 16, dtype, torch.float8_e5m2, 0.5, 2.0),
     )
 }
 
@@ -42,6 +44,25 @@ def test_many_tokens_land_at_their_slots_and_nothing_else_changes(num_threads: i
         stored = pool.transpose(1, 2).flatten(0, 1)  # [slots, K, D]
         assert torch.equal(stored[inputs.slot_mapping], new)
         assert (stored == -9).all(-1).all(-1).sum() == 30 * 4 - 101
+
+
+@pytest.mark.parametrize("pool_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_float8_is_rounded_as_torch_does(dtype: torch.dtype, pool_dtype: torch.dtype) -> None:
+    every = torch.arange(256, dtype=torch.uint8).view(pool_dtype).float()
+    between = every[every.isfinite()].sort().values
+    between = (between[1:] + between[:-1]) / 2  # ties
+    few = torch.tensor([1e-9, 3e38, -3e38, torch.inf, -torch.inf, torch.nan])
+    numbers = torch.cat([every, between, between * 1.001, torch.randn(800), 1e-3 * torch.randn(400), few]).to(
+        dtype
+    )
+    numbers = torch.nn.functional.pad(numbers, (0, -len(numbers) % 64)).view(-1, 2, 32)
+    pools = torch.zeros(2, len(numbers), 2, 1, 32).to(pool_dtype)
+    backend("kv").store(numbers, -numbers, *pools, places(len(numbers), 1, len(numbers)))
+    most = torch.finfo(pool_dtype).max
+    for pool, given in zip(pools, (numbers, -numbers), strict=True):
+        wanted = given.float().clamp(-most, most).to(pool_dtype)
+        assert torch.equal(pool[:, :, 0].flip(0).float().nan_to_num(9e9), wanted.float().nan_to_num(9e9))
 
 
 def test_strides_that_no_kernel_reads_are_copied() -> None:

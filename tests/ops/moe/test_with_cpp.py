@@ -9,8 +9,9 @@ from cpp_kernels import DTYPES, LESSER, THREADS, backend, drawn
 from kernel_cases.moe import CASES, Case, expected, inputs, outputs
 from kernel_comparison import agree
 from ops.activation import ACTIVATIONS
-from ops.matmul.with_cpp import PackedWeight, PackedWeight8
-from ops.moe import Grouping, Mixture, native
+from ops.matmul.grouped import round_experts
+from ops.matmul.with_cpp import PackedWeight, PackedWeight4, PackedWeight8
+from ops.moe import GroupedMixture, Grouping, Mixture, native
 
 MANY = {
     "a prompt": Case(300, 8, 3, 64, 48),
@@ -67,6 +68,42 @@ def test_weights_of_8_bits_are_near(dtype: torch.dtype) -> None:
     )
     assert (found - wanted).abs().max() < 0.04 * wanted.abs().max()
     assert (found - wanted).abs().max() > 0
+
+
+@pytest.mark.parametrize("rounded_rows", [False, True])
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_of_4_bits_are_those_of_their_groups(
+    dtype: torch.dtype, shifted: bool, rounded_rows: bool
+) -> None:
+    logits, x, gate_up, down = inputs(Case(40, 6, 2, 64, 48, dtype=dtype))
+    parts = [round_experts(weight, 16)._replace(rounded_rows=rounded_rows) for weight in (gate_up, down)]
+    if shifted:
+        parts = [part._replace(shifts=0.1 * torch.randn_like(part.scales).half().float()) for part in parts]
+    parts = [part._replace(scales=part.scales.half().float()) for part in parts]  # as kernels hold them
+    biases = (drawn(6, 96, dtype=dtype), drawn(6, 64, dtype=dtype))
+    mixture = GroupedMixture(*parts, *biases)
+    weights, experts = native.route(logits, 2, renormalise=True)
+    wanted = native.mix(
+        x.float(),
+        native.prepare_grouped_experts(mixture._replace(**_floats(*biases)), torch.float32),
+        weights,
+        experts,
+        "silu",
+    )
+    ours = backend("moe", 2)
+    prepared = ours.prepare_grouped_experts(mixture, dtype)
+    assert isinstance(prepared.gate_up, PackedWeight4)
+    assert isinstance(prepared.down, PackedWeight4)
+    found = ours.mix(x, prepared, weights, experts, "silu")
+    bound = 0.02 if rounded_rows or dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(found.float(), wanted, rtol=0, atol=bound * float(wanted.abs().max()))
+    alone = ours.mix(x[7:8], prepared, weights[7:8], experts[7:8], "silu")
+    assert torch.equal(alone[0], found[7])
+
+
+def _floats(gate_up_bias: torch.Tensor, down_bias: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"gate_up_bias": gate_up_bias.float(), "down_bias": down_bias.float()}
 
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])

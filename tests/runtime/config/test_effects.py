@@ -71,6 +71,7 @@ VALUES: dict[str, list[Any]] = {
     "generation_tokens_buckets": [["customer", "10", "20"]],
     "constrained_json_whitespace_pattern": [" ?"],
     "kv_events_config": [{"publisher": "zmq"}],
+    "torchao_config": ["int4wo-128"],
 }
 # What was chosen, as users call it: `explain` shows it, and the engine reads `choices`.
 SHOWN = {f"{kind}_backend" for kind in ("attention", "prefill_attention", "decode_attention", "sampling")}

@@ -246,6 +246,38 @@ def test_weights_of_4_bits_stay_so_where_there_are_kernels(
         torch.testing.assert_close(one, other, rtol=0, atol=0.01 * float(other.std()))
 
 
+@pytest.mark.parametrize("asked", [None, "w4a8"])
+@pytest.mark.parametrize(("form", "options"), [KEPT[1], KEPT[2], KEPT[4]], ids=str)
+def test_experts_of_4_bits_stay_so_on_every_rank(
+    form: str, options: dict[str, Any], asked: str | None, tmp_path: Path
+) -> None:
+    cpp_kernels.library()
+    quantized, plain = quantized_checkpoints.write(tmp_path, form, "qwen3_moe", **options)
+    kernels = select(cpp_kernels.CHOICES)
+    x, batch, sums = torch.randn(9, 64), None, []
+    for path, quantization in ((quantized, asked), (plain, None)):
+        plan = ModelPlan(
+            path=path,
+            load_format="auto",
+            dtype="float32",
+            device="cpu",
+            context_length=64,
+            random_seed=0,
+            quantization=quantization,
+        )
+        total = torch.zeros(9, 64)
+        for rank in (RankInfo(rank=0, tp_size=2), RankInfo(rank=1, tp_size=2)):
+            mesh = Mesh(rank, torch.device("cpu"))
+            layer: Any = load_model(read_facts(path), plan, kernels, mesh).layers[0]
+            for weight in (layer.mlp.gate_up, layer.mlp.down):
+                assert isinstance(weight, PackedWeight4) == (path == quantized)
+            layer.mlp._summed_over = None
+            total += layer.mlp(x, batch)
+        sums.append(total)
+    bound = 1e-4 if asked is None else 0.03
+    torch.testing.assert_close(*sums, rtol=0, atol=bound * float(sums[1].abs().max()))
+
+
 @pytest.mark.parametrize(("form", "options"), KEPT, ids=str)
 def test_a_rank_keeps_whole_groups_and_dequantises_others(
     form: str, options: dict[str, Any], tmp_path: Path
