@@ -4,16 +4,345 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
 
+import numpy as np
 import psutil
 import pytest
+import torch
 
-import fault_points
 import tiny_models
-from fault_points import FaultPoint
+from runtime.constraint import HostData, Output, give, refuse
+from runtime.errors import EngineFailure, InvalidRequest, OutOfMemory, StepFailed
+from runtime.request import Request
+from runtime.sampling_params import SamplingParams
+from runtime.tokenizer.chat_template import ChatTemplate
 from serve import Engine
+
+# What can break inside an engine, done on purpose to one request, each through a seam of a running engine: what is
+# served has no code for it.
+MARK = "@@fault@@"  # in the text of a request that is to be hit
+IDS = (9, 8, 7, 6, 5)  # of one that is given as ids
+NEW = 16
+LABEL = "victim"
+
+
+class FaultPoint(NamedTuple):
+    """A fault, and what it does to its request."""
+
+    name: str
+    act: Callable[[Engine], Awaitable[object]]
+    error: type[Exception] | None  # that the sender gets; None: the request ends in another way
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def is_hit(batch: Any) -> bool:
+    return any(sequence.request.label == LABEL for sequence in batch.sequences)
+
+
+async def ask(engine: Engine, **changes: Any) -> Any:
+    """The victim's request, by ids."""
+    sampling = SamplingParams(max_new_tokens=NEW, seed=5, ignore_eos=True)
+    request = Request(**{"ids": IDS, "sampling": sampling, "label": LABEL, **changes})
+    [chunk] = await engine.core.submit(request).whole()
+    return chunk
+
+
+# --- the tokenizer ---
+
+
+async def encoding_raises(engine: Engine, error: Exception, text: str) -> None:
+    def encode(texts: Any, **flags: Any) -> Any:
+        if any(MARK in each for each in texts):
+            raise error
+        return before(texts, **flags)
+
+    tokenizer: Any = engine.core.tokenizer
+    before = tokenizer.encode_batch
+    with replaced(tokenizer, "encode_batch", encode):
+        await engine.generate(text, {"max_new_tokens": 2})
+
+
+async def encoding_gives(engine: Engine, ids: list[int]) -> None:
+    tokenizer: Any = engine.core.tokenizer
+    before = tokenizer.encode_batch
+
+    def encode(texts: Any, **flags: Any) -> Any:
+        return [
+            ids if MARK in text else found for text, found in zip(texts, before(texts, **flags), strict=True)
+        ]
+
+    with replaced(tokenizer, "encode_batch", encode):
+        await engine.generate(MARK, {"max_new_tokens": 2})
+
+
+# --- the detokenizer ---
+
+
+async def decoding_raises(engine: Engine, error: Exception, at: int) -> None:
+    tokenizer: Any = engine.core.tokenizer
+    before = tokenizer.decoder
+
+    def decoder(prompt_ids: Any, *flags: Any) -> Any:
+        made = before(prompt_ids, *flags)
+        if tuple(prompt_ids) != IDS:
+            return made
+        if at < 0:
+            raise error
+        push, turns = made.push, iter(range(10_000))
+
+        class Broken:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(made, name)
+
+            def push(self, ids: Any) -> Any:
+                if next(turns) == at:
+                    raise error
+                return push(ids)
+
+        return Broken()
+
+    with replaced(tokenizer, "decoder", decoder):
+        await ask(engine)
+
+
+# --- the device ---
+
+
+async def step_raises(
+    engine: Engine, error: Exception, at: int, *, reading: bool = False, again: bool = False
+) -> None:
+    """At the victim's step `at`, and with `again` at all later ones."""
+    [runner] = engine.core.runners
+    executor: Any = runner._executor  # pyright: ignore[reportAttributeAccessIssue]
+    before, turns = executor.run, iter(range(10_000))
+
+    def run(batch: Any) -> Any:
+        if not is_hit(batch):
+            return before(batch)
+        turn = next(turns)
+        if turn < at or (turn > at and not again):
+            return before(batch)
+        if not reading:
+            raise error
+        before(batch)
+
+        def read() -> Any:
+            raise error
+
+        return read
+
+    with replaced(executor, "run", run):
+        await ask(engine)
+
+
+# --- constraints: grammars and processors of logits ---
+
+
+class Broken:
+    """A constraint that does something wrong before output token `at`."""
+
+    def __init__(self, kind: str, at: int) -> None:
+        self.kind, self.at = kind, at
+
+    def host_data_after(self, choice: int, output: Output, answer: Future[HostData]) -> None:
+        if output.num_output != self.at:
+            give(answer, HostData())
+        elif self.kind == "raises":
+            raise RuntimeError("a grammar broke")
+        elif self.kind == "fails":
+            refuse(answer, RuntimeError("a grammar broke"))
+        elif self.kind == "is cancelled":
+            answer.cancel()
+        elif self.kind == "allows nothing":
+            give(answer, HostData(bitmask=np.zeros(4096, np.int32)))
+        elif self.kind == "breaks logits":
+            give(answer, HostData(process=lambda logits: logits.fill_(torch.nan)))
+        else:
+            give(answer, HostData(process=_raise))
+
+
+def _raise(logits: Any) -> None:
+    raise MemoryError
+
+
+async def constraint_breaks(engine: Engine, kind: str, at: int) -> None:
+    chunk = await ask(engine, constraint=Broken(kind, at))
+    if chunk.finish.kind != "abort":
+        raise AssertionError(f"the request ended as {chunk.finish}")
+
+
+# --- the scheduler, templates, logs ---
+
+
+async def scheduler_raises(engine: Engine, name: str, at: int) -> None:
+    """Memory ends in the scheduler while the victim runs: it is computed again, and nobody is lost."""
+    [actor] = engine.core.schedulers
+    cache: Any = actor.scheduler._cache
+    before, turns = getattr(cache, name), iter(range(10_000))
+
+    def call(*values: Any, **more: Any) -> Any:
+        runs = any(sequence.request.label == LABEL for sequence in actor.scheduler)
+        if runs and next(turns) == at:
+            raise MemoryError
+        return before(*values, **more)
+
+    with replaced(cache, name, call):
+        if len((await ask(engine)).ids) != NEW:
+            raise AssertionError("the output was cut")
+
+
+async def template_takes_long(engine: Engine, source: str) -> None:
+    with replaced(engine.core.tokenizer, "template", ChatTemplate({"default": source}, {})):
+        await engine.chat("hello", chat_template_kwargs={"n": 99_999})
+
+
+async def disk_is_full(engine: Engine) -> None:
+    """Every line of the log fails to be written."""
+
+    class Full(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            try:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            except OSError:
+                self.handleError(record)  # as the library's own handlers do
+
+    log, handler = logging.getLogger("penstock"), Full()
+    level = log.level
+    with replaced(logging, "raiseExceptions", False):
+        log.addHandler(handler)
+        log.setLevel(logging.DEBUG)
+        try:
+            if len((await ask(engine)).ids) != NEW:
+                raise AssertionError("the output was cut")
+        finally:
+            log.setLevel(level)
+            log.removeHandler(handler)
+
+
+# --- clients ---
+
+
+async def client_leaves(engine: Engine, turns: int) -> None:
+    task = asyncio.create_task(ask(engine))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+
+
+async def stream_is_closed(engine: Engine, pieces: int) -> None:
+    stream = engine.stream(input_ids=list(IDS), sampling_params={"max_new_tokens": NEW, "ignore_eos": True})
+    for _ in range(pieces):
+        await anext(stream)
+    await stream.aclose()
+
+
+async def aborted(engine: Engine, turns: int, times: int) -> None:
+    task = asyncio.create_task(ask(engine))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    for _ in range(times):
+        engine.abort(LABEL)
+    await asyncio.wait([task])
+
+
+async def clock_jumps(engine: Engine, by_s: float) -> None:
+    now = time.time
+    with replaced(time, "time", lambda: now() + by_s):
+        if len((await ask(engine)).ids) != NEW:
+            raise AssertionError("the output was cut")
+
+
+def fault_points() -> list[FaultPoint]:
+    """All of them, in an order that never changes."""
+    points: list[FaultPoint] = []
+
+    def add(
+        name: str,
+        error: type[Exception] | None,
+        act: Any,
+        *values: Any,
+        **more: Any,
+    ):
+        call = partial(_call, act, values, more)
+        points.append(FaultPoint(name, call, error))
+
+    for size, text in (("short", MARK), ("long", MARK + " lorem" * 400)):
+        for raised in (RuntimeError("broken"), MemoryError(), ValueError("broken"), RecursionError()):
+            name = f"encoding a {size} text raises {type(raised).__name__}"
+            add(name, EngineFailure, encoding_raises, raised, text)
+    add("encoding gives ids beyond the vocabulary", InvalidRequest, encoding_gives, [5, 10**6])
+    add("encoding gives nothing", InvalidRequest, encoding_gives, [])
+    add("making a decoder raises", EngineFailure, decoding_raises, RuntimeError("broken"), -1)
+    for at in (0, 1, 5):
+        for raised in (RuntimeError("broken"), MemoryError()):
+            add(
+                f"decoding raises {type(raised).__name__} at piece {at}",
+                EngineFailure,
+                decoding_raises,
+                raised,
+                at,
+            )
+    for at in (0, 1, 5):
+        no_memory = OutOfMemory("The device ran out of memory in a step.")
+        add(f"the device has no memory at step {at}", OutOfMemory, step_raises, no_memory, at)
+        broken = RuntimeError("the device broke")
+        for reading in (False, True):
+            what = "reading a step fails" if reading else "a step fails"
+            add(f"{what} at step {at}", None, step_raises, broken, at, reading=reading)
+            add(f"{what} from step {at}", StepFailed, step_raises, broken, at, reading=reading, again=True)
+    for kind in (
+        "raises",
+        "fails",
+        "is cancelled",
+        "allows nothing",
+        "breaks logits",
+        "breaks in a processor",
+    ):
+        for at in (0, 3):
+            add(f"a constraint {kind} at token {at}", None, constraint_breaks, kind, at)
+    for name in ("allocate", "lock", "insert"):
+        add(f"the cache's {name} has no memory", None, scheduler_raises, name, 0)
+    # The second time is where what was computed is kept, at the end of its output.
+    add("the cache has no memory for what is to be kept", StepFailed, scheduler_raises, "insert", 1)
+    loops = "{% for i in range(n) %}{% for j in range(n) %}{% endfor %}{% endfor %}"
+    grows = "{% set s = namespace(x='xx') %}{% for i in range(n) %}{% set s.x = s.x + s.x %}{% endfor %}"
+    for kind, source in (("loops", loops), ("grows", grows), ("multiplies", "{{ 'x' * (n * n) }}")):
+        add(f"a chat template {kind} without end", InvalidRequest, template_takes_long, source)
+    add("the disk of the log is full", None, disk_is_full)
+    for turns in (0, 1, 2, 5, 20, 60):
+        add(f"a client leaves after {turns} turns", None, client_leaves, turns)
+    for pieces in (0, 1, 3):
+        add(f"a stream is closed after {pieces} pieces", None, stream_is_closed, pieces)
+    for turns in (0, 8, 40):
+        add(f"a request is aborted after {turns} turns", None, aborted, turns, 1)
+    add("a request is aborted twice", None, aborted, 20, 2)
+    for by_s in (-86400.0, 86400.0):
+        add(f"the clock jumps by {by_s:g} s", None, clock_jumps, by_s)
+    return points
+
+
+async def _call(act: Any, values: tuple[Any, ...], more: dict[str, Any], engine: Engine) -> object:
+    return await act(engine, *values, **more)
+
 
 NEIGHBOURS = 3
 OPTIONS = {"max_total_tokens": 2048, "page_size": 4, "chunked_prefill_size": 64, "max_running_requests": 8}
@@ -75,12 +404,12 @@ def counts() -> tuple[int, int, int]:
 @pytest.mark.slow
 async def test_every_fault_is_contained() -> None:
     logging.getLogger("penstock").setLevel(logging.CRITICAL)
-    points = fault_points.fault_points()
+    points = fault_points()
     assert len(points) >= 40
     assert len({point.name for point in points}) == len(points)
     async with Engine(tiny_models.cached(), **OPTIONS) as engine:
         alone = [await neighbour(engine, seed) for seed in range(NEIGHBOURS)]
-        await fault_points.ask(engine)
+        await ask(engine)
         before = counts()
         # The threads that encode long texts are made on demand and kept.
         await engine.generate("lorem " * 400, {"max_new_tokens": 1})

@@ -4,20 +4,79 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import tiny_checkpoints
-import transformers_models
 from runtime.errors import CheckpointError, ConfigurationError
 from runtime.models.config import read_facts
 from serve import Engine
-from transformers_models import NEW_TOKENS, PROMPTS
+from tiny_checkpoints import redraw
+
+# Whatever of these a configuration has.
+SMALL: dict[str, Any] = {
+    "vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 96, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    "head_dim": 16, "sliding_window": 9,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_topk": 2,
+    "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1,
+    "n_embd": 64, "n_layer": 2, "n_head": 4, "n_inner": 96, "n_positions": 256, "rotary_dim": 8,
+    "d_model": 64, "n_layers": 2, "n_heads": 4, "ffn_dim": 96, "word_embed_proj_dim": 64, "num_layers": 2,
+    "embedding_size": 64,
+    "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "kv_lora_rank": 16, "q_lora_rank": 24,
+}  # fmt: skip
+PROMPTS = [[3 + 2 * index + row for index in range(5 + 6 * row)] for row in range(4)]
+NEW_TOKENS = 10
+
+
+@cache
+def checkpoint(model_type: str) -> str:
+    """A checkpoint of this kind in a folder that goes with the process."""
+    folder = str(Path(_scratch().name) / model_type)
+    model = AutoModelForCausalLM.from_config(config(model_type), dtype=torch.float32)
+    redraw(model, seed=0)
+    model.save_pretrained(folder)
+    return folder
+
+
+def config(model_type: str) -> Any:
+    kind = CONFIG_MAPPING[model_type]
+    usual = kind()
+    values = {name: value for name, value in SMALL.items() if hasattr(usual, name)}
+    if getattr(usual, "sliding_window", None) is None:
+        values.pop("sliding_window", None)
+    if "kv_lora_rank" in values:  # latent attention has a key for each head, of two parts
+        values |= {"num_key_value_heads": 4} | ({"head_dim": 8} if "head_dim" in values else {})
+    return kind(**values)
+
+
+def greedy(model_type: str) -> list[list[int]]:
+    """The tokens that transformers chooses for each of `PROMPTS`, one whole pass for each."""
+    model = AutoModelForCausalLM.from_pretrained(
+        checkpoint(model_type), dtype=torch.float32, attn_implementation="eager"
+    )
+    found = []
+    for prompt in PROMPTS:
+        ids = list(prompt)
+        with torch.no_grad():
+            for _ in range(NEW_TOKENS):
+                ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+        found.append(ids[len(prompt) :])
+    return found
+
+
+@cache
+def _scratch() -> TemporaryDirectory[str]:
+    return TemporaryDirectory(prefix="transformers-models-")
+
 
 COMMON = ("deepseek_v3", "gpt2", "gpt_oss", "mixtral", "starcoder2")
 MORE = (
@@ -55,8 +114,8 @@ async def served(path: str, **options: Any) -> list[list[int]]:
 
 @pytest.mark.parametrize("model_type", COMMON)
 async def test_tokens_are_those_of_transformers(model_type: str) -> None:
-    path = transformers_models.checkpoint(model_type)
-    assert await served(path, model_impl="transformers") == transformers_models.greedy(model_type)
+    path = checkpoint(model_type)
+    assert await served(path, model_impl="transformers") == greedy(model_type)
 
 
 @pytest.mark.slow
@@ -64,21 +123,21 @@ async def test_tokens_are_those_of_transformers(model_type: str) -> None:
     "model_type", [kind for kind in MORE if kind in CONFIG_MAPPING]
 )  # by transformers' version
 async def test_tokens_of_many_more_are_those_of_transformers(model_type: str) -> None:
-    path = transformers_models.checkpoint(model_type)
-    assert await served(path, model_impl="transformers") == transformers_models.greedy(model_type)
+    path = checkpoint(model_type)
+    assert await served(path, model_impl="transformers") == greedy(model_type)
 
 
 async def test_a_model_without_a_family_needs_no_option() -> None:
-    path = transformers_models.checkpoint("persimmon")
+    path = checkpoint("persimmon")
     assert read_facts(path).by_transformers
-    assert await served(path) == transformers_models.greedy("persimmon")
+    assert await served(path) == greedy("persimmon")
     assert not read_facts(tiny_checkpoints.cached()).by_transformers
     with pytest.raises(CheckpointError, match="PersimmonForCausalLM is not supported"):
         read_facts(path, model_impl="native")
 
 
 async def test_logprobs_and_vectors_come_from_the_same_modules() -> None:
-    path = transformers_models.checkpoint("starcoder2")
+    path = checkpoint("starcoder2")
     async with Engine(path, **OPTIONS, model_impl="transformers") as engine:
         answer = await engine.generate(
             input_ids=PROMPTS[1],
@@ -87,7 +146,7 @@ async def test_logprobs_and_vectors_come_from_the_same_modules() -> None:
             logprob_start_len=0,
         )
         vector = (await engine.encode(input_ids=PROMPTS[1]))["embedding"]
-    model = transformers_models.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     with torch.no_grad():
         output = model(torch.tensor([PROMPTS[1]]), output_hidden_states=True, use_cache=False)
     scores = output.logits[0].log_softmax(-1)
@@ -110,10 +169,10 @@ async def test_logprobs_and_vectors_come_from_the_same_modules() -> None:
 def test_what_cannot_be_served_so_is_refused_with_the_reason(
     model_type: str, why: str, tmp_path: Path
 ) -> None:
-    config = transformers_models.config(model_type)
-    config.save_pretrained(tmp_path)
+    small = config(model_type)
+    small.save_pretrained(tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
-    name = transformers_models.AutoModelForCausalLM._model_mapping[type(config)].__name__  # pyright: ignore
+    name = AutoModelForCausalLM._model_mapping[type(small)].__name__  # pyright: ignore
     (tmp_path / "config.json").write_text(json.dumps({**values, "architectures": [name]}))
     with pytest.raises(CheckpointError, match=why):
         read_facts(str(tmp_path))
@@ -133,7 +192,7 @@ def test_a_name_that_nobody_knows_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("change", ["missing", "renamed", "misshapen"])
 async def test_tensors_that_do_not_fit_are_named(change: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    shutil.copytree(transformers_models.checkpoint("persimmon"), folder)
+    shutil.copytree(checkpoint("persimmon"), folder)
     tensors = load_file(folder / "model.safetensors")
     name = "model.layers.1.mlp.dense_h_to_4h.weight"
     tensor = tensors.pop(name)
@@ -150,7 +209,7 @@ async def test_tensors_that_do_not_fit_are_named(change: str, tmp_path: Path) ->
 @pytest.mark.parametrize("options", [{"tp_size": 2}, {"pp_size": 2}, {"quantization": "w8a8_int8"}])
 async def test_what_only_families_of_ours_can_do_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match="transformers' modules"):
-        async with Engine(transformers_models.checkpoint("persimmon"), **OPTIONS, **options):
+        async with Engine(checkpoint("persimmon"), **OPTIONS, **options):
             pass
 
 
@@ -163,5 +222,5 @@ async def test_a_model_that_mixes_tokens_elsewhere_is_not_served(monkeypatch: py
         modeling_persimmon.PersimmonMLP, "forward", lambda self, x: forward(self, x.roll(1, 1) + x)
     )
     with pytest.raises(CheckpointError, match="logits differ"):
-        async with Engine(transformers_models.checkpoint("persimmon"), **OPTIONS):
+        async with Engine(checkpoint("persimmon"), **OPTIONS):
             pass
