@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import tiny_checkpoints
 
-FAMILIES = tuple(tiny_checkpoints.CONFIGS)
+FAMILIES = tiny_checkpoints.FAMILIES
 RECURRENT = (
     "granitemoehybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_seeing", "qwen3_5_seeing", "qwen3_next",
 )  # fmt: skip
@@ -20,12 +20,8 @@ NOT_RECORDABLE = {  # whose steps no CPU graph computes, and why
     **dict.fromkeys(RECURRENT, "steps with state caches are not captured"),
 }
 CAPTURABLE = tuple(family for family in FAMILIES if family not in NOT_RECORDABLE)
-FACTORS = [
-    1.0,
-    1.2,
-    1.7,
-    2.5,
-]  # the same within the trained context and beyond, which transformers tells by the step
+# The same within the trained context and beyond, which transformers tells by the step.
+FACTORS = [1.0, 1.2, 1.7, 2.5]
 OWN: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 21},
     "phi3": {

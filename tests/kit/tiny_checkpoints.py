@@ -13,62 +13,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from transformers import (
-    ArceeConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    Cohere2Config,
-    CohereConfig,
-    DeepseekV2Config,
-    DeepseekV3Config,
-    Ernie4_5_MoeConfig,
-    Ernie4_5Config,
-    Exaone4Config,
-    Gemma3Config,
-    Gemma3TextConfig,
-    Glm4Config,
-    Glm4MoeConfig,
-    Glm4MoeLiteConfig,
-    GlmConfig,
-    GPTNeoXConfig,
-    GptOssConfig,
-    GraniteConfig,
-    GraniteMoeConfig,
-    GraniteMoeHybridConfig,
-    HunYuanDenseV1Config,
-    MinistralConfig,
-    MixtralConfig,
-    NemotronConfig,
-    Olmo2Config,
-    Olmo3Config,
-    OlmoConfig,
-    OlmoeConfig,
-    PhiConfig,
-    PreTrainedModel,
-    Qwen2MoeConfig,
-    SeedOssConfig,
-    SmolLM3Config,
-    StableLmConfig,
-    Starcoder2Config,
-)
-from transformers.models.gemma import GemmaConfig
-from transformers.models.gemma2 import Gemma2Config
-from transformers.models.internlm3 import InternLM3Config
-from transformers.models.llama import LlamaConfig
-from transformers.models.mistral import MistralConfig
-from transformers.models.phi3 import Phi3Config
-from transformers.models.qwen2 import Qwen2Config
-from transformers.models.qwen3 import Qwen3Config
-from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5Config, Qwen3_5TextConfig
-from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeConfig, Qwen3_5MoeTextConfig
-from transformers.models.qwen3_moe import Qwen3MoeConfig
-from transformers.models.qwen3_next import Qwen3NextConfig
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 
-def seeing_gemma3(**text: Any) -> Gemma3Config:
+def seeing_gemma3(**text: Any) -> Any:
     """Gemma 3 with eyes, of which only the text part is served."""
     eyes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return Gemma3Config(
+    return CONFIG_MAPPING["gemma3"](
         text_config=text,
         vision_config={**eyes, "image_size": 28, "patch_size": 14},
         tie_word_embeddings=text.get("tie_word_embeddings", True),
@@ -76,75 +28,46 @@ def seeing_gemma3(**text: Any) -> Gemma3Config:
     )
 
 
-def deepseek_v3(**values: Any) -> DeepseekV3Config:
+def deepseek_v3(**values: Any) -> Any:
     """Its angles are for heads of `head_dim`, whatever is rotated."""
-    return DeepseekV3Config(**{**values, "head_dim": values["qk_rope_head_dim"]})
+    return CONFIG_MAPPING["deepseek_v3"](**{**values, "head_dim": values["qk_rope_head_dim"]})
 
 
-def seeing_qwen3_5(**text: Any) -> Qwen3_5Config:
+def seeing_qwen3_5(**text: Any) -> Any:
     """Qwen 3.5 with eyes, of which only the text part is served."""
     eyes = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 14}
-    return Qwen3_5Config(
+    return CONFIG_MAPPING["qwen3_5"](
         text_config=text,
         vision_config={**eyes, "out_hidden_size": text["hidden_size"]},
         **{name: text[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
     )
 
 
-def seeing_qwen3_5_moe(**text: Any) -> Qwen3_5MoeConfig:
+def seeing_qwen3_5_moe(**text: Any) -> Any:
     """The same with experts."""
     values: Any = {**seeing_qwen3_5(**text).to_diff_dict(), "text_config": text}
-    return Qwen3_5MoeConfig(**values)
+    return CONFIG_MAPPING["qwen3_5_moe"](**values)
 
 
-CONFIGS = {
-    "arcee": ArceeConfig,
-    "cohere": CohereConfig,
-    "cohere2": Cohere2Config,
-    "deepseek_v2": DeepseekV2Config,
+NAMED_OTHERWISE: dict[str, Any] = {  # than transformers names their configuration
     "deepseek_v3": deepseek_v3,
-    "ernie4_5": Ernie4_5Config,
-    "ernie4_5_moe": Ernie4_5_MoeConfig,
-    "exaone4": Exaone4Config,
-    "gemma": GemmaConfig,
-    "gemma2": Gemma2Config,
-    "gemma3": Gemma3TextConfig,
+    "gemma3": CONFIG_MAPPING["gemma3_text"],
     "gemma3_seeing": seeing_gemma3,
-    "glm": GlmConfig,
-    "glm4": Glm4Config,
-    "glm4_moe": Glm4MoeConfig,
-    "glm4_moe_lite": Glm4MoeLiteConfig,
-    "gpt_neox": GPTNeoXConfig,
-    "gpt_oss": GptOssConfig,
-    "granite": GraniteConfig,
-    "granitemoe": GraniteMoeConfig,
-    "granitemoehybrid": GraniteMoeHybridConfig,
-    "hunyuan_v1_dense": HunYuanDenseV1Config,
-    "internlm3": InternLM3Config,
-    "llama": LlamaConfig,
-    "ministral": MinistralConfig,
-    "mistral": MistralConfig,
-    "mixtral": MixtralConfig,
-    "nemotron": NemotronConfig,
-    "olmo": OlmoConfig,
-    "olmo2": Olmo2Config,
-    "olmo3": Olmo3Config,
-    "olmoe": OlmoeConfig,
-    "phi": PhiConfig,
-    "phi3": Phi3Config,
-    "qwen2": Qwen2Config,
-    "qwen2_moe": Qwen2MoeConfig,
-    "qwen3": Qwen3Config,
-    "qwen3_5": Qwen3_5TextConfig,
-    "qwen3_5_moe": Qwen3_5MoeTextConfig,
+    "qwen3_5": CONFIG_MAPPING["qwen3_5_text"],
+    "qwen3_5_moe": CONFIG_MAPPING["qwen3_5_moe_text"],
     "qwen3_5_moe_seeing": seeing_qwen3_5_moe,
     "qwen3_5_seeing": seeing_qwen3_5,
-    "qwen3_moe": Qwen3MoeConfig,
-    "qwen3_next": Qwen3NextConfig,
-    "seed_oss": SeedOssConfig,
-    "smollm3": SmolLM3Config,
-    "stablelm": StableLmConfig,
-    "starcoder2": Starcoder2Config,
+}
+FAMILIES = (
+    "arcee", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "ernie4_5", "ernie4_5_moe", "exaone4", "gemma",
+    "gemma2", "gemma3", "gemma3_seeing", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_neox", "gpt_oss", "granite",
+    "granitemoe", "granitemoehybrid", "hunyuan_v1_dense", "internlm3", "llama", "ministral", "mistral", "mixtral",
+    "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5",
+    "qwen3_5_moe", "qwen3_5_moe_seeing", "qwen3_5_seeing", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3",
+    "stablelm", "starcoder2",
+)  # fmt: skip
+CONFIGS: dict[str, Any] = {
+    family: NAMED_OTHERWISE.get(family) or CONFIG_MAPPING[family] for family in FAMILIES
 }
 SHAPE = {
     "hidden_size": 32,
@@ -165,22 +88,33 @@ PUBLISHED_AS = {"internlm3": "InternLM3ForCausalLM"}  # which transformers saves
 FULL, SLIDING = "full_attention", "sliding_attention"
 WIDE = {"hidden_size": 64, "head_dim": 16}  # for families whose heads always fill the hidden size
 EPS = {"layer_norm_eps": 1e-3}
-OWN = {  # of a family
+MIXED = {"sliding_window": 9, "layer_types": [SLIDING, FULL, SLIDING]}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+LOCAL_EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 20}
+FACTORS = {
+    "attention_multiplier": 0.2,
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 2.0,
+    "residual_multiplier": 0.4,
+}
+DELTA_NET = {
+    "layer_types": ["linear_attention", FULL, "linear_attention"],
+    "linear_key_head_dim": 6,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 10,
+}
+OWN: dict[str, dict[str, Any]] = {  # of a family
     "cohere": {**WIDE, **EPS, "logit_scale": 0.5},
-    "cohere2": {
-        **WIDE,
-        **EPS,
-        "logit_scale": 0.5,
-        "sliding_window": 9,
-        "layer_types": [SLIDING, FULL, SLIDING],
+    "cohere2": {**WIDE, **EPS, **MIXED, "logit_scale": 0.5},
+    "ernie4_5_moe": {
+        "moe_num_experts": 6,
+        "moe_k": 2,
+        "moe_intermediate_size": 20,
+        "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1,
     },
-    "gpt_neox": {**WIDE, **EPS, "num_key_value_heads": 4},
-    "nemotron": {"norm_eps": 1e-3},
-    "olmo": WIDE,
-    "phi": {**WIDE, **EPS},
-    "stablelm": {**WIDE, **EPS},
-    "starcoder2": {**WIDE, "norm_epsilon": 1e-3},
-    "exaone4": {"sliding_window": 9, "layer_types": [SLIDING, FULL, SLIDING]},
+    "exaone4": MIXED,
     "gemma2": {
         "sliding_window": 9,
         "attn_logit_softcapping": 2.0,
@@ -188,20 +122,12 @@ OWN = {  # of a family
         "query_pre_attn_scalar": 5,
     },
     "gemma3": {
-        "sliding_window": 9,
+        **MIXED,
         "query_pre_attn_scalar": 5,
-        "layer_types": [SLIDING, FULL, SLIDING],
         "rope_parameters": {
             FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
             SLIDING: {"rope_type": "default", "rope_theta": 1e4},
         },
-    },
-    "ernie4_5_moe": {
-        "moe_num_experts": 6,
-        "moe_k": 2,
-        "moe_intermediate_size": 20,
-        "moe_num_shared_experts": 2,
-        "moe_layer_start_index": 1,
     },
     "glm4_moe": {
         "first_k_dense_replace": 1,
@@ -212,46 +138,16 @@ OWN = {  # of a family
         "routed_scaling_factor": 1.5,
         "topk_group": 2,
     },
-    "granitemoe": {
-        "attention_multiplier": 0.2,
-        "embedding_multiplier": 3.0,
-        "intermediate_size": 20,
-        "logits_scaling": 2.0,
-        "num_experts_per_tok": 2,
-        "num_local_experts": 6,
-        "residual_multiplier": 0.4,
-    },
-    "gpt_oss": {
-        "intermediate_size": 20,
-        "layer_types": [SLIDING, FULL, SLIDING],
-        "num_experts_per_tok": 2,
-        "num_local_experts": 6,
-        "sliding_window": 9,
-    },
-    "granite": {
-        "attention_multiplier": 0.2,
-        "embedding_multiplier": 3.0,
-        "logits_scaling": 2.0,
-        "residual_multiplier": 0.4,
-    },
-    "ministral": {"sliding_window": 9, "layer_types": [SLIDING, FULL, SLIDING]},
-    "mixtral": {"intermediate_size": 20, "num_experts_per_tok": 2, "num_local_experts": 6},
-    "olmoe": {
-        "hidden_size": 64,
-        "head_dim": 16,
-        "intermediate_size": 20,
-        "num_experts_per_tok": 2,
-        "num_experts": 6,
-    },
-    "qwen2_moe": {
-        "num_experts": 6,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 20,
-        "shared_expert_intermediate_size": 24,
-    },
+    "gpt_neox": {**WIDE, **EPS, "num_key_value_heads": 4},
+    "gpt_oss": {**LOCAL_EXPERTS, **MIXED},
+    "granite": FACTORS,
+    "granitemoe": {**LOCAL_EXPERTS, **FACTORS},
+    "ministral": MIXED,
+    "mixtral": LOCAL_EXPERTS,
+    "nemotron": {"norm_eps": 1e-3},
+    "olmo": WIDE,
     "olmo3": {
-        "sliding_window": 9,
-        "layer_types": [SLIDING, FULL, SLIDING],
+        **MIXED,
         "rope_parameters": {
             FULL: {
                 "rope_type": "yarn",
@@ -262,22 +158,13 @@ OWN = {  # of a family
             SLIDING: {"rope_type": "default", "rope_theta": 1e4},
         },
     },
+    "olmoe": {**WIDE, "intermediate_size": 20, "num_experts_per_tok": 2, "num_experts": 6},
+    "phi": {**WIDE, **EPS},
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 24},
+    "qwen3_moe": {**EXPERTS, "norm_topk_prob": True},
     "smollm3": {"use_sliding_window": True, "sliding_window": 9, "no_rope_layers": [1, 0, 1]},
-    "qwen3_moe": {
-        "num_experts": 6,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 20,
-        "norm_topk_prob": True,
-    },
-}
-
-
-DELTA_NET = {
-    "layer_types": ["linear_attention", FULL, "linear_attention"],
-    "linear_key_head_dim": 6,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_value_head_dim": 10,
+    "stablelm": {**WIDE, **EPS},
+    "starcoder2": {**WIDE, "norm_epsilon": 1e-3},
 }
 OWN["qwen3_5"] = DELTA_NET
 OWN["qwen3_5_seeing"] = DELTA_NET
