@@ -100,17 +100,10 @@ class _Wrapper:
 
 class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
     def __init__(
-        self,
-        float_workspace_buffer,
-        kv_layout="NHD",
-        use_cuda_graph=False,
-        use_tensor_cores=False,
-        paged_kv_indptr_buffer: Any = None,
-        paged_kv_indices_buffer: Any = None,
-        paged_kv_last_page_len_buffer: Any = None,
-        backend="auto",
-        jit_args=None,
-    ) -> None:
+        self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, use_tensor_cores=False,
+        paged_kv_indptr_buffer: Any = None, paged_kv_indices_buffer: Any = None,
+        paged_kv_last_page_len_buffer: Any = None, backend="auto", jit_args=None,
+    ) -> None:  # fmt: skip
         self.kv_layout, self.use_tensor_cores = kv_layout, use_tensor_cores
         if use_cuda_graph:
             self.fixed = _Fixed(
@@ -118,115 +111,46 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
             )
 
     def plan(
-        self,
-        indptr,
-        indices,
-        last_page_len,
-        num_qo_heads,
-        num_kv_heads,
-        head_dim,
-        page_size,
-        pos_encoding_mode="NONE",
-        window_left=-1,
-        logits_soft_cap=None,
-        q_data_type="float16",
-        kv_data_type=None,
-        o_data_type=None,
-        data_type=None,
-        sm_scale=None,
-        rope_scale=None,
-        rope_theta=None,
-        non_blocking=True,
-        block_tables=None,
-        seq_lens=None,
-        fixed_split_size=None,
-        disable_split_kv=False,
+        self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size,
+        pos_encoding_mode="NONE", window_left=-1, logits_soft_cap=None, q_data_type="float16",
+        kv_data_type=None, o_data_type=None, data_type=None, sm_scale=None, rope_scale=None, rope_theta=None,
+        non_blocking=True, block_tables=None, seq_lens=None, fixed_split_size=None, disable_split_kv=False,
         q_len_per_req=1,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.planned = dict(locals())
         if self.fixed is not None:
             self.fixed.plan(indptr, indices, last_page_len, page_size)
 
     def run(
-        self,
-        q,
-        paged_kv_cache,
-        *args,
-        q_scale=None,
-        k_scale=None,
-        v_scale=None,
-        out=None,
-        lse=None,
-        return_lse=False,
-        enable_pdl=None,
-        window_left=None,
-        sinks=None,
-        q_len_per_req=None,
-        skip_softmax_threshold_scale_factor=None,
-        kv_cache_sf=None,
-    ) -> Tensor:
+        self, q, paged_kv_cache, *args, q_scale=None, k_scale=None, v_scale=None, out=None, lse=None,
+        return_lse=False, enable_pdl=None, window_left=None, sinks=None, q_len_per_req=None,
+        skip_softmax_threshold_scale_factor=None, kv_cache_sf=None,
+    ) -> Tensor:  # fmt: skip
         counts = [1] * (len(self.planned["indptr"]) - 1)
         return self.compute(q, paged_kv_cache, counts, k_scale=k_scale, v_scale=v_scale)
 
 
 class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
     def __init__(
-        self,
-        float_workspace_buffer,
-        kv_layout="NHD",
-        use_cuda_graph=False,
-        qo_indptr_buf: Any = None,
-        paged_kv_indptr_buf: Any = None,
-        paged_kv_indices_buf: Any = None,
-        paged_kv_last_page_len_buf: Any = None,
-        custom_mask_buf=None,
-        mask_indptr_buf=None,
-        backend="auto",
-        jit_args=None,
-        jit_kwargs=None,
-    ) -> None:
+        self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, qo_indptr_buf: Any = None,
+        paged_kv_indptr_buf: Any = None, paged_kv_indices_buf: Any = None,
+        paged_kv_last_page_len_buf: Any = None, custom_mask_buf=None, mask_indptr_buf=None, backend="auto",
+        jit_args=None, jit_kwargs=None,
+    ) -> None:  # fmt: skip
         self.kv_layout, self.backend = kv_layout, backend
         if use_cuda_graph:
             assert len(qo_indptr_buf) == len(paged_kv_indptr_buf)
             self.fixed = _Fixed(paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf)
 
     def plan(
-        self,
-        qo_indptr,
-        paged_kv_indptr,
-        paged_kv_indices,
-        paged_kv_last_page_len,
-        num_qo_heads,
-        num_kv_heads,
-        head_dim_qk,
-        page_size,
-        head_dim_vo=None,
-        custom_mask=None,
-        packed_custom_mask=None,
-        causal=False,
-        pos_encoding_mode="NONE",
-        use_fp16_qk_reduction=False,
-        sm_scale=None,
-        window_left=-1,
-        logits_soft_cap=None,
-        rope_scale=None,
-        rope_theta=None,
-        q_data_type="float16",
-        kv_data_type=None,
-        o_data_type=None,
-        non_blocking=True,
-        prefix_len_ptr=None,
-        token_pos_in_items_ptr=None,
-        token_pos_in_items_len=0,
-        max_item_len_ptr=None,
-        seq_lens=None,
-        seq_lens_q=None,
-        block_tables=None,
-        max_token_per_sequence=None,
-        max_sequence_kv=None,
-        fixed_split_size=None,
-        disable_split_kv=False,
-    ) -> None:
+        self, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads,
+        head_dim_qk, page_size, head_dim_vo=None, custom_mask=None, packed_custom_mask=None, causal=False,
+        pos_encoding_mode="NONE", use_fp16_qk_reduction=False, sm_scale=None, window_left=-1,
+        logits_soft_cap=None, rope_scale=None, rope_theta=None, q_data_type="float16", kv_data_type=None,
+        o_data_type=None, non_blocking=True, prefix_len_ptr=None, token_pos_in_items_ptr=None,
+        token_pos_in_items_len=0, max_item_len_ptr=None, seq_lens=None, seq_lens_q=None, block_tables=None,
+        max_token_per_sequence=None, max_sequence_kv=None, fixed_split_size=None, disable_split_kv=False,
+    ) -> None:  # fmt: skip
         assert causal
         assert self.backend == "auto" or kv_data_type == q_data_type  # as FlashAttention 3 wants it
         self.planned = dict(locals()) | {
@@ -239,22 +163,10 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
             self.fixed.plan(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size)
 
     def run(
-        self,
-        q,
-        paged_kv_cache,
-        *args,
-        q_scale=None,
-        k_scale=None,
-        v_scale=None,
-        out=None,
-        lse=None,
-        return_lse=False,
-        enable_pdl=None,
-        window_left=None,
-        sinks=None,
-        kv_cache_sf=None,
+        self, q, paged_kv_cache, *args, q_scale=None, k_scale=None, v_scale=None, out=None, lse=None,
+        return_lse=False, enable_pdl=None, window_left=None, sinks=None, kv_cache_sf=None,
         skip_softmax_threshold_scale_factor=None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         counts = self.planned["qo_indptr"].diff().tolist()
         return self.compute(q, paged_kv_cache, counts, k_scale=k_scale, v_scale=v_scale)
 

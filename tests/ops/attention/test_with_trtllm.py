@@ -22,67 +22,24 @@ used_workspaces: list[int] = []  # addresses
 
 
 def trtllm_batch_decode_with_kv_cache(
-    query,
-    kv_cache,
-    workspace_buffer,
-    block_tables,
-    seq_lens,
-    max_seq_len,
-    bmm1_scale=1.0,
-    bmm2_scale=1.0,
-    window_left=-1,
-    out=None,
-    out_dtype=None,
-    o_sf_scale=None,
-    o_sf_vec_size=None,
-    sinks=None,
-    kv_layout="HND",
-    enable_pdl=None,
-    backend="auto",
-    q_len_per_req=1,
-    o_scale=1.0,
-    mask=None,
-    max_q_len=None,
-    cum_seq_lens_q=None,
-    skip_softmax_threshold_scale_factor=None,
-    kv_cache_sf=None,
-    uses_shared_paged_kv_idx=True,
-    lse=None,
-    return_lse=False,
-) -> Tensor:
+    query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale=1.0, bmm2_scale=1.0,
+    window_left=-1, out=None, out_dtype=None, o_sf_scale=None, o_sf_vec_size=None, sinks=None, kv_layout="HND",
+    enable_pdl=None, backend="auto", q_len_per_req=1, o_scale=1.0, mask=None, max_q_len=None,
+    cum_seq_lens_q=None, skip_softmax_threshold_scale_factor=None, kv_cache_sf=None,
+    uses_shared_paged_kv_idx=True, lse=None, return_lse=False,
+) -> Tensor:  # fmt: skip
     assert backend == "trtllm-gen"  # else a Hopper GPU would take other kernels
     assert len(query) == len(seq_lens)
     return _compute(dict(locals()), [1] * len(query), max_seq_len)
 
 
 def trtllm_batch_context_with_kv_cache(
-    query,
-    kv_cache,
-    workspace_buffer,
-    block_tables,
-    seq_lens,
-    max_q_len,
-    max_kv_len,
-    bmm1_scale,
-    bmm2_scale,
-    batch_size,
-    cum_seq_lens_q,
-    cum_seq_lens_kv,
-    window_left=-1,
-    out=None,
-    out_dtype=None,
-    o_sf_scale=None,
-    o_sf_vec_size=None,
-    kv_layout="HND",
-    enable_pdl=None,
-    sinks=None,
-    kv_cache_sf=None,
-    skip_softmax_threshold_scale_factor=None,
-    uses_shared_paged_kv_idx=True,
-    causal=True,
-    lse=None,
+    query, kv_cache, workspace_buffer, block_tables, seq_lens, max_q_len, max_kv_len, bmm1_scale, bmm2_scale,
+    batch_size, cum_seq_lens_q, cum_seq_lens_kv, window_left=-1, out=None, out_dtype=None, o_sf_scale=None,
+    o_sf_vec_size=None, kv_layout="HND", enable_pdl=None, sinks=None, kv_cache_sf=None,
+    skip_softmax_threshold_scale_factor=None, uses_shared_paged_kv_idx=True, causal=True, lse=None,
     return_lse=False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     counts = cum_seq_lens_q.diff().tolist()
     assert batch_size == len(counts) == len(seq_lens)
     assert max_q_len == max(counts)
