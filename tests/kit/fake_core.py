@@ -15,19 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import tiny_tokenizers
+from ops.machine import Machine
 from runtime.actors.detokenizer import DetokenizerActor
 from runtime.actors.live_requests import LiveRequest, LiveRequests
 from runtime.actors.output_stream import OutputStream
+from runtime.config import Args
 from runtime.config.model_facts import ModelFacts
-from runtime.config.plan import (
-    CachePlan,
-    KernelPlan,
-    ModelPlan,
-    Plan,
-    SchedulerPlan,
-    ServePlan,
-    TokenizerPlan,
-)
+from runtime.config.plan import Plan, TokenizerPlan
+from runtime.config.resolve import resolve
 from runtime.errors import ContextOverflow, EngineClosed, EngineFailure, InvalidRequest, PenstockError
 from runtime.profile import ProfileOptions
 from runtime.request import NOBODY, Caller, Delta, Finish, LogprobParams, Logprobs, Request, Usage
@@ -67,59 +62,23 @@ def make_facts(**changes: Any) -> ModelFacts:
 def make_plan(
     *, tool_call_parser: str | None = None, reasoning_parser: str | None = None, **serve: Any
 ) -> Plan:
-    """A plan; further keywords replace fields of its serve section."""
-    given: dict[str, Any] = {
-        "host": "127.0.0.1",
-        "port": 0,
-        "api_key": None,
-        "served_model_name": MODEL,
-        "log_level": "info",
-        "log_level_http": "info",
-        "skip_warmup": True,
-        "cache_report": False,
-        "preferred_sampling": {},
-        "allow_auto_truncate": False,
-        "weight_version": "default",
-    }
-    return Plan(
-        model=ModelPlan(
-            path="org/tiny",
-            load_format="dummy",
-            dtype="float32",
-            device="cpu",
-            context_length=CONTEXT,
-            random_seed=0,
-        ),
-        cache=CachePlan(
-            page_size=16, prefix_cache=True, kv_dtype="float32", mem_fraction=0.5, max_total_tokens=None
-        ),
-        scheduler=SchedulerPlan(
-            max_running=8,
-            max_queued=64,
-            chunk_tokens=None,
-            max_prefill_tokens=1024,
-            policy="fcfs",
-            mixed=True,
-            overlap=True,
-            new_token_ratio=0.7,
-            min_new_token_ratio=0.1,
-            new_token_ratio_decay=0.01,
-            stream_interval=1,
-            log_interval_steps=40,
-            watchdog_timeout_s=300,
-        ),
-        kernels=KernelPlan(),
-        tokenizer=TokenizerPlan(
-            tokenizer_path="org/tiny",
-            mode="auto",
-            trust_remote_code=False,
-            revision=None,
-            chat_template=None,
-            tool_call_parser=tool_call_parser,
-            reasoning_parser=reasoning_parser,
-        ),
-        serve=ServePlan(**given | serve),
+    """What is resolved for a tiny model on a CPU; further keywords replace fields of its serve section."""
+    args = Args.of(
+        model_path="org/tiny",
+        served_model_name=MODEL,
+        load_format="dummy",
+        dtype="float32",
+        device="cpu",
+        random_seed=0,
+        page_size=16,
+        max_running_requests=8,
+        max_queued_requests=64,
+        skip_server_warmup=True,
+        tool_call_parser=tool_call_parser,
+        reasoning_parser=reasoning_parser,
     )
+    plan = resolve(args, Machine.named("cpu"), make_facts(path="org/tiny"))
+    return replace(plan, serve=replace(plan.serve, **serve))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
