@@ -75,7 +75,8 @@ def _priorities(builder: PlanBuilder) -> Decision[bool]:
 
 
 def _max_new(builder: PlanBuilder) -> Decision[int | None]:
-    return builder.follow("prefill_only_one_req", 1 if builder.args.schedule.prefill_only_one_req else None)
+    asked = builder.follow("prefill_only_one_req")
+    return asked._replace(value=1 if asked.value else None)
 
 
 def _max_running(builder: PlanBuilder, gpu: Gpu | None) -> Decision[int]:
