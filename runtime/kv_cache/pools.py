@@ -9,12 +9,12 @@ import torch
 
 from runtime.kv_cache.paged import PagedKVCache
 from runtime.kv_cache.registry import KINDS
-from runtime.layers.forward_batch import KVSpec, LayerCache, LayerSpec
+from runtime.layers.forward_batch import KVSpec, LayerSpec
 
 
-class KVPool:
-    """The caches of a rank's layers, zeroed, each with a page (or whatever it consists of) to scratch in behind the
-    others.
+class KVPool(dict[int, Any]):
+    """The caches (`LayerCache`) of a rank's layers, by the number of the layer in the whole model: zeroed, each with a
+    page (or whatever it consists of) to scratch in behind the others.
 
     Padding writes to the scratch page and nobody reads it. Raises torch.OutOfMemoryError (on a GPU) when the pool does
     not fit.
@@ -33,18 +33,18 @@ class KVPool:
         """`specs` are by the number of the layer in the whole model. `kinds` says how many units the kinds have that
         layers may have caches of; other layers keep the keys and values of all tokens.
         """
+        super().__init__()
         self.num_pages = num_pages
         self.page_size = page_size
         self.scratch_page = num_pages
         self.kinds = dict(kinds or {})
-        self._layers: dict[int, LayerCache] = {}
         device = torch.device(device)
         for index, spec in specs.items():
             if spec.kind in self.kinds:
                 make, count = KINDS[spec.kind].make_layer, self.kinds[spec.kind]
             else:
                 make, count = PagedKVCache.zeros, num_pages
-            self._layers[index] = make(cast(Any, spec), count, page_size, dtype, device)
+            self[index] = make(cast(Any, spec), count, page_size, dtype, device)
 
     @classmethod
     def uniform(
@@ -61,10 +61,6 @@ class KVPool:
         specs = {index: KVSpec(num_kv_heads, head_dim) for index in range(num_layers)}
         return cls(specs, num_pages, page_size, dtype, device)
 
-    def __getitem__(self, index: int) -> Any:
-        """The cache (`LayerCache`) of the layer with this number in the whole model."""
-        return self._layers[index]
-
     @property
     def nbytes(self) -> int:
-        return sum(cache.nbytes for cache in self._layers.values())
+        return sum(cache.nbytes for cache in self.values())

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from runtime.errors import CheckpointError
 from runtime.layers.build import Build
@@ -15,10 +15,19 @@ from runtime.layers.linear import Linear
 from runtime.layers.norm import Norm
 from runtime.layers.rope import Rope
 from runtime.layers.sharding import TensorParallelGroup, shard_range, whole_range
-from runtime.layers.weight import Shard, SubLayer, frozen, in_groups, in_one_tensor, parameter, whole
+from runtime.layers.weight import (
+    Shard,
+    SubLayer,
+    Weighted,
+    frozen,
+    in_groups,
+    in_one_tensor,
+    parameter,
+    whole,
+)
 
 
-class Attention(nn.Module):
+class Attention(Weighted):
     """Grouped-query attention: project, normalise q and k if asked, rotate, store, attend, project.
 
     `index` is the layer's number in the model, by which it asks for its cache. `window` limits a token to the last so
@@ -154,7 +163,7 @@ class Attention(nn.Module):
         return q.unflatten(1, (-1, self.head_dim)), k.unflatten(1, (-1, self.head_dim))
 
 
-class KVScales(nn.Module):
+class KVScales(Weighted):
     """What keys and values are divided by before a cache of 8 bits takes them: the checkpoint's numbers, or 1.
 
     `values` are plain numbers, so that no step waits for a device: "k_scale" and "v_scale".

@@ -10,10 +10,23 @@ from torch import Tensor, nn
 
 from ops.select import Kernels
 from runtime.layers.forward_batch import ForwardBatch
-from runtime.layers.norm import Norm
+from runtime.layers.norm import NoNorm, Norm
 
 
-class PreNormBlock(nn.Module):
+class Block(nn.Module):
+    """What every arrangement has: an attention, an MLP and their norms."""
+
+    def __init__(
+        self, attention_norm: Norm | NoNorm, attention: nn.Module, mlp_norm: Norm, mlp: nn.Module
+    ) -> None:
+        super().__init__()
+        self.attention_norm = attention_norm
+        self.attention = attention
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
+
+
+class PreNormBlock(Block):
     """x + attention(norm(x)), then x + mlp(norm(x)); each addition is fused into the norm that follows it.
 
     So a block takes and gives a pair: what the last part computed, and the sum to which it is still to be added. With
@@ -22,7 +35,7 @@ class PreNormBlock(nn.Module):
 
     def __init__(
         self,
-        attention_norm: Norm,
+        attention_norm: Norm | NoNorm,
         attention: nn.Module,
         mlp_norm: Norm,
         mlp: nn.Module,
@@ -30,12 +43,8 @@ class PreNormBlock(nn.Module):
         post_attention_norm: Norm | None = None,
         post_mlp_norm: Norm | None = None,
     ) -> None:
-        super().__init__()
-        self.attention_norm = attention_norm
-        self.attention = attention
+        super().__init__(attention_norm, attention, mlp_norm, mlp)
         self.post_attention_norm = post_attention_norm
-        self.mlp_norm = mlp_norm
-        self.mlp = mlp
         self.post_mlp_norm = post_mlp_norm
 
     def forward(self, x: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
@@ -51,22 +60,13 @@ class PreNormBlock(nn.Module):
         return x, residual
 
 
-class PostNormBlock(nn.Module):
+class PostNormBlock(Block):
     """x + norm(attention(x)), then x + norm(mlp(x)): nothing is normalised before it is computed with (OLMo 2)."""
 
     def __init__(
-        self,
-        attention: nn.Module,
-        attention_norm: Norm,
-        mlp: nn.Module,
-        mlp_norm: Norm,
-        kernels: Kernels,
+        self, attention: nn.Module, attention_norm: Norm, mlp: nn.Module, mlp_norm: Norm, kernels: Kernels
     ) -> None:
-        super().__init__()
-        self.attention = attention
-        self.attention_norm = attention_norm
-        self.mlp = mlp
-        self.mlp_norm = mlp_norm
+        super().__init__(attention_norm, attention, mlp_norm, mlp)
         self.kernels = kernels
 
     def forward(self, x: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
@@ -74,6 +74,16 @@ class PostNormBlock(nn.Module):
         total = x if residual is None else self.kernels.add(x, residual)
         total = self.kernels.add(self.attention_norm(self.attention(total, batch)), total)
         return self.mlp_norm(self.mlp(total, batch)), total
+
+
+class NormedSumBlock(Block):
+    """norm(x + attention(x)), then norm(x + mlp(x)) (BERT, arXiv 1810.04805)."""
+
+    def forward(self, x: Tensor, residual: None, batch: ForwardBatch) -> tuple[Tensor, None]:
+        """x [T, E] -> (the same, None)."""
+        x, _ = self.attention_norm.add(self.attention(x, batch), x)
+        x, _ = self.mlp_norm.add(self.mlp(x, batch), x)
+        return x, None
 
 
 class ParallelBlock(nn.Module):
@@ -104,7 +114,7 @@ class ParallelBlock(nn.Module):
         return self.kernels.add(attended, self.mlp(x, batch)), total
 
 
-class ScaledBlock(nn.Module):
+class ScaledBlock(Block):
     """x + m * attention(norm(x)), then x + m * mlp(norm(x)) (Granite, arXiv 2203.03466)."""
 
     def __init__(
@@ -117,11 +127,7 @@ class ScaledBlock(nn.Module):
         *,
         multiplier: float,
     ) -> None:
-        super().__init__()
-        self.attention_norm = attention_norm
-        self.attention = attention
-        self.mlp_norm = mlp_norm
-        self.mlp = mlp
+        super().__init__(attention_norm, attention, mlp_norm, mlp)
         self.kernels = kernels
         self.multiplier = multiplier
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from runtime.layers.build import Build
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.sharding import TensorParallelGroup, shard_range, whole_range
-from runtime.layers.weight import Shard, frozen, parameter, whole
+from runtime.layers.weight import Shard, Weighted, frozen, parameter, whole
 
 
-class Embedding(nn.Module):
+class Embedding(Weighted):
     """The tokens' vectors [T, E], times `scale`, which is rounded to the model's dtype as transformers does it.
 
     Cut over ranks, each looks up its own ids and the sum is everybody's. If the LM head is `tied`, the weight is

@@ -1,4 +1,4 @@
-"""Parts of encoders: attention within each row, nothing cached, normalised behind each part as BERT does it."""
+"""Parts of encoders: attention within each row, nothing cached, and the sum of embeddings that they begin with."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
-from ops.select import Kernels
 from runtime.layers.build import Build
 from runtime.layers.embedding import Embedding
 from runtime.layers.forward_batch import ForwardBatch
@@ -14,7 +13,7 @@ from runtime.layers.linear import Linear
 from runtime.layers.norm import Norm
 from runtime.layers.rope import Rope
 from runtime.layers.sharding import ShardRange
-from runtime.layers.weight import Shard, SubLayer, parameter, whole
+from runtime.layers.weight import Shard, SubLayer, Weighted, parameter, whole
 
 
 class EncoderAttention(nn.Module):
@@ -55,49 +54,7 @@ class EncoderAttention(nn.Module):
         return self.out(attended.flatten(1), batch)
 
 
-class PostNormLayer(nn.Module):
-    """norm(x + attention(x)), then norm(x + mlp(x)) (BERT, arXiv 1810.04805)."""
-
-    def __init__(self, attention: nn.Module, attention_norm: Norm, mlp: nn.Module, mlp_norm: Norm) -> None:
-        super().__init__()
-        self.attention = attention
-        self.attention_norm = attention_norm
-        self.mlp = mlp
-        self.mlp_norm = mlp_norm
-
-    def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        """x [T, E] -> [T, E]."""
-        x, _ = self.attention_norm.add(self.attention(x, batch), x)
-        x, _ = self.mlp_norm.add(self.mlp(x, batch), x)
-        return x
-
-
-class PreNormLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); where a norm is missing nothing is normalised."""
-
-    def __init__(
-        self,
-        attention_norm: Norm | None,
-        attention: nn.Module,
-        mlp_norm: Norm,
-        mlp: nn.Module,
-        kernels: Kernels,
-    ) -> None:
-        super().__init__()
-        self.attention_norm = attention_norm
-        self.attention = attention
-        self.mlp_norm = mlp_norm
-        self.mlp = mlp
-        self.kernels = kernels
-
-    def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        """x [T, E] -> [T, E]."""
-        normed = x if self.attention_norm is None else self.attention_norm(x)
-        normed, x = self.mlp_norm.add(self.attention(normed, batch), x)
-        return self.kernels.add(self.mlp(normed, batch), x)
-
-
-class EncoderEmbedding(nn.Module):
+class EncoderEmbedding(Weighted):
     """The vectors of words, of positions and of the text (first or second) that a token is of, summed and normalised.
 
     The first `skipped` positions of the checkpoint's table are nobody's. Without `num_positions` or `num_types` there

@@ -84,12 +84,6 @@ class LayerCache(Protocol):
     def nbytes(self) -> int: ...
 
 
-class Cache(Protocol):
-    """The caches of all layers that a rank computes, by the number of the layer in the whole model."""
-
-    def __getitem__(self, index: int, /) -> LayerCache: ...
-
-
 class KindInputs(NamedTuple):
     """What a step tells the caches of one kind: the arrays that the kind made of its rows, on the device."""
 
@@ -110,7 +104,7 @@ class ForwardBatch:
     token_ids: Tensor  # int64 [T], all known
     positions: Tensor  # int64 [T], or [3, T]
     attention: AttentionMetadata
-    cache: Cache
+    cache: Mapping[int, LayerCache]  # of all layers that this rank computes, by the number in the whole model
     kinds: Mapping[str, KindInputs] = field(default_factory=dict)  # by kind of cache beside the pages
     row_values: Mapping[str, Tensor] = field(default_factory=dict)  # int32 [B] by name: which adapter, say
     input_embeds: Tensor | None = None  # [T, E]

@@ -13,12 +13,12 @@ from runtime.layers.linear import Linear
 from runtime.layers.norm import RMSNorm
 from runtime.layers.rope import Rope
 from runtime.layers.sharding import TensorParallelGroup, shard_range, whole_range
-from runtime.layers.weight import Shard, SubLayer, frozen, parameter, whole
+from runtime.layers.weight import Shard, SubLayer, Weighted, frozen, parameter, whole
 
 NORM_EPS = 1e-6  # of the norms of latent vectors, whatever that of the others is
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(Weighted):
     """Multi-head latent attention in its absorbed form: what makes keys and values of a latent vector is applied to
     queries and outputs instead, so that the cache holds one vector a token for all heads, and a key that is rotated.
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from runtime.layers.build import Build
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.quantization import LinearLayout, Unquantized
 from runtime.layers.sharding import ShardRange, TensorParallelGroup, shard_range, whole_range
-from runtime.layers.weight import Shard, SubLayer, parameter
+from runtime.layers.weight import Shard, SubLayer, Weighted, parameter
 
 
-class Linear(nn.Module):
+class Linear(Weighted):
     """x [T, I] -> [T, sum of the sub-layers' sizes]: their outputs one after the other.
 
     The weight belongs to the model's quantisation method: how it is read, prepared and multiplied. It stays in full

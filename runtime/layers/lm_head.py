@@ -6,15 +6,15 @@ from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from runtime.layers.build import Build
 from runtime.layers.embedding import Embedding
 from runtime.layers.sharding import TensorParallelGroup, shard_range
-from runtime.layers.weight import Shard, frozen, parameter, whole
+from runtime.layers.weight import Shard, Weighted, frozen, parameter, whole
 
 
-class LMHead(nn.Module):
+class LMHead(Weighted):
     """hidden [R, E] -> float32 logits [R, V], with weights of its own or the embedding's (`tied`).
 
     Logits are multiplied by `scale`, then bounded to soft_cap * tanh(logit / soft_cap), and a `bias` is added. Cut over

@@ -14,7 +14,7 @@ from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.linear import Linear
 from runtime.layers.quantization import LinearLayout, QuantizationMethod
 from runtime.layers.sharding import ShardRange, TensorParallelGroup, shard_range, whole_range
-from runtime.layers.weight import Shard, SubLayer, frozen, parameter
+from runtime.layers.weight import Shard, SubLayer, Weighted, frozen, parameter
 
 
 class ExpertNames(NamedTuple):
@@ -52,7 +52,7 @@ class Routing(NamedTuple):
     bias: bool = False  # the router has one
 
 
-class KeptExperts(nn.Module):
+class KeptExperts(Weighted):
     """One of a mixture's two weights, all experts' one after the other, in the groups that the checkpoint has it in."""
 
     def __init__(self, method: QuantizationMethod, layout: LinearLayout) -> None:
@@ -64,7 +64,7 @@ class KeptExperts(nn.Module):
         return self._method.shards(self, self._layout)
 
 
-class MoE(nn.Module):
+class MoE(Weighted):
     """x [T, E] -> [T, E]: a router sends each token to some of the experts, each a gated MLP.
 
     The router is never quantised: a rounded logit is another expert. A `shared` expert computes every token, weighted

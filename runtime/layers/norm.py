@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from runtime.layers.build import Build
 from runtime.layers.sharding import TensorParallelGroup, shard_range, whole_range
-from runtime.layers.weight import Shard, frozen, parameter, whole
+from runtime.layers.weight import Shard, Weighted, frozen, parameter, whole
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Weighted):
     """Root mean square normalisation of the last dimension; `unit_offset` scales by 1 + weight."""
 
     def __init__(self, name: str, size: int, eps: float, build: Build, *, unit_offset: bool = False) -> None:
@@ -35,7 +35,7 @@ class RMSNorm(nn.Module):
         return self.kernels.add_rms_norm(x, residual, self.weight, self.eps, unit_offset=self.unit_offset)
 
 
-class LayerNorm(nn.Module):
+class LayerNorm(Weighted):
     """Centres and normalises the last dimension; without a `weight` in the checkpoint it does nothing more.
 
     `unit_offset` scales by 1 + weight. With `heads` each of them has a weight of its own, [H, D] for H heads of `size`
@@ -105,6 +105,18 @@ class LayerNorm(nn.Module):
         if residual is None:
             return self(x), x
         return self.kernels.add_layer_norm(x, residual, self.weight, self.bias, self.eps)
+
+
+class NoNorm(nn.Module):
+    """In the place of a norm where a block has none: nothing is normalised."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(x + residual, the same)."""
+        total = x if residual is None else x + residual
+        return total, total
 
 
 Norm = RMSNorm | LayerNorm

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ops.recurrence import Segments, Span
 from runtime.errors import CheckpointError
@@ -16,7 +16,7 @@ from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.linear import Linear
 from runtime.layers.norm import RMSNorm
 from runtime.layers.sharding import TensorParallelGroup
-from runtime.layers.weight import Shard, SubLayer, parameter, whole
+from runtime.layers.weight import Shard, SubLayer, Weighted, parameter, whole
 
 KIND = "state"  # of cache
 
@@ -70,7 +70,7 @@ def segments_in(batch: ForwardBatch) -> Segments:
     return kept[key]
 
 
-class Convolution(nn.Module):
+class Convolution(Weighted):
     """The weights of a causal convolution of each channel by itself: [C, K], and a bias [C] if there is one."""
 
     def __init__(self, name: str, channels: int, kernel: int, *, bias: bool = False) -> None:
@@ -85,7 +85,7 @@ class Convolution(nn.Module):
             yield whole(f"{self.name}.bias", self.bias, (None,))
 
 
-class GatedDeltaNet(nn.Module):
+class GatedDeltaNet(Weighted):
     """Linear attention with a gated delta rule (arXiv 2412.06464): project, convolve, update and read states, gate.
 
     `index` is the layer's number in the model. `projections` are those of q, k, v, z, b and a, in this order: G heads
@@ -149,7 +149,7 @@ class GatedDeltaNet(nn.Module):
         return self.out(kernels.modulate(self.norm(out).flatten(1), z, "silu"), batch)
 
 
-class Mamba2(nn.Module):
+class Mamba2(Weighted):
     """A selective state space (arXiv 2405.21060): project, convolve, scan, gate, normalise, project.
 
     `index` is the layer's number in the model. There are `heads` of `head_dim`, which share B and C in `groups`; the

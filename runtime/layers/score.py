@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from runtime.layers.pooler import ACTIVATIONS
-from runtime.layers.weight import Shard, parameter, whole
+from runtime.layers.weight import Shard, Weighted, parameter, whole
 
 
 class ScoreLayer(NamedTuple):
@@ -40,7 +40,7 @@ class ScoreHead(nn.Module):
         return x
 
 
-class _Product(nn.Module):
+class _Product(Weighted):
     def __init__(self, layer: ScoreLayer, in_size: int) -> None:
         super().__init__()
         self.layer = layer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -52,13 +52,6 @@ class TensorParallelGroup(Protocol):
     def gather(self, x: Tensor) -> list[Tensor] | None:
         """All ranks' `x`, of one shape, on rank 0; None on the others."""
         ...
-
-
-@runtime_checkable
-class Split(Protocol):
-    """A layer that can be cut. `split` is called once, before its parameters have memory."""
-
-    def split(self, group: TensorParallelGroup) -> None: ...
 
 
 def whole_range(full: int) -> ShardRange:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from runtime.layers.sharding import ShardRange, whole_range
+from runtime.layers.sharding import ShardRange, TensorParallelGroup, whole_range
 
 Axes = tuple[str | None, ...]
 
@@ -79,27 +79,25 @@ class Shard(NamedTuple):
         return self.parameter.data[self.first_row : self.first_row + self.num_rows]
 
 
-@runtime_checkable
-class Weighted(Protocol):
-    """A layer with parameters of its own; its shards cover each of their rows exactly once."""
+class Weighted(nn.Module):
+    """A layer with parameters of its own, which a checkpoint fills.
 
-    def shards(self) -> Iterator[Shard]: ...
-
-
-@runtime_checkable
-class Prepared(Protocol):
-    """A layer whose weights its kernels may want in another layout.
-
-    Its shards fill what `allocate` made; then `prepare` replaces that, and lets it go, so that memory holds each weight
-    once. Both are called again where the layer gets new weights. Its shards may be asked at any time for the names and
-    shapes of tensors.
+    Its shards fill what `allocate` made; then `prepare` may replace that by what kernels want, and lets it go, so that
+    memory holds each weight once. Both are called again where the layer gets new weights.
     """
 
     def allocate(self) -> None:
-        """Make the parameters that the checkpoint's tensors fill."""
-        ...
+        """Make the parameters that the checkpoint's tensors fill, where `prepare` replaces them."""
 
-    def prepare(self) -> None: ...
+    def split(self, group: TensorParallelGroup) -> None:
+        """Keep this rank's part of what can be cut. Called once, before the parameters have memory."""
+
+    def shards(self) -> Iterator[Shard]:
+        """They cover each row of the parameters exactly once; names and shapes may be asked for at any time."""
+        return iter(())
+
+    def prepare(self) -> None:
+        """The parameters are filled."""
 
 
 class SubLayer(NamedTuple):

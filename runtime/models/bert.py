@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from runtime.layers.block import NormedSumBlock
 from runtime.layers.build import Build
-from runtime.layers.encoder import EncoderAttention, EncoderEmbedding, PostNormLayer
+from runtime.layers.encoder import EncoderAttention, EncoderEmbedding
 from runtime.layers.mlp import MLP
 from runtime.layers.norm import LayerNorm
 from runtime.layers.score import ScoreLayer
@@ -39,7 +40,7 @@ def scores(config: Config) -> tuple[ScoreLayer, ...]:
     return ScoreLayer("classifier.dense", size, activation="tanh"), ScoreLayer("classifier.out_proj", count)
 
 
-def layer(config: Config, index: int, build: Build) -> PostNormLayer:
+def layer(config: Config, index: int, build: Build) -> NormedSumBlock:
     name, size = f"encoder.layer.{index}", config.hidden_size
     attention = EncoderAttention(
         [SubLayer(f"{name}.attention.self.{part}", size) for part in ("query", "key", "value")],
@@ -58,7 +59,7 @@ def layer(config: Config, index: int, build: Build) -> PostNormLayer:
         bias=True,
     )
     attention_norm = norm(f"{name}.attention.output", config, build)
-    return PostNormLayer(attention, attention_norm, mlp, norm(f"{name}.output", config, build))
+    return NormedSumBlock(attention_norm, attention, norm(f"{name}.output", config, build), mlp)
 
 
 def norm(name: str, config: Config, build: Build) -> LayerNorm:

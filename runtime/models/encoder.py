@@ -16,7 +16,7 @@ from runtime.models.decoder import Decoder
 
 
 class Encoder(Decoder):
-    """Embedding, layers x [T, E] -> [T, E], and a norm at the end where there is one.
+    """Embeddings, blocks, and a norm at the end where there is one.
 
     It stands where a decoder does; what a decoder does with tokens and stages, it does not do.
     """
@@ -32,11 +32,11 @@ class Encoder(Decoder):
     ) -> None:
         """`scores` are the layers of a classifier, behind the pooling."""
         nn.Module.__init__(self)
-        self.embedding = self.norm = self.head = None
+        self.embedding = self.head = None
         self.cache_specs = {}
         self.embeddings = embeddings
         self.layers = nn.ModuleList(layers)
-        self.final_norm = final_norm
+        self.norm = final_norm
         self.hidden_size = hidden_size
         self.pooler = Pooler()
         self.scorer = ScoreHead(hidden_size, scores) if scores else None
@@ -45,15 +45,12 @@ class Encoder(Decoder):
         if not (stage.first and stage.last):
             raise CheckpointError("An encoder has no stages (--pp-size 1).")
 
-    def forward(self, batch: ForwardBatch) -> Tensor:
-        """Hidden states [T, E] of the batch's tokens. Every row must be a whole text, from position 0 on."""
-        x: Tensor = self.embeddings(batch)
-        for layer in self.layers:
-            x = layer(x, batch)
-        return x if self.final_norm is None else self.final_norm(x)
-
     def embed(self, batch: ForwardBatch) -> Tensor:
-        raise RuntimeError("An encoder has no stages.")
+        """The tokens' vectors [T, E]. Every row must be a whole text, from position 0 on."""
+        return self.embeddings(batch)
+
+    def finish(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        return x if self.norm is None else super().finish(x, residual)
 
     def logits(self, hidden: Tensor) -> Tensor:
         raise RuntimeError("An encoder writes no tokens.")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from runtime.errors import CheckpointError
-from runtime.layers.sharding import Split, TensorParallelGroup
+from runtime.layers.sharding import TensorParallelGroup
 from runtime.layers.weight import Shard, Weighted
 from runtime.models.decoder import Decoder
 
@@ -111,7 +111,7 @@ def loading_bar(total_bytes: int | None) -> Any:
 def split(model: nn.Module, group: TensorParallelGroup) -> None:
     """Cut every layer that can be cut. Its parameters must not have memory yet."""
     for module in model.modules():
-        if isinstance(module, Split):
+        if isinstance(module, Weighted):
             module.split(group)
 
 
@@ -202,8 +202,10 @@ def check_dtypes(dtypes: Mapping[str, torch.dtype], where: Callable[[Sequence[st
 
 
 def allocate(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Give a layer's own parameters memory; until now they were shapes, or prepared."""
+    """Give a layer's own parameters memory that are only shapes so far."""
     for name, shape in list(module.named_parameters(recurse=False)):
+        if not shape.is_meta:
+            continue
         memory = torch.empty(shape.shape, dtype=getattr(shape, "own_dtype", dtype), device=device)
         setattr(module, name, nn.Parameter(memory, requires_grad=False))
 

@@ -25,7 +25,7 @@ from runtime.layers.quantization import QuantizationMethod, quantization_method
 from runtime.layers.quantization.grouped import KeptGroups
 from runtime.layers.score import ScoreLayer
 from runtime.layers.sharding import Stage, TensorParallelGroup
-from runtime.layers.weight import Prepared, Weighted
+from runtime.layers.weight import Weighted
 from runtime.models.by_transformers import load_by_transformers
 from runtime.models.checkpoint import WeightFiles, find_weights
 from runtime.models.config import Config
@@ -97,7 +97,7 @@ def load_model(
             bar=bar,
         ):
             for _, module in modules:
-                if isinstance(module, Prepared):
+                if isinstance(module, Weighted):
                     module.prepare()
     model.pooler = _pooler(model, facts, plan)
     return model.eval()
@@ -281,22 +281,20 @@ def update_weights(model: Decoder, tensors: Mapping[str, Tensor]) -> None:
 
 def _renew(module: Weighted, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
     """Fill a layer that has its weights already, and prepare them again if they were prepared."""
-    before: dict[str, nn.Parameter] = {}
-    if isinstance(module, Prepared) and isinstance(module, nn.Module):
-        before = dict(module.named_parameters(recurse=False))
-        with torch.device("meta"):
-            module.allocate()
-        if before:
-            allocate(module, dtype, next(iter(before.values())).device)
+    before = dict(module.named_parameters(recurse=False))
+    with torch.device("meta"):
+        module.allocate()
+    if before:
+        allocate(module, dtype, next(iter(before.values())).device)
     for name, shards in own_shards(module).items():
         for shard in shards:
             if name in tensors:
                 shard.take(tensors[name][shard.cut])
-    if not (isinstance(module, Prepared) and isinstance(module, nn.Module)):
-        return
+            elif shard.default is not None:
+                shard.target.fill_(shard.default)
     module.prepare()
     for name, now in list(module.named_parameters(recurse=False)):
-        if name in before and _same_layout(before[name], now):
+        if name in before and now is not before[name] and _same_layout(before[name], now):
             before[name].untyped_storage().copy_(now.untyped_storage())
             setattr(module, name, before[name])
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from runtime.layers.block import PreNormBlock
 from runtime.layers.build import Build
-from runtime.layers.encoder import EncoderAttention, EncoderEmbedding, PreNormLayer
+from runtime.layers.encoder import EncoderAttention, EncoderEmbedding
 from runtime.layers.mlp import GatedMLP
-from runtime.layers.norm import LayerNorm
+from runtime.layers.norm import LayerNorm, NoNorm
 from runtime.layers.score import ScoreLayer
 from runtime.layers.weight import SubLayer, in_one_tensor
 from runtime.models.config import Config
@@ -31,7 +32,7 @@ def decoder(config: Config, build: Build) -> Encoder:
     )
 
 
-def layer(config: Config, index: int, build: Build) -> PreNormLayer:
+def layer(config: Config, index: int, build: Build) -> PreNormBlock:
     name, size, bias = f"layers.{index}", config.hidden_size, config.flag("attention_bias")
     kind = (config.layer_types() or [FULL] * config.num_layers)[index]
     qkv = [SubLayer(part, size) for part in ("q", "k", "v")]
@@ -53,10 +54,8 @@ def layer(config: Config, index: int, build: Build) -> PreNormLayer:
         bias=config.flag("mlp_bias"),
         fused="Wi",
     )
-    attention_norm = norm(f"{name}.attn_norm", config, build) if index else None
-    return PreNormLayer(
-        attention_norm, attention, norm(f"{name}.mlp_norm", config, build), mlp, build.kernels
-    )
+    attention_norm = norm(f"{name}.attn_norm", config, build) if index else NoNorm()
+    return PreNormBlock(attention_norm, attention, norm(f"{name}.mlp_norm", config, build), mlp)
 
 
 def norm(name: str, config: Config, build: Build) -> LayerNorm:
