@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from functools import partial
 from typing import (
@@ -12,7 +12,6 @@ from typing import (
     Annotated,
     Any,
     Literal,
-    Protocol,
     Union,
     get_args,
     get_origin,
@@ -48,6 +47,7 @@ from serve.openai.schema import ChatBody, CompletionBody
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
+    from serve.app import RouteSpec
 
 # By its module and name, the body that a handler decodes; of several, one of them.
 BODIES: Mapping[str, tuple[type, ...]] = {
@@ -100,22 +100,6 @@ _STYLE = (
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
 
-class Declared(Protocol):
-    """What is said of a route: see `serve.app.RouteSpec`."""
-
-    @property
-    def methods(self) -> tuple[str, ...]: ...
-
-    @property
-    def path(self) -> str: ...
-
-    @property
-    def handler(self) -> Callable[..., Any]: ...
-
-    @property
-    def scope(self) -> RouteScope: ...
-
-
 async def openapi(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """The document, OpenAPI 3.1."""
     return json_response(await anyio.to_thread.run_sync(partial(document, http.app.state.declared)))
@@ -129,7 +113,7 @@ async def page(http: HttpRequest, core: EngineCore) -> ASGIApp:
     )
 
 
-def document(routes: Sequence[Declared]) -> Json:
+def document(routes: Sequence[RouteSpec]) -> Json:
     """Every route of these, with the schema of its body."""
     schemas: Json = {"Error": _ERROR}
     paths: Json = {}
@@ -148,7 +132,7 @@ def document(routes: Sequence[Declared]) -> Json:
     }
 
 
-def _operation(route: Declared, method: str, path: str, schemas: Json) -> Json:
+def _operation(route: RouteSpec, method: str, path: str, schemas: Json) -> Json:
     name = f"{route.handler.__module__}.{route.handler.__name__}"
     missing = absent.MISSING.get(route.path)
     summary = (

@@ -5,16 +5,19 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from time import perf_counter
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import anyio
 
 from runtime.errors import ConfigurationError
 from serve.bench import report
-from serve.bench.load import Generator, Progress, generate_arguments, model_vocabulary, parse, run_with_engine
+from serve.bench.load import Progress, generate_arguments, model_vocabulary, parse, run_with_engine
 from serve.bench.metrics import summarize
 from serve.bench.options import add_output_options, new_parser, read_vocabulary
 from serve.bench.workload import Prompt, SharedPrefixes, Vocabulary, shared_prefix_prompts
+
+if TYPE_CHECKING:
+    from serve import Engine
 
 
 class Repetition(NamedTuple):
@@ -59,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigurationError("The model is not a local directory: give --tokenizer or --vocab-size.")
     batches = draw_batches(options, vocabulary)
 
-    async def work(engine: Generator) -> list[Repetition]:
+    async def work(engine: Engine) -> list[Repetition]:
         await time_batch(engine, batches[0])
         measured = []
         with Progress(options.repetitions, "repetitions") as progress:
@@ -92,7 +95,7 @@ def draw_batches(options: argparse.Namespace, vocabulary: Vocabulary) -> list[li
     return [prompts[start : start + size] for start in range(0, len(prompts), size)]
 
 
-async def time_batch(engine: Generator, batch: Sequence[Prompt]) -> Repetition:
+async def time_batch(engine: Engine, batch: Sequence[Prompt]) -> Repetition:
     """Run one batch; raises what the engine raises."""
     start_s = perf_counter()
     first_s, last_s, num_prompt, num_output = start_s, start_s, 0, 0

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import anyio
 
@@ -19,6 +19,7 @@ from serve.bench.workload import Prompt, Vocabulary
 
 if TYPE_CHECKING:
     from runtime.config import Args
+    from serve import Engine
 
 
 WIDTH = 30
@@ -102,18 +103,6 @@ Result = TypeVar("Result")
 Answer = Mapping[str, Any]  # text, output_ids, meta_info: as the native endpoint answers
 
 
-class Generator(Protocol):
-    """What is needed of an engine."""
-
-    def generate(
-        self, prompt: str | None = None, sampling_params: Mapping[str, Any] | None = None, **more: Any
-    ) -> Awaitable[Any]: ...
-
-    def stream(
-        self, prompt: str | None = None, sampling_params: Mapping[str, Any] | None = None, **more: Any
-    ) -> AsyncIterator[Any]: ...
-
-
 def parse(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Namespace, Args]:
     """Split a command line into this benchmark's options and the engine's; both refuse what they must.
 
@@ -125,7 +114,7 @@ def parse(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Namespace, Args]
     return options, Args.parse(rest)
 
 
-def run_with_engine(args: Args, work: Callable[[Generator], Awaitable[Result]]) -> Result:
+def run_with_engine(args: Args, work: Callable[[Engine], Awaitable[Result]]) -> Result:
     """Start an engine, await `work` with it, shut it down. All of it may wait at once unless a limit is given."""
     from serve import Engine
 

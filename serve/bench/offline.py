@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 from serve.bench import report
 from serve.bench.load import (
-    Generator,
     Progress,
     drive,
     generate_arguments,
@@ -26,6 +26,9 @@ from serve.bench.options import (
     read_vocabulary,
 )
 from serve.bench.workload import Prompt
+
+if TYPE_CHECKING:
+    from serve import Engine
 
 
 def parser() -> argparse.ArgumentParser:
@@ -48,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     warmup = build_warmup(options, prompts, vocabulary, options.warmup_requests, as_text=False)
     ignore_eos = not options.disable_ignore_eos
 
-    async def work(engine: Generator) -> tuple[list[Outcome], float]:
+    async def work(engine: Engine) -> tuple[list[Outcome], float]:
         await throughput(engine, warmup, ignore_eos=ignore_eos)
         with Progress(len(prompts), "prompts") as progress:
             return await throughput(engine, prompts, ignore_eos=ignore_eos, progress=progress)
@@ -64,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def throughput(
-    engine: Generator, prompts: Sequence[Prompt], *, ignore_eos: bool = True, progress: Progress | None = None
+    engine: Engine, prompts: Sequence[Prompt], *, ignore_eos: bool = True, progress: Progress | None = None
 ) -> tuple[list[Outcome], float]:
     """Generate from all prompts at once; outcomes and seconds. Raises what the engine raises."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from runtime.config.plan import TokenizerPlan
 from runtime.errors import InvalidRequest
@@ -22,20 +22,12 @@ from serve.chat.tools.table import FORMATS as TOOL_FORMATS
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
     from runtime.tokenizer.tokenizer import Tokenizer
+    from serve.chat.request import ChatRequest
 
 HARMONY = "gpt-oss"
 
 
-class Wanted(Protocol):
-    """What decides of a chat request."""
-
-    parallel_tool_calls: bool
-    continue_final_message: bool
-    separate_reasoning: bool
-    stream_reasoning: bool
-
-
-def parser_settings(core: EngineCore, chat: Wanted, choice: ToolChoice, prompt: str) -> ParserSettings:
+def parser_settings(core: EngineCore, chat: ChatRequest, choice: ToolChoice, prompt: str) -> ParserSettings:
     """For the output that follows `prompt`. Raises `InvalidRequest` for tools whose format is not known."""
     text, tokenizer = core.plan.tokenizer, core.tokenizer
     if choice.calls and text.tool_call_parser is None:
@@ -144,7 +136,7 @@ def _schema_of(wanted: Grammar | None) -> str | None:
     )
 
 
-def _reasoning(text: TokenizerPlan, chat: Wanted, prompt: str) -> ReasoningFormat | None:
+def _reasoning(text: TokenizerPlan, chat: ChatRequest, prompt: str) -> ReasoningFormat | None:
     """The format, unless no reasoning is to be expected."""
     form = REASONING_FORMATS.get(text.reasoning_parser or "")
     if form is None or (not chat.separate_reasoning and text.tool_call_parser is None):

@@ -19,12 +19,13 @@ import anyio
 from bench import PROGRAM
 from runtime.errors import ConfigurationError
 from serve.bench import report
-from serve.bench.load import Generator, Progress, parse
+from serve.bench.load import Progress, parse
 from serve.bench.options import add_output_options, new_parser
 from serve.demo import demo_path
 
 if TYPE_CHECKING:
     from runtime.config import Args
+    from serve import Engine
 
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "float32": {"dtype": "float32"},
@@ -172,7 +173,7 @@ def _prompt(tokenizer: Any, asked: Any, thinking: bool) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-async def answers(expected: Sequence[Expected], new_tokens: int, engine: Generator) -> list[Found]:
+async def answers(expected: Sequence[Expected], new_tokens: int, engine: Engine) -> list[Found]:
     """The engine's own answers, and what it says of the reference's."""
     own = await engine.generate(
         input_ids=[list(one.prompt) for one in expected],
@@ -204,7 +205,7 @@ def _with_engine(
     path: str,
     args: Args,
     settings: Mapping[str, Any],
-    work: Callable[[Generator], Awaitable[list[Found]]],
+    work: Callable[[Engine], Awaitable[list[Found]]],
 ) -> list[Found]:
     from serve import Engine
 

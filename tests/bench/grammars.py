@@ -21,12 +21,13 @@ import numpy as np
 from bench import PROGRAM
 from runtime.errors import ConfigurationError
 from serve.bench import report
-from serve.bench.load import Generator, parse, run_with_engine
+from serve.bench.load import parse, run_with_engine
 from serve.bench.metrics import Summary, summarize
 from serve.bench.options import add_output_options, new_parser
 
 if TYPE_CHECKING:
     from runtime.config import Args
+    from serve import Engine
 
 MIN_ITEMS = 1_000  # so that no output ends before its tokens are spent
 
@@ -115,7 +116,7 @@ def _record(number: int) -> dict[str, Any]:
     }
 
 
-async def turns(engine: Generator, options: argparse.Namespace) -> tuple[list[float], list[float]]:
+async def turns(engine: Engine, options: argparse.Namespace) -> tuple[list[float], list[float]]:
     """Microseconds a token without and with grammars, of each turn."""
     texts = [json.dumps(schema) for schema in schemas(options.batch_size)]
     times: tuple[list[float], list[float]] = [], []
@@ -129,7 +130,7 @@ async def turns(engine: Generator, options: argparse.Namespace) -> tuple[list[fl
 
 
 async def _one_turn(
-    engine: Generator, grammars: Sequence[Mapping[str, str]], num_tokens: int, turn: int
+    engine: Engine, grammars: Sequence[Mapping[str, str]], num_tokens: int, turn: int
 ) -> float:
     async def one(number: int, grammar: Mapping[str, str]) -> int:
         params = {

@@ -135,7 +135,7 @@ def _calls(name: str, config: Any) -> list[Call]:
     try:
         with quiet(), torch.device("meta"), torch.inference_mode():
             model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
-            attention.give(model, recorder)
+            attention.give(model, recorder.attend)
             if getattr(model, "_can_set_experts_implementation", lambda: False)():
                 model.set_experts_implementation("batched_mm")  # the others look at numbers
             ids = torch.zeros(1, TOKENS, dtype=torch.int64)

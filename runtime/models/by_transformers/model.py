@@ -99,7 +99,7 @@ class TransformersDecoder(Decoder):
         self.hidden_size = model.config.get_text_config().hidden_size
         self._attend = attend
         self.cache_specs = attend.cache_specs
-        attention.give(model, attend)
+        attention.give(model, attend.attend)
         # The same model with its body replaced by what the body gave: its head, whatever that does to logits.
         self._given = _Given()
         head = copy.copy(model)

@@ -28,10 +28,6 @@ class Stored(Protocol):
     def dtypes(self) -> Mapping[str, torch.dtype]: ...
     def read(self, name: str) -> Tensor: ...
 
-
-class Cuttable(Stored, Protocol):
-    """Stored tensors that are also given in parts, as `runtime.models.tensors.TensorFiles` does."""
-
     def release(self) -> None: ...
 
     def read_all(
@@ -39,7 +35,9 @@ class Cuttable(Stored, Protocol):
         take: Callable[[str, int, Tensor], None],
         cuts: Mapping[str, Sequence[tuple[slice, ...]]],
         num_threads: int = 1,
-    ) -> None: ...
+    ) -> None:
+        """Give the named parts of tensors, as `runtime.models.tensors.TensorFiles` does."""
+        ...
 
 
 class Made(NamedTuple):
@@ -89,7 +87,7 @@ class QuantizedTensors:
     Stands in the place of `runtime.models.tensors.TensorFiles`. Raises CheckpointError for parts that are missing.
     """
 
-    def __init__(self, stored: Cuttable, fields: Fields) -> None:
+    def __init__(self, stored: Stored, fields: Fields) -> None:
         self._stored = stored
         form = import_module(f"runtime.models.formats.{FORMATS[fields.values['quant_method']].file}")
         self._derived: Derived = form.derive(stored, fields)

@@ -10,12 +10,13 @@ import anyio
 import pytest
 
 from runtime.errors import ConfigurationError, StepFailed
+from serve import Engine
 from serve.bench import latency, offline
 from serve.bench.load import generate_arguments, model_vocabulary, parse
 from serve.bench.workload import Prompt, RandomLengths, Vocabulary, random_prompts
 
 
-class ScriptedEngine:
+class ScriptedEngine(Engine):
     """Answers like the engine, one token at a time."""
 
     def __init__(self) -> None:
