@@ -32,6 +32,8 @@ class HostData(NamedTuple):
     process: Callable[[Any], None] | None = None
     # int32 [at least ceil(V / 32)]: bit i % 32, counted from the lowest, of word i // 32 is 1 where token i is allowed.
     bitmask: NDArray[np.int32] | None = None
+    # The only token that `bitmask` allows, and those behind it of which the same is known; (): there is a choice.
+    forced: tuple[int, ...] = ()
 
 
 class Output(NamedTuple):
@@ -83,12 +85,13 @@ class SequenceConstraint:
     Belongs to the scheduler. A future may be handed out before the tokens that it depends on are known.
     """
 
-    __slots__ = ("_choice", "_constraint", "_futures", "_num_told")
+    __slots__ = ("_choice", "_constraint", "_forced", "_futures", "_num_told")
 
     def __init__(self, constraint: Constraint, choice: int) -> None:
         self._constraint = constraint
         self._choice = choice
         self._futures: dict[int, Future[HostData]] = {}
+        self._forced: tuple[int, tuple[int, ...]] = (0, ())  # output length, and what was forced behind it
         self._num_told = -1  # length of the output for which the constraint was asked last
 
     def data_after(self, num_output: int, ids: list[int], num_prompt: int) -> Future[HostData]:
@@ -100,11 +103,24 @@ class SequenceConstraint:
             self.advance(ids, num_prompt)
         return future
 
+    def forced_after(self, num_output: int) -> tuple[int, ...]:
+        """The tokens behind `num_output` others about which nothing is left to choose, as far as that is known."""
+        future = self._futures.get(num_output)
+        if future is None or not future.done():
+            start, forced = self._forced
+            return forced[num_output - start :]
+        if future.cancelled() or future.exception() is not None:
+            return ()
+        data = future.result()
+        return data.forced if data.process is None else ()
+
     def advance(self, ids: list[int], num_prompt: int) -> None:
         """These are all tokens that are known now: ask for what applies to the next one, unless that was done."""
         num_output, num_before = len(ids) - num_prompt, max(self._num_told, 0)
         if self._num_told == num_output:
             return
+        if forced := self.forced_after(self._num_told):
+            self._forced = self._num_told, forced
         self._num_told = num_output
         for length in [length for length in self._futures if length < num_output]:
             del self._futures[length]

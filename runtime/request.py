@@ -14,6 +14,7 @@ from runtime.grammar.spec import Grammar, ThinkingLimit
 from runtime.sampling_params import MAX_BIASES, SamplingParams, grammars_of
 
 MAX_TOP_LOGPROBS = 128
+LOWEST_LOGPROB = -3.4028234663852886e38  # of a float32; stands for minus infinity, which JSON cannot say
 
 _request_ids = count(1)
 

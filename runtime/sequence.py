@@ -36,6 +36,8 @@ class Sequence:
         "num_pending",
         "num_prompt",
         "num_shared",
+        "num_unsent",
+        "num_void",
         "pages",
         "prompt_logprobs",
         "request",
@@ -72,6 +74,8 @@ class Sequence:
         self.constraint = None if constraint is None else SequenceConstraint(constraint, index)
         self.num_computed = 0
         self.num_pending = 0
+        self.num_void = 0  # results in flight, the oldest, whose tokens were forced and are known by now
+        self.num_unsent = 0  # known tokens, the last ones, that were forced and that no Delta has brought yet
         self.num_cached = -1  # prompt tokens found in the prefix tree at first admission; -1 before it
         self.num_shared = 0  # leading tokens whose pages the prefix tree owns
         self.pages: list[int] = []

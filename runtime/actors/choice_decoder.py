@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from runtime.actors.output_stream import join_logprobs
-from runtime.request import Chunk, Delta, Finish, Logprobs, Request
+from runtime.request import Chunk, Delta, Finish, Logprobs, Request, Usage
 from runtime.scheduler.apply import first_logprobs
 from runtime.tokenizer.incremental import IncrementalDecoder
 from runtime.tokenizer.stop import StopMatcher
@@ -50,7 +50,7 @@ class ChoiceDecoder:
 
     def push(self, delta: Delta) -> Chunk | None:
         """The chunk to send now; None while everything is held back."""
-        ids, finish = delta.ids, delta.finish
+        ids, finish, usage = delta.ids, delta.finish, delta.usage
         text = ""
         if self._incremental is not None:
             text, ids, finish = self._decode(self._incremental, ids, finish)
@@ -61,9 +61,11 @@ class ChoiceDecoder:
             self._held_logprobs.append(first_logprobs(delta.logprobs, len(ids)))
         if delta.prompt_logprobs is not None:
             self._prompt_logprobs = delta.prompt_logprobs
-        return self._send(delta, finish)
+        if len(ids) < len(delta.ids):  # a stop string ended it within them
+            usage = usage._replace(output=usage.output - len(delta.ids) + len(ids))
+        return self._send(delta, finish, usage)
 
-    def _send(self, delta: Delta, finish: Finish | None) -> Chunk | None:
+    def _send(self, delta: Delta, finish: Finish | None, usage: Usage) -> Chunk | None:
         if finish is None:
             if self._since_sent < self._interval:
                 return None
@@ -74,7 +76,7 @@ class ChoiceDecoder:
             self._held_text,
             self._held_ids,
             finish,
-            delta.usage,
+            usage,
             join_logprobs(self._held_logprobs) if self._held_logprobs else None,
             self._prompt_logprobs,
             delta.embedding,

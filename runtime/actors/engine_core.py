@@ -55,6 +55,7 @@ class Status:
     num_used_tokens: int
     max_total_tokens: int
     num_retracted: int  # retractions since the start
+    num_forced: int  # tokens that grammars forced and that took no step of their own, since the start
     num_steps: int
     num_generated: int
     gen_throughput: float
@@ -268,6 +269,7 @@ class EngineCore:
             num_used_tokens=sum(load.num_used_tokens for load in loads),
             max_total_tokens=num_pages * page_size,
             num_retracted=sum(load.num_retracted for load in loads),
+            num_forced=sum(load.num_forced for load in loads),
             num_steps=sum(actor.progress.num_steps for actor in alive),
             num_generated=sum(actor.progress.num_generated for actor in alive),
             gen_throughput=sum(actor.progress.gen_throughput for actor in alive),

@@ -45,6 +45,8 @@ logger = logging.getLogger("penstock.scheduler")
 ARRIVAL_TURNS = 3
 MAX_ARRIVAL_TURNS = 50  # however many keep coming
 WATCHDOG_PERIOD_S = 1.0
+# Of a step's time, for the masks of grammars before the next step is filled, and the least that is worth a timer.
+MASK_SHARE, MIN_WAIT_S = 0.5, 0.0002
 STOOD_STILL_S = 0.5  # by which the loop is late
 QUEUE_PERIOD_S = 1.0
 MAX_RETRY_AFTER_S = 60
@@ -256,6 +258,8 @@ class SchedulerActor:
             try:
                 if not self._in_flight or self.progress.num_steps % self._receive_interval == 0:
                     self._receive()
+                if self._in_flight:
+                    await self._wait_for_masks()
                 batch = self.scheduler.fill()
                 self._publish_events()  # of what was applied before, too
             except Exception as error:  # the scheduler's boundary: memory, or a mistake of ours
@@ -269,6 +273,20 @@ class SchedulerActor:
                 self._wake_with_host_data()
                 await self._inbox.wait()
                 await self._gather()
+
+    async def _wait_for_masks(self) -> None:
+        """While a step runs: let the masks come that may say what is forced, up to a part of the step's time."""
+        masks = self.scheduler.awaited_masks
+        step_s = self.predicted_step_s if masks else None
+        left_s = (step_s or 0.0) * MASK_SHARE - self.step_age_s
+        if not masks or left_s < MIN_WAIT_S:
+            return
+        loop = asyncio.get_running_loop()
+        came = loop.create_future()
+        masks[-1].add_done_callback(lambda _: _call_soon(loop, _set, came))  # mostly they all come together
+        timer = loop.call_later(left_s, _set, came)
+        await came
+        timer.cancel()
 
     def _wake_with_host_data(self) -> None:
         """Nothing can be computed: let the first host data that comes for a sequence end the wait."""
@@ -490,6 +508,11 @@ class SchedulerActor:
             waiting.remove(last)
             self.scheduler.abort(last.sequences, Finish("abort", message=DISPLACED))
             self._requests.fail(last.request.id, Overloaded(DISPLACED, retry_after_s=self.retry_after_s))
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *args: object) -> None:

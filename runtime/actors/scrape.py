@@ -116,6 +116,7 @@ def _replica(
         "sglang:kv_available_tokens": num_free * page_size,
         "sglang:kv_evictable_tokens": load.num_evictable_pages * page_size,
         "penstock:steps": series.num_steps,
+        "penstock:forced_tokens": load.num_forced,
         "penstock:queue_age_seconds": core.oldest_waiting_s(actor),
         "sglang:queue_time_s": series.queue_s,
         "penstock:step_rows": series.step_rows,

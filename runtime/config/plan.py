@@ -85,6 +85,10 @@ class SchedulerPlan(Section):
         10  # a priority must be further above a running one's than this to interrupt it
     )
     max_new_sequences: int | None = None  # that one step takes on; None: no limit of its own
+    max_forced: int = 0  # tokens that a grammar forces are appended up to so many at once; 0: each is sampled
+    forced_share: float = (
+        0.0  # of the running rows: so many steps of one token must be saved by that at a time
+    )
     receive_interval: int = 1  # steps between two looks at the inbox while something runs
     max_micro_batch: int | None = None  # rows of one of them; None: no limit of its own
 

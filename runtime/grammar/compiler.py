@@ -36,9 +36,15 @@ class GrammarCompiler:
     """One for an engine. Made and called on its loop; compiles on threads of its own."""
 
     def __init__(
-        self, load: LoadBackend, tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]
+        self,
+        load: LoadBackend,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        eos_ids: frozenset[int],
+        max_forced: int = 0,
     ) -> None:
         self._load = load
+        self._max_forced = max_forced
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_ids = frozenset(token_id for token_id in eos_ids if token_id < vocab_size)
@@ -129,7 +135,7 @@ class GrammarCompiler:
         with self._loading:
             if self._backend is None:
                 backend = self._load()
-                self._masks = MaskThread(backend)
+                self._masks = MaskThread(backend, self._max_forced)
                 self._backend = backend
             return self._backend
 

@@ -61,8 +61,8 @@ class Position:
     """How far one choice has come. Belongs to the mask thread but for its making."""
 
     __slots__ = (
-        "_compiled", "_ends", "_is_free", "_marked", "_marker", "_num_seen", "_opened_by", "matcher",
-        "slow",
+        "_compiled", "_ends", "_is_free", "_marked", "_marker", "_num_seen", "_opened_by", "forced", "kept",
+        "matcher", "slow",
     )  # fmt: skip
 
     def __init__(
@@ -76,6 +76,8 @@ class Position:
         self.slow = False  # whether its masks take long, so that others must not wait for them
 
     def _start(self) -> None:
+        self.forced: list[int] = []  # tokens that the matcher has taken and the output must go on with
+        self.kept: NDArray[np.int32] | None = None  # the mask behind them
         self.matcher: Matcher | None = None  # None: the constraint has not begun
         self._num_seen = 0
         self._marked = 0
@@ -99,8 +101,33 @@ class Position:
             new = self._behind_marker(new)
         if self.matcher is None:
             return False
-        if new and not self.matcher.consume(new):
-            raise ValueError(f"the grammar does not allow its own output: {self.matcher.error:.200}")
+        taken = self.forced[: len(new)]
+        if new[: len(taken)] != taken:
+            raise ValueError("the output does not go on with what was forced")
+        del self.forced[: len(taken)]
+        new = new[len(taken) :]
+        if new:
+            self.kept = None
+            if not self.matcher.consume(new):
+                raise ValueError(f"the grammar does not allow its own output: {self.matcher.error:.200}")
+        return True
+
+    def only_token(self, mask: NDArray[np.int32]) -> int | None:
+        """The token that a finished mask leaves, where it is the only one and does not end the output."""
+        if np.count_nonzero(mask) != 1:
+            return None
+        word = int(np.flatnonzero(mask)[0])
+        bits = int(mask[word]) & 0xFFFF_FFFF
+        if bits & (bits - 1):
+            return None
+        token_id = 32 * word + bits.bit_length() - 1
+        return None if token_id in self._ends.model or token_id in self._ends.request else token_id
+
+    def force(self, token_id: int) -> bool:
+        """Let the matcher go on by a token that is the only one; False where it can not."""
+        if self.matcher is None or not self.matcher.consume([token_id]):
+            return False
+        self.forced.append(token_id)
         return True
 
     def _behind_marker(self, new: list[int]) -> list[int]:
@@ -127,14 +154,15 @@ class Position:
 
     def finish_mask(self, mask: NDArray[np.int32]) -> None:
         """Apply in place what the request says about its end, to the int32 [words] of the backend."""
-        if self._opened_by is not None and self._num_seen == 0:
+        num_seen = self._num_seen + len(self.forced)
+        if self._opened_by is not None and num_seen == 0:
             mask.view(np.uint32)[self._opened_by // 32] |= np.uint32(1 << self._opened_by % 32)
         ends = self._ends
-        if not (ends.request or ends.avoid or self._num_seen < ends.min_tokens):
+        if not (ends.request or ends.avoid or num_seen < ends.min_tokens):
             return
         if not any(_is_set(mask, token_id) for token_id in ends.model):
             return
-        if ends.avoid or self._num_seen < ends.min_tokens:
+        if ends.avoid or num_seen < ends.min_tokens:
             others = mask.copy()
             _clear(others, ends.model)
             if others.any():

@@ -18,7 +18,7 @@ def load_grammars(
     if tokenizer is None or plan.tokenizer.grammar_backend == "none":
         return None
     load = partial(_load, plan, facts, tokenizer, eos_ids)
-    return GrammarCompiler(load, tokenizer, facts.vocab_size, eos_ids)
+    return GrammarCompiler(load, tokenizer, facts.vocab_size, eos_ids, plan.scheduler.max_forced)
 
 
 def _load(plan: Plan, facts: ModelFacts, tokenizer: Tokenizer, eos_ids: frozenset[int]) -> Backend:

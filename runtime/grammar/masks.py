@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import NamedTuple, Protocol
 
@@ -30,8 +31,14 @@ class Position(Protocol):
 
     matcher: Matcher | None
     slow: bool
+    forced: list[int]
+    kept: NDArray[np.int32] | None
 
     def advance(self, output: Output) -> bool: ...
+
+    def only_token(self, mask: NDArray[np.int32]) -> int | None: ...
+
+    def force(self, token_id: int) -> bool: ...
 
     def free_mask(self, num_words: int) -> NDArray[np.int32] | None: ...
 
@@ -47,11 +54,14 @@ class Ask(NamedTuple):
 class MaskThread:
     """Takes what is asked in one step together and computes it in parallel, on two threads of its own.
 
-    Outputs whose masks take long are on the second one, so that nobody else waits for them.
+    Outputs whose masks take long are on the second one, so that nobody else waits for them. Where a mask leaves one
+    token, the masks behind it are computed too, up to the first that leaves a choice or `max_forced` tokens: the run
+    of these tokens is told at once, and each mask is computed once, whether the run is used or not.
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, max_forced: int = 0) -> None:
         self._backend = backend
+        self._max_forced = max_forced
         self._num_words = backend.num_words
         self._slow = _Lane("penstock-masks-slow", self._compute_each)
         self._fast = _Lane("penstock-masks", self._compute)
@@ -86,25 +96,76 @@ class MaskThread:
 
     def _advance(self, ask: Ask) -> bool:
         """Whether the backend is to be asked; otherwise the future has its result."""
+        position = ask.position
         try:
-            if ask.position.advance(ask.output):
+            if not position.advance(ask.output):
+                give(ask.answer, HostData(bitmask=position.free_mask(self._num_words)))
+            elif position.forced:
+                give(ask.answer, self._forced(position.forced))
+            elif position.kept is not None:
+                give(ask.answer, HostData(bitmask=position.kept))
+            else:
                 return True
-            give(ask.answer, HostData(bitmask=ask.position.free_mask(self._num_words)))
         except Exception as error:  # this output's border: foreign code, or a grammar beyond its limits
             _fail(ask.answer, error)
         return False
 
-    def _fill(self, rows: Sequence[Ask]) -> None:
-        masks = np.zeros((len(rows), self._num_words), np.int32)
-        try:
-            self._backend.fill_masks([ask.position.matcher for ask in rows if ask.position.matcher], masks)
-        except Exception as error:
-            for ask in rows:
-                _fail(ask.answer, error)
+    def _fill(self, asks: Sequence[Ask]) -> None:
+        """Answer all of these. Who must go on by one token is asked for the next place, all together."""
+        masks = self._masks(asks)
+        if masks is None:
             return
-        for ask, mask in zip(rows, masks, strict=True):
+        forced: list[tuple[Ask, int]] = []
+        for ask, mask in zip(asks, masks, strict=True):
+            token_id = ask.position.only_token(mask) if self._max_forced else None
+            if token_id is None:
+                give(ask.answer, HostData(bitmask=mask))
+            else:
+                forced.append((ask, token_id))
+        while forced:
+            forced = self._go_on(forced)
+
+    def _masks(self, asks: Sequence[Ask]) -> NDArray[np.int32] | None:
+        """What each of these positions allows next, int32 [n, words]; None where that failed, and they know it."""
+        masks = np.zeros((len(asks), self._num_words), np.int32)
+        try:
+            self._backend.fill_masks([ask.position.matcher for ask in asks if ask.position.matcher], masks)
+        except Exception as error:
+            for ask in asks:
+                _fail(ask.answer, error)
+            return None
+        for ask, mask in zip(asks, masks, strict=True):
             ask.position.finish_mask(mask)
-            give(ask.answer, HostData(bitmask=mask))
+        return masks
+
+    def _go_on(self, forced: Sequence[tuple[Ask, int]]) -> list[tuple[Ask, int]]:
+        """Take these tokens; those behind which there is one token again. The others are answered."""
+        taken = [ask for ask, token_id in forced if self._force(ask, token_id)]
+        masks = self._masks(taken) if taken else None
+        further = []
+        for ask, mask in zip(taken, masks, strict=True) if masks is not None else ():
+            position = ask.position
+            token_id = position.only_token(mask)
+            if token_id is not None and len(position.forced) < self._max_forced:
+                further.append((ask, token_id))
+            else:
+                position.kept = mask
+                give(ask.answer, self._forced(position.forced))
+        return further
+
+    def _force(self, ask: Ask, token_id: int) -> bool:
+        """False, and answered, where the grammar ends there by a limit: that is an error behind these tokens."""
+        known = (*ask.position.forced, token_id)
+        with suppress(Exception):  # as in `_advance`; the same happens again when the output has come there
+            if ask.position.force(token_id):
+                return True
+        give(ask.answer, self._forced(known))
+        return False
+
+    def _forced(self, ids: Sequence[int]) -> HostData:
+        mask = np.zeros(self._num_words, np.uint32)
+        mask[ids[0] // 32] = np.uint32(1 << ids[0] % 32)
+        return HostData(bitmask=mask.view(np.int32), forced=tuple(ids))
 
 
 class _Lane:

@@ -44,7 +44,9 @@ class LimitedThinking:
         if 0 <= over < len(self._close_ids):
             mask = np.zeros(self._num_words, np.uint32)
             mask[self._close_ids[over] // 32] = np.uint32(1 << self._close_ids[over] % 32)
-            give(answer, HostData(bitmask=mask.view(np.int32)))
+            give(
+                answer, HostData(bitmask=mask.view(np.int32), forced=block.closed_by(self._close_ids[over:]))
+            )
         elif self._inner is None:
             give(answer, HostData())
         else:
@@ -78,6 +80,15 @@ class _Block:
             if not self._is_closed:
                 self._take(token_id)
         return -1 if self._is_closed or self._open is not None else self._num_tokens
+
+    def closed_by(self, ids: tuple[int, ...]) -> tuple[int, ...]:
+        """As many of these tokens as it takes to close the block."""
+        matched = self._matched
+        for count, token_id in enumerate(ids, 1):
+            matched = self._close.advance(matched, token_id)
+            if matched == self._close.length:
+                return ids[:count]
+        return ids
 
     def _take(self, token_id: int) -> None:
         if self._open is not None:

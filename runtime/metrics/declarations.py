@@ -99,6 +99,13 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("penstock:steps", "counter", "Steps since the start.", _SCRAPE, REPLICA),
     Metric(
+        "penstock:forced_tokens",
+        "counter",
+        "Tokens that grammars forced and that took no step of their own.",
+        _SCRAPE,
+        REPLICA,
+    ),
+    Metric(
         "penstock:step_seconds",
         "histogram",
         "Seconds of one step; kind is prefill, decode or mixed. The rate of its sum is the share of the time in "

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from runtime.batch import Batch, StepOutput
 from runtime.errors import EngineFailure
-from runtime.request import Delta, Finish, Logprobs, Usage
+from runtime.request import LOWEST_LOGPROB, Delta, Finish, LogprobParams, Logprobs, Usage
 from runtime.sequence import Sequence
 
 NOT_FINITE = (
@@ -32,7 +32,8 @@ def apply_output(batch: Batch, output: StepOutput, retire: Retire, rewind: Rewin
     """Append the new tokens and end the sequences that are done; rows of ended sequences are dropped.
 
     A retracted sequence is not ended: its pending token arrives here as any other. `rewind` takes sequences whose
-    token did not come because their host data was late. Raises `RowFailed` where a row breaks.
+    token did not come because their host data was late. Of a row whose token was forced, and appended, since it was
+    launched, nothing is taken. Raises `RowFailed` where a row breaks.
     """
     deltas: list[Delta] = []
     sequence = batch.sequences[0]
@@ -41,8 +42,15 @@ def apply_output(batch: Batch, output: StepOutput, retire: Retire, rewind: Rewin
             sequence = batch.sequences[row]
             _append_prompt_logprobs(sequence, logprobs)
         failed = frozenset(output.failed)
+        void: set[int] = set()
         for row, (sequence, tokens) in enumerate(zip(batch.sequences, output.tokens)):
             if sequence.finish is not None:
+                continue
+            if sequence.num_void and row not in failed and _is_sampled(batch, row):
+                sequence.num_void -= 1
+                void.add(row)
+                if sequence.num_unsent:
+                    deltas.append(_delta(sequence, []))
                 continue
             if not tokens or (failed and row in failed):
                 finish = _finish_without_token(batch, row, failed)
@@ -54,7 +62,8 @@ def apply_output(batch: Batch, output: StepOutput, retire: Retire, rewind: Rewin
         if batch.sampling is not None and batch.sampling.host_data is not None:
             for row in batch.sampling.rows[[entry.row for entry in batch.sampling.host_data]].tolist():
                 sequence = batch.sequences[row]
-                _advance_constraint(sequence, output.tokens[row], rewind)
+                if row not in void:
+                    _advance_constraint(sequence, output.tokens[row], rewind)
     except Exception as error:
         raise RowFailed(sequence.request.id, deltas) from error
     return deltas
@@ -66,9 +75,8 @@ def _apply_tokens(
     sequence.num_pending -= 1
     if len(tokens) > 1:
         tokens = _up_to_end(sequence, tokens)
-    ids = sequence.ids
-    ids += tokens
-    num_tokens, num_prompt = len(ids), sequence.num_prompt
+    sequence.ids += tokens
+    num_tokens, num_prompt = len(sequence.ids), sequence.num_prompt
     finish = None
     if tokens[-1] in sequence.stop_ids:
         finish = Finish("stop", matched=tokens[-1])
@@ -77,16 +85,54 @@ def _apply_tokens(
     if finish is not None:
         retire(sequence, finish, True)
     logprobs = None if output.logprobs is None else output.logprobs[row]
+    return _delta(
+        sequence, tokens, finish, None if logprobs is None else first_logprobs(logprobs, len(tokens))
+    )
+
+
+def _delta(
+    sequence: Sequence, tokens: list[int], finish: Finish | None = None, logprobs: Logprobs | None = None
+) -> Delta:
+    """These tokens, the last of the sequence, and before them those that were forced and not sent yet."""
+    num_unsent, sequence.num_unsent = sequence.num_unsent, 0
+    ids = sequence.ids
+    if num_unsent:
+        end = len(ids) - len(tokens)
+        forced = ids[end - num_unsent : end]
+        logprobs = _with_forced(forced, logprobs, sequence.request.logprobs)
+        tokens = forced + tokens
     prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
     return Delta(
         sequence.request.id,
         sequence.index,
         tokens,
         finish,
-        Usage(num_prompt, num_tokens - num_prompt, sequence.num_cached),
-        None if logprobs is None else first_logprobs(logprobs, len(tokens)),
+        Usage(sequence.num_prompt, len(ids) - sequence.num_prompt, sequence.num_cached),
+        logprobs,
         prompt_logprobs,
     )
+
+
+def _with_forced(
+    forced: list[int], logprobs: Logprobs | None, params: LogprobParams | None
+) -> Logprobs | None:
+    """Those of forced tokens, which had no alternatives, before the others'."""
+    if params is None:
+        return None
+    chosen, top, requested = logprobs or Logprobs([], [], [])
+    found = Logprobs([(0.0, token_id) for token_id in forced], [], [])
+    if params.top:
+        found.top.extend([(0.0, token_id)] for token_id in forced)
+    if params.token_ids:
+        found.requested.extend(
+            [(0.0 if asked == token_id else LOWEST_LOGPROB, asked) for asked in params.token_ids]
+            for token_id in forced
+        )
+    return Logprobs(found.chosen + chosen, found.top + top, found.requested + requested)
+
+
+def _is_sampled(batch: Batch, row: int) -> bool:
+    return batch.sampling is not None and row in batch.sampling.rows
 
 
 def _advance_constraint(sequence: Sequence, tokens: list[int], rewind: Rewind) -> None:
@@ -101,7 +147,7 @@ def _advance_constraint(sequence: Sequence, tokens: list[int], rewind: Rewind) -
 
 def final_delta(sequence: Sequence, finish: Finish, embedding: list[float] | None = None) -> Delta:
     """The end of a sequence, without a new token."""
-    num_output = len(sequence.ids) - sequence.num_prompt
+    num_output = len(sequence.ids) - sequence.num_prompt - sequence.num_unsent
     usage = Usage(sequence.num_prompt, num_output, max(sequence.num_cached, 0))
     prompt_logprobs = sequence.prompt_logprobs if finish.kind == "length" else None
     return Delta(sequence.request.id, sequence.index, [], finish, usage, None, prompt_logprobs, embedding)

@@ -20,6 +20,7 @@ from runtime.batch import UNKNOWN, Batch, PromptLogprobs, StepStats
 from runtime.config.plan import SchedulerPlan
 from runtime.kv_cache.prefix_cache import Duplicates, PrefixCache, reusable_tokens
 from runtime.scheduler.budget import NewTokenRatio, PromptBudget
+from runtime.scheduler.fast_forward import FastForward
 from runtime.scheduler.queue import WaitingQueue
 from runtime.scheduler.request_tables import RequestTables, Running
 from runtime.sequence import Sequence
@@ -31,7 +32,12 @@ class BatchBuilder:
     """Builds one batch after the other from the running and the waiting sequences."""
 
     def __init__(
-        self, plan: SchedulerPlan, cache: PrefixCache, running: Running, waiting: WaitingQueue
+        self,
+        plan: SchedulerPlan,
+        cache: PrefixCache,
+        running: Running,
+        waiting: WaitingQueue,
+        fast_forward: FastForward,
     ) -> None:
         self.new_token_ratio = NewTokenRatio(plan)
         self.num_retracted = 0  # since the start
@@ -39,13 +45,17 @@ class BatchBuilder:
         self._cache = cache
         self._running = running
         self._waiting = waiting
+        self._fast_forward = fast_forward
 
     def build(self, number: int) -> Batch | None:
         """Choose the rows of the step with this number and give them pages; None when there is nothing to do."""
         if self._plan.priorities and self._waiting.allowed is None:
             self._preempt()
+        if self._running.stalled:
+            self._running.resume()
+        self._fast_forward.append()
         decodes, prompts = self._unfinished()
-        step = _StepRows(self._plan.max_micro_batch)
+        step = _StepRows(self._plan.max_micro_batch, self._plan.max_forced)
         if self._plan.mixed:
             self._add_decodes(step, decodes)
             self._add_prompts(step, prompts)
@@ -99,8 +109,12 @@ class BatchBuilder:
                 self._retract(victim)
 
     def _unfinished(self) -> tuple[list[Sequence], list[Sequence]]:
-        """Running sequences with something to compute: by one output token, and by known tokens."""
+        """Running sequences with something to compute: by one output token, and by known tokens.
+
+        Of these, those that lack output tokens alone (forced ones) are first: a long prompt would keep them waiting.
+        """
         decodes: list[Sequence] = []
+        outputs: list[Sequence] = []
         prompts: list[Sequence] = []
         num_decoding = 0
         # In a pipeline only who is in no other micro-batch decodes, so that these need not wait for each other.
@@ -109,7 +123,6 @@ class BatchBuilder:
         one_step_back = any(kind.one_step_back for kind in self._cache.kinds)
         running: Iterable[Sequence] = self._running
         if self._running.stalled:
-            self._running.resume()
             running = [sequence for sequence in running if sequence not in self._running.stalled]
         for sequence in running:
             computed = sequence.num_computed
@@ -121,8 +134,8 @@ class BatchBuilder:
                     if not (alone and sequence.num_pending):
                         decodes.append(sequence)
             elif lacking:
-                prompts.append(sequence)
-        return decodes[: self._micro_batch(num_decoding)], prompts
+                (outputs if computed >= sequence.num_prompt else prompts).append(sequence)
+        return decodes[: self._micro_batch(num_decoding)], outputs + prompts
 
     def _micro_batch(self, num_decoding: int) -> int:
         """How many decode rows a step may have: of a pipeline's micro-batch its even share."""
@@ -275,6 +288,7 @@ class _StepRows:
     __slots__ = (
         "_counts",
         "_embedded",
+        "_max_forced",
         "_max_rows",
         "_prompt_logprobs",
         "_sampled",
@@ -285,14 +299,16 @@ class _StepRows:
         "duplicates",
         "num_cached_tokens",
         "num_decodes",
+        "num_forced",
         "num_new",
         "num_prompt_tokens",
         "retracted",
         "unfinished",
     )
 
-    def __init__(self, max_rows: int | None) -> None:
+    def __init__(self, max_rows: int | None, max_forced: int = 0) -> None:
         self._max_rows = max_rows
+        self._max_forced = max_forced
         self._sequences: list[Sequence] = []
         self._starts: list[int] = []
         self._counts: list[int] = []
@@ -308,6 +324,7 @@ class _StepRows:
         self.num_cached_tokens = 0
         self.num_prompt_tokens = 0
         self.num_decodes = 0
+        self.num_forced = 0  # rows of up to so many known output tokens
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -349,7 +366,10 @@ class _StepRows:
         self._starts.append(start)
         self._counts.append(count)
         self._token_ids += sequence.ids[start:end]
-        self.num_prompt_tokens += count
+        if start >= sequence.num_prompt and count <= self._max_forced:
+            self.num_forced += 1
+        else:
+            self.num_prompt_tokens += count
         sequence.num_computed = end
 
     def _ask_prompt_logprobs(self, sequence: Sequence, start: int, end: int) -> None:
@@ -392,7 +412,12 @@ class _StepRows:
                 for kind in cache.kinds
             },
             second_starts=self._seconds(ends) if self._second_starts else None,
-            stats=StepStats(self.num_new, self.num_cached_tokens, self.num_prompt_tokens, self.num_decodes),
+            stats=StepStats(
+                self.num_new,
+                self.num_cached_tokens,
+                self.num_prompt_tokens,
+                self.num_decodes + self.num_forced,
+            ),
         )
 
     def _seconds(self, ends: np.ndarray) -> np.ndarray:

@@ -77,6 +77,11 @@ class SamplingTables:
         self._special.pop(index, None)
         self._fresh.discard(index)
 
+    def recount(self, sequence: Sequence) -> None:
+        """Tokens were appended that no step sampled: with penalties, count all of them anew."""
+        if sequence.sequence_index in self._special and is_penalised(sequence):
+            self._fresh.add(sequence.sequence_index)
+
     def gather(self, rows: Ints, indices: Ints, ends: Longs) -> Sampling:
         """Build the arrays for R sampling rows.
 

@@ -16,6 +16,7 @@ from runtime.kv_cache.prefix_cache import PrefixCache
 from runtime.request import Delta, Finish, LogprobParams, Logprobs
 from runtime.scheduler.apply import apply_output, final_delta
 from runtime.scheduler.batch_builder import BatchBuilder
+from runtime.scheduler.fast_forward import FastForward
 from runtime.scheduler.queue import WaitingQueue
 from runtime.scheduler.request_tables import Running
 from runtime.scheduler.trials import Trials
@@ -36,6 +37,7 @@ class Load(NamedTuple):
     token_usage: float  # share of all pages that running sequences hold
     new_token_ratio: float
     num_retracted: int  # since the start
+    num_forced: int  # forced tokens that took no step of their own, since the start
 
 
 class Scheduler:
@@ -54,7 +56,8 @@ class Scheduler:
         self._max_tokens = min(context_length, cache.num_tokens)
         self._running = Running(plan.max_running, cache, vocab_size)
         self._waiting = WaitingQueue(plan.policy, cache, priorities=plan.priorities)
-        self._builder = BatchBuilder(plan, cache, self._running, self._waiting)
+        self._fast_forward = FastForward(plan, cache, self._running, vocab_size)
+        self._builder = BatchBuilder(plan, cache, self._running, self._waiting, self._fast_forward)
         self._trials = Trials()
         self._num_filled = 0
         self._num_applied = 0
@@ -124,6 +127,11 @@ class Scheduler:
         """The host data without which some sequences are in no step."""
         return [sequence.next_host_data for sequence in self._running.stalled]
 
+    @property
+    def awaited_masks(self) -> list[Future[HostData]]:
+        """The host data that may say that next tokens are forced: worth a moment's wait before the next `fill`."""
+        return self._fast_forward.awaited
+
     def abort(self, sequences: Iterable[Sequence], finish: Finish) -> list[Delta]:
         """End these sequences wherever they are; a final Delta for each that had not ended."""
         deltas = []
@@ -177,7 +185,7 @@ class Scheduler:
         found = {sequence.request.id for sequence in sequences if sequence.finish is None}
         self._start_over()
         for sequence in self:
-            sequence.num_pending = 0
+            sequence.num_pending = sequence.num_void = 0
             _ask_again(sequence)
         return sorted(found)
 
@@ -207,7 +215,7 @@ class Scheduler:
                 if sequence.constraint is not None:
                     sequence.constraint.release()
                 continue
-            sequence.num_pending = 0
+            sequence.num_pending = sequence.num_void = 0
             _ask_again(sequence)
             self._waiting.add(sequence)
 
@@ -274,6 +282,7 @@ class Scheduler:
             token_usage=cache.num_used / cache.num_pages,
             new_token_ratio=self._builder.new_token_ratio.value,
             num_retracted=self._builder.num_retracted,
+            num_forced=self._fast_forward.num_saved,
         )
 
     def check(self) -> None:

@@ -11,11 +11,9 @@ from torch import Tensor
 from ops.sampling import Score, Scores
 from ops.sampling.native import score as native_score
 from runtime.batch import PromptLogprobs
-from runtime.request import LogprobParams, Logprobs
+from runtime.request import LOWEST_LOGPROB, LogprobParams, Logprobs
 from runtime.worker.step_inputs import Staging
 
-# Stands for minus infinity (a forbidden token), which JSON cannot say.
-LOWEST = float(np.finfo(np.float32).min)
 # Prompt positions whose logits exist at one time.
 CHUNK = 256
 
@@ -143,4 +141,4 @@ def _pairs(values: Sequence[float], ids: Sequence[int]) -> list[tuple[float, int
 
 
 def _finite(value: float) -> float:
-    return max(value, LOWEST)
+    return max(value, LOWEST_LOGPROB)

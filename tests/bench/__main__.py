@@ -13,6 +13,7 @@ COMMANDS = {
     "parallel": ("bench.parallel", "a step of two processes against one, in its parts"),
     "step": ("bench.step", "single steps in this process: chosen kernels against plain torch"),
     "grammars": ("bench.grammars", "steps with a grammar for each row against none, and masks alone"),
+    "fast-forward": ("bench.fast_forward", "forced tokens appended without a step of their own, and sampled"),
     "kernels": ("bench.kernels", "where the time of a step goes on a CPU, kernel by kernel"),
     "accuracy": ("bench.accuracy", "bfloat16 and 8 bits against transformers in float32"),
     "soak": ("bench.soak", "requests that come and leave at random, and what they leave behind"),

@@ -10,6 +10,7 @@ import numpy as np
 from runtime.constraint import HostData, Output, give
 
 Allowed = Callable[[tuple[int, ...]], list[int]]
+Forced = Callable[[int, Output], tuple[int, ...]]  # of a choice and its output: the tokens that come next
 
 
 def bitmask(allowed: list[int], vocab_size: int) -> np.ndarray:
@@ -33,27 +34,40 @@ class LateHostData:
         self.is_held = is_held
         self._vocab_size = vocab_size
         self._allowed = allowed
-        self._held: list[tuple[tuple[int, ...], Future[HostData]]] = []
+        self._held: list[tuple[tuple[int, ...], tuple[int, ...], Future[HostData]]] = []
 
     @property
     def num_held(self) -> int:
         return len(self._held)
 
-    def host_data_after(self, choice: int, output: Output, answer: Future[HostData]) -> None:
+    def host_data_after(
+        self, choice: int, output: Output, answer: Future[HostData], forced: tuple[int, ...] = ()
+    ) -> None:
         output_ids = output.output_ids
         self.asked.append((choice, output_ids))
-        self._held.append((output_ids, answer))
+        self._held.append((output_ids, forced, answer))
         if not self.is_held(output_ids):
             self.deliver(-1)
 
     def deliver(self, which: int = 0) -> None:
         """One that is held back, the oldest unless said otherwise."""
-        output_ids, answer = self._held.pop(which)
+        output_ids, forced, answer = self._held.pop(which)
         mask = None if self._allowed is None else bitmask(self._allowed(output_ids), self._vocab_size)
-        give(answer, HostData(bitmask=mask))
+        give(answer, HostData(bitmask=mask, forced=forced))
 
     def deliver_all(self) -> None:
         """All that are held back, and from now on every one at once."""
         self.is_held = lambda output_ids: False
         while self._held:
             self.deliver()
+
+
+class LateForcedTokens:
+    """A request whose host data is held back by `late`, and says which tokens come next."""
+
+    def __init__(self, late: LateHostData, forced: Forced) -> None:
+        self._late = late
+        self._forced = forced
+
+    def host_data_after(self, choice: int, output: Output, answer: Future[HostData]) -> None:
+        self._late.host_data_after(choice, output, answer, self._forced(choice, output))

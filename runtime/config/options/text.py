@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from runtime.config.chat_templates import CHAT_TEMPLATES
 from runtime.config.option_spec import always, inert, option, planned
 from runtime.config.parsers import REASONING_PARSERS, TOOL_CALL_PARSERS
-from runtime.config.plan import TokenizerPlan
+from runtime.config.plan import SchedulerPlan, TokenizerPlan
 
 NO_TOKENIZER_BATCHES = (
     "each prompt is tokenized by itself, beside the running steps; the token ids are the same"
@@ -104,10 +104,10 @@ class TextArgs:
         "Keep compiled grammars in memory only.",
         reason="compiled grammars are never kept on disk",
     )
-    disable_jump_forward: bool = inert(
+    disable_jump_forward: bool = option(
         False,
-        "Sample also those tokens that a grammar leaves no choice about.",
-        reason="skipping such tokens was already gone where the option comes from",
+        "Sample also those tokens that a grammar leaves no choice about, one by one. Slower; useful to find mistakes.",
+        plan=SchedulerPlan.max_forced,
     )
     disable_fast_image_processor: bool = planned(
         False, "Prepare images with the slower processor of transformers."

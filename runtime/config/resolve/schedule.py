@@ -8,6 +8,7 @@ from runtime.config.plan import CachePlan, SchedulerPlan
 from runtime.config.resolve.plan_builder import Decision, PlanBuilder, build
 
 OPEN_ENDED_TOKENS = 256  # a usual answer of a chat
+MAX_FORCED = 32  # tokens that are found at a time: others wait for their masks meanwhile
 QUEUE_FACTOR = 2  # sequences that may wait for each that may run
 QUEUED_TOKENS = 2**23
 MIN_QUEUE = 2048  # or so many, if that is more: clients that send all of a benchmark at once
@@ -53,7 +54,19 @@ def schedule_plan(
         preemption_threshold=builder.follow("priority_scheduling_preemption_threshold"),
         max_new_sequences=_max_new(builder),
         receive_interval=builder.follow("scheduler_recv_interval"),
+        max_forced=builder.follow(
+            "disable_jump_forward", 0 if builder.args.text.disable_jump_forward else MAX_FORCED
+        ),
+        forced_share=_forced_share(builder, gpu),
     )
+
+
+def _forced_share(builder: PlanBuilder, gpu: Gpu | None) -> Decision[float]:
+    if gpu is not None:
+        return Decision(1.0, "a step with such a row is not captured: it must save a whole one")
+    if not builder.args.schedule.enable_mixed_chunk:
+        return Decision(1.0, "such a row takes a step of its own")
+    return Decision(0.0, "a row of several tokens takes little more than one of a single token")
 
 
 def _overlap(builder: PlanBuilder) -> Decision[bool]:

@@ -11,8 +11,8 @@ from runtime.grammar.marker import Marker
 from runtime.grammar.spec import ThinkingLimit
 from runtime.grammar.thinking import LimitedThinking
 
-TEXTS = ("<think>", "</think>", "a", "b")
-OPEN, CLOSE, A, B = range(4)
+TEXTS = ("<think>", "</think>", "a", "b", "</", "think>")
+OPEN, CLOSE, A, B, SLASH, THINK = range(6)
 
 
 def forced(ids: list[int], limit: ThinkingLimit) -> list[bool]:
@@ -39,3 +39,15 @@ def test_blocks_share_one_budget_where_they_may_open_again() -> None:
 def test_other_models_think_once() -> None:
     limit = ThinkingLimit(1, "<think>", "</think>")
     assert forced([OPEN, A, CLOSE, OPEN, A, A], limit) == [place == 2 for place in range(7)]
+
+
+def test_a_mark_of_several_tokens_is_forced_as_a_whole_and_no_further_than_it_goes() -> None:
+    token_bytes = {index: text.encode() for index, text in enumerate(TEXTS)}
+    markers = None, Marker("</think>", token_bytes, len(TEXTS))
+    limited = LimitedThinking(ThinkingLimit(2, None, "</think>"), markers, (SLASH, THINK, A), 1, None)
+    found = []
+    for output in (Output([A, B], 0, 0, 2), Output([A, B, SLASH, THINK], 0, 2, 4)):
+        answer: Future[HostData] = Future()
+        limited.host_data_after(0, output, answer)
+        found.append(answer.result().forced)
+    assert found == [(SLASH, THINK), ()]

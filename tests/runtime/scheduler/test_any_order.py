@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from fake_runner import Drive, make_plan, make_sequence, reference_embedding
-from late_host_data import LateHostData
+from late_host_data import LateForcedTokens, LateHostData
+from runtime.constraint import Output
 from runtime.errors import ContextOverflow
 from runtime.request import Delta, Finish, LogprobParams, Request
 from runtime.scheduler import budget
@@ -40,6 +41,8 @@ class AnyOrder(RuleBasedStateMachine):
         window=st.sampled_from([None, None, 1, 3, 6, 11]),
         num_states=st.sampled_from([0, 0, 2, 7, 40]),
         windowed_share=st.sampled_from([0.0, 0.5, 1.0]),
+        max_forced=st.sampled_from([0, 8]),
+        forced_share=st.sampled_from([0.0, 0.0, 1.0]),
     )
     def start(
         self,
@@ -106,13 +109,20 @@ class AnyOrder(RuleBasedStateMachine):
         logprobs = LogprobParams(start=logprob_start) if 0 <= logprob_start < len(prompt) else None
         if wants_embedding:
             num_choices = 1
+        choices: list[Sequence] = []
+
+        def forced(choice: int, output: Output) -> tuple[int, ...]:
+            """Up to five tokens of what the choice is going to write, here and there."""
+            count = (7 * output.num_output + 3 * choice + repeat) % 6
+            return tuple(self.drive.expected(choices[choice])[output.num_output :][:count])
+
         first = make_sequence(
             prompt,
             seed=seed,
             logprobs=logprobs,
             n=num_choices,
             wants_embedding=wants_embedding,
-            constraint=self.late if constrained and not wants_embedding else None,
+            constraint=LateForcedTokens(self.late, forced) if constrained and not wants_embedding else None,
             **values,
         )
         shared = {name: values[name] for name in ("stop_ids", "namespace", "urgency")}
@@ -120,6 +130,7 @@ class AnyOrder(RuleBasedStateMachine):
             make_sequence(prompt, index=i, seed=seed + i, request=first.request, **shared)
             for i in range(1, num_choices)
         ]
+        choices += [first, *others]
         needed = len(prompt) + (values["max_new_tokens"] > 0 and not wants_embedding)
         if needed > self.drive.cache.num_tokens:
             with pytest.raises(ContextOverflow):
