@@ -388,6 +388,8 @@ class SchedulerActor:
         if deltas:
             self._detokenizer.inbox.put(deltas)
         duration_s, num_tokens = self.progress.note_applied(batch, deltas)
+        if batch.stats.num_prompt_tokens:
+            self.scheduler.limit_steps(self.progress.times.enough_tokens)
         if self._series is not None:
             self._series.applied(batch, duration_s, num_tokens)
 

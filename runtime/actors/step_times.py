@@ -14,6 +14,8 @@ logger = logging.getLogger("penstock.scheduler")
 WEIGHT = 0.1  # of the newest step in the means
 PATIENCE = 10  # times as long as predicted a step may take
 LEAST_PATIENCE_S = 5.0
+OVERHEAD = 1 / 20  # of a step with prompts, that what every step costs may be
+LEAST_ENOUGH_TOKENS = 256
 
 
 class StepTimes:
@@ -25,15 +27,20 @@ class StepTimes:
     def __init__(self) -> None:
         self._decode_s: float | None = None
         self._prompt_token_s: float | None = None
+        self._short_decode_s: float | None = None  # the same where nothing came in between
+        self._short_prompt_token_s: float | None = None
 
     def note(self, batch: Batch, seconds: float) -> None:
         """A step took so long."""
         tokens = batch.stats.num_prompt_tokens
         if not tokens:
             self._decode_s = _mean(self._decode_s, seconds)
+            self._short_decode_s = _low_mean(self._short_decode_s, seconds)
             return
         rest = max(seconds - (self._decode_s or 0.0), 0.0)
         self._prompt_token_s = _mean(self._prompt_token_s, rest / tokens)
+        rest = max(seconds - (self._short_decode_s or 0.0), 0.0)
+        self._short_prompt_token_s = _low_mean(self._short_prompt_token_s, rest / tokens)
 
     def predicted_s(self, batch: Batch) -> float | None:
         """How long this step should take; None where that is not known."""
@@ -43,6 +50,16 @@ class StepTimes:
         if not tokens and self._decode_s is None:
             return None
         return (self._decode_s or 0.0) + tokens * (self._prompt_token_s or 0.0)
+
+    @property
+    def enough_tokens(self) -> int | None:
+        """Of prompts in one step: so many that a further step in between costs little; None where that is not known.
+
+        With more, the first tokens of all would wait for the last prompt, and gain nothing.
+        """
+        if not self._short_decode_s or not self._short_prompt_token_s:
+            return None
+        return max(LEAST_ENOUGH_TOKENS, int(self._short_decode_s / (OVERHEAD * self._short_prompt_token_s)))
 
     def patience_s(self, batch: Batch, longest_s: float) -> float:
         """After how long this step counts as hanging; `longest_s` where nothing is known about its kind."""
@@ -57,6 +74,13 @@ def _mean(before: float | None, newest: float) -> float:
     if before is None or newest > before:
         return newest if before is None else before + max(WEIGHT, 0.5) * (newest - before)
     return before + WEIGHT * (newest - before)
+
+
+def _low_mean(before: float | None, newest: float) -> float:
+    """A mean that takes what is shorter soon, and what is longer slowly: that had to wait for something else."""
+    if before is None:
+        return newest
+    return before + (0.5 if newest < before else WEIGHT / 4) * (newest - before)
 
 
 class Progress:

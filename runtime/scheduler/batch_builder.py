@@ -41,6 +41,7 @@ class BatchBuilder:
     ) -> None:
         self.new_token_ratio = NewTokenRatio(plan)
         self.num_retracted = 0  # since the start
+        self.enough_tokens: int | None = None  # of prompts in a step; None: as many as the plan allows
         self._plan = plan
         self._cache = cache
         self._running = running
@@ -176,7 +177,7 @@ class BatchBuilder:
 
     def _add_prompts(self, step: _StepRows, prompts: list[Sequence]) -> None:
         """Continue cut prompts, then admit waiting sequences, while budgets and pages last."""
-        budget = PromptBudget(self._plan, self._cache.page_size, step.num_decodes)
+        budget = PromptBudget(self._plan, self._cache.page_size, step.num_decodes, self.enough_tokens)
         for sequence in prompts:
             if sequence.sequence_index < 0 or budget.exhausted or step.full:
                 continue

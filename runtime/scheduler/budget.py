@@ -16,13 +16,17 @@ class PromptBudget:
     """The prompt tokens that one step may still compute, by chunk and by step.
 
     With chunking a prompt is cut, at a page boundary, to what is left of both limits. Without it prompts are
-    whole: the first of a step is always granted, later ones while they fit.
+    whole: the first of a step is always granted, later ones while they fit. After `enough_tokens` the step takes no
+    further prompt, and cuts none for that: first tokens need not wait for prompts that came later.
     """
 
-    __slots__ = ("_chunk", "_page_size", "_step", "_untouched")
+    __slots__ = ("_chunk", "_enough", "_page_size", "_step", "_untouched")
 
-    def __init__(self, plan: SchedulerPlan, page_size: int, num_decode_rows: int) -> None:
+    def __init__(
+        self, plan: SchedulerPlan, page_size: int, num_decode_rows: int, enough_tokens: int | None = None
+    ) -> None:
         self._page_size = page_size
+        self._enough = enough_tokens
         self._chunk: int | None = None
         if plan.chunk_tokens is not None:
             self._chunk = max(plan.chunk_tokens - num_decode_rows, page_size)
@@ -31,7 +35,8 @@ class PromptBudget:
 
     @property
     def exhausted(self) -> bool:
-        return self._step <= 0 or (self._chunk is not None and self._chunk <= 0)
+        limits = self._step, self._chunk, self._enough
+        return any(limit is not None and limit <= 0 for limit in limits)
 
     def grant(self, start: int, end: int) -> int:
         """How many of positions start .. end - 1 may be computed; 0 when none. Spends nothing."""
@@ -48,6 +53,8 @@ class PromptBudget:
         self._step -= count
         if self._chunk is not None:
             self._chunk -= count
+        if self._enough is not None:
+            self._enough -= count
 
 
 class NewTokenRatio:

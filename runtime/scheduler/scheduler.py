@@ -62,6 +62,10 @@ class Scheduler:
         self._num_filled = 0
         self._num_applied = 0
 
+    def limit_steps(self, enough_tokens: int | None) -> None:
+        """After how many prompt tokens a step takes no further prompt; None: as many as the plan allows."""
+        self._builder.enough_tokens = enough_tokens
+
     @property
     def room(self) -> int:
         """How many more sequences may be added; those for which a row is free at the next fill do not queue."""

@@ -25,6 +25,16 @@ def test_both_limits_hold():
     assert budget.exhausted
 
 
+def test_a_step_with_enough_tokens_takes_no_further_prompt_and_cuts_none():
+    budget = PromptBudget(make_plan(chunk_tokens=100), 4, 0, 10)
+    assert budget.grant(0, 30) == 30
+    budget.spend(8)
+    assert not budget.exhausted
+    assert budget.grant(0, 30) == 30
+    budget.spend(30)
+    assert budget.exhausted
+
+
 def test_decode_rows_are_deducted_down_to_a_page():
     assert PromptBudget(make_plan(chunk_tokens=16), 4, 5).grant(0, 50) == 8
     assert PromptBudget(make_plan(chunk_tokens=16), 4, 50).grant(0, 50) == 4

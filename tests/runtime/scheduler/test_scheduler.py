@@ -38,6 +38,19 @@ def test_one_delta_per_sequence_and_step_with_its_usage():
     assert last_finish(drive) == Finish("length", length=3)
 
 
+def test_first_tokens_come_before_the_last_prompt_is_computed():
+    drive = Drive(depth=0)
+    drive.scheduler.limit_steps(20)
+    sequences = [make_sequence(range(i, i + 12), max_new_tokens=6) for i in range(5)]
+    drive.add(*sequences)
+    drive.step()
+    assert [sequence.num_output for sequence in sequences] == [1, 1, 0, 0, 0]
+    drive.step()
+    assert [sequence.num_output for sequence in sequences] == [2, 2, 1, 1, 0]
+    drive.run()
+    assert [drive.output(s) for s in sequences] == [drive.expected(s) for s in sequences]
+
+
 @pytest.mark.parametrize("tokens_per_step", [2, 3, 5])
 def test_several_tokens_of_a_step_are_those_of_several_steps(tokens_per_step: int):
     drive = Drive(depth=0, page_size=2)

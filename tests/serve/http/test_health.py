@@ -105,6 +105,19 @@ def test_long_prompts_are_expected_to_take_long() -> None:
     assert times.patience_s(drive(4000), 300.0) == pytest.approx(10 * 40.01)
 
 
+def test_enough_prompt_tokens_for_a_step_follow_what_steps_take() -> None:
+    times, drive = step_times.StepTimes(), _drive()
+    assert times.enough_tokens is None
+    times.note(drive(0), 0.01)
+    times.note(drive(100), 0.11)  # a millisecond a token
+    assert times.enough_tokens == step_times.LEAST_ENOUGH_TOKENS
+    times.note(drive(1000), 0.02)  # much less
+    before = times.enough_tokens
+    assert before > step_times.LEAST_ENOUGH_TOKENS
+    times.note(drive(0), 3.0)  # the process stood still
+    assert times.enough_tokens < 9 * before
+
+
 def _drive() -> Callable[[int], Any]:
     from types import SimpleNamespace
 
