@@ -163,6 +163,7 @@ class TokenizerPlan(Section):
     tool_call_parser: str | None = None  # a name of `runtime.config.parsers`; None: calls are not recognised
     reasoning_parser: str | None = None  # a name of `runtime.config.parsers`; None: the output is not divided
     grammar_backend: str = "none"
+    memory_only_automata: bool = False  # those of outlines are not kept on disk
     middle: MiddleTemplate | None = None  # of prompts with a suffix; None: as the tokenizer's tokens tell
     encoder_threads: int = 2  # that tokenize long texts
     json_whitespace: str | None = None  # regular expression; None: the backend's

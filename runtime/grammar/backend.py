@@ -15,6 +15,11 @@ class Matcher(Protocol):
     """How far an output has come in its grammar. Used by one thread at a time."""
 
     @property
+    def num_bytes(self) -> int:
+        """Of memory that it takes while it is kept, about."""
+        ...
+
+    @property
     def error(self) -> str:
         """Why it can go no further: a limit was reached, or a token was not allowed; empty where it can."""
         ...
@@ -30,6 +35,11 @@ class Matcher(Protocol):
 
 class Backend(Protocol):
     """Compiles grammars for one vocabulary and computes what they allow. Methods are called on any thread."""
+
+    @property
+    def matcher(self) -> type:
+        """What it compiles to."""
+        ...
 
     @property
     def num_words(self) -> int:

@@ -25,8 +25,7 @@ COMPILE_THREADS = 2
 COMPILE_TIMEOUT_S = 20.0  # the sizes that are allowed take a part of it, on a machine that is not overloaded
 MAX_WAITING = 1024  # grammars
 CACHE_BYTES = 256 * 1024 * 1024
-# What a compiled grammar takes: measured with schemas of 1 to 200 KiB, rounded up.
-BASE_BYTES, BYTES_PER_CHARACTER = 64 * 1024, 64
+REFUSAL_BYTES = 4096
 MAX_MARKERS = 64
 
 LoadBackend = Callable[[], Backend]
@@ -175,14 +174,14 @@ class _Cache:
         if grammar in self._kept:
             return
         self._kept[grammar] = compiled
-        self._num_bytes += _size(grammar)
+        self._num_bytes += _size(grammar, compiled)
         while self._num_bytes > self._max_bytes:
-            oldest, _ = self._kept.popitem(last=False)
-            self._num_bytes -= _size(oldest)
+            self._num_bytes -= _size(*self._kept.popitem(last=False))
 
 
-def _size(grammar: Grammar) -> int:
-    return BASE_BYTES + BYTES_PER_CHARACTER * len(grammar.source)
+def _size(grammar: Grammar, compiled: Matcher | InvalidGrammar) -> int:
+    own = REFUSAL_BYTES if isinstance(compiled, InvalidGrammar) else compiled.num_bytes
+    return own + 4 * len(grammar.source)
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *args: object) -> None:

@@ -12,7 +12,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from itertools import combinations
 from typing import Any
+from urllib.parse import quote
 
 from runtime.grammar import bounds, conditions, patterns
 from runtime.grammar.formats import INTEGER_BITS, MAX_LENGTHS, UNLIMITED, format_regex
@@ -22,6 +24,7 @@ from runtime.grammar.unique_items import (
     MAX_LISTED,
     MAX_UNIQUE,
     UniqueArrays,
+    text_property,
     texts,
     unique_arrays,
     unique_names,
@@ -34,14 +37,15 @@ MAX_TEXT = 100_000  # minLength and maxLength
 MAX_PROPERTIES = 1_000  # minProperties and maxProperties, and names in properties
 MAX_MULTIPLE = 2**32
 MAX_ALTERNATIVES = 256  # of oneOf
+MAX_CONTAINED, CONTAINED_PLACES = (
+    2,
+    5,
+)  # items that `contains` may ask for, and the places that they are looked for
 NODES_BETWEEN_PAUSES = 64
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 # Keywords of some draft that limit values and that nothing here enforces.
 UNSUPPORTED: Mapping[str, str] = {
-    "contains": "",
-    "minContains": "",
-    "maxContains": "",
     "unevaluatedItems": "use items false",
     "extends": "use allOf",
     "disallow": "",
@@ -130,8 +134,6 @@ class _Writer:
         """Raise `Unsupported` for keywords that nothing enforces."""
         for keyword, advice in UNSUPPORTED.items():
             if keyword not in schema:
-                continue
-            if keyword in ("minContains", "maxContains") and "contains" not in schema:
                 continue
             reason = "it cannot be enforced" + (f"; {advice}" if advice else "")
             raise Unsupported(keyword, f"{pointer}/{keyword}", reason)
@@ -308,18 +310,48 @@ class _Writer:
         """Where few values may be items: as one of the arrays that are made of them; else where all are texts."""
         if value is False or (bounds.is_number(schema.get("maxItems")) and schema["maxItems"] <= 1):
             return {}
-        listed = texts(schema.get("items"), self.references.peek) if self.keeps_unique else None
-        if value is True and listed is not None and "prefixItems" not in schema:
-            self.has_unique = True
-            return {"allOf": [{"maxItems": len(listed)}]} if 0 < len(listed) <= MAX_LISTED else {}
+        if value is True and self.keeps_unique and "prefixItems" not in schema:
+            listed, name = texts(schema.get("items"), self.references.peek), None
+            if listed is None:
+                name, listed = text_property(schema.get("items"), self.references.peek) or (None, None)
+            if listed is not None:
+                self.has_unique = True
+                told_apart: Schema = {} if name is None else {"items": {"required": [name]}}
+                if 0 < len(listed) <= MAX_LISTED:
+                    told_apart["maxItems"] = len(listed)
+                return {"allOf": [told_apart]} if told_apart else {}
         arrays = unique_arrays(self.references.peek(schema.get("items")), schema)
         if value is not True or arrays is None or "prefixItems" in schema:
-            advice = f"but for items that are texts, or with an enum of up to {MAX_UNIQUE} values"
+            advice = (
+                "but for items that are texts, objects with a text in each, or one of an enum of up to "
+                f"{MAX_UNIQUE} values"
+            )
             raise Unsupported("uniqueItems", pointer, f"it cannot be enforced {advice}")
         self.pause(pointer, len(arrays))
         unique: Schema = {"enum": arrays} if arrays else {"allOf": [False]}
         others = set(types_of(schema)) - {"array"}
         return {"allOf": [{"anyOf": [unique, {"type": sorted(others)}]} if others else unique]}
+
+    def contains(self, value: Any, pointer: str, schema: Schema) -> Schema:
+        """At the first places of an array, where an output has it then; `value` is written once, and referred to."""
+        least = schema.get("minContains", 1)
+        if type(least) is not int or not 0 <= least <= MAX_CONTAINED:
+            raise Unsupported("minContains", pointer, f"it may be up to {MAX_CONTAINED}")
+        if "maxContains" in schema:
+            raise Unsupported("maxContains", pointer, "it cannot be enforced")
+        if least == 0:
+            return {}
+        part = self.ref(f"#{quote(pointer)}", f"{pointer}/$ref", schema)
+        arrays: list[Schema] = []
+        for places in combinations(range(CONTAINED_PLACES), least):
+            first = [part if place in places else True for place in range(places[-1] + 1)]
+            arrays.append({"type": "array", "prefixItems": first, "minItems": len(first)})
+        others = set(types_of(schema)) - {"array"}
+        return {"allOf": [{"anyOf": [*arrays, *([{"type": sorted(others)}] if others else [])]}]}
+
+    def nothing(self, value: Any, pointer: str, schema: Schema) -> Schema:
+        """Written with another keyword."""
+        return {}
 
     def prefix_items(self, value: Any, pointer: str, schema: Schema) -> Schema:
         if isinstance(schema.get("items"), list):
@@ -411,6 +443,8 @@ _WRITERS: Mapping[str, Writer] = {
     "items": _Writer.items,
     "prefixItems": _Writer.prefix_items,
     "uniqueItems": _Writer.unique_items,
+    "contains": _Writer.contains,
+    **dict.fromkeys(("minContains", "maxContains"), _Writer.nothing),
     "anyOf": _Writer.any_of,
     "allOf": _Writer.all_of,
     "oneOf": _Writer.one_of,

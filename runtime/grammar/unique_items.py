@@ -1,4 +1,7 @@
-"""`uniqueItems` of JSON schemas: arrays of few values are written out, arrays of texts are kept by `unique_texts`."""
+"""`uniqueItems` of JSON schemas: arrays of few values are written out, those of texts are kept by `unique_texts`.
+
+Items that are objects are told apart by one text in each.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,10 @@ _ITEMS = ("items", "prefixItems", "additionalItems", "unevaluatedItems", "contai
 
 Schema = Any
 Peek = Callable[[Any], Any]  # follows references
-# By property name, of arrays without repetitions: the texts that may be items where a schema lists them, else none.
-# The name "" stands for arrays below no property, and None for those of any name.
-UniqueArrays = dict[str | None, tuple[str, ...]]
+# What must not repeat in arrays, by the property name that they stand under: the items themselves (None), which are
+# texts then, or the text in one property of items that are objects. With each go the texts that it may be where a
+# schema lists them, else none. The name "" stands for arrays below no property, and None for those of any name.
+UniqueArrays = dict[str | None, dict[str | None, tuple[str, ...]]]
 
 
 def unique_arrays(items: Schema, schema: Schema) -> list[list[Any]] | None:
@@ -75,8 +79,48 @@ def texts(items: Schema, peek: Peek, depth: int = 0) -> tuple[str, ...] | None:
     return None
 
 
+def text_properties(items: Schema, peek: Peek, depth: int = 0) -> dict[str, tuple[str, ...]] | None:
+    """The properties that are texts in all objects that a schema allows, as `texts` has them, required ones first.
+
+    None where it may allow what is no object.
+    """
+    items = peek(items)
+    if not isinstance(items, dict) or depth > MAX_DEPTH:
+        return None
+    found: dict[str, tuple[str, ...]] | None = None
+    if items.get("type") == "object":
+        properties, required = items.get("properties"), items.get("required")
+        properties = properties if isinstance(properties, dict) else {}
+        required = required if isinstance(required, list) else []
+        names = [*(name for name in required if name in properties), *properties]
+        listed = {name: texts(properties[name], peek, depth + 1) for name in dict.fromkeys(names)}
+        found = {name: values for name, values in listed.items() if values is not None}
+    for part in _list(items.get("allOf")):
+        others = text_properties(part, peek, depth + 1)
+        if others is not None:
+            found = {**others, **(found or {})}
+    for keyword in ("anyOf", "oneOf"):
+        options = [text_properties(part, peek, depth + 1) for part in _list(items.get(keyword))]
+        known = [option for option in options if option is not None]
+        if options and len(known) == len(options):
+            shared = [name for name in known[0] if all(name in option for option in known)]
+            found = {**dict.fromkeys(shared, ()), **(found or {})}
+    return found
+
+
+def text_property(items: Schema, peek: Peek) -> tuple[str, tuple[str, ...]] | None:
+    """The property by which items of an array are told apart, one that is not listed if there is any."""
+    found = text_properties(items, peek) or {}
+    name = next((name for name, values in found.items() if not values), next(iter(found), None))
+    return None if name is None else (name, found[name])
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
 def unique_names(root: Schema, peek: Peek) -> UniqueArrays:
-    """The names of properties under which arrays of texts must not repeat any. Raises `Unsupported`."""
+    """The names of properties under which arrays must not repeat texts. Raises `Unsupported`."""
     found: UniqueArrays = {}
     pending: list[tuple[Schema, str | None]] = [(root, "")]
     seen: set[tuple[int, str | None]] = set()
@@ -90,8 +134,11 @@ def unique_names(root: Schema, peek: Peek) -> UniqueArrays:
         if len(seen) > MAX_PLACES:
             raise Unsupported("uniqueItems", "", "there is too much in the schema to find all such arrays")
         if schema.get("uniqueItems") is True:
-            values = texts(schema.get("items"), peek) or ()
-            found[name] = values if found.get(name, values) == values else ()
+            values, key = texts(schema.get("items"), peek), None
+            if values is None:
+                key, values = text_property(schema.get("items"), peek) or (None, ())
+            beside = found.setdefault(name, {})
+            beside[key] = values if beside.get(key, values) == values else ()
         pending += _places(schema, name, peek)
     return found
 

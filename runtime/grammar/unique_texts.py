@@ -1,4 +1,4 @@
-"""Arrays of texts without repetitions: what no grammar says, kept beside it.
+"""Arrays of texts, and of objects with a text in each, without repetitions: what no grammar says, kept beside it.
 
 Which arrays that concerns is decided by the name of the property that they stand under; so arrays of the same name
 elsewhere in the output do not repeat their texts either. Grammars spell a text in one way only, so texts are equal
@@ -66,17 +66,24 @@ class QuotingTokens:
         return found if len(prefix) <= 2 else [each for each in found if self._bytes[each].startswith(prefix)]
 
 
+# What an array must not repeat: its items (None) or a property of them, with the texts that it may be, as they are
+# spelled with the quote behind them, sorted; none: any.
+_Unique = Mapping[str | None, tuple[bytes, ...]]
+
+
 class _Frame:
     """An array or object that is open."""
 
-    __slots__ = ("expects_key", "is_object", "key", "seen", "values")
+    __slots__ = ("expects_key", "is_object", "key", "seen", "unique")
 
-    def __init__(self, is_object: bool, key: str, values: tuple[bytes, ...] | None) -> None:
+    def __init__(self, is_object: bool, key: str, unique: _Unique) -> None:
         self.is_object = is_object
         self.expects_key = is_object
         self.key = key  # the last one of an object; of an array, the one that it stands under
-        self.values = values  # as they are spelled with the quote behind them, sorted; None: may repeat
-        self.seen: set[bytes] = set()  # texts as they are spelled
+        self.unique = unique
+        self.seen: dict[str | None, set[bytes]] = {
+            each: set() for each in unique
+        }  # texts as they are spelled
 
 
 class UniqueTexts:
@@ -86,8 +93,11 @@ class UniqueTexts:
 
     def __init__(self, arrays: UniqueArrays, tokens: QuotingTokens) -> None:
         self._arrays = {
-            name: tuple(sorted(map(_spelled, values))) if len(values) <= MAX_LISTED else ()
-            for name, values in arrays.items()
+            name: {
+                key: tuple(sorted(map(_spelled, values))) if len(values) <= MAX_LISTED else ()
+                for key, values in unique.items()
+            }
+            for name, unique in arrays.items()
         }
         self._tokens = tokens
         self._frames: list[_Frame] = []
@@ -101,8 +111,9 @@ class UniqueTexts:
         found._arrays = self._arrays
         found._in_text, found._escaped, found._text = self._in_text, self._escaped, self._text.copy()
         for frame in self._frames:
-            other = _Frame(frame.is_object, frame.key, frame.values)
-            other.expects_key, other.seen = frame.expects_key, frame.seen.copy()
+            other = _Frame(frame.is_object, frame.key, frame.unique)
+            other.expects_key = frame.expects_key
+            other.seen = {key: seen.copy() for key, seen in frame.seen.items()}
             found._frames.append(other)
         return found
 
@@ -122,26 +133,29 @@ class UniqueTexts:
         """Forbid in place, in an int32 [words], what would repeat a text, or could."""
         tokens = self._tokens
         mask &= tokens.without_quotes[4]  # may complete two items of an array that is not open yet
-        frame = self._frames[-1] if self._frames else None
-        if frame is None or frame.is_object or frame.values is None:
+        if self._in_text and self._in_item():
+            mask &= tokens.without_quotes[3]  # a name and the text behind it
+        found = self._unique_here()
+        if found is None:
             return
+        values, before = found
         if not self._in_text:
             mask &= tokens.without_quotes[2]
-            if frame.values:
+            if values:
                 mask &= tokens.not_into_text[1]
             return
         mask &= tokens.without_quotes[3]
-        if frame.values:
+        if values:
             mask &= tokens.not_into_text[2]
         begun = bytes(self._text)
-        alike = [seen for seen in frame.seen if seen.startswith(begun)]
-        if len(alike) > MAX_COMPARED and not frame.values:
+        alike = [seen for seen in before if seen.startswith(begun)]
+        if len(alike) > MAX_COMPARED and not values:
             mask &= tokens.without_ending
-            alike = [begun] if begun in frame.seen else []
-        unused = [each for each in frame.values if each[:-1] not in frame.seen]
+            alike = [begun] if begun in before else []
+        unused = [each for each in values if each[:-1] not in before]
         for text in (seen + b'"' for seen in alike):
             end = len(text)
-            if frame.values:  # what no unused one begins with
+            if values:  # what no unused one begins with
                 at = bisect_left(unused, text)
                 shared = max((_num_shared(text, each) for each in unused[max(at - 1, 0) : at + 1]), default=0)
                 end = min(max(shared, len(begun)) + 1, end)
@@ -149,13 +163,13 @@ class UniqueTexts:
 
     def repeating(self, mask: NDArray[np.int32]) -> list[int]:
         """The allowed tokens with which the present text is one of those before: it must be able to go on then."""
-        frame = self._frames[-1] if self._frames else None
-        if frame is None or frame.values != ():
+        values, before = self._unique_here() or (None, ())
+        if values != ():
             return []
         begun, words = bytes(self._text), mask.view(np.uint32)
-        found = [token_id for seen in frame.seen for token_id in self._tokens.by_tail.get(seen, ())]
+        found = [token_id for seen in before for token_id in self._tokens.by_tail.get(seen, ())]
         if self._in_text:
-            ends = [seen[len(begun) :] for seen in frame.seen if seen.startswith(begun) and seen != begun]
+            ends = [seen[len(begun) :] for seen in before if seen.startswith(begun) and seen != begun]
             found += [token_id for end in ends[:MAX_COMPARED] for token_id in self._tokens.equal(end)]
         allowed = [token_id for token_id in found if int(words[token_id // 32]) >> token_id % 32 & 1]
         return allowed[:MAX_COMPARED]
@@ -179,15 +193,33 @@ class UniqueTexts:
         frame = self._frames[-1]
         if frame.expects_key:
             frame.key = json.loads(b'"' + self._text + b'"')
-        elif not frame.is_object and frame.values is not None:
-            frame.seen.add(bytes(self._text))
+        else:
+            found = self._unique_here()
+            if found is not None:
+                found[1].add(bytes(self._text))
+
+    def _in_item(self) -> bool:
+        """Whether the present object is an item of an array that must not repeat a property of them."""
+        return len(self._frames) > 1 and self._frames[-1].is_object and bool(self._frames[-2].unique)
+
+    def _unique_here(self) -> tuple[tuple[bytes, ...], set[bytes]] | None:
+        """What a text here may be, and those before that it must not be; None: it may repeat."""
+        frame = self._frames[-1] if self._frames else None
+        array, key = frame, None
+        if frame is not None and frame.is_object:
+            if frame.expects_key or not self._in_item():
+                return None
+            array, key = self._frames[-2], frame.key
+        if array is None or key not in array.unique:
+            return None
+        return array.unique[key], array.seen[key]
 
     def _take(self, byte: int) -> None:
         frames = self._frames
         if byte in b"[{":
             key, arrays = frames[-1].key if frames else "", self._arrays
-            values = arrays.get(key, arrays.get(None)) if byte == 0x5B else None
-            frames.append(_Frame(byte == 0x7B, key, values))
+            unique = arrays.get(key, arrays.get(None, {})) if byte == 0x5B else {}
+            frames.append(_Frame(byte == 0x7B, key, unique))
         elif byte in b"]}" and frames:
             frames.pop()
         elif byte in b",:" and frames:

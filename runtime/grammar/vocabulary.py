@@ -26,13 +26,8 @@ def load_vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int
     """
     from llguidance import LLTokenizer
 
-    table = tokenizer.bytes_of
-    if table is None:
-        raise InvalidGrammar("the tokens of this model's tokenizer have no bytes of their own")
+    table, ends = _checked(tokenizer, vocab_size, eos_ids)
     size = max(tokenizer.vocab_size, vocab_size)
-    ends = sorted(token_id for token_id in eos_ids if token_id < vocab_size)
-    if not ends:
-        raise InvalidGrammar("this model has no token that ends its output")
     if isinstance(tokenizer.backend, FastBackend):
         try:
             found = LLTokenizer(tokenizer.backend.library.to_str(), n_vocab=size, eos_token=ends)
@@ -41,6 +36,30 @@ def load_vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int
         if found is not None and _agrees(found, tokenizer, table):
             return found
     return LLTokenizer(_Tokens(tokenizer, table, size, ends), n_vocab=size, eos_token=ends)  # pyright: ignore[reportArgumentType]
+
+
+def text_tokens(
+    tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int]
+) -> tuple[list[bytes], list[int]]:
+    """The bytes of each token that text may hold, nothing for special and unused ones; and those that end outputs.
+
+    Raises `InvalidGrammar` as `load_vocabulary` does.
+    """
+    table, ends = _checked(tokenizer, vocab_size, eos_ids)
+    special = tokenizer.special_ids | {*ends}
+    size = max(tokenizer.vocab_size, vocab_size)
+    tokens = [b"" if token_id in special else table.rest[token_id] for token_id in range(size)]
+    return [b"" if token == b"\xff" else token for token in tokens], ends
+
+
+def _checked(tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int]) -> tuple[TokenBytes, list[int]]:
+    table = tokenizer.bytes_of
+    if table is None:
+        raise InvalidGrammar("the tokens of this model's tokenizer have no bytes of their own")
+    ends = sorted(token_id for token_id in eos_ids if token_id < vocab_size)
+    if not ends:
+        raise InvalidGrammar("this model has no token that ends its output")
+    return table, ends
 
 
 def _agrees(found: LLTokenizer, tokenizer: Tokenizer, table: TokenBytes) -> bool:

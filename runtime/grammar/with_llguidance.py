@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MAX_FIRST_MASK_S = 2.0
+# What a compiled grammar takes: measured with schemas of 1 to 200 KiB, rounded up.
+BASE_BYTES, BYTES_PER_CHARACTER = 64 * 1024, 64
 BUILD_THREADS, BUILD_NICENESS = 2, 5
 MAX_THREADS = 16  # that compute masks, on half of the processors
 # The library's units: fuel is work in its lexer, 14,000 to 50,000 a millisecond; a state takes one to two kilobytes.
@@ -44,12 +46,17 @@ LIMITS: dict[str, Any] = {
 class LLGuidanceMatcher:
     """See `Matcher`."""
 
-    __slots__ = ("_token_bytes", "inner", "unique")
+    __slots__ = ("_token_bytes", "inner", "num_bytes", "unique")
 
     def __init__(
-        self, inner: LLMatcher, token_bytes: Mapping[int, bytes], unique: UniqueTexts | None = None
+        self,
+        inner: LLMatcher,
+        token_bytes: Mapping[int, bytes],
+        num_bytes: int,
+        unique: UniqueTexts | None = None,
     ) -> None:
         self.inner = inner
+        self.num_bytes = num_bytes
         self.unique = unique  # what the library cannot enforce
         self._token_bytes = token_bytes
 
@@ -64,11 +71,13 @@ class LLGuidanceMatcher:
 
     def copy(self) -> LLGuidanceMatcher:
         unique = None if self.unique is None else self.unique.copy()
-        return LLGuidanceMatcher(self.inner.deep_copy(), self._token_bytes, unique)
+        return LLGuidanceMatcher(self.inner.deep_copy(), self._token_bytes, self.num_bytes, unique)
 
 
 class LLGuidanceBackend:
     """See `Backend`."""
+
+    matcher = LLGuidanceMatcher
 
     def __init__(
         self, vocabulary: LLTokenizer, whitespace: str | None, token_bytes: Mapping[int, bytes]
@@ -117,7 +126,8 @@ class LLGuidanceBackend:
             raise InvalidGrammar("no text matches it")
         if time.perf_counter() - began_s > MAX_FIRST_MASK_S:
             raise InvalidGrammar("its first token takes too long to find")
-        return LLGuidanceMatcher(matcher, self._token_bytes, unique)
+        num_bytes = BASE_BYTES + BYTES_PER_CHARACTER * len(text)
+        return LLGuidanceMatcher(matcher, self._token_bytes, num_bytes, unique)
 
     def close(self) -> None:
         self._background.shutdown()

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from runtime.config.plan import TokenizerPlan
+from runtime.grammar.backend import Backend, Matcher
 from runtime.grammar.spec import Grammar
 from runtime.grammar.with_llguidance import LLGuidanceBackend, LLGuidanceMatcher
 from runtime.tokenizer.backend import read_tokenizer
@@ -43,36 +44,38 @@ def compiled(kind: Any, source: Any = "", **options: Any) -> LLGuidanceMatcher:
     return backend().compile(Grammar(kind, text, **options))
 
 
-def accepts(matcher: LLGuidanceMatcher, text: str) -> bool:
+def accepts(matcher: Matcher, text: str, by: Backend | None = None) -> bool:
     """Whether the text, as the tokenizer writes it, is a whole output."""
     [ids] = tokenizer().encode_batch([text], add_special_tokens=False)
-    return accepts_ids(matcher, ids)
+    return accepts_ids(matcher, ids, by)
 
 
-def accepts_ids(matcher: LLGuidanceMatcher, ids: list[int]) -> bool:
+def accepts_ids(matcher: Matcher, ids: list[int], by: Backend | None = None) -> bool:
     """By the masks alone: each token is allowed where it stands, and then the end."""
     found = matcher.copy()
     for token_id in ids:
-        if token_id not in allowed(found):
+        if token_id not in allowed(found, by):
             return False
         found.consume([token_id])
-    return bool(allowed(found) & tokenizer().eos_ids)
+    return bool(allowed(found, by) & tokenizer().eos_ids)
 
 
-def allowed(matcher: LLGuidanceMatcher) -> set[int]:
-    """The tokens that may come next."""
+def allowed(matcher: Matcher, by: Backend | None = None) -> set[int]:
+    """The tokens that may come next, by the backend that made the matcher: llguidance unless said."""
     mask = np.zeros((1, backend().num_words), np.int32)
-    backend().fill_masks([matcher], mask)
+    (by or backend()).fill_masks([matcher], mask)
     return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8)[0], bitorder="little")).tolist())
 
 
-def random_output(matcher: LLGuidanceMatcher, seed: int, max_tokens: int = 400) -> str | None:
+def random_output(
+    matcher: Matcher, seed: int, max_tokens: int = 400, by: Backend | None = None
+) -> str | None:
     """A text that the masks allow, ended as soon as they let it after a while; None where it got too long."""
     chance = random.Random(seed)
     found, ends = matcher.copy(), tokenizer().eos_ids
     ids: list[int] = []
     while len(ids) < max_tokens:
-        choices = allowed(found)
+        choices = allowed(found, by)
         if not choices:
             raise ValueError(f"nothing is allowed: {found.error}")
         if choices & ends and (len(choices) == len(choices & ends) or chance.random() < 0.2):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from runtime.config.chat_templates import CHAT_TEMPLATES
-from runtime.config.option_spec import always, inert, option, planned
+from runtime.config.option_spec import inert, option, planned
 from runtime.config.parsers import REASONING_PARSERS, TOOL_CALL_PARSERS
 from runtime.config.plan import SchedulerPlan, TokenizerPlan
 
@@ -41,10 +41,10 @@ class TextArgs:
     )
     grammar_backend: str | None = option(
         None,
-        "What enforces JSON schemas, regular expressions and grammars on the output. none: requests that ask "
-        "for it are answered with status 400. Default: llguidance.",
+        "What enforces JSON schemas, regular expressions and grammars on the output. xgrammar and outlines come "
+        "with extras of these names, and leave what they do not enforce exactly to llguidance. none: requests "
+        "that ask for it are answered with status 400. Default: llguidance.",
         choices=("xgrammar", "outlines", "llguidance", "none"),
-        built=("llguidance", "none"),
         sglang="xgrammar",
         plan=TokenizerPlan.grammar_backend,
     )
@@ -99,10 +99,10 @@ class TextArgs:
         "Default: a space, or a new line with an indentation of up to 40 characters.",
         plan=TokenizerPlan.json_whitespace,
     )
-    disable_outlines_disk_cache: bool = always(
+    disable_outlines_disk_cache: bool = option(
         False,
-        "Keep compiled grammars in memory only.",
-        reason="compiled grammars are never kept on disk",
+        "Keep the automata of --grammar-backend outlines in memory only, not in ~/.cache/penstock/automata too.",
+        plan=TokenizerPlan.memory_only_automata,
     )
     disable_jump_forward: bool = option(
         False,

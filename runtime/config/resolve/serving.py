@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from runtime.grammar.spec import InvalidGrammar, check_whitespace
 from runtime.sampling_params import SamplingParams
 
 MIN_ENCODER_THREADS = 2
+GRAMMAR_PACKAGES = {"xgrammar": "xgrammar", "outlines": "outlines_core"}  # by backend, which are extras
 DEMO_NAME = "penstock-demo"
 
 
@@ -39,6 +41,7 @@ def text_plan(builder: PlanBuilder, model_path: str) -> TokenizerPlan:
         tool_call_parser=_parser(builder, "tool_call_parser", TOOL_CALL_PARSERS, template),
         reasoning_parser=_parser(builder, "reasoning_parser", REASONING_PARSERS, template),
         grammar_backend=_grammar_backend(builder),
+        memory_only_automata=builder.follow("disable_outlines_disk_cache"),
         json_whitespace=_json_whitespace(builder),
         middle=_middle(builder),
         encoder_threads=_encoder_threads(builder),
@@ -103,6 +106,12 @@ def _grammar_backend(builder: PlanBuilder) -> Decision[str]:
                 f"--grammar-backend {asked} needs a tokenizer; leave --skip-tokenizer-init out.",
             )
         return Decision("none", "there is no tokenizer")
+    package = GRAMMAR_PACKAGES.get(asked or "")
+    if package is not None and find_spec(package) is None:
+        builder.refuse(
+            "grammar_backend",
+            f"--grammar-backend {asked} needs its package: pip install 'penstock[{asked}]'.",
+        )
     return Decision(asked, "as asked") if asked is not None else Decision("llguidance", "the default")
 
 

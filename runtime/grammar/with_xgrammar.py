@@ -1,0 +1,122 @@
+"""The xgrammar backend: JSON schemas of the keywords that it is known to enforce."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.grammar.backend import Matcher
+from runtime.grammar.plain_schema import Enforced, plain_schema
+from runtime.grammar.references import Unsupported
+from runtime.grammar.spec import Grammar, InvalidGrammar
+from runtime.grammar.vocabulary import text_tokens
+from runtime.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import xgrammar  # pyright: ignore[reportMissingImports]
+
+# Texts with limits of their length are not among them: control characters could stand in them, which JSON has not.
+ENFORCED = Enforced(
+    {
+        "null": frozenset(),
+        "boolean": frozenset(),
+        "integer": frozenset({"minimum", "maximum"}),
+        "number": frozenset(),
+        "string": frozenset(),
+        "array": frozenset({"items", "minItems", "maxItems"}),
+        "object": frozenset({"properties", "required", "additionalProperties"}),
+    },
+    max_size=4_000,
+)
+MAX_BLANKS = 20  # between two tokens of JSON
+COMPILE_THREADS = 2
+CACHE_BYTES = (
+    64 * 1024 * 1024
+)  # of what the library keeps itself; whole grammars are kept by `GrammarCompiler`
+
+
+class XGrammarMatcher:
+    """See `Matcher`."""
+
+    __slots__ = ("error", "inner", "num_bytes")
+
+    def __init__(self, inner: xgrammar.GrammarMatcher, num_bytes: int) -> None:
+        self.inner = inner
+        self.num_bytes = num_bytes
+        self.error = ""
+
+    def consume(self, token_ids: Sequence[int]) -> bool:
+        for token_id in token_ids:
+            if self.error or not self.inner.accept_token(token_id):
+                self.error = self.error or f"token {token_id} is not allowed"
+                return False
+        return True
+
+    def copy(self) -> XGrammarMatcher:
+        found = XGrammarMatcher(self.inner.fork(), self.num_bytes)
+        found.error = self.error
+        return found
+
+
+class XGrammarBackend:
+    """See `Backend`."""
+
+    matcher = XGrammarMatcher
+
+    def __init__(self, tokens: Sequence[bytes], eos_ids: Iterable[int], whitespace: str | None) -> None:
+        import xgrammar  # pyright: ignore[reportMissingImports]
+
+        self.num_words = -(-len(tokens) // 32)
+        self._library = xgrammar
+        self._whitespace = whitespace
+        self._eos_ids = sorted(eos_ids)
+        vocabulary = xgrammar.TokenizerInfo(list(tokens), stop_token_ids=self._eos_ids)
+        self._compiler = xgrammar.GrammarCompiler(
+            vocabulary, max_threads=COMPILE_THREADS, cache_limit_bytes=CACHE_BYTES
+        )
+
+    @classmethod
+    def load(
+        cls, tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int], whitespace: str | None
+    ) -> XGrammarBackend:
+        """Raises `InvalidGrammar` where outputs of this tokenizer cannot be constrained."""
+        tokens, ends = text_tokens(tokenizer, vocab_size, eos_ids)
+        return cls(tokens, ends, whitespace)
+
+    def compile(self, grammar: Grammar) -> XGrammarMatcher:
+        """Raises `Unsupported` for what is left to llguidance."""
+        if grammar.kind != "json_schema":
+            raise Unsupported(grammar.kind, "", "only JSON schemas are compiled there")
+        blanks = self._blanks(grammar.whitespace if grammar.whitespace is not None else self._whitespace)
+        schema, _ = plain_schema(grammar.source, ENFORCED)
+        try:
+            compiled = self._compiler.compile_json_schema(schema, strict_mode=True, **blanks)
+        except RuntimeError as error:
+            raise InvalidGrammar(str(error).splitlines()[0][:500]) from error
+        return XGrammarMatcher(self._library.GrammarMatcher(compiled), compiled.memory_size_bytes)
+
+    def _blanks(self, pattern: str | None) -> dict[str, Any]:
+        if pattern is None:
+            return {"any_whitespace": True, "max_whitespace_cnt": MAX_BLANKS}
+        if pattern == "":
+            return {"any_whitespace": False, "separators": (",", ":")}
+        raise Unsupported("whitespace_pattern", "", "only none and the default are known there")
+
+    def fill_masks(self, matchers: Sequence[Matcher], masks: NDArray[np.int32]) -> None:
+        # One by one: the library's matcher of batches must not be used by two threads, and here two lanes call.
+        words = masks.view(np.uint32)
+        for row, matcher in enumerate(matchers):
+            if not isinstance(matcher, XGrammarMatcher) or matcher.error:
+                masks[row] = 0
+            elif matcher.inner.is_terminated():
+                masks[row] = 0
+                for token_id in self._eos_ids:
+                    words[row, token_id // 32] |= np.uint32(1 << token_id % 32)
+            else:
+                matcher.inner.fill_next_token_bitmask(masks, row)
+
+    def close(self) -> None:
+        """It has no threads that live on."""
