@@ -46,6 +46,8 @@ class Backend:
     file: str  # in the operation's folder
     kernels: str  # whose they are
     needs: GpuWith | None = None  # None: it runs everywhere
+    # Whether a CUDA graph can hold it for any rows: it reads nothing of them on the host, or leaves what does.
+    captured: bool = False
 
     def unmet(self, machine: Machine, gpu: Gpu | None) -> str:
         """What is missing to run for a model on this GPU (None: the CPU) of the machine.
@@ -76,8 +78,6 @@ class AttentionBackend(Backend):
     page_sizes: tuple[int, ...] = ()
     float8_cache: bool = True  # it reads a cache of another dtype than the model's
     lacks: frozenset[str] = frozenset()  # features
-    # Whether a CUDA graph can hold it: it reads nothing of the rows on the host, or leaves `replans` that do.
-    captured: bool = False
     decode_settings: Mapping[str, str] = field(default_factory=dict)  # option -> keyword of make_attend
     uncaptured_with: Mapping[str, str] = field(default_factory=dict)  # option -> why no graph holds it then
 
@@ -158,8 +158,10 @@ ATTENTION: Mapping[str, AttentionBackend] = {
     ),
 }
 SAMPLING: Mapping[str, Backend] = {
+    "triton": Backend(
+        file="with_triton", kernels="our own in Triton", needs=GpuWith("triton"), captured=True
+    ),
     "pytorch": Backend(file="native", kernels="plain torch"),
-    "triton": Backend(file="with_triton", kernels="our own in Triton", needs=GpuWith("triton")),
 }
 # Operations that users do not choose for: the first backend that runs.
 SMALL_OPERATIONS = ("activation", "kv", "norm", "rope")

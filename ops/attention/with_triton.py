@@ -182,7 +182,7 @@ def _keys_block(q: Tensor, shared: dict[str, Any]) -> int:
     return 64 if shared["DIM_BLOCK"] <= 128 else 32
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])  # differs from step to step
 def _decode_kernel(
     q,  # [T, H, DIM]
     k_pool,  # [P, KV_HEADS, PAGE, DIM]
@@ -289,7 +289,7 @@ def _merge_kernel(
     tl.store(out + line, (summed / total * v_scale).to(out.dtype.element_ty), mask=dims < DIM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "table_stride"])  # differ from step to step
 def _prefill_kernel(
     q,  # [T, H, DIM]
     k_pool,  # [P, KV_HEADS, PAGE, DIM]

@@ -182,7 +182,7 @@ def _route_kernel(
     tl.store(experts + token * TOP_K + positions, chosen, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])  # differs from step to step
 def _sort_kernel(
     experts,  # [num_pairs]
     order,  # [num_pairs]

@@ -100,7 +100,7 @@ def _launch(x: Tensor, residual: Tensor, out: Tensor, kind: Kind, *, added: bool
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_heads"])  # the number of tokens, as a rule
 def _norm_kernel(
     x,  # [T, H, WIDTH]
     residual,  # [T * H, WIDTH], read and replaced by the sum where ADDED

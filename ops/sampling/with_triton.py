@@ -101,7 +101,7 @@ def score(
         ids,
         found,
         logits.stride(0),
-        NUM_IDS=ids.shape[1],
+        ids.shape[1],
         IDS_BLOCK=triton.next_power_of_2(ids.shape[1]),
         VOCAB=vocab_size,
         UNIT=2.0 ** fraction_bits(vocab_size),
@@ -367,14 +367,14 @@ def _bitmask_kernel(
     tl.store(logits + tl.load(rows + entry) * stride + ids, float("-inf"), mask=inside & is_forbidden)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_ids"])  # what clients ask for
 def _score_kernel(
     logits,  # [R, VOCAB]
     temperature,  # [R]
-    ids,  # [R, NUM_IDS]
-    found,  # [R, NUM_IDS]
+    ids,  # [R, num_ids]
+    found,  # [R, num_ids]
     stride,
-    NUM_IDS: tl.constexpr,
+    num_ids,
     IDS_BLOCK: tl.constexpr,
     VOCAB: tl.constexpr,
     UNIT: tl.constexpr,
@@ -386,8 +386,8 @@ def _score_kernel(
     mass = _measure(line, -(2**31), peak, row_temperature, True, VOCAB, UNIT, BLOCK)
     log_mass = tl.log(mass.to(tl.float64) / UNIT)
     columns = tl.arange(0, IDS_BLOCK)
-    inside = columns < NUM_IDS
-    wanted = tl.load(ids + row * NUM_IDS + columns, mask=inside, other=0)
+    inside = columns < num_ids
+    wanted = tl.load(ids + row * num_ids + columns, mask=inside, other=0)
     x = tl.load(line + wanted, mask=inside, other=0.0)
     shifted = (x.to(tl.float64) - peak.to(tl.float64)) / row_temperature.to(tl.float64)
-    tl.store(found + row * NUM_IDS + columns, (shifted - log_mass).to(tl.float32), mask=inside)
+    tl.store(found + row * num_ids + columns, (shifted - log_mass).to(tl.float32), mask=inside)

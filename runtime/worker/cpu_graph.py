@@ -15,27 +15,13 @@ from ops.cpp import whole
 from ops.cpp.kernel_launcher import KernelGraph, NotCapturable
 from ops.cpp.library import Step
 from ops.select import Kernels
-from runtime.batch import Batch, Ints, Sampling
+from runtime.batch import Batch, Ints
 from runtime.kv_cache.pools import KVPool
 from runtime.kv_cache.registry import KINDS
 from runtime.layers.forward_batch import ForwardBatch, KindInputs
 from runtime.models.decoder import Decoder
-from runtime.sampling_params import ROW_ARRAYS
 
 NO_ROWS = np.zeros(0, np.int32)
-FOR_GREEDY_ROWS_TOO = frozenset(name for name, array in ROW_ARRAYS.items() if array.when_greedy)
-
-
-def chooses_greedily(sampling: Sampling) -> bool:
-    """Whether nothing is asked for but each row's likeliest token."""
-    return (
-        bool(sampling.greedy.all())
-        and sampling.bias is None
-        and sampling.penalties is None
-        and sampling.logprobs is None
-        and sampling.host_data is None
-        and FOR_GREEDY_ROWS_TOO.isdisjoint(sampling.params)
-    )
 
 
 class CpuGraph:

@@ -7,15 +7,18 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ops.attention import AttentionMetadata
+from ops.sampling import Choose, SamplingArrays
 from runtime.config.resolve.graph_sizes import Buckets
 from runtime.kv_cache.pools import KVPool
 from runtime.kv_cache.registry import KINDS
 from runtime.layers.forward_batch import ForwardBatch, KindInputs
+from runtime.sampling_params import ROW_ARRAYS
 from runtime.worker.device import Device, Event, Graph, collector_paused
 from runtime.worker.step_inputs import Forward, kind_inputs
 
@@ -27,15 +30,24 @@ PROFILE_ROWS = 20  # of the table that --enable-profile-cuda-graph prints
 Replans = list[dict[Hashable, Callable[[AttentionMetadata], None]]]  # one for each of `_tables`
 
 
-@dataclass(slots=True)
-class _Captured:
-    """The graph of one size."""
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How tokens follow from hidden states, where that is captured too."""
 
-    size: int
+    logits: Callable[[Tensor], Tensor]  # hidden [R, E] -> float32 [R, V]
+    choose: Choose
+    greedy_only: (
+        bool  # `choose` is planned on the host, so that only one plan is captured: that of greedy rows
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    """One graph."""
+
     graph: Graph
-    result: Tensor  # what each replay writes
+    results: tuple[Tensor, ...]  # what each replay writes: hidden states, or ids and whether rows are sound
     replans: Replans
-    planned: Event  # reached when what was planned last is on the device
 
 
 class CudaGraphRunner:
@@ -46,6 +58,9 @@ class CudaGraphRunner:
     called for a size, batches of that size run eagerly. The attention must read nothing of the rows on the host, for
     that is captured too, or leave what is called with each step's rows before the replay
     (`AttentionMetadata.replans`).
+
+    With a `choice` there are two graphs of each size: one goes on from hidden states to tokens (`choose`); the other
+    ends there, for steps whose rows want more.
 
     All buffers are of the largest size and shared; smaller graphs use their first rows.
     """
@@ -58,6 +73,7 @@ class CudaGraphRunner:
         buckets: Buckets,
         *,
         max_pages: int,
+        choice: Choice | None = None,
         collect_garbage: bool = False,
         profile: bool = False,
     ) -> None:
@@ -68,68 +84,104 @@ class CudaGraphRunner:
         self._cache = cache
         # Of other kinds of caches only those can be captured that have page tables and nothing else.
         self._capturable = all([*KINDS[kind].scratch_arrays([], 0)] == ["page_table"] for kind in cache.kinds)
-        self._waiting = list(buckets.sizes) if self._capturable else []  # the last one is captured next
+        self._choice = choice
+        kinds = (False, True) if choice is not None else (False,)  # whether tokens are chosen
+        # (size, whether tokens are chosen); the last one is captured next
+        self._waiting = [(size, chooses) for chooses in kinds for size in buckets.sizes if self._capturable]
         if not self._capturable:
             logger.info("No CUDA graphs are captured: not with %s caches.", ", ".join(cache.kinds))
-        self._graphs: dict[int, _Captured] = {}
+        self._graphs: dict[tuple[int, bool], _Captured] = {}
+        # By size: reached when what was planned last is on the device. Both graphs of a size share their plans.
+        self._planned: dict[int, Event] = {}
         self._collect_garbage = collect_garbage
         self._profile = profile
         self._seconds = 0.0
         with torch.inference_mode(), device.forward():
             self._buffers = self._make_buffers(max(buckets.sizes, default=0), max_pages)
+            self._sampling = self._make_sampling(max(buckets.sizes, default=0))
         self._num_real = 0  # leading rows of the buffers that may hold a step's own values
 
     def __call__(self, batch: ForwardBatch) -> Tensor:
-        captured = self._fitting(batch)
-        if captured is None:
-            return self._eager(batch)
-        self._fill(batch)
-        if any(captured.replans):
-            self._replan(captured, batch.attention.starts_host)
-        captured.graph.replay()
-        return captured.result[: batch.num_tokens]
+        replayed = self._replay(batch, None)
+        return self._eager(batch) if replayed is None else replayed[0]
+
+    def choose(
+        self, batch: ForwardBatch, arrays: SamplingArrays, *, greedy: bool
+    ) -> tuple[Tensor, Tensor] | None:
+        """As `ops.sampling.Choose`, for steps all of whose rows sample; None: no graph does that.
+
+        `greedy`: all rows are. What is returned is the caller's until the next call.
+        """
+        if self._choice is None or (self._choice.greedy_only and not greedy):
+            return None
+        replayed = self._replay(batch, arrays)
+        return None if replayed is None else (replayed[0], replayed[1])
 
     @property
     def captured(self) -> frozenset[int]:
-        """The sizes whose graphs are ready."""
-        return frozenset(self._graphs)
+        """The sizes whose graphs are all ready."""
+        waiting = {size for size, _ in self._waiting}
+        return frozenset(size for size, _ in self._graphs) - waiting
 
     def capture_next(self) -> bool:
         """Capture the largest size that waits, on the thread that enqueues; whether more wait."""
         if not self._waiting:
             return False
-        size = self._waiting.pop()
+        size, chooses = self._waiting.pop()
         began = time.perf_counter()
         with torch.inference_mode(), self._device.forward(), self._around(size):
             self._reset(0)
             replans: Replans = [{} for _ in _tables(self._buffers)]
-            self._run(size, replans)  # compiles and loads kernels, which a capture cannot
-            graph, result = self._device.capture(lambda: self._run(size, replans))
-            self._graphs[size] = _Captured(size, graph, result, replans, self._device.record())
+            run = partial(self._run, size, replans, chooses=chooses)
+            if size in self._planned:  # the run that warms up plans again, in the same memory of the host
+                self._planned[size].wait()
+            run()  # compiles and loads kernels, which a capture cannot
+            graph, results = self._device.capture(run)
+            self._graphs[size, chooses] = _Captured(graph, results, replans)
+            self._planned[size] = self._device.record()
         self._seconds += time.perf_counter() - began
         if not self._waiting:
             logger.info("Captured %d CUDA graphs in %.1f s of work.", len(self._graphs), self._seconds)
         return bool(self._waiting)
 
-    def _fitting(self, batch: ForwardBatch) -> _Captured | None:
-        """The graph for a step with these rows."""
+    def _replay(self, batch: ForwardBatch, arrays: SamplingArrays | None) -> tuple[Tensor, ...] | None:
+        """What the graph for this step wrote for its rows; with `arrays`, of the graph that chooses tokens."""
+        size = self._fitting(batch)
+        captured = None if size is None else self._graphs.get((size, arrays is not None))
+        if size is None or captured is None:
+            return None
+        self._fill(batch, arrays)
+        if any(captured.replans):
+            self._replan(size, captured.replans, batch.attention.starts_host)
+        captured.graph.replay()
+        return tuple(result[: batch.num_tokens] for result in captured.results)
+
+    def _fitting(self, batch: ForwardBatch) -> int | None:
+        """The size of the graphs for a step with these rows."""
         attention = batch.attention
         if not self._capturable or not batch.is_plain or any(count != 1 for count in attention.counts_host):
             return None
-        size = self._buckets.take(len(attention.counts_host))
-        if size is None or attention.page_table.shape[1] > self._buffers.attention.page_table.shape[1]:
+        if attention.page_table.shape[1] > self._buffers.attention.page_table.shape[1]:
             return None
-        return self._graphs.get(size)
+        return self._buckets.take(len(attention.counts_host))
 
-    def _fill(self, batch: ForwardBatch) -> None:
+    def _fill(self, batch: ForwardBatch, arrays: SamplingArrays | None) -> None:
+        """Copy a step's inputs into the buffers: one launch for each dtype, and one for each page table."""
         num_rows, width = batch.attention.page_table.shape
         buffers = self._buffers
-        buffers.token_ids[:num_rows].copy_(batch.token_ids)
-        buffers.positions[:num_rows].copy_(batch.positions)
-        buffers.attention.starts[:num_rows].copy_(batch.attention.starts)
+        pairs = [
+            (buffers.token_ids, batch.token_ids),
+            (buffers.positions, batch.positions),
+            (buffers.attention.starts, batch.attention.starts),
+        ]
         for own, given in zip(_tables(buffers), _tables(batch), strict=True):
-            own.slot_mapping[:num_rows].copy_(given.slot_mapping)
+            pairs.append((own.slot_mapping, given.slot_mapping))
             own.page_table[:num_rows, :width].copy_(given.page_table)
+        if arrays is not None:
+            pairs += zip(self._sampling, arrays, strict=True)
+        for dtype in {own.dtype: None for own, _ in pairs}:
+            alike = [(own[:num_rows], given) for own, given in pairs if own.dtype == dtype]
+            torch._foreach_copy_([own for own, _ in alike], [given for _, given in alike])
         if num_rows < self._num_real:
             self._reset(num_rows)
         self._num_real = num_rows
@@ -145,26 +197,29 @@ class CudaGraphRunner:
         for own, scratch_page in zip(_tables(buffers), scratch_pages, strict=True):
             own.slot_mapping[rows].fill_(scratch_page * self._cache.page_size)
             own.page_table[rows].fill_(scratch_page)
+        self._sampling.greedy[rows].fill_(True)  # the quickest way to choose
         self._num_real = min(first, self._num_real)
 
-    def _replan(self, captured: _Captured, starts: Sequence[int]) -> None:
+    def _replan(self, size: int, replans: Replans, starts: Sequence[int]) -> None:
         """Bring a step's rows to where the captured attention looks for them, behind earlier replays."""
-        captured.planned.wait()  # host memory of the last plan is read; a step or more ago, so mostly long since
-        starts = [*starts, *[0] * (captured.size - len(starts))]
-        for own, replans in zip(_tables(self._buffers), captured.replans, strict=True):
+        self._planned[
+            size
+        ].wait()  # host memory of the last plan is read; a step or more ago, so mostly long since
+        starts = [*starts, *[0] * (size - len(starts))]
+        for own, of_layers in zip(_tables(self._buffers), replans, strict=True):
             metadata = _first_rows(own, starts)
-            for replan in replans.values():
+            for replan in of_layers.values():
                 replan(metadata)
-        captured.planned = self._device.record()
+        self._planned[size] = self._device.record()
 
-    def _run(self, size: int, replans: Replans) -> Tensor:
+    def _run(self, size: int, replans: Replans, *, chooses: bool) -> tuple[Tensor, ...]:
         """The first `size` rows of the buffers, eagerly. Nothing derived from earlier rows is kept."""
         buffers = self._buffers
         attention, *others = (
             replace(_first_rows(own, [0] * size), replans=left)
             for own, left in zip(_tables(buffers), replans, strict=True)
         )
-        return self._eager(
+        hidden = self._eager(
             replace(
                 buffers,
                 token_ids=buffers.token_ids[:size],
@@ -174,6 +229,24 @@ class CudaGraphRunner:
                     name: KindInputs({"page_table": own.page_table}, own)
                     for name, own in zip(buffers.kinds, others, strict=True)
                 },
+            )
+        )
+        choice = self._choice
+        if choice is None or not chooses:
+            return (hidden,)
+        arrays = SamplingArrays(*(array[:size] for array in self._sampling))
+        return choice.choose(choice.logits(hidden), arrays, _all_greedy(size))
+
+    def _make_sampling(self, num_rows: int) -> SamplingArrays:
+        """How the rows of the buffers choose: greedily, until a step says otherwise."""
+        device = self._device.torch_device
+        neutral = {"greedy": (True, torch.bool), "uniform": (0.0, torch.float32)} | {
+            name: (array.neutral, getattr(torch, array.dtype)) for name, array in ROW_ARRAYS.items()
+        }
+        return SamplingArrays(
+            *(
+                torch.full((num_rows,), value, dtype=dtype, device=device)
+                for value, dtype in (neutral[name] for name in SamplingArrays._fields)
             )
         )
 
@@ -218,6 +291,12 @@ class CudaGraphRunner:
         if self._profile:
             around.enter_context(_profiled(f"Capture of the CUDA graph for {size} rows"))
         return around
+
+
+def _all_greedy(num_rows: int) -> SamplingArrays:
+    """The plan of greedy rows, on the host."""
+    unread = torch.zeros(0)
+    return SamplingArrays(torch.ones(num_rows, dtype=torch.bool), unread, unread, unread, unread, unread)
 
 
 def _tables(batch: ForwardBatch) -> list[AttentionMetadata]:

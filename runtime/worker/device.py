@@ -84,8 +84,8 @@ class Device(Protocol):
         """Copies on the host, behind what the forward stream has to do; to be read after the event."""
         ...
 
-    def capture(self, run: Callable[[], Tensor]) -> tuple[Graph, Tensor]:
-        """Record what `run` enqueues without running it; the tensor is what it returns at each replay.
+    def capture(self, run: Callable[[], Result]) -> tuple[Graph, Result]:
+        """Record what `run` enqueues without running it; its tensors hold what each replay returns.
 
         All graphs of a device share one memory pool: only the results of the last replay are to be read.
         Raises what `run` or the capture raised; the device goes on.
@@ -138,7 +138,7 @@ class CpuDevice:
     def download(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Event]:
         return list(tensors), _Reached()
 
-    def capture(self, run: Callable[[], Tensor]) -> tuple[Graph, Tensor]:
+    def capture(self, run: Callable[[], Result]) -> tuple[Graph, Result]:
         raise RuntimeError("A CPU has no graphs.")
 
     def measure(self, run: Callable[[], object]) -> MemoryUse:
@@ -199,7 +199,7 @@ class CudaDevice:
             done.record(self._forward)
         return host, _CudaEvent(done)
 
-    def capture(self, run: Callable[[], Tensor]) -> tuple[Graph, Tensor]:
+    def capture(self, run: Callable[[], Result]) -> tuple[Graph, Result]:
         if self._graph_pool is None:
             self._graph_pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()

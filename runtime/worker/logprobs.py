@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +12,6 @@ from ops.sampling import Score, Scores
 from ops.sampling.native import score as native_score
 from runtime.batch import PromptLogprobs
 from runtime.request import LOWEST_LOGPROB, LogprobParams, Logprobs
-from runtime.worker.step_inputs import Staging
 
 # Prompt positions whose logits exist at one time.
 CHUNK = 256
@@ -89,37 +88,39 @@ class ScoredPrompts:
         return [(w.row, _join([next(positions) for _ in w.targets])) for w in self.wanted]
 
 
+def prompt_arrays(wanted: Sequence[PromptLogprobs], chunk: int = CHUNK) -> dict[str, np.ndarray]:
+    """What `score_prompts` needs on the device, by name."""
+    lengths = [len(w.targets) for w in wanted]
+    return {
+        "prompt_indices": prompt_indices(wanted),
+        "prompt_targets": np.concatenate([w.targets for w in wanted]).astype(np.int64),
+        "prompt_requested_ids": requested_ids([w.params for w in wanted]),
+        "prompt_owners": np.repeat(np.arange(len(wanted)), lengths),
+        "prompt_temperature": np.ones(chunk, np.float32),
+    }
+
+
 def score_prompts(
     hidden: Tensor,
     logits_of: Callable[[Tensor], Tensor],
     wanted: tuple[PromptLogprobs, ...],
-    staging: Staging,
+    there: Mapping[str, Tensor],
     score: Score = native_score,
-    chunk: int = CHUNK,
 ) -> ScoredPrompts:
     """Score prompt tokens by the raw logits of the positions before them.
 
-    `hidden` is [T, E] of the flat batch, `logits_of` maps [n, E] to float32 logits [n, V]. Never more than
-    `chunk` positions have their logits at one time.
+    `hidden` is [T, E] of the flat batch, `logits_of` maps [n, E] to float32 logits [n, V], `there` holds
+    `prompt_arrays(wanted, chunk)`. Never more than `chunk` positions have their logits at one time.
     """
-    lengths = [len(w.targets) for w in wanted]
-    there = staging.copy(
-        {
-            "indices": prompt_indices(wanted),
-            "targets": np.concatenate([w.targets for w in wanted]).astype(np.int64),
-            "requested_ids": requested_ids([w.params for w in wanted]),
-            "owners": np.repeat(np.arange(len(wanted)), lengths),
-            "temperature": np.ones(chunk, np.float32),
-        }
-    )
-    params = [w.params for w, length in zip(wanted, lengths) for _ in range(length)]
+    params = [w.params for w in wanted for _ in w.targets]
+    indices, temperature = there["prompt_indices"], there["prompt_temperature"]
     chunks = []
-    for first in range(0, len(params), chunk):
-        part = slice(first, first + chunk)
-        logits = logits_of(hidden[there["indices"][part]])
-        requested = there["requested_ids"][there["owners"][part]]
-        ones = there["temperature"][: len(logits)]
-        chunks.append(score_rows(logits, there["targets"][part], ones, requested, params[part], score))
+    for first in range(0, len(params), len(temperature)):
+        part = slice(first, first + len(temperature))
+        logits = logits_of(hidden[indices[part]])
+        requested = there["prompt_requested_ids"][there["prompt_owners"][part]]
+        ones, targets = temperature[: len(logits)], there["prompt_targets"][part]
+        chunks.append(score_rows(logits, targets, ones, requested, params[part], score))
     return ScoredPrompts(wanted, tuple(chunks))
 
 

@@ -40,7 +40,8 @@ def profile_memory(
     try:
         run([1])  # compiles and loads kernels, and what libraries keep
         activation_bytes = max(peak(prompts), peak([1] * schedule.max_running))
-        graph_bytes = peak([1] * max(sizes)) + GRAPH_BYTES * len(sizes) if sizes else 0
+        # Two graphs of each size: to tokens, and to hidden states.
+        graph_bytes = peak([1] * max(sizes)) + 2 * GRAPH_BYTES * len(sizes) if sizes else 0
     except OutOfMemory as error:
         raise ConfigurationError(
             f"There is too little memory for a step of {tokens} tokens beside the weights; lower "

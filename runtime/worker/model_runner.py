@@ -26,13 +26,14 @@ from runtime.errors import InvalidRequest, OutOfMemory
 from runtime.kv_cache.pools import KVPool
 from runtime.models.decoder import Decoder
 from runtime.profile import ProfileOptions
-from runtime.worker.cpu_graph import NO_ROWS, CpuGraph, chooses_greedily
+from runtime.worker.cpu_graph import NO_ROWS, CpuGraph
+from runtime.worker.cuda_graph import CudaGraphRunner
 from runtime.worker.device import Device, DeviceThread, Read
 from runtime.worker.graph_capture import BackgroundCapture
 from runtime.worker.logprobs import CHUNK, ScoredPrompts, prompt_indices
 from runtime.worker.non_finite import NonFiniteSearch
-from runtime.worker.sampler import Sampled, Sampler
-from runtime.worker.step_inputs import Forward, Staging, StepInputs, prepare
+from runtime.worker.sampler import Sampled, Sampler, chooses_greedily, chooses_plainly, sampling_arrays
+from runtime.worker.step_inputs import NO_ARRAYS, Forward, Staging, StepInputs, prepare
 from runtime.worker.step_profiler import StepProfiler
 from runtime.worker.step_timer import StepTimer
 
@@ -130,7 +131,8 @@ class _Begun(NamedTuple):
 
     batch: Batch
     inputs: StepInputs
-    hidden: Tensor | None  # None: later stages compute it
+    hidden: Tensor | None  # None: later stages compute it, or a graph went on to tokens
+    chosen: Sampled | None = None  # by that graph
 
 
 class StepExecutor:
@@ -156,10 +158,12 @@ class StepExecutor:
         mesh: Mesh | None = None,
         cpu_graph: CpuGraph | None = None,
         capture_next: Callable[[], bool] | None = None,
+        cuda_graphs: CudaGraphRunner | None = None,
         nan_detection: bool = False,
     ) -> None:
         """`forward` computes the hidden states of a model that does not lie in stages, a `cpu_graph` whole steps in
-        one call. `capture_next` captures one graph and tells whether more are left.
+        one call. `capture_next` captures one graph and tells whether more are left. `cuda_graphs`, which are
+        `forward` then, may also choose tokens.
         """
         self.device = device
         self.capture_next = capture_next
@@ -171,6 +175,7 @@ class StepExecutor:
         self._forward = forward
         self._sampler = sampler
         self._cpu_graph = cpu_graph
+        self._cuda_graphs = cuda_graphs
         self._staging = Staging(device)
         self._begun: deque[_Begun] = deque()
         self._said: set[str] = set()  # what it was logged of that it is not captured
@@ -237,7 +242,7 @@ class StepExecutor:
     def follow(self) -> None:
         """Take part in the end of the oldest step that only began."""
         with self._enqueueing():
-            batch, inputs, _ = begun = self._begun.popleft()
+            batch, inputs, *_ = begun = self._begun.popleft()
             hidden = self._final_hidden(begun)
             if batch.sampling is not None:
                 self._model.logits(hidden[inputs.last_index])
@@ -278,27 +283,45 @@ class StepExecutor:
         return profiler.step(batch) if profiler is not None and is_taken else nullcontext()
 
     def _begin(self, batch: Batch) -> _Begun:
-        inputs = prepare(batch, self._pool, self._staging, self.last_tokens)
+        more = self._sampler.arrays(batch) if self._sampler is not None else NO_ARRAYS
+        inputs = prepare(batch, self._pool, self._staging, self.last_tokens, more)
         forward = inputs.forward
         if self.mesh is None or not self.pipelined:
-            return _Begun(batch, inputs, self._forward(forward))
+            chosen = self._chosen_by_graph(batch, inputs)
+            return _Begun(batch, inputs, None if chosen is not None else self._forward(forward), chosen)
         x, residual = self._model.blocks(self._model.embed(forward), None, forward)
         self.mesh.send(x if residual is None else x + residual)
         return _Begun(batch, inputs, None)
+
+    def _chosen_by_graph(self, batch: Batch, inputs: StepInputs) -> Sampled | None:
+        """The tokens of a step whose rows all sample, and want nothing that was not captured; None: it is another."""
+        graphs, sampling = self._cuda_graphs, batch.sampling
+        if graphs is None or sampling is None or len(sampling.rows) < len(batch.counts):
+            return None
+        if batch.prompt_logprobs or not chooses_plainly(sampling):
+            return None
+        arrays, greedy = sampling_arrays(inputs.more.there), bool(sampling.greedy.all())
+        found = graphs.choose(inputs.forward, arrays, greedy=greedy)
+        return None if found is None else Sampled(*found)
 
     def _end(self, begun: _Begun) -> Read[StepOutput]:
         """Choose tokens, score what is to be scored, and bring it to the host."""
         if self._sampler is None:
             raise RuntimeError("Only rank 0 chooses tokens.")
-        batch, inputs, _ = begun
+        batch, inputs, _, chosen = begun
+        if chosen is not None:
+            self._keep(inputs, chosen.ids)
+            return self._copy_out(batch, chosen)
         hidden = self._final_hidden(begun)
         sampled = prompts = vectors = None
         if batch.sampling is not None:
             logits = self._model.logits(hidden[inputs.last_index])
-            sampled = self._sampler.sample(logits, batch)
+            sampled = self._sampler.sample(logits, batch, inputs.more)
             self._keep(inputs, sampled.ids)
         if batch.prompt_logprobs:
-            prompts = self._sampler.score_prompts(hidden, self._model.logits, batch.prompt_logprobs)
+            prompts = self._sampler.score_prompts(
+                hidden, self._model.logits, batch.prompt_logprobs, inputs.more
+            )
         if batch.embedding_rows is not None:
             vectors = self._vectors(hidden, batch, batch.embedding_rows)
         return self._copy_out(batch, sampled, prompts, vectors)
@@ -355,7 +378,7 @@ class StepExecutor:
 
     def _final_hidden(self, begun: _Begun) -> Tensor:
         """[T, E], the final norm applied; from a pipeline, only where logits or vectors are wanted."""
-        batch, inputs, hidden = begun
+        batch, inputs, hidden, _ = begun
         if hidden is not None:
             return hidden
         indices = self._wanted(batch, inputs)

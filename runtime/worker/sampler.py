@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -18,8 +18,15 @@ from runtime.request import Logprobs
 from runtime.sampling_params import ROW_ARRAYS
 from runtime.worker.device import Device
 from runtime.worker.host_data import NOTHING, Arrived, HostDataGate, num_words
-from runtime.worker.logprobs import ScoredPrompts, ScoredRows, requested_ids, score_prompts, score_rows
-from runtime.worker.step_inputs import Staging
+from runtime.worker.logprobs import (
+    ScoredPrompts,
+    ScoredRows,
+    prompt_arrays,
+    requested_ids,
+    score_prompts,
+    score_rows,
+)
+from runtime.worker.step_inputs import NO_ARRAYS, Staged, Staging
 
 logger = logging.getLogger("penstock.scheduler")
 
@@ -27,6 +34,27 @@ logger = logging.getLogger("penstock.scheduler")
 FIELDS = SamplingArrays._fields
 PARAMS = tuple(name for name in FIELDS if name in ROW_ARRAYS)
 PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
+
+
+def chooses_plainly(sampling: Sampling) -> bool:
+    """Whether tokens follow from the logits and `SamplingArrays` alone, and nothing but tokens is asked for."""
+    return (
+        sampling.bias is None
+        and sampling.penalties is None
+        and sampling.logprobs is None
+        and sampling.host_data is None
+        and sampling.params.keys() <= set(PARAMS)
+    )
+
+
+def chooses_greedily(sampling: Sampling) -> bool:
+    """Whether nothing is asked for but each row's likeliest token."""
+    return bool(sampling.greedy.all()) and chooses_plainly(sampling)
+
+
+def sampling_arrays(there: Mapping[str, Tensor]) -> SamplingArrays:
+    """Those of them that choose tokens."""
+    return SamplingArrays(*(there[name] for name in FIELDS))
 
 
 class HostTokens(NamedTuple):
@@ -71,9 +99,10 @@ class Sampled:
 class Sampler:
     """Chooses the tokens of every step. Owned by the thread that runs the forward.
 
-    Everything that a step brings from the host is copied to the device at once. Holds what penalised sequences
-    have seen: 5 bytes for each token of the vocabulary and each sequence index that ever asked, 0.75 MB per
-    sequence at V = 150,000. A full pool doubles, up to `num_sequences`.
+    What a step brings from the host goes to the device with the step's inputs (`arrays`), or in one copy after the
+    forward where it has to be waited for. Holds what penalised sequences have seen: 5 bytes for each token of the
+    vocabulary and each sequence index that ever asked, 0.75 MB per sequence at V = 150,000. A full pool doubles, up
+    to `num_sequences`.
     """
 
     def __init__(
@@ -97,19 +126,30 @@ class Sampler:
         self._apply_bitmask = apply_bitmask
         self._raw_logprobs = raw_logprobs
 
-    def sample(self, logits: Tensor, batch: Batch) -> Sampled:
+    def arrays(self, batch: Batch) -> Mapping[str, np.ndarray]:
+        """What a step's rows need on the device, as far as it is known before the forward."""
+        sampling = batch.sampling
+        arrays = NO_ARRAYS
+        if sampling is not None and sampling.host_data is None:
+            arrays = self._host_arrays(sampling, NOTHING)
+        return {**arrays, **prompt_arrays(batch.prompt_logprobs)} if batch.prompt_logprobs else arrays
+
+    def sample(self, logits: Tensor, batch: Batch, staged: Staged | None = None) -> Sampled:
         """Choose a token for each row of `logits` (float32 [R, V], altered in place) of a batch that samples.
 
-        Waits for nothing but the host data of rows with a constraint, and for that only until the forward is
-        done. Logprobs are of the distribution after penalties, bias, host data and temperature, before
-        truncation; greedy rows count as temperature 1. With `raw_logprobs` they are of `logits` as given.
+        `staged` are the batch's `arrays`; None: nothing is on the device yet. Waits for nothing but the host data of
+        rows with a constraint, and for that only until the forward is done. Logprobs are of the distribution after
+        penalties, bias, host data and temperature, before truncation; greedy rows count as temperature 1. With
+        `raw_logprobs` they are of `logits` as given.
         """
         sampling = batch.sampling
         if sampling is None:
             raise ValueError("No row of this batch is sampled.")
         arrived = self._gate.arrived(batch)
-        host = self._host_arrays(sampling, arrived)
-        there = self._staging.copy(host)
+        if staged is None or sampling.host_data is not None:
+            host = self._host_arrays(sampling, arrived)
+            staged = Staged(host, self._staging.copy(host))
+        host, there = staged
         scored_logits = None
         if "scored_rows" in there and self._raw_logprobs:
             scored_logits = logits[there["scored_rows"]]  # a copy
@@ -123,7 +163,7 @@ class Sampler:
         if "masked_rows" in there:
             self._apply_bitmask(logits, there["masked_rows"], there["bitmasks"])
         plan = None if self._is_host else SamplingArrays(*(torch.from_numpy(host[name]) for name in FIELDS))
-        ids, sound = self._choose(logits, SamplingArrays(*(there[name] for name in FIELDS)), plan)
+        ids, sound = self._choose(logits, sampling_arrays(there), plan)
         if "penalised_rows" in there:
             self._seen.add(there["counted"], ids[there["penalised_rows"]])
         if failed:
@@ -141,10 +181,14 @@ class Sampler:
         return Sampled(ids, sound, scored, rows, arrived)
 
     def score_prompts(
-        self, hidden: Tensor, logits_of: Callable[[Tensor], Tensor], wanted: tuple[PromptLogprobs, ...]
+        self,
+        hidden: Tensor,
+        logits_of: Callable[[Tensor], Tensor],
+        wanted: tuple[PromptLogprobs, ...],
+        staged: Staged,
     ) -> ScoredPrompts:
         """Score prompt tokens by the raw logits before them; see `logprobs.score_prompts`."""
-        return score_prompts(hidden, logits_of, wanted, self._staging, self._score)
+        return score_prompts(hidden, logits_of, wanted, staged.there, self._score)
 
     def _host_arrays(self, sampling: Sampling, arrived: Arrived) -> dict[str, np.ndarray]:
         """All that the device needs for these rows, by name."""
@@ -188,7 +232,7 @@ class Sampler:
         for name in PENALTIES:
             arrays[f"penalised_{name}"] = _row_array(sampling, name)[rows]
 
-    def _apply_penalties(self, logits: Tensor, sampling: Sampling, there: dict[str, Tensor]) -> None:
+    def _apply_penalties(self, logits: Tensor, sampling: Sampling, there: Mapping[str, Tensor]) -> None:
         for fresh in sampling.penalties.fresh if sampling.penalties is not None else ():
             self._seen.start(
                 fresh.sequence_index,

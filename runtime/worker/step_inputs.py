@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +23,16 @@ from runtime.worker.device import Device, Event
 Forward = Callable[[ForwardBatch], Tensor]
 
 
+NO_ARRAYS: Mapping[str, np.ndarray] = MappingProxyType({})
+
+
+class Staged(NamedTuple):
+    """Arrays by name, on the host and on the device."""
+
+    host: Mapping[str, np.ndarray]
+    there: Mapping[str, Tensor]
+
+
 class StepInputs(NamedTuple):
     """A step's tensors: what the model reads, and what is done with its result. R rows sample."""
 
@@ -29,10 +40,17 @@ class StepInputs(NamedTuple):
     last_index: Tensor  # int64 [R], into [T]: the position that predicts the sampled token
     sample_sequence_indices: Tensor  # int64 [R]
     embedding_index: Tensor  # int64 [M], into [T]: the positions whose hidden states are wanted as vectors
+    more: Staged  # what `prepare` was given besides
 
 
-def prepare(batch: Batch, cache: KVPool, staging: Staging, last_tokens: Tensor) -> StepInputs:
-    """Compute positions and KV slots, and bring everything to the device in one copy.
+def prepare(
+    batch: Batch,
+    cache: KVPool,
+    staging: Staging,
+    last_tokens: Tensor,
+    more: Mapping[str, np.ndarray] = NO_ARRAYS,
+) -> StepInputs:
+    """Compute positions and KV slots, and bring everything to the device in one copy, with `more` arrays.
 
     Tokens that only the device knows are taken from `last_tokens`, int64 by sequence.
     """
@@ -76,6 +94,7 @@ def prepare(batch: Batch, cache: KVPool, staging: Staging, last_tokens: Tensor) 
                 for kind, own in batch.kinds.items()
                 if "page_table" in own
             },
+            **{f"more.{name}": array for name, array in more.items()},
         }
     )
     token_ids = there["token_ids"]
@@ -105,7 +124,11 @@ def prepare(batch: Batch, cache: KVPool, staging: Staging, last_tokens: Tensor) 
         token_types=there.get("token_types"),
     )
     return StepInputs(
-        forward, there["last_index"], there["sample_sequence_indices"], there["embedding_index"]
+        forward,
+        there["last_index"],
+        there["sample_sequence_indices"],
+        there["embedding_index"],
+        Staged(more, {name: there[f"more.{name}"] for name in more}),
     )
 
 
@@ -139,7 +162,7 @@ class Staging:
     """
 
     NUM_BUFFERS = 3  # the step that runs, the one that is launched, the one that is prepared
-    ALIGNMENT = 8  # bytes; of the widest dtype
+    ALIGNMENT = 16  # bytes; Triton compiles other kernels for addresses that are no multiples of it
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -147,7 +170,7 @@ class Staging:
         self._read: list[Event | None] = [None] * self.NUM_BUFFERS
         self._turn = 0
 
-    def copy(self, arrays: dict[str, np.ndarray]) -> dict[str, Tensor]:
+    def copy(self, arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
         """Tensors on the device of the arrays' shapes and dtypes, for what the forward stream does next."""
         whole = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
         if self._device.is_host:

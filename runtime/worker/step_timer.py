@@ -17,6 +17,7 @@ class TimedStep(NamedTuple):
 
     busy_s: float  # from its beginning to its end, waits of the device for launches in between included
     period_s: float  # from the beginning of the step before it to its own; 0 for the first
+    launch_s: float = 0.0  # that the device thread took to enqueue it, on the host's clock
 
 
 class StepTimer:
@@ -36,13 +37,13 @@ class StepTimer:
         """The same work, timed."""
 
         def timed() -> Read[Result]:
-            begin = self._now()
+            begin, began_s = self._now(), perf_counter()
             read = enqueue()
-            enqueued = self._now()
+            enqueued, launch_s = self._now(), perf_counter() - began_s
 
             def timed_read() -> Result:
                 result = read()
-                self._note(begin, self._now() if self._forward is None else enqueued)
+                self._note(begin, self._now() if self._forward is None else enqueued, launch_s)
                 return result
 
             return timed_read
@@ -59,10 +60,10 @@ class StepTimer:
         with self._forward():
             return CudaEvent()
 
-    def _note(self, begin: _TimedEvent, end: _TimedEvent) -> None:
+    def _note(self, begin: _TimedEvent, end: _TimedEvent, launch_s: float) -> None:
         end.wait()
         period_s = begin.since(self._last) if self._last is not None else 0.0
-        self.steps.append(TimedStep(end.since(begin), period_s))
+        self.steps.append(TimedStep(end.since(begin), period_s, launch_s))
         self._last = begin
 
 

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import torch
 
+from ops.backends import SAMPLING
 from ops.cpp.build import BuildError
 from ops.cpp.kernel_launcher import NotCapturable
 from ops.machine import Machine
@@ -28,7 +29,7 @@ from runtime.models.decoder import Decoder
 from runtime.models.loader import load_model
 from runtime.worker.compiled import CompiledForward, compilable
 from runtime.worker.cpu_graph import CpuGraph
-from runtime.worker.cuda_graph import CudaGraphRunner
+from runtime.worker.cuda_graph import Choice, CudaGraphRunner
 from runtime.worker.device import Device, open_device
 from runtime.worker.memory_profile import profile_memory
 from runtime.worker.model_runner import StepExecutor
@@ -102,6 +103,7 @@ class ModelWorker:
         self.kernels = _select(setup.kernels)
         self._context_length, self._graphs = model.context_length, setup.graphs
         self._raw_logprobs = setup.kernels.raw_logprobs
+        self._captures_choice = SAMPLING[setup.kernels.sampling_backend].captured
         if setup.graphs.compile_max_rows:
             self.kernels = compilable(self.kernels)
         layers = setup.rank_info.stage_layers(self.facts.num_layers)
@@ -193,6 +195,7 @@ class ModelWorker:
         model, pool, cache = self._hand_over()
         device = open_device(self.device)
         forward, capture_next = self._make_forward(model, pool, device, cache)
+        cuda_graphs = forward if isinstance(forward, CudaGraphRunner) else None
         return StepExecutor(
             model,
             pool,
@@ -203,6 +206,7 @@ class ModelWorker:
             mesh=self.mesh,
             cpu_graph=self._make_cpu_graph(model, pool, cache, plan),
             capture_next=capture_next,
+            cuda_graphs=cuda_graphs,
             nan_detection=plan.kernels.nan_detection,
         )
 
@@ -299,6 +303,10 @@ class ModelWorker:
             device,
             within(graphs, cache.num_sequences),
             max_pages=min(pool.num_pages, -(-self._context_length // pool.page_size)),
+            # Where ranks share layers, only the first has logits: there graphs end at the hidden states.
+            choice=Choice(model.logits, self.kernels.choose, greedy_only=not self._captures_choice)
+            if info.world_size == 1
+            else None,
             collect_garbage=graphs.collect_garbage,
             profile=graphs.profile,
         )

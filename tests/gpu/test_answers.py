@@ -13,7 +13,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "no overlap": {"disable_overlap_schedule": True},
     "no graphs, no overlap": {"disable_cuda_graph": True, "disable_overlap_schedule": True},
     "plain torch": {"attention_backend": "torch_native"},
-    "sampling in Triton": {"sampling_backend": "triton"},
+    "sampling in torch": {"sampling_backend": "pytorch"},
     "pages of one": {"page_size": 1},
     "chunks of 16": {"page_size": 16, "chunked_prefill_size": 16},
     "three at a time": {"max_running_requests": 3},
@@ -101,6 +101,22 @@ async def test_replayed_graphs_give_the_tokens_of_eager_steps(family: str, devic
     if device == "cpu" and family != THOROUGHLY[0]:
         pytest.skip("nothing is replayed on a CPU")
     eager, replayed = await eager_and_replayed(model_path(family), device)
+    assert replayed == eager
+
+
+@pytest.mark.parametrize("backend", ["triton", "pytorch"])
+@pytest.mark.parametrize("model", THOROUGHLY)
+async def test_graphs_that_choose_give_the_tokens_that_a_seed_gives_without(
+    model: str, backend: str, device: str
+) -> None:
+    from greedy import model_path
+    from on_device.graphs import eager_and_replayed
+    from on_device.greedy_tokens import SEEDED
+
+    if device == "cpu" and backend == "triton":
+        pytest.skip("Triton's kernels need a GPU")
+    path = model_path(model)
+    eager, replayed = await eager_and_replayed(path, device, sampling=SEEDED, sampling_backend=backend)
     assert replayed == eager
 
 

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from runtime.worker.device import CpuDevice, Graph, MemoryUse
+from runtime.worker.device import CpuDevice, Graph, MemoryUse, Result
 
 POISON = 0x5A  # in every byte of what is read before it is there
 # What makes the host wait for a GPU.
@@ -140,7 +140,7 @@ class LateDevice:
         self.linger()
         return host, event
 
-    def capture(self, run: Callable[[], Tensor]) -> tuple[LateGraph, Tensor]:
+    def capture(self, run: Callable[[], Result]) -> tuple[LateGraph, Result]:
         self._recording = works = []
         try:
             with self.forward():
@@ -305,11 +305,12 @@ class ReplayingDevice(CpuDevice):
         super().__init__()
         self.num_replays = 0
 
-    def capture(self, run: Callable[[], Tensor]) -> tuple[Graph, Tensor]:
+    def capture(self, run: Callable[[], Result]) -> tuple[Graph, Result]:
         result = run()
 
         def replay() -> None:
             self.num_replays += 1
-            result.copy_(run())
+            for kept, new in zip(tree_leaves(result), tree_leaves(run()), strict=True):
+                kept.copy_(new)
 
         return cast("Graph", SimpleNamespace(replay=replay)), result

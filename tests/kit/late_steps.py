@@ -16,6 +16,7 @@ import fake_runner
 import tiny_checkpoints
 from ops.attention import AttentionMetadata, native
 from ops.sampling import SamplingArrays
+from ops.sampling import native as sampling
 from ops.select import Kernels, select
 from runtime.batch import Batch, StepOutput
 from runtime.config.model_facts import ModelFacts
@@ -26,7 +27,8 @@ from runtime.kv_cache.pools import KVPool
 from runtime.models.config import read_facts
 from runtime.models.decoder import Decoder
 from runtime.models.loader import load_model
-from runtime.worker.cuda_graph import CudaGraphRunner
+from runtime.sequence import Sequence
+from runtime.worker.cuda_graph import Choice, CudaGraphRunner
 from runtime.worker.device import CpuDevice, Device, Read
 from runtime.worker.model_runner import StepExecutor
 from runtime.worker.sampler import Sampler
@@ -56,9 +58,19 @@ def attend(
 def choose(
     logits: Tensor, arrays: SamplingArrays, host: SamplingArrays | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The likeliest token of each row."""
-    peak, ids = logits.max(-1)
-    return ids, peak.isfinite()
+    """Reads nothing of the rows on the host, as a graph needs it."""
+    peak, likeliest = logits.max(-1)
+    drawn, _ = sampling._draw_ranked(logits, peak, arrays, VOCAB_SIZE)
+    return torch.where(arrays.greedy, likeliest, drawn), peak.isfinite()
+
+
+# How the sequences of `outputs` choose, in turns.
+WAYS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_k": 5},
+    {"temperature": 1.3, "top_p": 0.8, "min_p": 0.02},
+)
 
 
 @cache
@@ -89,6 +101,11 @@ def model() -> Decoder:
     return load_model(facts(), model_plan(), kernels())
 
 
+def choice() -> Choice:
+    """For graphs that go on to tokens."""
+    return Choice(model().logits, choose, greedy_only=False)
+
+
 class Steps:
     """What `fake_runner.Drive` needs of a runner: launches are enqueued, results read when they are asked for."""
 
@@ -112,8 +129,8 @@ class Steps:
         self.executor = self._make_executor()
 
     def use_graphs(self, buckets: Buckets, **options: Any) -> CudaGraphRunner:
-        """As `use_forward`, with graphs over what there was."""
-        options = {"max_pages": CONTEXT // PAGE_SIZE} | options
+        """As `use_forward`, with graphs over what there was, of which some go on to tokens."""
+        options = {"max_pages": CONTEXT // PAGE_SIZE, "choice": choice()} | options
         graphs = CudaGraphRunner(self.forward, self.pool, self.device, buckets, **options)
         self._capture_next = graphs.capture_next
         self.use_forward(graphs)
@@ -163,7 +180,16 @@ class Steps:
             device=self.device,
             sampler=Sampler(VOCAB_SIZE, self._num_sequences, self.device, choose=choose),
             capture_next=self._capture_next,
+            cuda_graphs=self.forward if isinstance(self.forward, CudaGraphRunner) else None,
         )
+
+
+def sequences_of(prompts: list[tuple[list[int], int]]) -> list[Sequence]:
+    """One for each (prompt, number of new tokens), in all `WAYS`."""
+    return [
+        fake_runner.make_sequence(prompt, max_new_tokens=new, seed=place, **WAYS[place % len(WAYS)])
+        for place, (prompt, new) in enumerate(prompts)
+    ]
 
 
 def outputs(
@@ -176,7 +202,7 @@ def outputs(
     capture_every: int = 3,
     change: Callable[[Steps], None] | None = None,
 ) -> list[list[int]]:
-    """The tokens of (prompt, number of new tokens) each, four at a time in a tight pool.
+    """The tokens of (prompt, number of new tokens) each, in all `WAYS`, four at a time in a tight pool.
 
     With graphs of `sizes`, of which one is captured every so many steps. `change` alters the steps before the
     first one. A step without memory costs its newest sequence, which keeps the tokens that it had.
@@ -195,7 +221,7 @@ def outputs(
         context_length=CONTEXT,
         runner=steps,
     )
-    sequences = [fake_runner.make_sequence(prompt, max_new_tokens=new) for prompt, new in prompts]
+    sequences = sequences_of(prompts)
     drive.add(*sequences)
     for number in itertools.count(1):
         idle = not steps.num_in_flight

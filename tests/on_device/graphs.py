@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +10,7 @@ import anyio
 import pytest
 import torch
 
+from greedy import GREEDY
 from on_device.greedy_tokens import answers, both_times, engine_options, ids_of
 from runtime.worker.model_runner import ModelRunner
 from serve import Engine
@@ -18,18 +19,18 @@ Tokens = list[list[int]]
 
 
 async def eager_and_replayed(
-    path: str, device: str, *, dtype: str = "float32", **options: Any
+    path: str, device: str, *, dtype: str = "float32", sampling: Mapping[str, Any] = GREEDY, **options: Any
 ) -> tuple[Tokens, Tokens]:
-    """The greedy answers of an engine without graphs and of one whose graphs are all captured.
+    """The answers of an engine without graphs and of one whose graphs are all captured.
 
     AssertionError if the second did not replay them on a GPU, or captured none.
     """
-    eager = await answers(path, device, dtype=dtype, disable_cuda_graph=True, **options)
+    eager = await answers(path, device, dtype=dtype, sampling=sampling, disable_cuda_graph=True, **options)
     async with Engine(path, **engine_options(device, dtype), **options) as engine:
         await ids_of(engine)
         await prepared(engine)
         with counted_replays() as replays:
-            replayed = await both_times(engine)
+            replayed = await both_times(engine, sampling)
     assert bool(replays) == device.startswith("cuda")
     return eager, replayed
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ OWN_WIDE = {
     "olmoe": {"hidden_size": 256},
     "stablelm": {"hidden_size": 256},
 }
+SEEDED = {**GREEDY, "temperature": 0.8, "top_p": 0.9, "min_p": 0.02, "seed": 11}
 # How far below the best a chosen token's logit may lie, in standard deviations of the logits: three times what
 # plain torch showed on a CPU. The best of 128 lies about 2.5 above the mean; wrong tokens were 5 below.
 MARGINS = {"float32": 1e-4, "float16": 0.03, "bfloat16": 0.5}
@@ -42,10 +44,12 @@ def wide_path(family: str) -> str:
     return tiny_checkpoints.cached(family, **WIDE | OWN_WIDE.get(family, {}))
 
 
-async def answers(path: str, device: str, *, dtype: str = "float32", **options: Any) -> list[list[int]]:
-    """The greedy answers to the twenty prompts, all at once, twice: from the prefix cache the second time."""
+async def answers(
+    path: str, device: str, *, dtype: str = "float32", sampling: Mapping[str, Any] = GREEDY, **options: Any
+) -> list[list[int]]:
+    """The answers to the twenty prompts, all at once, twice: from the prefix cache the second time."""
     async with Engine(path, **engine_options(device, dtype), **options) as engine:
-        return await both_times(engine)
+        return await both_times(engine, sampling)
 
 
 def engine_options(device: str, dtype: str = "float32") -> dict[str, Any]:
@@ -58,16 +62,16 @@ def engine_options(device: str, dtype: str = "float32") -> dict[str, Any]:
     }
 
 
-async def both_times(engine: Engine) -> list[list[int]]:
+async def both_times(engine: Engine, sampling: Mapping[str, Any] = GREEDY) -> list[list[int]]:
     """AssertionError if the second answers are others than the first (in 32 bits, where nothing is near)."""
-    first, second = [await ids_of(engine), await ids_of(engine)]
+    first, second = [await ids_of(engine, sampling), await ids_of(engine, sampling)]
     if engine.core.plan.model.dtype == "float32":
         assert first == second
     return second
 
 
-async def ids_of(engine: Engine) -> list[list[int]]:
-    found = await engine.generate(input_ids=prompts(), sampling_params=GREEDY)
+async def ids_of(engine: Engine, sampling: Mapping[str, Any] = GREEDY) -> list[list[int]]:
+    found = await engine.generate(input_ids=prompts(), sampling_params=dict(sampling))
     return [answer["output_ids"] for answer in found]
 
 

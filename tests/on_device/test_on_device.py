@@ -13,7 +13,7 @@ import tiny_models
 from on_device import graphs, memory, operations, session
 from on_device.batching import bits_differ
 from on_device.busy import shares_of_a_session
-from on_device.greedy_tokens import MARGINS, MEAN_MARGIN, answers, shortfalls, wide_path
+from on_device.greedy_tokens import MARGINS, MEAN_MARGIN, SEEDED, answers, shortfalls, wide_path
 from on_device.moved import Moved
 from on_device.operations import Check
 from ops.attention import AttentionMetadata
@@ -129,8 +129,8 @@ async def test_tokens_over_a_cache_of_8_bits_are_good_on_the_whole(cache: str) -
 
 
 async def test_eager_and_replayed_answers_are_compared() -> None:
-    eager, replayed = await graphs.eager_and_replayed(greedy.model_path("llama"), CPU)
-    assert eager == replayed == greedy.reference("llama")
+    eager, replayed = await graphs.eager_and_replayed(greedy.model_path("llama"), CPU, sampling=SEEDED)
+    assert eager == replayed != greedy.reference("llama")
 
 
 async def test_a_whole_session_is_answered() -> None:

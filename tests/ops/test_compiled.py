@@ -38,13 +38,13 @@ def _pools(dtype: torch.dtype = BF16, *, dim: int = DIM, page: int = PAGE) -> Te
     return torch.empty(2, 64, KV_HEADS, page, dim, dtype=dtype)
 
 
-def _places(counts: list[int], page: int = PAGE) -> AttentionMetadata:
-    table = np.zeros((len(counts), 512 // page), np.int32)
+def _places(counts: list[int], page: int = PAGE, width: int | None = None) -> AttentionMetadata:
+    table = np.zeros((len(counts), width or 512 // page), np.int32)
     return AttentionMetadata.build([3] * len(counts), counts, table, page)
 
 
-def _norm(width: int, dtype: torch.dtype = BF16) -> None:
-    x, residual = torch.empty(2, 48, width, dtype=dtype)
+def _norm(width: int, dtype: torch.dtype = BF16, count: int = 48) -> None:
+    x, residual = torch.empty(2, count, width, dtype=dtype)
     _backend("norm").rms_norm(x, x[0], 1e-5)
     _backend("norm").add_rms_norm(x, residual, x[0], 1e-5, unit_offset=True)
 
@@ -105,11 +105,12 @@ def _attend(
     dtype: torch.dtype = BF16,
     pool_dtype: torch.dtype | None = None,
     page: int = PAGE,
+    width: int | None = None,
     **options: Any,
 ) -> None:
     q = _tokens(sum(counts), HEADS, dim=dim, dtype=dtype)[:, :heads]
     pools = _pools(pool_dtype or dtype, dim=dim, page=page)
-    _backend("attention").attend(q, *pools, _places(counts, page), scale=dim**-0.5, **options)
+    _backend("attention").attend(q, *pools, _places(counts, page, width), scale=dim**-0.5, **options)
 
 
 def _choose() -> None:
@@ -129,9 +130,13 @@ def _mask() -> None:
     _backend("sampling").apply_bitmask(torch.empty(4, 151_936), rows, bitmask)
 
 
-def _score() -> None:
+def _score(num_top: int = 5) -> None:
     ids = torch.zeros(4, dtype=torch.int64)
-    _backend("sampling").score(torch.zeros(4, 32_000), torch.ones(4), ids, 5, ids[:, None])
+    _backend("sampling").score(torch.zeros(4, 32_000), torch.ones(4), ids, num_top, ids[:, None])
+
+
+def _sort(count: int) -> None:
+    _backend("moe").sort_pairs(torch.zeros(count, 1, dtype=torch.int32), 128)
 
 
 ONE_EACH, CHUNK, BOTH = [1, 1, 1], [100, 30], [1, 100]
@@ -186,6 +191,20 @@ MORE_CALLS: Mapping[str, Callable[[], None]] = {
     "attend with pages of 64": lambda: _attend(BOTH, page=64),
     "attend without sharing": lambda: _attend(BOTH, heads=KV_HEADS),
     "decode with a split tile": lambda: _attend(ONE_EACH, split_tile_tokens=256),
+}
+# name -> calls of steps that differ in size alone.
+SIZES: Mapping[str, tuple[Callable[[], None], ...]] = {
+    "norm": tuple(lambda count=count: _norm(WIDTH, count=count) for count in (1, 16, 48, 7)),
+    "decode": tuple(
+        lambda rows=rows, width=width: _attend([1] * rows, width=width)
+        for rows, width in ((1, 1), (16, 16), (3, 32), (5, 7))
+    ),
+    "prefill": tuple(
+        lambda counts=counts, width=width: _attend(counts, width=width)
+        for counts, width in (([100], 7), ([5] * 16, 1), ([100, 30], 16))
+    ),
+    "score": tuple(lambda num_top=num_top: _score(num_top) for num_top in (4, 5, 6)),
+    "sort": tuple(lambda count=count: _sort(count) for count in (1, 16, 7)),
 }
 
 
@@ -307,6 +326,18 @@ def test_further_types_and_shapes_compile_within_their_limits(
     name: str, capability: int, tmp_path: Path
 ) -> None:
     check(MORE_CALLS[name], capability, tmp_path)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_nothing_is_compiled_anew_for_a_step_of_another_size(name: str) -> None:
+    """It would hold the steps of everybody up for seconds."""
+    found = []
+    for call in SIZES[name]:
+        with compiling_for(90) as kernels:
+            call()
+        found.append({id(kernel) for kernel in kernels})
+    assert all(found)
+    assert all(of_a_size == found[0] for of_a_size in found)
 
 
 def test_a_call_that_launches_nothing_is_noticed(tmp_path: Path) -> None:

@@ -15,12 +15,12 @@ class SamplingArgs:
 
     sampling_backend: str | None = option(
         None,
-        "Implementation of top-k, top-p and min-p sampling. Default: pytorch.",
+        "Implementation of the choice of tokens. Default: triton on a GPU that runs it, else pytorch.",
         choices=(*SAMPLING, "flashinfer"),
         built=tuple(SAMPLING),
         needs={"flashinfer": "an NVIDIA GPU and the flashinfer package"},
         instead="FlashInfer draws random numbers of its own and keeps all of equal tokens, and here a seed "
-        "gives the same tokens with every implementation; use pytorch or triton",
+        "gives the same tokens with every implementation; use triton or pytorch",
         sglang="flashinfer where it is installed, else pytorch",
         plan=KernelPlan.sampling_backend,
     )

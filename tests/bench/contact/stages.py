@@ -39,6 +39,7 @@ def stages(device: str) -> tuple[Stage, ...]:
         _figures("offline", rehearsal, 180),
         _figures("mixed", rehearsal, 90),
         _figures("occupancy", rehearsal, 120),
+        _figures("launch", rehearsal, 120),
         _figures("prefix", rehearsal, 90),
         _figures("online", rehearsal, 240),
         _figures("cold", rehearsal, 150),
@@ -53,6 +54,7 @@ ANSWERS = ("tests/gpu/test_answers.py",)
 SMOKES: dict[str, tuple[str, ...]] = {
     "served, no graphs": ("--disable-cuda-graph",),
     "served, graphs": (),
+    "served, sampling in torch": ("--sampling-backend", "pytorch"),
     "served, FlashInfer": ("--attention-backend", "flashinfer"),
     "served, plain torch": ("--attention-backend", "torch_native"),
 }

@@ -63,6 +63,8 @@ class Sizes:
     groups: tuple[int, int] = (16, 16)  # groups, requests of each
     prefix: tuple[int, int, int] = (2048, 128, 128)  # shared, own, out
     streams: tuple[int, int, int] = (64, 128, 1024)  # streams, in, out
+    launch: tuple[int, int, tuple[int, ...]] = (64, 512, (0, 256, 2048))  # rows, after tokens, prompts beside
+    launch_steps: int = 40
     cold_timeout_s: float = 300
 
 
@@ -78,6 +80,8 @@ SMALL = Sizes(
     groups=(2, 2),
     prefix=(32, 8, 4),
     streams=(3, 8, 24),
+    launch=(3, 8, (0, 16)),
+    launch_steps=6,
     cold_timeout_s=60,
 )
 

@@ -11,6 +11,7 @@ from bench import PROGRAM
 from bench.gpu.bench import FULL, MODELS, SMALL, Bench, release
 from bench.gpu.cold_row import cold
 from bench.gpu.figure import HEAD, Failure, Figure, document_of, heading, limit_lines, line_of
+from bench.gpu.launch_row import launches
 from bench.gpu.limits import measure_limits
 from bench.gpu.offline_rows import decode, mixed, offline, prefix
 from bench.gpu.online_rows import occupancy, online
@@ -27,6 +28,7 @@ ROWS: Mapping[str, Callable[[Bench], list[Figure]]] = {
     "prefix": prefix,
     "online": online,
     "occupancy": occupancy,
+    "launch": launches,
     "cold": cold,
 }
 

@@ -39,11 +39,16 @@ def test_offline_rows_are_printed_beside_their_limits(tmp_path: Path, capsys) ->
 
 
 def test_online_rows_are_measured_over_http(capsys) -> None:
-    assert main([*TRY, "--rows", "online", "occupancy"]) == 0
+    assert main([*TRY, "--rows", "online", "occupancy", "launch"]) == 0
     found = lines(capsys.readouterr().out)
-    assert [cells[0].rpartition(", ")[2] for cells in found[8:]] == ["mean", "p10", "p90"]
+    assert [cells[0].rpartition(", ")[2] for cells in found[8:11]] == ["mean", "p10", "p90"]
     assert all(cells[2].endswith("ms") for cells in found[:8])
-    assert all(0 < float(cells[2].split()[0]) <= 100 for cells in found[8:])
+    assert all(0 < float(cells[2].split()[0]) <= 100 for cells in found[8:11])
+    assert [cells[0].rpartition(": ")[2] for cells in found[11:]] == [
+        "a step",
+        "launching it, of its time",
+    ] * 2
+    assert all(float(cells[2].split()[0]) > 0 for cells in found[11:])
 
 
 def test_a_cold_server_is_timed_twice_to_its_first_token(capsys) -> None:

@@ -43,7 +43,7 @@ def test_a_gpu_runs_triton(name: str) -> None:
     assert {kernels.choices[operation] for operation in ("attention", "norm", "kv", "embedding", "moe")} == {
         "with_triton"
     }
-    assert kernels.sampling_backend == "pytorch"
+    assert kernels.sampling_backend == "triton"
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,9 @@ def test_steps_run_late_and_copies_are_made():
     assert device.num_copies > 20
 
 
-def test_a_step_makes_one_copy_for_its_inputs_and_one_for_its_sampling(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("sizes", [(), (4,)])
+def test_a_step_makes_one_copy_to_the_device(sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch):
+    """Its inputs, and how its rows choose, whether it is replayed or not."""
     device = LateDevice(Random(0))
     uploads: list[int] = []
     upload = device.upload
@@ -68,11 +70,11 @@ def test_a_step_makes_one_copy_for_its_inputs_and_one_for_its_sampling(monkeypat
             num_steps += 1
             before = len(uploads)
             launch(batch)
-            assert len(uploads) - before == (2 if batch.sampling is not None else 1)
+            assert len(uploads) - before == 1
 
         monkeypatch.setattr(steps, "launch", launched)
 
-    late_steps.outputs(PROMPTS, device=device, change=count)
+    late_steps.outputs(PROMPTS, device=device, sizes=sizes, capture_every=1, change=count)
     assert num_steps > 20
 
 

@@ -23,8 +23,9 @@ from runtime.kv_cache.pools import KVPool
 from runtime.layers.embedding import Embedding
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.models.decoder import Decoder
-from runtime.worker.cpu_graph import CpuGraph, chooses_greedily
+from runtime.worker.cpu_graph import CpuGraph
 from runtime.worker.device import CpuDevice
+from runtime.worker.sampler import chooses_greedily
 from runtime.worker.step_inputs import Staging, prepare
 
 MAX_ROWS, CAPACITY, NUM_PAGES = 4, 40, 64

@@ -14,15 +14,17 @@ import torch
 
 import late_steps
 import recorded_flashinfer
-from fake_device import LateDevice, LateEvent
+from fake_device import LateDevice, LateEvent, LateGraph
 from late_steps import PAGE_SIZE, Steps
 from ops.attention import with_flashinfer
 from ops.attention.with_flashinfer import FlashInfer
-from runtime.batch import Batch, Sampling
+from runtime.batch import Batch, Bias, Sampling
 from runtime.config.resolve.graph_sizes import Buckets
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.models.loader import load_model
+from runtime.request import LogprobParams
 from runtime.worker.cuda_graph import CudaGraphRunner
+from runtime.worker.sampler import Sampler
 
 NUM_PAGES = 12
 PROMPTS = [([3 + i, 9, 4 + 3 * i, 7, 5 + i][: 1 + i % 5], 3 + 2 * (i * 7 % 5)) for i in range(9)]
@@ -30,7 +32,7 @@ PROMPTS = [([3 + i, 9, 4 + 3 * i, 7, 5 + i][: 1 + i % 5], 3 + 2 * (i * 7 % 5)) f
 
 def steps(*sizes: int, padding: bool = True, capture: bool = True, **options: Any) -> Steps:
     made = Steps(NUM_PAGES, 4, LateDevice(Random(0)))
-    graphs = made.use_graphs(Buckets(sizes, padding), **options)
+    graphs = made.use_graphs(Buckets(sizes, padding), **{"choice": None} | options)
     while capture and graphs.capture_next():
         pass
     return made
@@ -170,6 +172,76 @@ def test_profile_of_each_capture_is_logged(caplog: pytest.LogCaptureFixture):
     assert [table.split("\n")[0][-6:] for table in tables] == ["2 rows", "1 rows"]
 
 
+# --- tokens ---
+
+
+def ways(made: Steps, monkeypatch: pytest.MonkeyPatch) -> Callable[[Batch], str]:
+    """How a batch gets its tokens: by a graph, or by the sampler behind one."""
+    calls: list[str] = []
+    replay, sample = LateGraph.replay, Sampler.sample
+    monkeypatch.setattr(LateGraph, "replay", lambda graph: calls.append("graph") or replay(graph))
+    monkeypatch.setattr(Sampler, "sample", lambda *given: calls.append("sampler") or sample(*given))
+
+    def run(one: Batch) -> str:
+        calls.clear()
+        made.launch(one)
+        made.finish_oldest()
+        return ", ".join(calls)
+
+    return run
+
+
+def choosing(num_rows: int, **changes: Any) -> Batch:
+    one = batch(num_rows)
+    assert one.sampling is not None
+    return replace(one, sampling=replace(one.sampling, **changes))
+
+
+def test_a_graph_goes_on_to_tokens_where_all_rows_sample_and_want_nothing_more(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    run = ways(steps(2, 4, choice=late_steps.choice()), monkeypatch)
+    drawn = np.zeros(3, np.bool_)
+    warm = {"temperature": np.full(3, 0.8, np.float32)}
+    assert run(choosing(3)) == "graph"
+    assert run(choosing(3, greedy=drawn, params=warm)) == "graph"
+    bias = Bias(np.zeros(1, np.int64), np.ones(1, np.int64), np.ones(1, np.float32))
+    assert run(choosing(3, bias=bias)) == "graph, sampler"
+    assert run(choosing(3, logprobs=(None, LogprobParams(top=1), None))) == "graph, sampler"
+    first_two = {
+        "rows": np.arange(2, dtype=np.int32),
+        "greedy": drawn[:2],
+        "uniform": np.zeros(2, np.float32),
+    }
+    assert run(choosing(3, **first_two)) == "graph, sampler"
+    assert run(batch(2, count=2)) == "sampler"
+
+
+def test_a_choice_that_is_planned_on_the_host_is_captured_for_greedy_rows_alone(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    plans: list[list[bool]] = []
+
+    def planned(logits: torch.Tensor, arrays: Any, host: Any = None) -> Any:
+        plans.append(host.greedy.tolist())
+        return late_steps.choose(logits, arrays, host)
+
+    run = ways(steps(2, choice=replace(late_steps.choice(), choose=planned, greedy_only=True)), monkeypatch)
+    assert plans == [[True, True]] * 2  # the run that warms up, and the captured one
+    assert run(choosing(2)) == "graph"
+    assert run(choosing(2, greedy=np.array([True, False]))) == "graph, sampler"
+
+
+def test_rows_that_drew_before_leave_nothing_to_those_that_come(monkeypatch: pytest.MonkeyPatch):
+    """How rows choose is copied with the other inputs; without that, the tokens are others."""
+    fill = CudaGraphRunner._fill
+    expected = late_steps.outputs(PROMPTS)
+    options: dict[str, Any] = {"sizes": (4,), "capture_every": 1}
+    assert late_steps.outputs(PROMPTS, device=LateDevice(Random(0)), **options) == expected
+    monkeypatch.setattr(CudaGraphRunner, "_fill", lambda self, given, _: fill(self, given, None))
+    assert late_steps.outputs(PROMPTS, device=LateDevice(Random(0)), **options) != expected
+
+
 # --- attention that is planned on the host ---
 
 
@@ -209,10 +281,10 @@ def test_rows_are_planned_anew_before_each_replay(planned: FlashInfer, haste: fl
 def test_a_plan_that_is_old_or_comes_too_early_is_noticed(lost: str, monkeypatch: pytest.MonkeyPatch):
     replan = CudaGraphRunner._replan
 
-    def hasty(self: CudaGraphRunner, captured: Any, attention: Any) -> None:
-        captured.planned = LateEvent(self._device)  # pyright: ignore[reportArgumentType]
-        captured.planned.reach()
-        replan(self, captured, attention)
+    def hasty(self: CudaGraphRunner, size: int, *rest: Any) -> None:
+        self._planned[size] = reached = LateEvent(self._device)  # pyright: ignore[reportArgumentType]
+        reached.reach()
+        replan(self, size, *rest)
 
     expected = late_steps.outputs(PROMPTS)
     monkeypatch.setattr(CudaGraphRunner, "_replan", hasty if lost == "wait" else lambda *_: None)
@@ -224,7 +296,7 @@ def test_a_plan_that_is_old_or_comes_too_early_is_noticed(lost: str, monkeypatch
 
 
 def test_inputs_that_are_bound_anew_instead_of_copied_are_noticed(monkeypatch: pytest.MonkeyPatch):
-    def rebind(self: CudaGraphRunner, batch: ForwardBatch) -> None:
+    def rebind(self: CudaGraphRunner, batch: ForwardBatch, _: Any) -> None:
         self._buffers = batch
 
     expected = late_steps.outputs(PROMPTS)

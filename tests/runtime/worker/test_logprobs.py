@@ -9,7 +9,7 @@ import torch
 from runtime.batch import PromptLogprobs
 from runtime.request import LogprobParams, Logprobs
 from runtime.worker.device import CpuDevice
-from runtime.worker.logprobs import score_prompts
+from runtime.worker.logprobs import CHUNK, prompt_arrays, score_prompts
 from runtime.worker.step_inputs import Staging
 
 MODEL, VOCAB = 8, 300
@@ -34,8 +34,12 @@ def wanted(row: int, offset: int, count: int, **params: object) -> PromptLogprob
     return PromptLogprobs(row, offset, targets, LogprobParams(start=0, **params))  # type: ignore[arg-type]
 
 
+def staged(entries: tuple[PromptLogprobs, ...], chunk: int = CHUNK) -> dict[str, torch.Tensor]:
+    return Staging(CpuDevice()).copy(prompt_arrays(entries, chunk))
+
+
 def read(entries: tuple[PromptLogprobs, ...], head: CountingHead, chunk: int) -> list[tuple[int, Logprobs]]:
-    scored = score_prompts(HIDDEN, head, entries, Staging(CpuDevice()), chunk=chunk)
+    scored = score_prompts(HIDDEN, head, entries, staged(entries, chunk))
     return scored.read([tensor.clone() for tensor in scored.tensors()])
 
 
@@ -79,7 +83,7 @@ def test_prompt_logprobs_are_the_log_softmax_of_raw_logits() -> None:
 def test_more_alternatives_than_the_vocabulary_holds_are_all_of_it() -> None:
     entry = PromptLogprobs(0, 0, np.array([1], np.int32), LogprobParams(start=0, top=100))
     scored = score_prompts(
-        torch.zeros(1, 2), lambda hidden: torch.tensor([[0.5, 1.0, 2.0]]), (entry,), Staging(CpuDevice())
+        torch.zeros(1, 2), lambda hidden: torch.tensor([[0.5, 1.0, 2.0]]), (entry,), staged((entry,))
     )
     ((_, logprobs),) = scored.read(scored.tensors())
     assert [token_id for _, token_id in logprobs.top[0] or []] == [2, 1, 0]

@@ -74,7 +74,7 @@ def test_many_rows_of_one_token_may_be_the_largest_step(monkeypatch: pytest.Monk
 
 def test_graphs_take_what_the_largest_of_them_computes_with(monkeypatch: pytest.MonkeyPatch):
     steps = profiled(Metered(), monkeypatch, graphs=GraphPlan(sizes=(1, 2, 8)))
-    assert steps.graph_bytes == 8 * TOKEN_BYTES + 3 * GRAPH_BYTES
+    assert steps.graph_bytes == 8 * TOKEN_BYTES + 2 * 3 * GRAPH_BYTES
 
 
 def test_step_that_does_not_fit_is_refused_before_anything_is_served(monkeypatch: pytest.MonkeyPatch):
@@ -86,10 +86,10 @@ def test_rows_choose_in_the_way_that_takes_most(monkeypatch: pytest.MonkeyPatch)
     seen: list[Any] = []
     sample = Sampler.sample
 
-    def watched(self: Sampler, logits: torch.Tensor, batch: Any) -> Any:
+    def watched(self: Sampler, logits: torch.Tensor, batch: Any, staged: Any) -> Any:
         sampling = batch.sampling
         seen.append((len(logits), bool(sampling.greedy.any()), float(sampling.params["top_p"].max())))
-        return sample(self, logits, batch)
+        return sample(self, logits, batch, staged)
 
     monkeypatch.setattr(Sampler, "sample", watched)
     profiled(Metered(), monkeypatch)

@@ -23,9 +23,14 @@ class Clock:
     def __init__(self) -> None:
         self.now = 0.0
 
-    def busy(self, seconds: float):
-        """Work that takes so long."""
-        return lambda: lambda: self.wait(seconds)
+    def busy(self, seconds: float, launch_s: float = 0.0):
+        """Work that takes so long, after it was launched."""
+
+        def enqueue():
+            self.wait(launch_s)
+            return lambda: self.wait(seconds)
+
+        return enqueue
 
     def wait(self, seconds: float) -> None:
         self.now += seconds
@@ -39,8 +44,8 @@ async def test_a_busy_device_and_an_idle_one_are_told_apart(monkeypatch: pytest.
     for step in [thread.submit(clock.busy(2.0)) for _ in range(3)]:
         await step
     clock.wait(6.0)
-    await thread.submit(clock.busy(1.0))
-    assert timer.steps == [(2.0, 0.0), (2.0, 2.0), (2.0, 2.0), (1.0, 8.0)]
+    await thread.submit(clock.busy(0.5, launch_s=0.5))
+    assert timer.steps == [(2.0, 0.0, 0.0), (2.0, 2.0, 0.0), (2.0, 2.0, 0.0), (1.0, 8.0, 0.5)]
     assert timer.shares() == [1.0, 1.0, 0.25]
     await asyncio.to_thread(thread.close)
 

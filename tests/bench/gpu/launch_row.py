@@ -1,0 +1,114 @@
+"""What launching costs: of steps that are replayed, and of mixed ones, which are launched kernel by kernel.
+
+Steps follow each other without a pause, launched ahead as in life. The time that the device thread takes to launch
+one, as a part of a step's time, says whether the device waits for launches (near 100 %) or they are hidden behind its
+work. Only in the first case can a graph of such steps pay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median
+from typing import TYPE_CHECKING
+
+from bench.gpu.bench import Bench, Model, warm_up
+from bench.gpu.figure import Figure
+from bench.gpu.limits import Work
+from bench.gpu.online_rows import measured_runner
+from bench.step import FIRST_TOKEN, make_batch
+from serve.engine import Engine
+
+if TYPE_CHECKING:
+    from runtime.batch import Batch
+    from runtime.worker.step_timer import TimedStep
+
+IDS_ONLY = {"skip_tokenizer_init": True}
+AHEAD = 2  # steps in flight beside the one that runs
+
+
+def launches(bench: Bench) -> list[Figure]:
+    """Rows that decode, alone and beside prompts of some lengths, with a small model and a large one."""
+    models = {bench.model(name).name: bench.model(name) for name in ("qwen3-0.6b", "qwen3-8b")}
+    return [figure for model in models.values() for figure in _of(bench, model)]
+
+
+def _of(bench: Bench, model: Model) -> list[Figure]:
+    rows, context, prompts = bench.sizes.launch
+
+    async def work(engine: Engine) -> list[list[TimedStep]]:
+        await warm_up(engine, model, rows)
+        size = engine.core.plan.cache.page_size
+        return [
+            await _timed(engine, mixed_batch(rows, context, prompt, size), bench.sizes.launch_steps)
+            for prompt in prompts
+        ]
+
+    found = bench.run(model, work, max_running_requests=rows + 1, **IDS_ONLY)
+    return [
+        figure
+        for prompt, steps in zip(prompts, found, strict=True)
+        for figure in _figures(bench, model, rows, context, prompt, steps)
+    ]
+
+
+def _figures(
+    bench: Bench, model: Model, rows: int, context: int, prompt: int, steps: Sequence[TimedStep]
+) -> list[Figure]:
+    what = f"{rows} rows decode after {context} tokens"
+    what += f" beside a prompt of {prompt}" if prompt else ""
+    period_s, launch_s = median(step.period_s for step in steps), median(step.launch_s for step in steps)
+    cost = bench.cost(model)
+    least = cost.decode([context] * rows)
+    least = Work(least.bytes, least.operations + (cost.prompt(prompt).operations if prompt else 0))
+    limit_ms, bound = 1e3 * bench.limits.seconds(least), bench.limits.bound(least)
+    return [
+        Figure(f"{what}: a step", model.name, 1e3 * period_s, "ms", limit_ms, bound, lower_is_better=True),
+        Figure(f"{what}: launching it, of its time", model.name, 100 * launch_s / period_s, "%"),
+    ]
+
+
+async def _timed(engine: Engine, batch: Batch, number: int) -> list[TimedStep]:
+    """Steps of this batch one after the other; nobody else may use the engine."""
+    runner = measured_runner(engine.core)
+    for _ in range(2):  # compiles kernels
+        await asyncio.shield(runner.launch(batch))
+    timer, flying = runner.time_steps(), deque()
+    for _ in range(number):
+        flying.append(runner.launch(batch))
+        if len(flying) > AHEAD:
+            await asyncio.shield(flying.popleft())
+    for step in flying:
+        await asyncio.shield(step)
+    return timer.steps[AHEAD:]
+
+
+def mixed_batch(num_rows: int, context_len: int, prompt_len: int, page_size: int) -> Batch:
+    """Rows that decode after so many tokens, and a last one that computes a prompt, each with pages of its own."""
+    import numpy as np
+
+    decode = make_batch(num_rows, context_len, 1, page_size)
+    if not prompt_len or decode.sampling is None:
+        return decode
+    first, width = decode.page_table.size, -(-prompt_len // page_size)
+    table = np.zeros((num_rows + 1, max(width, decode.page_table.shape[1])), np.int32)
+    table[:-1, : decode.page_table.shape[1]] = decode.page_table
+    table[-1, :width] = np.arange(first, first + width)
+    rows = np.arange(num_rows + 1, dtype=np.int32)
+    return replace(
+        decode,
+        sequences=(*decode.sequences, None),
+        starts=np.append(decode.starts, np.int32(0)),
+        counts=np.append(decode.counts, np.int32(prompt_len)),
+        sequence_indices=rows,
+        token_ids=np.full(num_rows + prompt_len, FIRST_TOKEN, np.int32),
+        page_table=table,
+        sampling=replace(
+            decode.sampling,
+            rows=rows,
+            greedy=np.ones(num_rows + 1, np.bool_),
+            uniform=np.zeros(num_rows + 1, np.float32),
+        ),
+    )
