@@ -43,6 +43,7 @@ class ModelPlan(Section):
     quantization: str | None = (
         None  # how weights are rounded when they are loaded; None: they stay as they are
     )
+    kv_scales: str | None = None  # a file with those of an 8-bit cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,6 +52,7 @@ FORMATS: Mapping[
     "gptq": FormatEntry(file="gptq", asked=("gptq_marlin", "marlin", "moe_wna16")),
     "modelopt": FormatEntry(file="scaled", asked=("fp8", "modelopt_fp4", "petit_nvfp4")),
     "mxfp4": FormatEntry(file="mxfp4"),
+    "torchao": FormatEntry(file="torchao"),
 }
 
 # What `--quantization` may name that nothing here reads, and why.

@@ -45,6 +45,7 @@ from runtime.models.fill import (
 )
 from runtime.models.formats.gguf import GgufFiles
 from runtime.models.formats.stored import QuantizedTensors
+from runtime.models.kv_scales import set_kv_scales
 from runtime.models.quantization import quantization_fields
 from runtime.models.registry import entry
 from runtime.models.tensors import TensorFiles
@@ -99,6 +100,9 @@ def load_model(
             for _, module in modules:
                 if isinstance(module, Weighted):
                     module.prepare()
+    if plan.kv_scales is not None:
+        ranks = rank_info or RankInfo()
+        set_kv_scales(model, plan.kv_scales, facts, ranks.tp_rank, ranks.tp_size)
     model.pooler = _pooler(model, facts, plan)
     return model.eval()
 

@@ -238,6 +238,48 @@ def fp8(*, scope: str = "block", static: bool = False) -> tuple[Quantize, dict]:
     return quantize, settings | ({"weight_block_size": [48, 32]} if scope == "block" else {})
 
 
+def torchao(kind: str) -> tuple[Quantize, dict]:
+    """By torchao's own tensors, flattened as it does for safetensors; 4 bits, for which it needs a GPU, packed here."""
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+    from torchao.quantization import (
+        Float8WeightOnlyConfig,
+        Int4Tensor,
+        Int8DynamicActivationInt8WeightConfig,
+        Int8WeightOnlyConfig,
+        quantize_,
+    )
+
+    configs: dict[str, Any] = {
+        "int8": Int8WeightOnlyConfig(),
+        "int8 dynamic": Int8DynamicActivationInt8WeightConfig(),
+        "fp8": Float8WeightOnlyConfig(),
+    }
+
+    def four_bits(weight: Tensor) -> tuple[Any, Tensor]:
+        groups = weight.float().unflatten(1, (-1, 32))
+        least, most = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
+        scale = (most - least) / 15
+        signed = ((groups - least) / scale).round().clamp(0, 15) - 8
+        zero, pairs = least + 8 * scale, signed.flatten(1).to(torch.int8)
+        packed = (pairs[:, 1::2] << 4) | (pairs[:, ::2] & 15)
+        parts = (each.squeeze(2).T.contiguous() for each in (scale, zero))
+        return Int4Tensor(packed, *parts, [1, 32], weight.shape), (signed * scale + zero).flatten(1)
+
+    def quantize(weight: Tensor) -> tuple[Tensors, Tensor]:
+        if kind == "int4":
+            made, plain = four_bits(weight)
+        else:
+            layer = torch.nn.Linear(*weight.shape[::-1], bias=False)
+            layer.weight = torch.nn.Parameter(weight.float(), requires_grad=False)
+            quantize_(layer, configs[kind])
+            made: Any = layer.weight.data
+            plain = made.dequantize()
+        flat, _ = flatten_tensor_state_dict({"x.weight": made})
+        return {name.removeprefix("x."): part for name, part in flat.items()}, plain
+
+    return quantize, {"quant_method": "torchao", "quant_type": {"default": {"_type": "Any", "_data": {}}}}
+
+
 def _pairs(grid: Tensor) -> Iterator[tuple[int, int]]:
     return ((i, j) for i in range(grid.shape[0]) for j in range(grid.shape[1]))
 
@@ -248,4 +290,5 @@ FORMS: dict[str, Callable[..., tuple[Quantize, dict]]] = {
     "gptq": gptq,
     "awq": awq,
     "fp8": fp8,
+    "torchao": torchao,
 }

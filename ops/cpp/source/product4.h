@@ -263,14 +263,19 @@ struct Rounded4 {
     }
 };
 
-// sums[r] = rounded row `row` + r . panel.
+// Rows of a tile of which whole numbers and sums stay in registers: groups are short, and end often.
+constexpr int MAX_ROUNDED_ROWS = std::min(MAX_TILE_ROWS, 7);
+
+// result[r] = rounded row `row` + r . panel.
 template <class T, int ROWS, bool DECODED>
 inline void multiply_rounded4(const Product4Operands& o, const ByteTable& table, const Rounded4& rounded, int64_t row,
-                              const uint8_t* panel, const Words* decoded, Floats (*sums)[2]) {
+                              const uint8_t* panel, const Words* decoded, Floats (*result)[2]) {
     typedef typename ScaleOf<T>::Type Scale;
     constexpr int64_t STEP = PANEL * sizeof(uint32_t);
     const int64_t stride = rounded.stride();
     const int8_t* x = rounded.row(row);
+    Floats sums[ROWS][2];
+#pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++) sums[r][0] = sums[r][1] = Floats{};
     for (int64_t g = 0; g < rounded.groups(); g++, x += o.group) {
         const Scale* scales = reinterpret_cast<const Scale*>(panel);
@@ -311,8 +316,9 @@ inline void multiply_rounded4(const Product4Operands& o, const ByteTable& table,
             }
         }
     }
+#pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++)
-        for (int half = 0; half < 2; half++) sums[r][half] *= fill(rounded.scale(row + r));
+        for (int half = 0; half < 2; half++) result[r][half] = sums[r][half] * fill(rounded.scale(row + r));
 }
 
 template <class T, int ROWS = MAX_TILE_ROWS>
@@ -322,10 +328,9 @@ inline void multiply_rounded_rows4(const Product4Operands& o, const ByteTable& t
     if constexpr (ROWS > 0) {
         if (height != ROWS)
             return multiply_rounded_rows4<T, ROWS - 1>(o, table, rounded, row, height, panel, numbers, sums);
-        if (numbers)
-            multiply_rounded4<T, ROWS, true>(o, table, rounded, row, panel, numbers, sums);
-        else
-            multiply_rounded4<T, ROWS, false>(o, table, rounded, row, panel, nullptr, sums);
+        if constexpr (ROWS <= MAX_ROUNDED_ROWS)
+            if (numbers) return multiply_rounded4<T, ROWS, true>(o, table, rounded, row, panel, numbers, sums);
+        multiply_rounded4<T, ROWS, false>(o, table, rounded, row, panel, nullptr, sums);
     }
 }
 
@@ -368,11 +373,15 @@ inline void multiply4_over(const Product4Operands& o, ThreadGroup& team, int64_t
         return share([&](int64_t first, int64_t end, int64_t panel) {
             const uint8_t* weight = static_cast<const uint8_t*>(o.plain.weight) + panel * bytes;
             const Words* const numbers = decode_bytes4<T>(o, table, weight, end - first);
-            in_tiles<MAX_TILE_ROWS>(first, end, [&](int64_t row, int64_t height) {
+            const auto multiply_tile = [&](int64_t row, int64_t height) {
                 Floats sums[MAX_TILE_ROWS][2];
                 multiply_rounded_rows4<T>(o, table, rounded, row, height, weight, numbers, sums);
                 for (int64_t r = 0; r < height; r++) put(row + r, panel, sums[r]);
-            });
+            };
+            if (numbers)
+                in_tiles<MAX_ROUNDED_ROWS>(first, end, multiply_tile);
+            else
+                in_tiles<MAX_TILE_ROWS>(first, end, multiply_tile);
         });
     }
     if (o.shifted) {

@@ -163,8 +163,11 @@ class QuantArgs:
         choices=tuple(dict.fromkeys((*_QUANTIZATIONS, *METHODS))),
         built=(*spellings(), *UNREADABLE),
     )
-    quantization_param_path: str | None = planned(
-        None, "JSON file with the scales of an FP8 KV cache.", none_text=True
+    quantization_param_path: str | None = option(
+        None,
+        "JSON file with the scales of a KV cache in fp8_e4m3, by tensor-parallel rank and layer.",
+        none_text=True,
+        plan=ModelPlan.kv_scales,
     )
     torchao_config: str = option(
         "",

@@ -50,6 +50,7 @@ def model_plan(builder: PlanBuilder, machine: Machine, facts: ModelFacts) -> Mod
         delete_after_loading=_delete_after_loading(builder),
         state_dtype=builder.follow("mamba_ssm_dtype"),
         quantization=_quantization(builder, chosen_gpu(device.value, machine), facts),
+        kv_scales=_kv_scales(builder, facts),
     )
 
 
@@ -282,6 +283,20 @@ def _torchao(builder: PlanBuilder, gpu: Gpu | None, stored: str | None) -> Decis
     else:
         return Decision(TORCHAO[asked], f"--torchao-config {asked}")
     return Decision(None, "what was asked for cannot be used")
+
+
+def _kv_scales(builder: PlanBuilder, facts: ModelFacts) -> Decision[str | None]:
+    option, dtype = "quantization_param_path", builder.args.cache.kv_cache_dtype
+    if builder.args.quant.quantization_param_path is not None:
+        if dtype != "fp8_e4m3":
+            builder.refuse(
+                option, f"--quantization-param-path needs --kv-cache-dtype fp8_e4m3, and that is {dtype}."
+            )
+        elif facts.by_transformers or builder.args.model.model_impl == "transformers":
+            builder.refuse(
+                option, "--quantization-param-path: transformers' modules have no scales of a KV cache."
+            )
+    return builder.follow(option)
 
 
 def _random_seed(builder: PlanBuilder) -> Decision[int]:

@@ -43,6 +43,7 @@ SITUATIONS: list[tuple[Machine, dict[str, Any]]] = [
     (CPU, {}),
     (CPU, {"enable_torch_compile": True}),
     (CPU, {"pp_size": 2}),
+    (CPU, {"kv_cache_dtype": "fp8_e4m3"}),
     (CPU, {"enable_priority_scheduling": True, "enable_trace": True}),
     (CPU, NODES),
     (CPU, {"collect_tokens_histogram": True, "log_requests": True}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -157,6 +158,11 @@ def test_scales_of_an_fp8_cache_reach_store_and_attend() -> None:
     assert 0 < (exact - rounded).abs().max() < 0.2 * exact.abs().max()
 
 
+def scales_file(factors: dict[str, Any], model_type: str = "llama", dtype: str = "float8_e4m3fn") -> str:
+    cache = {"dtype": dtype, "scaling_factor": factors}
+    return json.dumps({"model_type": model_type, "kv_cache": cache})
+
+
 def test_scales_come_from_the_checkpoint_or_are_one(tmp_path: Path) -> None:
     path = tiny_checkpoints.write(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -168,6 +174,23 @@ def test_scales_come_from_the_checkpoint_or_are_one(tmp_path: Path) -> None:
     assert layers[1].attention.kv_scales.values == {"k_scale": 0.25, "v_scale": 4.0}
     dummy: Any = paged_forward.load(path, load_format="dummy").layers
     assert dummy[1].attention.kv_scales.values == {"k_scale": 1.0, "v_scale": 1.0}
+    scales = {"0": {str(number): 0.5 + number for number in range(len(layers))}}
+    file = tmp_path / "scales.json"
+    file.write_text(scales_file(scales))
+    layers = paged_forward.load(path, kv_scales=str(file)).layers
+    assert [layer.attention.kv_scales.values["v_scale"] for layer in layers] == [*scales["0"].values()]
+    for content, reason in (
+        (scales_file({"0": {"0": 0.5}}), "rank 0, layer 1 must be a positive number, not None"),
+        (scales_file({"0": {"0": 0.5, "1": True}}), "layer 1 must be a positive number, not True"),
+        (scales_file(scales | {"1": {}}), "has scales of the ranks 0, 1, and there are 1"),
+        (scales_file(scales, model_type="qwen3"), "made for qwen3 models"),
+        (scales_file(scales, dtype="float8_e5m2"), "must be float8_e4m3fn"),
+        ("[" * 9, "cannot be read"),
+        ("[]", "has no kv_cache"),
+    ):
+        file.write_text(content)
+        with pytest.raises(CheckpointError, match=reason):
+            paged_forward.load(path, kv_scales=str(file))
     tensors["model.layers.1.self_attn.k_scale"] = torch.tensor(0.0)
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"layers\.1\.self_attn\.k_scale must be a positive number"):

@@ -14,6 +14,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 import cpp_kernels
 import paged_forward
 import quantized_checkpoints
+import tiny_checkpoints
 from ops.matmul.with_cpp import PackedWeight4
 from ops.select import select
 from runtime.config.fields import Fields
@@ -51,6 +52,10 @@ FORMS = [
     ("fp8", {"scope": "block"}),
     ("fp8", {"scope": "channel"}),
     ("fp8", {"scope": "tensor", "static": True}),
+    ("torchao", {"kind": "int8"}),
+    ("torchao", {"kind": "int8 dynamic"}),
+    ("torchao", {"kind": "fp8"}),
+    ("torchao", {"kind": "int4"}),
 ]
 IDS = torch.randint(3, 128, (3, 40), generator=torch.Generator().manual_seed(0)).tolist()
 
@@ -220,12 +225,32 @@ def test_mxfp4_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
     assert torch.equal(read_whole(tensors)[name], wanted)
 
 
+def test_what_transformers_saves_with_torchao_is_read(tmp_path: Path) -> None:
+    from torchao.quantization import Int8WeightOnlyConfig
+    from transformers import AutoModelForCausalLM, TorchAoConfig
+
+    source = tiny_checkpoints.cached("llama", **quantized_checkpoints.SHAPE)
+    settings = TorchAoConfig(Int8WeightOnlyConfig())
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        source, dtype=torch.float32, quantization_config=settings
+    )
+    model.save_pretrained(tmp_path)
+    facts = read_facts(str(tmp_path))
+    assert facts.quantization == "torchao"
+    found = read_whole(opened(str(tmp_path)))
+    for name, tensor in load_file(Path(source) / "model.safetensors").items():
+        wide = tensor.float()
+        step = wide.abs().amax(-1, keepdim=True) / 127 if name.endswith("proj.weight") else torch.zeros(1)
+        assert ((found[name].float() - wide).abs() <= 0.51 * step).all(), name
+
+
 KEPT = [
     ("compressed-tensors", {"preset": "W4A16"}),
     ("compressed-tensors", {"preset": "W4A16", "symmetric": False}),
     ("gptq", {}),
     ("gptq", {"version": 2, "group_size": -1}),
     ("awq", {}),
+    ("torchao", {"kind": "int4"}),
 ]
 
 
@@ -315,6 +340,13 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("awq", {"bits": 8}, {}, "bits must be 4"),
     ("fp8", {}, {"model.layers.0.mlp.up_proj.weight_scale_inv": None}, "lacks .*up_proj.weight_scale"),
     ("fp8", {}, {"model.layers.0.mlp.up_proj.weight_scale_inv": torch.ones(5, 2)}, "do not cover"),
+    ("torchao", {}, {"model.layers.0.mlp.up_proj._weight_scale": None}, "lacks .*_weight_scale"),
+    (
+        "torchao",
+        {},
+        {"model.layers.0.mlp.up_proj._weight_qdata": torch.zeros(2, 2, 2, 2).int()},
+        "a GPU's kernel",
+    ),
     ("compressed-tensors", {"format": "marlin-24"}, {}, "marlin-24"),
     ("compressed-tensors", {"transform_config": {"config_groups": {"a": {}}}}, {}, "rotated"),
 ]
@@ -324,7 +356,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
 def test_what_cannot_be_read_is_refused_by_name(
     form: str, config: dict[str, Any], tensors: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
-    options = {"preset": "W4A16"} if form == "compressed-tensors" else {}
+    options = {"compressed-tensors": {"preset": "W4A16"}, "torchao": {"kind": "int8"}}.get(form, {})
     quantized, _ = quantized_checkpoints.write(tmp_path / "whole", form, **options)
     with pytest.raises(CheckpointError, match=reason):
         paged_forward.load(changed(tmp_path / "changed", quantized, config, tensors))
