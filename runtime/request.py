@@ -44,6 +44,16 @@ class LogprobParams:
             )
 
 
+class Caller(NamedTuple):
+    """What is known of the sender beside the request itself."""
+
+    labels: tuple[str, ...] = ()  # values of `ObservePlan.request_labels`, from a header
+    trace: tuple[tuple[str, str], ...] = ()  # headers of W3C's trace context, where requests are traced
+
+
+NOBODY = Caller()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One prompt and what to do with it. `ids` is None until the tokenizer filled it in.
@@ -79,17 +89,8 @@ class Request:
     constraint: Constraint | None = None  # of a grammar, or of our own making
     label: str = field(default_factory=lambda: uuid4().hex)
     owner: str = ""
+    caller: Caller = NOBODY
     id: int = field(default_factory=lambda: next(_request_ids))
-
-
-class Caller(NamedTuple):
-    """What is known of the sender beside the request itself."""
-
-    labels: tuple[str, ...] = ()  # values of `ObservePlan.request_labels`, from a header
-    trace: tuple[tuple[str, str], ...] = ()  # headers of W3C's trace context, where requests are traced
-
-
-NOBODY = Caller()
 
 
 def with_grammar(request: Request) -> Request:

@@ -1,4 +1,4 @@
-"""Several requests at once: submit them to the engine core together and read their output streams side by side."""
+"""Several requests at once: whose they are, and their output streams read side by side."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import anyio
 
 from runtime.actors.output_stream import OutputStream
 from runtime.errors import first_error
-from runtime.request import Chunk, Request
+from runtime.request import NOBODY, Chunk, Request
 from serve.access import CLIENT, THIS_PROCESS
 from serve.caller import CALLER
 from serve.work_budget import check_logprobs
@@ -19,27 +19,17 @@ if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
 
 
-def submit_all(core: EngineCore, requests: Sequence[Request]) -> list[OutputStream]:
-    """One output stream per request of the client that this task answers.
+def of_client(core: EngineCore, requests: Sequence[Request]) -> list[Request]:
+    """The requests as those of the client that this task answers.
 
-    When one is refused, those before it are aborted and the refusal is raised. The requests are one call's: where
-    there is room for the first, all are taken. What asks for too many log-probabilities is refused, unless this
-    process asks for itself.
+    Raises `InvalidRequest` for more log-probabilities than a call may ask for, unless this process asks for itself.
     """
     client, caller = CLIENT.get(), CALLER.get()
-    owner = client.name
     if client is not THIS_PROCESS:
         check_logprobs(requests, core.plan.model.context_length)
-    streams: list[OutputStream] = []
-    try:
-        for index, request in enumerate(requests):
-            if owner or index:
-                request = replace(request, owner=owner, follows=index > 0)
-            streams.append(core.submit(request, caller))
-    except BaseException:
-        close_all(streams)
-        raise
-    return streams
+    if not client.name and caller is NOBODY:
+        return list(requests)
+    return [replace(request, owner=client.name, caller=caller) for request in requests]
 
 
 def close_all(streams: Sequence[OutputStream]) -> None:

@@ -22,7 +22,7 @@ from serve.openai.messages import chat_of
 from serve.openai.models import check_model
 from serve.openai.requests import decode_body
 from serve.openai.schema import ChatBody
-from serve.output_streams import read_all, submit_all
+from serve.output_streams import read_all
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
@@ -49,7 +49,7 @@ async def chat(core: EngineCore, messages: Messages, options: Mapping[str, Any])
     _, model, prepared = await off_loop(
         partial(_read, core, messages, {**options, "stream": False}), small=True
     )
-    [chunks] = await read_all(submit_all(core, [prepared.request]))
+    [chunks] = await read_all(core.submit_all([prepared.request]))
     header = AnswerHeader.of(core, prepared.request.label, model)
     answer = _as_answer(chat_answer(header, core.tokenizer, prepared, chunks))
     wanted = options.get("response_format")

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -29,7 +29,7 @@ from runtime.errors import EngineClosed, EngineFailure, InvalidRequest, Penstock
 from runtime.grammar.load import load_grammars
 from runtime.metrics.series import EngineMetrics
 from runtime.profile import ProfileOptions
-from runtime.request import NOBODY, Caller, Request, with_grammar
+from runtime.request import Request, with_grammar
 from runtime.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -160,25 +160,40 @@ class EngineCore:
 
     # --- requests ---
 
-    def submit(self, request: Request, caller: Caller = NOBODY) -> OutputStream:
+    def submit(self, request: Request) -> OutputStream:
         """Take a request in.
 
         Raises `InvalidRequest`, `Overloaded` or `EngineClosed` at once; what is found later reaches the output.
         """
         try:
-            return self._submit(request, caller)
+            return self._submit(request)
         except PenstockError as error:
             if self.metrics is not None:
                 self.metrics.refused(error)
             raise
 
-    def _submit(self, request: Request, caller: Caller) -> OutputStream:
+    def submit_all(self, requests: Seq[Request]) -> list[OutputStream]:
+        """Take the requests of one call in: where there is room for the first, all are taken.
+
+        When one is refused, those before it are aborted and the refusal is raised.
+        """
+        streams: list[OutputStream] = []
+        try:
+            for request in requests:
+                streams.append(self.submit(replace(request, follows=True) if streams else request))
+        except BaseException:
+            for stream in streams:
+                stream.close()
+            raise
+        return streams
+
+    def _submit(self, request: Request) -> OutputStream:
         if self._state != "ready":
             raise EngineClosed(f"The engine is {self._state}.")
         request = with_grammar(request)
         self._processor.check(request)
         self._tokenizer.check_room(request)
-        live = self._requests.add(request, caller)
+        live = self._requests.add(request)
         self._tokenizer.submit(live)
         return live.output
 

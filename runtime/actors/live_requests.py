@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol, Self
 from runtime.actors.choice_decoder import ChoiceDecoder
 from runtime.actors.output_stream import OutputStream
 from runtime.errors import PenstockError
-from runtime.request import NOBODY, Caller, Chunk, Finish, Request, Usage
+from runtime.request import Chunk, Finish, Request, Usage
 from runtime.sequence import Sequence
 
 NUM_RECENT = 64  # requests that have ended whose times are remembered
@@ -51,7 +51,6 @@ class LiveRequest:
 
     __slots__ = (
         "aborting",
-        "caller",
         "decoders",
         "ends",
         "output",
@@ -61,10 +60,9 @@ class LiveRequest:
         "times",
     )
 
-    def __init__(self, request: Request, output: OutputStream, caller: Caller = NOBODY) -> None:
+    def __init__(self, request: Request, output: OutputStream) -> None:
         self.request = request  # the tokenizer, once its ids are known
         self.output = output  # the engine core, once
-        self.caller = caller  # the engine core, once
         self.times = RequestTimes()
         self.ends: list[Chunk] = []  # whoever puts it into the output: the last chunk of each choice
         self.sequences: list[Sequence] = []  # the tokenizer: one for each choice
@@ -169,10 +167,10 @@ class LiveRequests:
         """Over those of now; requests may come and go meanwhile."""
         return iter(list(self._live.values()))
 
-    def add(self, request: Request, caller: Caller = NOBODY) -> LiveRequest:
+    def add(self, request: Request) -> LiveRequest:
         """Enter a new request."""
         output = OutputStream(request.id, request.sampling.n, self.abort)
-        live = self._live[request.id] = LiveRequest(request, output, caller)
+        live = self._live[request.id] = LiveRequest(request, output)
         self._idle.clear()
         for observer in self.observers:
             observer.began(live)

@@ -133,7 +133,7 @@ class RequestMetrics:
 
     def sent(self, live: LiveRequest, chunk: Chunk, now_s: float, before_s: float) -> None:
         """Count the time to the first token, or since the last one: about 0.4 us."""
-        series = self._metrics.of_labels(live.caller.labels)
+        series = self._metrics.of_labels(live.request.caller.labels)
         if before_s:
             num_tokens = len(chunk.ids)
             series.between_tokens_s.observe((now_s - before_s) / num_tokens, num_tokens)
@@ -149,7 +149,7 @@ class RequestMetrics:
             self._metrics.refused(error)
             return
         usages = [chunk.usage for chunk in live.ends]
-        series = self._metrics.of_labels(live.caller.labels)
+        series = self._metrics.of_labels(live.request.caller.labels)
         series.num_aborted += live.aborting is not None
         series.ended(
             time.monotonic() - times.arrived,

@@ -61,7 +61,7 @@ class RequestTraces:
         def at(monotonic_s: float) -> int:
             return epoch_ns + int(monotonic_s * 1e9)
 
-        parent = self._propagator.extract(dict(live.caller.trace))
+        parent = self._propagator.extract(dict(live.request.caller.trace))
         span = self._tracer.start_span(
             "llm_request",
             context=parent,

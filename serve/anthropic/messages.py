@@ -18,7 +18,7 @@ from serve.chat.request import PreparedChat, prepare, render
 from serve.decode import decode
 from serve.endpoint import json_response, parse_object, read_all_or_disconnect, read_body
 from serve.openai.models import check_model
-from serve.output_streams import submit_all
+from serve.output_streams import of_client
 from serve.sse import EventStream
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class _Call(NamedTuple):
 async def create(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """Messages in, a message out, whole or streamed."""
     call = await read_body(http, partial(_read, core))
-    streams = submit_all(core, [call.prepared.request])
+    streams = core.submit_all(of_client(core, [call.prepared.request]))
     if call.stream:
         events = MessageEvents(call.prepared, call.model)
         return EventStream(streams, events, ERROR_FORMAT, framing=FRAMING)

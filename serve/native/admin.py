@@ -21,7 +21,7 @@ from runtime.sampling_params import SamplingParams
 from serve.access import CLIENT
 from serve.decode import decode
 from serve.endpoint import json_response, parse_object, read_all_or_disconnect, read_body
-from serve.output_streams import submit_all
+from serve.output_streams import of_client
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
@@ -77,7 +77,7 @@ async def health_generate(http: HttpRequest, core: EngineCore) -> ASGIApp:
     )
     with anyio.move_on_after(HEALTH_TIMEOUT_S):
         try:
-            await read_all_or_disconnect(submit_all(core, [probe]), http.receive)
+            await read_all_or_disconnect(core.submit_all(of_client(core, [probe])), http.receive)
         except Overloaded:
             return Response(status_code=200)
         except (EngineFailure, RequestError):

@@ -20,7 +20,7 @@ from serve.errors import ErrorFormat, native_body
 from serve.native.encode import vector_requests
 from serve.native.generate import GenerateAnswers
 from serve.native.schema import MAX_PROMPTS, GenerateBody, Label, requests_of
-from serve.output_streams import submit_all
+from serve.output_streams import of_client
 from serve.ranking import probabilities
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class ClassifyBody:
 async def classify(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """Scores of the labels, the likeliest label and probabilities of one prompt, or of each of a list."""
     is_batch, requests = await read_body(http, partial(_read, core))
-    answers = await read_all_or_disconnect(submit_all(core, requests), http.receive)
+    answers = await read_all_or_disconnect(core.submit_all(of_client(core, requests)), http.receive)
     return await anyio.to_thread.run_sync(_response, core, requests, answers, is_batch)
 
 

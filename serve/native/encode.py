@@ -18,7 +18,7 @@ from serve.endpoint import json_response, parse_object, read_all_or_disconnect, 
 from serve.errors import ErrorFormat, native_body
 from serve.native.generate import GenerateAnswers
 from serve.native.schema import MAX_PROMPTS, GenerateBody, Label, requests_of
-from serve.output_streams import submit_all
+from serve.output_streams import of_client
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
@@ -45,7 +45,9 @@ async def encode(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """`embedding` and `meta_info` of one prompt, or of each of a list."""
     body, requests = await read_body(http, partial(_read, core))
     answers = GenerateAnswers(core, requests, indexed=False)
-    found = answers.embeddings(await read_all_or_disconnect(submit_all(core, requests), http.receive))
+    found = answers.embeddings(
+        await read_all_or_disconnect(core.submit_all(of_client(core, requests)), http.receive)
+    )
     return json_response(found if body.is_batch else found[0])
 
 

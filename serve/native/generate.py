@@ -19,7 +19,7 @@ from serve.decode import decode
 from serve.endpoint import json_response, parse_object, read_all_or_disconnect, read_body
 from serve.errors import ErrorFormat, native_body
 from serve.native.schema import GenerateBody, requests_of
-from serve.output_streams import submit_all
+from serve.output_streams import of_client
 from serve.sse import EventStream
 from serve.work_budget import check_repeated
 
@@ -41,7 +41,7 @@ async def generate(http: HttpRequest, core: EngineCore) -> ASGIApp:
     if body.stream and not body.incremental:
         check_repeated(requests, core.plan.model.context_length)
     answers = GenerateAnswers(core, requests, indexed=not single, incremental=body.incremental)
-    streams = submit_all(core, requests)
+    streams = core.submit_all(of_client(core, requests))
     if body.stream:
         return EventStream(streams, answers, ERROR_FORMAT)
     chunks = await read_all_or_disconnect(streams, http.receive)

@@ -15,7 +15,7 @@ from serve.decode import Length, decode
 from serve.endpoint import json_response, parse_object, read_all_or_disconnect, read_body
 from serve.native.generate import ERROR_FORMAT, GenerateAnswers
 from serve.native.schema import MAX_PROMPTS, GenerateBody, requests_of
-from serve.output_streams import submit_all
+from serve.output_streams import of_client
 from serve.sse import EventStream
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ async def predict(http: HttpRequest, core: EngineCore) -> ASGIApp:
     if not requests:
         return json_response([])
     answers = GenerateAnswers(core, requests, indexed=True)
-    streams = submit_all(core, requests)
+    streams = core.submit_all(of_client(core, requests))
     if body is not None and body.stream:
         return EventStream(streams, answers, ERROR_FORMAT)
     chunks = await read_all_or_disconnect(streams, http.receive)

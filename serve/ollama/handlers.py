@@ -21,7 +21,7 @@ from serve.ollama.errors import ERROR_FORMAT
 from serve.ollama.models import served_name
 from serve.ollama.schema import ChatBody, GenerateBody
 from serve.openai.response_format import grammar_of
-from serve.output_streams import close_all, submit_all
+from serve.output_streams import close_all, of_client
 from serve.sampling import sampling_params
 from serve.sse import EventStream
 
@@ -53,7 +53,7 @@ async def generate(http: HttpRequest, core: EngineCore) -> ASGIApp:
 async def _answer(http: HttpRequest, core: EngineCore, call: _Call, answer: Answer) -> ASGIApp:
     if call.request is None:
         return json_response(answer.loaded())
-    streams = submit_all(core, [call.request])
+    streams = core.submit_all(of_client(core, [call.request]))
     if call.stream:
         return EventStream(streams, answer, ERROR_FORMAT, framing=FRAMING)
     try:

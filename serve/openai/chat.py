@@ -32,7 +32,7 @@ from serve.openai.messages import chat_of
 from serve.openai.models import check_model
 from serve.openai.requests import decode_body
 from serve.openai.schema import NAMES, ChatBody, StreamOptions
-from serve.output_streams import submit_all
+from serve.output_streams import of_client
 from serve.sse import EventStream
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ async def create(http: HttpRequest, core: EngineCore) -> ASGIApp:
     call = await read_body(http, partial(_read, core))
     request = call.prepared.request
     header = AnswerHeader.of(core, request.label, call.model)
-    streams = submit_all(core, [request])
+    streams = core.submit_all(of_client(core, [request]))
     if call.body.stream:
         events = ChatEvents(header, core.tokenizer, call.prepared, call.body.stream_options)
         return EventStream(streams, events, ERROR_FORMAT)

@@ -25,7 +25,7 @@ from serve.openai.logprobs import CompletionLogprobs
 from serve.openai.models import check_model
 from serve.openai.requests import decode_body, keep_last_of, sampling_of
 from serve.openai.schema import NAMES, CompletionBody, StreamOptions
-from serve.output_streams import submit_all
+from serve.output_streams import of_client
 from serve.sse import EventStream
 from serve.work_budget import check_joined
 
@@ -61,7 +61,7 @@ async def create(http: HttpRequest, core: EngineCore) -> ASGIApp:
         echoes=call.echoes,
         options=body.stream_options,
     )
-    streams = submit_all(core, call.requests)
+    streams = core.submit_all(of_client(core, call.requests))
     if body.stream:
         return EventStream(streams, answers, ERROR_FORMAT)
     chunks = await read_all_or_disconnect(streams, http.receive)

@@ -24,7 +24,7 @@ from serve.errors import ErrorFormat, openai_body
 from serve.native.encode import vector_requests
 from serve.native.schema import MAX_PROMPTS, Label, labels_of
 from serve.openai.models import check_model
-from serve.output_streams import submit_all
+from serve.output_streams import of_client
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
@@ -58,7 +58,7 @@ class EmbeddingBody:
 async def create(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """The vector of each prompt, in full or its first `dimensions`."""
     body, model, requests = await read_body(http, partial(_read, core))
-    chunks = await read_all_or_disconnect(submit_all(core, requests), http.receive)
+    chunks = await read_all_or_disconnect(core.submit_all(of_client(core, requests)), http.receive)
     return await anyio.to_thread.run_sync(_response, body, model, chunks)
 
 

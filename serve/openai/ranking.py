@@ -22,7 +22,7 @@ from serve.errors import ErrorFormat, openai_body
 from serve.native.generate import GenerateAnswers
 from serve.native.schema import MAX_PROMPTS
 from serve.openai.models import check_model
-from serve.output_streams import submit_all
+from serve.output_streams import of_client
 from serve.ranking import Answers, Scores, rank, requested_logprobs
 from serve.work_budget import check_joined
 
@@ -100,7 +100,7 @@ async def rerank(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 async def _ranked(http: HttpRequest, core: EngineCore) -> tuple[RerankBody, str, list[Ranked], Answers]:
     body, model, requests, scores = await read_body(http, partial(_read_rerank, core), inline_bytes=0)
-    answers = await read_all_or_disconnect(submit_all(core, requests), http.receive)
+    answers = await read_all_or_disconnect(core.submit_all(of_client(core, requests)), http.receive)
     ranked = await anyio.to_thread.run_sync(order, body.texts, requests, scores, answers, body.top_n)
     return body, model, ranked, answers
 
@@ -160,7 +160,7 @@ class ScoreBody:
 async def score(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """Probabilities of tokens behind texts (SGLang's form), or how well pairs of texts fit (vLLM's)."""
     body, model, requests, scores = await read_body(http, partial(_read_score, core), inline_bytes=0)
-    answers = await read_all_or_disconnect(submit_all(core, requests), http.receive)
+    answers = await read_all_or_disconnect(core.submit_all(of_client(core, requests)), http.receive)
     usage = usage_of(answers)
     if scores is None:
         of_labels = partial(label_scores, answers, softmax=body.apply_softmax)

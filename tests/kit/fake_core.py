@@ -17,6 +17,7 @@ from typing import Any
 import tiny_tokenizers
 from ops.machine import Machine
 from runtime.actors.detokenizer import DetokenizerActor
+from runtime.actors.engine_core import EngineCore
 from runtime.actors.live_requests import LiveRequest, LiveRequests
 from runtime.actors.output_stream import OutputStream
 from runtime.config import Args
@@ -25,7 +26,7 @@ from runtime.config.plan import Plan, TokenizerPlan
 from runtime.config.resolve import resolve
 from runtime.errors import ContextOverflow, EngineClosed, EngineFailure, InvalidRequest, PenstockError
 from runtime.profile import ProfileOptions
-from runtime.request import NOBODY, Caller, Delta, Finish, LogprobParams, Logprobs, Request, Usage
+from runtime.request import Delta, Finish, LogprobParams, Logprobs, Request, Usage
 from runtime.tokenizer.tokenizer import Tokenizer
 
 MODEL = "tiny-model"
@@ -131,7 +132,9 @@ class FakeCore:
 
     # --- what handlers call ---
 
-    def submit(self, request: Request, caller: Caller = NOBODY) -> OutputStream:
+    submit_all: Any = EngineCore.submit_all
+
+    def submit(self, request: Request) -> OutputStream:
         if self.refusal is not None:
             raise self.refusal
         if self.state == "draining":
@@ -301,7 +304,7 @@ def logprobs_of(ids: list[int], wanted: LogprobParams, *, first: int) -> Logprob
 class BrokenCore(FakeCore):
     """Fails in a way that nobody planned."""
 
-    def submit(self, request: Request, caller: Caller = NOBODY) -> OutputStream:
+    def submit(self, request: Request) -> OutputStream:
         raise RuntimeError("a secret of the house")
 
 

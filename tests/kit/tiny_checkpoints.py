@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING as _MAPPING
+
+CONFIG_MAPPING: Any = _MAPPING
 
 
 def seeing_gemma3(**text: Any) -> Any:

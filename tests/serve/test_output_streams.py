@@ -8,9 +8,9 @@ import pytest
 
 import fake_core
 from runtime.errors import Overloaded
-from runtime.request import NOBODY, Caller, Request
+from runtime.request import Request
 from serve.endpoint import ClientGoneError, read_all_or_disconnect
-from serve.output_streams import read_all, submit_all
+from serve.output_streams import read_all
 
 
 def requests(count: int) -> list[Request]:
@@ -20,7 +20,7 @@ def requests(count: int) -> list[Request]:
 async def test_outputs_come_in_the_order_of_the_requests():
     core = fake_core.FakeCore(None, ids_of=lambda request, index: [len(request.ids or ())] * 3)
     given = [Request(ids=(1,) * length) for length in (3, 1, 2)]
-    outputs = await read_all(submit_all(core, given))  # pyright: ignore[reportArgumentType]
+    outputs = await read_all(core.submit_all(given))
     assert [chunk.ids[0] for [chunk] in outputs] == [3, 1, 2]
 
 
@@ -28,16 +28,16 @@ async def test_refused_request_aborts_those_before_it():
     core = fake_core.FakeCore(None, held=True)
     submit, count = core.submit, 0
 
-    def submit_two(request: Request, caller: Caller = NOBODY) -> Any:
+    def submit_two(request: Request) -> Any:
         nonlocal count
         count += 1
         if count == 3:
             raise Overloaded("Too much is waiting.")
-        return submit(request, caller)
+        return submit(request)
 
     core.submit = submit_two
     with pytest.raises(Overloaded):
-        submit_all(core, requests(3))  # pyright: ignore[reportArgumentType]
+        core.submit_all(requests(3))
     assert core.num_open == 0
 
 
@@ -48,7 +48,7 @@ async def test_client_that_disconnects_aborts_everything():
         return {"type": "http.disconnect"}
 
     with pytest.raises(ClientGoneError):
-        await read_all_or_disconnect(submit_all(core, requests(2)), disconnected)  # pyright: ignore[reportArgumentType]
+        await read_all_or_disconnect(core.submit_all(requests(2)), disconnected)
     assert core.num_open == 0
 
 
@@ -59,5 +59,5 @@ async def test_failing_receive_is_raised_and_aborts_everything():
         raise OSError("the connection broke")
 
     with pytest.raises(OSError, match="the connection broke"):
-        await read_all_or_disconnect(submit_all(core, requests(2)), broken)  # pyright: ignore[reportArgumentType]
+        await read_all_or_disconnect(core.submit_all(requests(2)), broken)
     assert core.num_open == 0

@@ -22,7 +22,7 @@ from serve.openai.responses.call import ResponseCall, call_of
 from serve.openai.responses.schema import ResponsesBody, read_responses_body
 from serve.openai.responses.store import ResponseStore, StoredResponse
 from serve.openai.schema import NAMES
-from serve.output_streams import submit_all
+from serve.output_streams import of_client
 from serve.sse import EventStream
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ async def create(http: HttpRequest, core: EngineCore) -> ASGIApp:
     keeper = _Keeper(store, call, owner)
     if body.background:
         return json_response(_begin(core, keeper, response))
-    streams = submit_all(core, [call.prepared.request])
+    streams = core.submit_all(of_client(core, [call.prepared.request]))
     if body.stream:
         events = ResponseEvents(response, partial(keeper.keep, response))
         failing = replace(ERROR_FORMAT, stream_event=events.failing)
@@ -107,7 +107,7 @@ def _begin(core: EngineCore, keeper: _Keeper, response: Response) -> dict[str, A
     store = keeper.store
     if store.num_running >= MAX_BACKGROUND:
         raise Overloaded("Too many responses are computed in the background.", retry_after_s=5)
-    [stream] = submit_all(core, [keeper.call.prepared.request])
+    [stream] = core.submit_all(of_client(core, [keeper.call.prepared.request]))
     begun = response.begun()
     stored = keeper.stored(begun, keeper.call.conversation)
     stored.task = asyncio.create_task(_compute(stream, response, keeper, stored), name="penstock-response")
