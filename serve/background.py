@@ -121,26 +121,26 @@ async def cancel_and_wait(*tasks: asyncio.Task[Any]) -> None:
 
 @contextmanager
 def event_loop_thread(name: str) -> Iterator[BlockingPortal]:
-    """Run a new event loop in a new thread; yields the portal that calls into it.
+    """Run a new event loop in a new thread; yields what calls into it.
 
     Leaving the context ends the loop and the thread. The thread is a daemon, unlike that of anyio's own
     portals, so that an interpreter can exit while the context is still open.
     """
     opened: Future[BlockingPortal] = Future()
-    thread = Thread(target=anyio.run, args=(_run_portal, opened), name=name, daemon=True)
+    thread = Thread(target=anyio.run, args=(_run_loop, opened), name=name, daemon=True)
     thread.start()
-    portal = opened.result()
+    loop_thread = opened.result()
     try:
-        yield portal
+        yield loop_thread
     finally:
-        portal.call(portal.stop)
+        loop_thread.call(loop_thread.stop)
         thread.join()
 
 
-async def _run_portal(opened: Future[BlockingPortal]) -> None:
-    async with BlockingPortal() as portal:
-        opened.set_result(portal)
-        await portal.sleep_until_stopped()
+async def _run_loop(opened: Future[BlockingPortal]) -> None:
+    async with BlockingPortal() as loop_thread:
+        opened.set_result(loop_thread)
+        await loop_thread.sleep_until_stopped()
 
 
 async def run_in_daemon(work: Callable[[], T]) -> T:

@@ -96,11 +96,11 @@ def _by_vectors(
     prompts, requests, numbers = core.facts.prompts, [], []
     for side, name in enumerate(("query", "document")):
         texts = dict.fromkeys(pair[side] for pair in pairs)
-        places = {text: len(requests) + place for place, text in enumerate(texts)}
+        indices = {text: len(requests) + index for index, text in enumerate(texts)}
         wanted = [Request(text=text) for text in texts]
         prompt_name = name if name in prompts else None
         requests += vector_requests(wanted, core, prompt_name=prompt_name, truncate=truncate)
-        numbers.append([places[pair[side]] for pair in pairs])
+        numbers.append([indices[pair[side]] for pair in pairs])
 
     def scores(answers: Answers) -> list[float]:
         found = [_of_length_one(vector_of(chunks)) for chunks in answers]

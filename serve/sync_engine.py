@@ -36,7 +36,7 @@ class SyncEngine:
 
     def __init__(self, model_path: str | None = None, **options: Any) -> None:
         self._engine = Engine(model_path, **options)
-        self._portal: BlockingPortal | None = None
+        self._loop_thread: BlockingPortal | None = None
         self._at_exit: finalize[[], SyncEngine] | None = None
 
     def __enter__(self) -> Self:
@@ -48,21 +48,21 @@ class SyncEngine:
 
     def start(self) -> None:
         """Load the model; return when requests are taken."""
-        if self._portal is not None:
+        if self._loop_thread is not None:
             raise EngineClosed("The engine is already started.")
         with ExitStack() as stack:
-            portal = stack.enter_context(event_loop_thread("penstock-sync"))
+            loop_thread = stack.enter_context(event_loop_thread("penstock-sync"))
             try:
-                portal.call(self._engine.start)
+                loop_thread.call(self._engine.start)
             except ConfigurationError as error:
                 raise error.with_traceback(None) from None
-            stack.callback(portal.call, self._engine.aclose)
-            self._portal = portal
+            stack.callback(loop_thread.call, self._engine.aclose)
+            self._loop_thread = loop_thread
             self._at_exit = finalize(self, stack.pop_all().close)
 
     def close(self) -> None:
         """End every request and give everything back. Does nothing the second time."""
-        self._portal = None
+        self._loop_thread = None
         if self._at_exit is not None:
             self._at_exit()
 
@@ -92,8 +92,8 @@ class SyncEngine:
                     return
                 yield piece
         finally:  # an interrupt may come anywhere above, and the traceback keeps this generator alive
-            if self._portal is not None:
-                self._portal.call(_end, pieces)
+            if self._loop_thread is not None:
+                self._loop_thread.call(_end, pieces)
 
     def encode(self, *args: Any, **options: Any) -> Any:
         """See `Engine.encode`."""
@@ -149,9 +149,9 @@ class SyncEngine:
 
     @property
     def _running(self) -> BlockingPortal:
-        if self._portal is None:
+        if self._loop_thread is None:
             raise EngineClosed("The engine is not running: use `with SyncEngine(...)`, or start it.")
-        return self._portal
+        return self._loop_thread
 
 
 class _Call:

@@ -143,7 +143,7 @@ class StateKind(CacheKind):
     ) -> dict[str, Ints]:
         """`spans` [S, 4]: the line read, the line written, the first token in the flat batch, how many tokens."""
         spans: list[tuple[int, int, int, int]] = []
-        place = 0
+        first = 0
         self._in_step.clear()
         for sequence, start, count in zip(sequences, starts.tolist(), counts.tolist(), strict=True):
             held = self._held[sequence]
@@ -153,9 +153,9 @@ class StateKind(CacheKind):
             for end in self._cuts(sequence, start, start + count):
                 line = self._snapshot(sequence, held, end) if end % self._size == 0 else None
                 line = held.other() if line is None else line
-                spans.append((held.line, line, place, end - held.length))
+                spans.append((held.line, line, first, end - held.length))
                 self._in_step |= {held.line, line}
-                place += end - held.length
+                first += end - held.length
                 held.advance(line, end)
         return {"spans": np.array(spans, np.int32)}
 

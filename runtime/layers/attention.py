@@ -11,7 +11,7 @@ from torch import Tensor
 from runtime.errors import CheckpointError
 from runtime.layers.build import Build
 from runtime.layers.forward_batch import ForwardBatch, KVSpec
-from runtime.layers.linear import Linear
+from runtime.layers.linear import Linear, from_heads
 from runtime.layers.norm import Norm
 from runtime.layers.rope import Rope
 from runtime.layers.sharding import TensorParallelGroup, shard_range, whole_range
@@ -83,14 +83,7 @@ class Attention(Weighted):
             qkv[0] = qkv[0]._replace(tensor_rows=rows, **pair)
             qkv.append(qkv[0]._replace(first_row=head_dim))
         self.qkv = Linear(size, qkv, build, bias=bias)
-        self.out = Linear(
-            num_heads * head_dim,
-            [SubLayer(f"{name}.{out_name}", size)],
-            build,
-            bias=out_bias,
-            in_axis="heads",
-            in_unit=head_dim,
-        )
+        self.out = from_heads(f"{name}.{out_name}", num_heads, head_dim, size, build, bias=out_bias)
         self.q_norm, self.k_norm = qk_norm or (None, None)
         self.norm_last = norm_last
         self._heads = whole_range(num_heads)

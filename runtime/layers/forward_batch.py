@@ -98,7 +98,7 @@ class ForwardBatch:
     A token is given by its id, or by a vector where `input_embeds` is there: then `embeds_mask` tells which tokens
     are vectors (None: all of them), and the ids of those are never looked at. Vectors take the place of what the
     embedding gives, its scale included. Positions have three axes (time, height, width) for models whose rotary
-    embedding has sections; a row's place in the cache does not depend on them.
+    embedding has sections; a token's slot in the cache does not depend on them.
     """
 
     token_ids: Tensor  # int64 [T], all known

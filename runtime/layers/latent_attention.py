@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from runtime.layers.build import Build
 from runtime.layers.forward_batch import ForwardBatch, KVSpec
-from runtime.layers.linear import Linear
+from runtime.layers.linear import Linear, from_heads
 from runtime.layers.norm import RMSNorm
 from runtime.layers.rope import Rope
 from runtime.layers.sharding import TensorParallelGroup, shard_range, whole_range
@@ -66,14 +66,7 @@ class LatentAttention(Weighted):
         self.latents = Linear(size, latents, build, bias=bias)
         self.query = Linear(query_rank or size, [query], build)
         self.norm = RMSNorm(f"{name}.kv_a_layernorm", rank, NORM_EPS, build)
-        self.out = Linear(
-            num_heads * value_dim,
-            [SubLayer(f"{name}.o_proj", size)],
-            build,
-            bias=bias,
-            in_axis="heads",
-            in_unit=value_dim,
-        )
+        self.out = from_heads(f"{name}.o_proj", num_heads, value_dim, size, build, bias=bias)
         self._rows = whole_range(num_heads * (plain_dim + value_dim))
         self.allocate()
 

@@ -81,3 +81,9 @@ class Linear(Weighted):
             return self.method.multiply(self, x, self.bias, self.kernels)
         bias = self.bias if group.rank == 0 else None
         return group.all_reduce(self.method.multiply(self, x, bias, self.kernels))
+
+
+def from_heads(name: str, num_heads: int, head_dim: int, size: int, build: Build, *, bias: bool) -> Linear:
+    """The projection of heads' outputs [T, H * D] -> [T, size], which is cut between heads."""
+    parts = [SubLayer(name, size)]
+    return Linear(num_heads * head_dim, parts, build, bias=bias, in_axis="heads", in_unit=head_dim)

@@ -51,7 +51,7 @@ class Rope(nn.Module):
         )
 
     def _table_of(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions [3, T] -> a table [T, R] of these tokens alone, and the tokens' places in it.
+        """positions [3, T] -> a table [T, R] of these tokens alone, and the tokens' indices into it.
 
         Each pair of dimensions turns with the axis in whose section it is (Qwen2-VL, arXiv 2409.12191).
         """

@@ -33,8 +33,8 @@ Rounded = dict[str, Tensor]
 def _w4a16(weight: Tensor) -> Rounded:
     rounded = round_to_groups(weight, GROUP)
     words = torch.zeros(len(weight), weight.shape[1] // 8, dtype=torch.int64)
-    for place in range(8):
-        words |= rounded.codes[:, place::8].long() << (4 * place)
+    for column in range(8):
+        words |= rounded.codes[:, column::8].long() << (4 * column)
     packed = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
     shape = torch.tensor(weight.shape, dtype=torch.int64)
     return {"weight_packed": packed, "weight_scale": rounded.scales.to(weight.dtype), "weight_shape": shape}

@@ -167,7 +167,7 @@ class Scheduler:
         given up. Returns the ids of the requests given up now; no Delta is made for them.
         """
         suspects = self._recompute(batches)
-        lost = self._trials.blame(suspects)
+        lost = self._trials.narrow(suspects)
         self._give_up(lost)
         self._try_next()
         return lost

@@ -32,7 +32,7 @@ class Trials:
         """Who may be computed now; None where all may."""
         return set(self._known) if self._groups else None
 
-    def blame(self, failed: list[int]) -> list[int]:
+    def narrow(self, failed: list[int]) -> list[int]:
         """A step with these requests failed -> those to be given up. The others are to be tried: see `begin`."""
         if not failed:
             return []

@@ -17,7 +17,7 @@ logger = logging.getLogger("penstock.core")
 
 
 class NonFiniteSearch:
-    """Computes steps that went wrong once more, layer by layer, and logs each place that is found once."""
+    """Computes steps that went wrong once more, layer by layer, and logs each layer that is found once."""
 
     def __init__(self, model: Decoder) -> None:
         self._model = model

@@ -37,8 +37,8 @@ class ReasoningFormat:
 
     def closes_unopened(self, text: str) -> bool:
         """Whether a block ends in an output that did not open it, which then its prompt did."""
-        place = text.find(self.close)
-        return place >= 0 and self.open not in text[:place]
+        closed_at = text.find(self.close)
+        return closed_at >= 0 and self.open not in text[:closed_at]
 
     def is_closed(self, prompt: str) -> bool:
         """Whether the prompt ends with a block, so that no other follows."""
@@ -132,8 +132,8 @@ def tokens_between(
             if start < 0:
                 return total
             inside = start + len(first)
-        place = whole.find(last, inside)
-        if place < 0:
+        end = whole.find(last, inside)
+        if end < 0:
             return total + len(ids) - bisect_left(ends, start + 1)
-        at = place + len(last)
+        at = end + len(last)
         total += bisect_left(ends, at) + 1 - bisect_left(ends, start + 1)

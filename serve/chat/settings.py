@@ -159,6 +159,6 @@ def shown_special_ids(tokenizer: Tokenizer | None, settings: ParserSettings) -> 
 
 def _parts(mark: str) -> list[str]:
     """A mark, and the tokens that it may consist of: <|channel>thought is a token and a word."""
-    ends = [place + 1 for place, letter in enumerate(mark) if letter in ">]"]
-    begins = [place for place, letter in enumerate(mark) if letter in "<["]
+    ends = [index + 1 for index, letter in enumerate(mark) if letter in ">]"]
+    begins = [index for index, letter in enumerate(mark) if letter in "<["]
     return [mark, *(mark[begin:end] for begin in begins for end in ends if begin < end)]

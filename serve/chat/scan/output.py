@@ -28,7 +28,7 @@ class Output:
         self._offers_tools = offers_tools
         self._max_calls = max_calls
         self._holds_reasoning = holds_reasoning  # give it whole, when it has ended
-        self._shaped_id = shaped_id  # of a new id, a call's name and its place
+        self._shaped_id = shaped_id  # of a new id, a call's name and its index
         self._space: list[str] = []
         self._wrote_arguments = False
         self._ids: set[str] = set()

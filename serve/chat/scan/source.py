@@ -50,9 +50,9 @@ class Marks:
 
     def held_from(self, text: str, start: int) -> int:
         """Where the longest end of the text that begins a mark starts; the text's length if none does."""
-        for place in range(max(start, len(text) - self.longest + 1), len(text)):
-            if text[place] in self._initials and self.may_begin(text, place):
-                return place
+        for index in range(max(start, len(text) - self.longest + 1), len(text)):
+            if text[index] in self._initials and self.may_begin(text, index):
+                return index
         return len(text)
 
 

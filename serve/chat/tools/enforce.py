@@ -152,8 +152,8 @@ def _python(tool: Tool, index: int, rules: list[str], *, enforced: bool) -> str:
         return body + " " + " ".join(f'(", " {term})?' for term in later)
     # Without required ones any may be the first.
     starts = [
-        " ".join([term, *(f'(", " {further})?' for further in later[place + 1 :])])
-        for place, term in enumerate(later)
+        " ".join([term, *(f'(", " {further})?' for further in later[number + 1 :])])
+        for number, term in enumerate(later)
     ]
     return "(" + " | ".join(starts) + ")?"
 

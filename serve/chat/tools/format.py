@@ -24,7 +24,7 @@ class CallContext:
     ends: Marks  # where a call that was not completed ends
 
 
-# The id that a chat template takes for a call: from an id, the call's name, and its place among the calls.
+# The id that a chat template takes for a call: from an id, the call's name, and its index among the calls.
 ShapedId = Callable[[str, str, int], str]
 # Reads one call behind its opening mark. False: it is none, and nothing was written.
 CallReader = Callable[[CallContext], Reader[bool]]

@@ -17,26 +17,10 @@ from serve.chat.parser import OutputParser, ParserSettings
 from serve.chat.request import _with_ids
 from serve.chat.tools.offered import read_tools
 from serve.chat.tools.table import FORMATS
+from tool_call_texts import TOOLS
 
-TOOLS: list[dict[str, Any]] = [
-    {
-        "type": "function",
-        "function": {
-            "name": "look",
-            "parameters": {
-                "type": "object",
-                "properties": {
-                    "city": {"type": "string"},
-                    "days": {"type": "integer"},
-                    "opt": {"type": "object"},
-                },
-            },
-        },
-    },
-    {"type": "function", "function": {"name": "stop"}},
-]
 CALLS: list[tuple[str, dict[str, Any]]] = [
-    ("look", {"city": 'Ō "q"\nx', "days": 3, "opt": {"a": [1, None, True]}}),
+    ("get_weather", {"city": 'Ō "q"\nx', "days": 3, "opt": {"a": [1, None, True]}}),
     ("stop", {}),
 ]
 USER = {"role": "user", "content": "Hi"}
