@@ -35,7 +35,7 @@ OPERATIONS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "kv": (("store", "copy_pages"), ("native", "with_cpp", "with_triton")),
     "matmul": (
         ("prepare", "prepare_grouped", "linear", "logits"),
-        ("native", "int8", "with_cpp", "with_onednn"),
+        ("native", "int8", "with_cpp", "with_onednn", "with_triton"),
     ),
     "moe": (
         ("route", "mix", "prepare_experts", "prepare_grouped_experts"),

@@ -37,9 +37,16 @@ class GroupedWeight(NamedTuple):
         )
         return self._replace(codes=codes, scales=scales, shifts=shifts)
 
+    def expert(self, number: int) -> GroupedWeight:
+        """That of one expert."""
+        shifts = None if self.shifts is None else self.shifts[number]
+        return self._replace(codes=self.codes[number], scales=self.scales[number], shifts=shifts)
+
     def dequantised(self) -> Tensor:
         """float32 [O, I]."""
-        numbers = torch.tensor(self.table)[self.codes.int()].unflatten(-1, (-1, self.group))
+        numbers = torch.tensor(self.table, device=self.codes.device)[self.codes.int()].unflatten(
+            -1, (-1, self.group)
+        )
         weight = numbers * self.scales.unsqueeze(-1)
         return (weight if self.shifts is None else weight + self.shifts.unsqueeze(-1)).flatten(-2)
 
@@ -53,8 +60,8 @@ def round_to_groups(weight: Tensor, group: int) -> GroupedWeight:
     out_size, in_size = weight.shape
     if in_size % group:
         raise ValueError(f"Rows of {in_size} cannot be cut in groups of {group}.")
-    codes = torch.empty(out_size, in_size, dtype=torch.uint8)
-    scales = torch.empty(out_size, in_size // group)
+    codes = torch.empty(out_size, in_size, dtype=torch.uint8, device=weight.device)
+    scales = torch.empty(out_size, in_size // group, device=weight.device)
     for first in range(0, out_size, ROWS_AT_ONCE):
         rows = slice(first, first + ROWS_AT_ONCE)
         part = weight[rows].detach().to(torch.float32).unflatten(1, (-1, group))

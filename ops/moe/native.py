@@ -52,7 +52,11 @@ def prepare_experts(mixture: Mixture, *, bits: int | None = None) -> Mixture:
 def prepare_grouped_experts(mixture: GroupedMixture, dtype: torch.dtype) -> Mixture:
     """The weights as plain ones (see `ops.moe`)."""
     gate_up, down, *biases = mixture
-    return Mixture(gate_up.dequantised().to(dtype), down.dequantised().to(dtype), *biases)
+    plain = [
+        torch.stack([weight.expert(number).dequantised().to(dtype) for number in range(len(weight.codes))])
+        for weight in (gate_up, down)
+    ]
+    return Mixture(*plain, *biases)
 
 
 def mix(x: Tensor, mixture: Mixture, weights: Tensor, experts: Tensor, activation: str) -> Tensor:

@@ -14,7 +14,7 @@ class QuantizationEntry:
     """What is known of a method before a model is loaded. Its class is `METHOD` in its file."""
 
     file: str  # in runtime/layers/quantization
-    on_gpu: bool = False  # whether a GPU computes it
+    on_gpu: str | None = None  # the file in ops/matmul by which a GPU computes it
     matmul: str | None = None  # the file in ops/matmul that it needs; None: that of unquantised weights
 
 
@@ -27,7 +27,7 @@ class FormatEntry:
 
 
 METHODS: Mapping[str, QuantizationEntry] = {  # by the name that `--quantization` has for it
-    "w4a16": QuantizationEntry(file="w4a16"),
+    "w4a16": QuantizationEntry(file="w4a16", on_gpu="with_triton"),
     "w4a8": QuantizationEntry(file="w4a8"),
     "w8a8_int8": QuantizationEntry(file="w8a8_int8", matmul="int8"),
 }
@@ -54,6 +54,9 @@ FORMATS: Mapping[
     "mxfp4": FormatEntry(file="mxfp4"),
     "torchao": FormatEntry(file="torchao"),
 }
+
+# Forms whose weights may stay in groups of 4 bits.
+GROUPED = ("awq", "compressed-tensors", "gguf", "gptq", "torchao")
 
 # What `--quantization` may name that nothing here reads, and why.
 UNREADABLE: Mapping[str, str] = {

@@ -187,7 +187,8 @@ def _check_memory(model: nn.Module, dtype: torch.dtype, device: torch.device) ->
 def _method(plan: ModelPlan, kernels: Kernels, tensors: Tensors | None) -> QuantizationMethod:
     """As asked; weights of 4 bits stay so, where nothing else was asked for, if there are kernels for them."""
     dtype = getattr(torch, plan.dtype)
-    keeps = kernels.launcher is not None and dtype in kernels.launcher.dtypes and plan.device == "cpu"
+    in_cpp = kernels.launcher is not None and dtype in kernels.launcher.dtypes and plan.device == "cpu"
+    keeps = in_cpp or kernels.backends["matmul"] == "with_triton"
     asked, method = plan.quantization, quantization_method(plan.quantization)
     if (
         asked in (None, "w4a16", "w4a8")
@@ -195,7 +196,14 @@ def _method(plan: ModelPlan, kernels: Kernels, tensors: Tensors | None) -> Quant
         and isinstance(tensors, QuantizedTensors)
         and tensors.groups
     ):
-        return KeptGroups(tensors.groups, dtype, tensors.tables, rest=method, rounded_rows=asked == "w4a8")
+        return KeptGroups(
+            tensors.groups,
+            dtype,
+            tensors.tables,
+            rest=method,
+            rounded_rows=asked == "w4a8",
+            experts=in_cpp,
+        )
     return method
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kernel_cases import activation, attention, norm, rope, sampling
+from kernel_cases import activation, attention, matmul, norm, rope, sampling
 from kernel_comparison import agree
 from on_device.moved import Moved
 from ops.backends import ATTENTION, SAMPLING
@@ -22,10 +22,9 @@ from ops.select import OPERATIONS
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 E4M3_CAPABILITY = (8, 9)
-HOST_ONLY = ("with_onednn",)
-NO_TABLE = (  # torch's own on a GPU
-    "matmul",
-    *(operation for operation, (_, files) in OPERATIONS.items() if files == ("native",)),
+HOST_ONLY = ("with_onednn", "int8")  # the latter keeps no 4 bits
+NO_TABLE = tuple(  # torch's own on a GPU
+    operation for operation, (_, files) in OPERATIONS.items() if files == ("native",)
 )
 EXACT = ("kv", "sampling")  # these copy, round or choose: nothing may differ
 EXTRAS = ("penalized", "masked", "scored")  # functions of a table beside `outputs`
@@ -41,6 +40,10 @@ LARGE: dict[str, dict[str, Any]] = {
         "large, pages of one": attention.Case(LONG, page_size=1, **GQA),
         "large, long rows": attention.Case(((0, 1500), (700, 300)), **GQA),
         "large, mixed": attention.Case((*LONG[:9], (0, 700), (2000, 1), (512, 200)), **GQA),
+    },
+    "matmul": {
+        f"large, {rows} rows": matmul.Case(rows, 4096, 4096, 128, shifted=True, dtype=BF16)
+        for rows in (1, 500)
     },
     "norm": {"large": norm.Case((256, 4096), BF16)},
     "rope": {"large": rope.Case(32, 8, 128, 128, dtype=BF16, positions=tuple(range(20)) * 16)},
@@ -157,5 +160,7 @@ def outputs(operation: str, name: str, backend: Any) -> list[torch.Tensor]:
 
 def _backend(operation: str, file: str) -> Any:
     module = import_module(f"ops.{operation}.{file}")
+    if operation == "matmul":
+        return matmul.of_module(module)
     # Attention as an engine gets it: some backends keep what they planned.
     return SimpleNamespace(attend=module.make_attend()) if operation == "attention" else module

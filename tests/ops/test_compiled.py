@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ops.attention import AttentionMetadata
+from ops.matmul.grouped import GroupedWeight
 from ops.moe import Mixture
 from ops.sampling import SamplingArrays
 
@@ -139,6 +140,14 @@ def _sort(count: int) -> None:
     _backend("moe").sort_pairs(torch.zeros(count, 1, dtype=torch.int32), 128)
 
 
+def _product(rows: int, *, bits: int = 4, dtype: torch.dtype = BF16) -> None:
+    backend, x = _backend("matmul"), torch.empty(rows, WIDTH, dtype=dtype)
+    codes, scales = torch.zeros(1024, WIDTH, dtype=torch.uint8), torch.zeros(1024, WIDTH // 32)
+    weight = GroupedWeight(codes, scales, scales)
+    packed = backend.prepare_grouped(weight, dtype) if bits == 4 else backend.prepare(codes.to(dtype), bits=8)
+    backend.linear(x, packed, x.new_empty(1024))
+
+
 ONE_EACH, CHUNK, BOTH = [1, 1, 1], [100, 30], [1, 100]
 
 # name -> the call; those whose name ends in "e4m3" need a GPU that has that type.
@@ -150,6 +159,8 @@ CALLS: Mapping[str, Callable[[], None]] = {
     "gate silu": lambda: _gate("silu"),
     "embed": _embed,
     "logits": _logits,
+    "product of 4 bits": lambda: _product(4),
+    "product of 8 bits": lambda: _product(4, bits=8),
     "experts of few tokens": lambda: _mix(4),
     "experts of many tokens": lambda: _mix(4096),
     "store bf16": lambda: _store(BF16),
@@ -178,6 +189,9 @@ MORE_CALLS: Mapping[str, Callable[[], None]] = {
     "gate relu": lambda: _gate("relu", torch.float32),
     "embed a later part in fp32": lambda: _embed(4096, torch.float32),
     "logits with a scale and a soft cap": lambda: _logits(torch.float32, scale=0.5, soft_cap=30.0),
+    "product of many rows and 4 bits": lambda: _product(512),
+    "product of many rows and 8 bits in fp16": lambda: _product(512, bits=8, dtype=torch.float16),
+    "product of 4 bits in fp32": lambda: _product(4, dtype=torch.float32),
     "experts of some tokens in fp16": lambda: _mix(1024, torch.float16, "sigmoid"),
     "experts in fp32": lambda: _mix(64, torch.float32),
     "store fp8 e5m2": lambda: _store(torch.float8_e5m2),

@@ -158,8 +158,8 @@ class QuantArgs:
         None,
         "How the weights are quantised. A quantised checkpoint needs nothing: its form is read from its configuration, "
         "and naming it checks that it is so. w4a16 rounds the weights of any checkpoint to 4 bits, in groups of 32, "
-        "when it is loaded, and w4a8 computes with activations of 8 bits too; w8a8_int8 has 8 bits for both; all on a "
-        "CPU so far. qoq and w4afp8 are refused. Default: as they are in the checkpoint.",
+        "when it is loaded, and w4a8 computes with activations of 8 bits too; w8a8_int8 has 8 bits for both; these two "
+        "on a CPU so far. qoq and w4afp8 are refused. Default: as they are in the checkpoint.",
         choices=tuple(dict.fromkeys((*_QUANTIZATIONS, *METHODS))),
         built=(*spellings(), *UNREADABLE),
     )

@@ -18,7 +18,7 @@ from ops.backends import (
 from ops.machine import Gpu, Machine
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import CachePlan, KernelPlan
-from runtime.config.quantization import METHODS, TORCHAO
+from runtime.config.quantization import GROUPED, METHODS, TORCHAO
 from runtime.config.resolve.plan_builder import Decision, PlanBuilder, build
 
 # Flags of an x86 processor, of which it needs one set whole: without them oneDNN refuses the dtype or is slow.
@@ -53,7 +53,9 @@ def kernel_plan(
     quant = builder.args.quant
     asked = quant.quantization or TORCHAO.get(quant.torchao_config)
     quantized = METHODS.get(asked or "")
-    if quantized is not None and quantized.matmul is not None:
+    if gpu is not None and choices.get("moe") == "with_triton" and not compiled and _of_4_bits(asked, facts):
+        choices["matmul"], reason = "with_triton", "weights of 4 bits stay so in products of Triton"
+    elif quantized is not None and quantized.matmul is not None:
         choices["matmul"] = quantized.matmul
         reason = f"{asked} needs it; torch dequantises weights for every product"
     else:
@@ -200,6 +202,13 @@ def _attends_by_products(builder: PlanBuilder, machine: Machine, dtype: str) -> 
     if not _packs(machine, dtype):
         return False, "attention is plain torch: this processor has no bfloat16 products"
     return True, "single tokens attend in batched products, which are faster without AMX"
+
+
+def _of_4_bits(asked: str | None, facts: ModelFacts) -> bool:
+    """Whether linear layers have weights of 4 bits, or may have them."""
+    if asked is None:
+        return facts.quantization in GROUPED
+    return asked.startswith("int4wo") or (asked in METHODS and METHODS[asked].on_gpu == "with_triton")
 
 
 def _matmul(machine: Machine, gpu: Gpu | None, dtype: str, *, compiled: bool) -> tuple[str, str]:

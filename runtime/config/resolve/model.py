@@ -237,7 +237,7 @@ def _quantization(builder: PlanBuilder, gpu: Gpu | None, facts: ModelFacts) -> D
         builder.refuse("quantization", f"--quantization {asked} is not possible: {UNREADABLE[asked]}.")
         return Decision(None, "what was asked for cannot be used")
     method = METHODS.get(asked or "")
-    if method is not None and gpu is not None and not method.on_gpu:
+    if method is not None and gpu is not None and method.on_gpu is None:
         builder.refuse(
             "quantization", f"--quantization {asked} is computed on a CPU only so far; set --device cpu."
         )

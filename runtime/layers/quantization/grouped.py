@@ -21,8 +21,8 @@ class KeptGroups(Unquantized):
     """Layers all of whose weights are in `groups` (name -> inputs in a group) stay in 4 bits; others are dequantised.
 
     A rank's columns must be whole groups. Products are in `dtype`. `tables` say what the codes of a weight stand for
-    where they are not whole numbers. What is dequantised is left to the method `rest`. With `rounded_rows` activations
-    are rounded to 8 bits.
+    where they are not whole numbers. Without `experts` mixtures are dequantised. What is dequantised is left to the
+    method `rest`. With `rounded_rows` activations are rounded to 8 bits.
     """
 
     def __init__(
@@ -33,7 +33,9 @@ class KeptGroups(Unquantized):
         *,
         rest: QuantizationMethod | None = None,
         rounded_rows: bool = False,
+        experts: bool = True,
     ) -> None:
+        self._keeps_experts = experts
         self._rest = rest or Unquantized()
         self._rounded_rows = rounded_rows
         self._groups = groups
@@ -87,7 +89,7 @@ class KeptGroups(Unquantized):
         return self._rest.prepare_experts(mixture, kernels)
 
     def keeps(self, layout: LinearLayout) -> bool:
-        return self._group(layout) is not None
+        return self._keeps_experts and self._group(layout) is not None
 
     def take(self, layer: nn.Module) -> GroupedWeight:
         held: Any = layer

@@ -65,7 +65,7 @@ class QuantizationMethod(Protocol):
         ...
 
     def keeps(self, layout: LinearLayout) -> bool:
-        """Whether weights of this layout stay in the groups that the checkpoint has them in; then `take` gives them."""
+        """Whether experts of this layout stay in the groups that the checkpoint has them in; then `take` gives them."""
         ...
 
     def take(self, layer: nn.Module) -> GroupedWeight:

@@ -36,6 +36,27 @@ def test_a_cpu_runs_plain_torch_and_says_why() -> None:
     assert not refusals
 
 
+@pytest.mark.parametrize(
+    ("asked", "stored", "file"),
+    [
+        ({}, None, "native"),
+        ({}, "gptq", "with_triton"),
+        ({}, "fp8", "native"),
+        ({"quantization": "w4a16"}, None, "with_triton"),
+        ({"torchao_config": "int4wo-128"}, None, "with_triton"),
+        ({"torchao_config": "int8wo"}, None, "native"),
+        ({"enable_torch_compile": True}, "gptq", "native"),
+    ],
+)
+def test_a_gpu_multiplies_weights_of_4_bits_in_triton(
+    asked: dict[str, Any], stored: str | None, file: str
+) -> None:
+    facts = replace(ANY_MODEL, quantization=stored)
+    plan, builder = decide(Args.of(model_path="/models/small", **asked), H200, facts)
+    assert plan.kernels.choices["matmul"] == file
+    assert not builder.refusals
+
+
 @pytest.mark.parametrize("name", ["a100", "l4", "h100", "h200", "b200"])
 def test_a_gpu_runs_triton(name: str) -> None:
     kernels, _, _ = decided(Machine.named(name))

@@ -1,0 +1,69 @@
+"""The cases of products with weights of 4 bits in groups, for every implementation."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ops.matmul.grouped import GroupedWeight
+
+
+class Case(NamedTuple):
+    num_rows: int = 5
+    out_size: int = 70
+    in_size: int = 96
+    group: int = 32
+    shifted: bool = False
+    bias: bool = False
+    dtype: torch.dtype = torch.float32
+
+
+CASES = {
+    "one row": Case(1),
+    "with zeros and a bias": Case(shifted=True, bias=True),
+    "groups of 16": Case(out_size=33, group=16, shifted=True),
+    "groups of more than a step": Case(3, 40, 256, 256, shifted=True),
+    "more rows and outputs than a tile": Case(70, 150, 128, 64, bias=True),
+}
+
+
+def inputs(case: Case) -> tuple[Tensor, GroupedWeight, Tensor | None]:
+    """x, the weight and a bias. Scales and zeros are what 16 bits hold."""
+    generator = torch.Generator().manual_seed(6)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    groups = (case.out_size, case.in_size // case.group)
+    weight = GroupedWeight(
+        torch.randint(0, 16, (case.out_size, case.in_size), generator=generator, dtype=torch.uint8),
+        (0.02 * (0.5 + draw(*groups).abs())).bfloat16().float(),
+        (0.05 * draw(*groups)).bfloat16().float() if case.shifted else None,
+    )
+    x = (draw(case.num_rows, case.in_size) * case.in_size**-0.5).to(case.dtype)
+    return x, weight, draw(case.out_size).to(case.dtype) if case.bias else None
+
+
+def of_module(module: Any) -> Any:
+    """A backend's product of x with a weight that it packs itself: what it packs stays where it computes."""
+
+    def multiply(x: Tensor, weight: GroupedWeight, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        packed = module.prepare_grouped(weight, x.dtype)
+        return module.linear(x, packed, bias), module.logits(x, packed).to(x.dtype)
+
+    return SimpleNamespace(multiply=multiply)
+
+
+def outputs(backend: Any, case: Case) -> list[Tensor]:
+    backend = backend if hasattr(backend, "multiply") else of_module(backend)
+    return list(backend.multiply(*inputs(case)))
+
+
+def expected(case: Case) -> list[Tensor]:
+    """In float64, rounded once."""
+    x, weight, bias = inputs(case)
+    product = x.double() @ weight.dequantised().double().T
+    return [(product if bias is None else product + bias.double()).to(case.dtype), product.to(case.dtype)]

@@ -1,0 +1,113 @@
+"""Products with weights of 8 and 4 bits in the interpreter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import paged_forward
+import quantized_checkpoints
+from kernel_cases.matmul import CASES, expected, inputs, outputs
+from kernel_comparison import agree, differ
+from kernel_mutants import mutant
+from ops.matmul import int8, native
+from ops.select import select
+
+pytestmark = pytest.mark.interpreter
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_products_are_those_of_the_dequantised_weight(name: str) -> None:
+    from ops.matmul import with_triton
+
+    agree(outputs(with_triton, CASES[name]), expected(CASES[name]), slack=2)
+    half = CASES[name]._replace(dtype=torch.float16)
+    agree(outputs(with_triton, half), outputs(native, half), slack=2)
+
+
+def test_a_weight_stays_in_4_bits_through_a_parameter() -> None:
+    from ops.matmul import with_triton
+
+    x, weight, _ = inputs(CASES["with zeros and a bias"])
+    packed = with_triton.prepare_grouped(weight, torch.float16)
+    held = torch.nn.Parameter(packed, requires_grad=False)
+    assert held.shape == (70, 96)
+    assert 70 * 96 // 2 + 2 * 70 * 3 * 4 <= held.nbytes < 6000
+    wanted = with_triton.linear(x, packed)
+    other = with_triton.prepare_grouped(weight._replace(codes=15 - weight.codes), torch.float16)
+    assert not torch.equal(with_triton.linear(x, other), wanted)
+    other.untyped_storage().copy_(held.untyped_storage())  # as new weights come to a layer
+    assert torch.equal(with_triton.linear(x, other), with_triton.linear(x, held))
+    assert torch.equal(with_triton.linear(x, held), wanted)
+
+
+def test_a_checkpoint_stays_in_4_bits_but_for_its_experts(tmp_path: Path) -> None:
+    kernels = select({"matmul": "with_triton"})
+    quantized, plain = quantized_checkpoints.write(tmp_path, "awq", "qwen3_moe")
+    kept: Any = paged_forward.load(quantized, kernels=kernels)
+    assert type(kept.layers[0].attention.qkv.weight).__name__ == "Packed"
+    assert type(kept.layers[0].mlp.gate_up).__name__ == "Parameter"
+    ids = [[5, 9, 80, 17]]
+    mine, theirs = (paged_forward.all_logits(model, ids, 16) for model in (kept, paged_forward.load(plain)))
+    torch.testing.assert_close(mine[0], theirs[0], rtol=0, atol=0.01 * float(theirs[0].std()))
+
+
+def test_what_the_kernel_does_not_take_is_dequantised() -> None:
+    from ops.matmul import with_triton
+
+    _, weight, _ = inputs(CASES["with zeros and a bias"])
+    for other in (weight._replace(table=(*range(15), 0.5)), weight._replace(scales=torch.ones(70, 4))):
+        other = other._replace(shifts=None)
+        found = with_triton.prepare_grouped(other, torch.float32)
+        assert torch.equal(found, other.dequantised())
+
+
+@pytest.mark.parametrize("shape", [(3, 40, 48), (40, 70, 130)])
+def test_8_bits_are_rounded_as_elsewhere(shape: tuple[int, int, int]) -> None:
+    from ops.matmul import with_triton
+
+    num_rows, out_size, in_size = shape
+    x, weight, bias = torch.randn(2, num_rows, in_size), torch.randn(out_size, in_size), torch.randn(out_size)
+    x *= in_size**-0.5
+    agree(
+        [with_triton.linear(x, with_triton.prepare(weight, bits=8), bias)],
+        [int8.linear(x, int8.prepare(weight, bits=8), bias)],
+        slack=2,
+    )
+    assert with_triton.prepare(weight) is weight
+    with pytest.raises(ValueError, match="8 bits, not 3"):
+        with_triton.prepare(weight, bits=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("one row", "tl.interleave(both & 15, both >> 4) - 8", "tl.interleave(both >> 4, both & 15) - 8"),
+        (
+            "one row",
+            "total += part * tl.load(scale_lines + base // GROUP",
+            "total += part * tl.load(scale_lines + 0",
+        ),
+        (
+            "with zeros and a bias",
+            "tl.sum(a.to(tl.float32), axis=1)[:, None] * shift",
+            "tl.zeros_like(total) * shift",
+        ),
+        (
+            "with zeros and a bias",
+            "if bias is not None:\n        total +=",
+            "if bias is not None:\n        total -=",
+        ),
+        (
+            "more rows and outputs than a tile",
+            "rows.to(tl.int64)[:, None] * x_stride",
+            "0 * rows[:, None] * x_stride",
+        ),
+    ],
+)
+def test_a_broken_kernel_is_noticed(name: str, old: str, new: str, tmp_path: Path) -> None:
+    broken = mutant("matmul", old, new, tmp_path)
+    assert differ(outputs(broken, CASES[name]), expected(CASES[name]), slack=2)
