@@ -59,8 +59,8 @@ class CudaGraphRunner:
     that is captured too, or leave what is called with each step's rows before the replay
     (`AttentionMetadata.replans`).
 
-    With a `choice` there are two graphs of each size: one goes on from hidden states to tokens (`choose`); the other
-    ends there, for steps whose rows want more.
+    With a `choice` graphs go on from hidden states to tokens (`choose`). Others of the same sizes, which end there, are
+    for steps whose rows want more; they are captured once there was such a step.
 
     All buffers are of the largest size and shared; smaller graphs use their first rows.
     """
@@ -85,9 +85,11 @@ class CudaGraphRunner:
         # Of other kinds of caches only those can be captured that have page tables and nothing else.
         self._capturable = all([*KINDS[kind].scratch_arrays([], 0)] == ["page_table"] for kind in cache.kinds)
         self._choice = choice
-        kinds = (False, True) if choice is not None else (False,)  # whether tokens are chosen
         # (size, whether tokens are chosen); the last one is captured next
-        self._waiting = [(size, chooses) for chooses in kinds for size in buckets.sizes if self._capturable]
+        self._waiting: list[tuple[int, bool]] = []
+        self._wanted: set[bool] = set()
+        if self._capturable:
+            self._want(choice is not None)
         if not self._capturable:
             logger.info("No CUDA graphs are captured: not with %s caches.", ", ".join(cache.kinds))
         self._graphs: dict[tuple[int, bool], _Captured] = {}
@@ -116,6 +118,10 @@ class CudaGraphRunner:
             return None
         replayed = self._replay(batch, arrays)
         return None if replayed is None else (replayed[0], replayed[1])
+
+    def is_waiting(self) -> bool:
+        """Whether graphs are left to be captured; may be asked on any thread."""
+        return bool(self._waiting)
 
     @property
     def captured(self) -> frozenset[int]:
@@ -147,14 +153,23 @@ class CudaGraphRunner:
     def _replay(self, batch: ForwardBatch, arrays: SamplingArrays | None) -> tuple[Tensor, ...] | None:
         """What the graph for this step wrote for its rows; with `arrays`, of the graph that chooses tokens."""
         size = self._fitting(batch)
-        captured = None if size is None else self._graphs.get((size, arrays is not None))
-        if size is None or captured is None:
+        if size is None:
+            return None
+        captured = self._graphs.get((size, arrays is not None))
+        if captured is None:
+            self._want(arrays is not None)
             return None
         self._fill(batch, arrays)
         if any(captured.replans):
             self._replan(size, captured.replans, batch.attention.starts_host)
         captured.graph.replay()
         return tuple(result[: batch.num_tokens] for result in captured.results)
+
+    def _want(self, chooses: bool) -> None:
+        """Have such graphs of all sizes captured, behind those that wait already."""
+        if chooses not in self._wanted:
+            self._wanted.add(chooses)
+            self._waiting = [(size, chooses) for size in self._buckets.sizes] + self._waiting
 
     def _fitting(self, batch: ForwardBatch) -> int | None:
         """The size of the graphs for a step with these rows."""
@@ -181,7 +196,9 @@ class CudaGraphRunner:
             pairs += zip(self._sampling, arrays, strict=True)
         for dtype in {own.dtype: None for own, _ in pairs}:
             alike = [(own[:num_rows], given) for own, given in pairs if own.dtype == dtype]
-            torch._foreach_copy_([own for own, _ in alike], [given for _, given in alike])
+            torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
+                [own for own, _ in alike], [given for _, given in alike]
+            )
         if num_rows < self._num_real:
             self._reset(num_rows)
         self._num_real = num_rows

@@ -15,7 +15,7 @@ QUIET_S = 0.05  # without a step before the next capture: a client that answers 
 
 
 class BackgroundCapture:
-    """Calls `capture_next` on the device thread until it returns False.
+    """Calls `capture_next` on the device thread while something `is_waiting`, which may begin anew at any step.
 
     The first capture waits for the first step to be done, so that no first token waits for any. Later ones are
     made while nothing runs, and every `steps_between` steps where something always runs. A capture that fails is
@@ -25,13 +25,15 @@ class BackgroundCapture:
     def __init__(
         self,
         thread: DeviceThread,
-        capture_next: Callable[[], bool],
+        capture_next: Callable[[], object],
+        is_waiting: Callable[[], bool],
         *,
         steps_between: int = STEPS_BETWEEN,
         quiet_s: float = QUIET_S,
     ) -> None:
         self._thread = thread
-        self._capture_next: Callable[[], bool] | None = capture_next  # None: no graph is left
+        self._capture_next: Callable[[], object] | None = capture_next  # None: it failed, or is closed
+        self._is_waiting = is_waiting
         self._steps_between = steps_between
         self._quiet_s = quiet_s
         self._capturing = False
@@ -42,11 +44,11 @@ class BackgroundCapture:
     @property
     def is_pending(self) -> bool:
         """Whether a graph is still to be captured."""
-        return self._capture_next is not None
+        return self._capture_next is not None and self._is_waiting()
 
     def note_step(self, step: asyncio.Future) -> None:
         """After every launched step."""
-        if self._capture_next is None:
+        if not self.is_pending:
             return
         self._num_in_flight += 1
         self._num_steps += 1
@@ -74,15 +76,14 @@ class BackgroundCapture:
 
     def _start(self) -> None:
         capture_next = self._capture_next
-        if self._capturing or capture_next is None or self._thread.closed:
+        if self._capturing or capture_next is None or not self._is_waiting() or self._thread.closed:
             return
         self._capturing = True
         self._num_steps = 0
         self._thread.submit(lambda: self._capture(capture_next)).add_done_callback(self._captured)
 
-    def _capture(self, capture_next: Callable[[], bool]) -> Read[None]:
-        if not capture_next():
-            self._capture_next = None
+    def _capture(self, capture_next: Callable[[], object]) -> Read[None]:
+        capture_next()
         return lambda: None
 
     def _captured(self, capture: asyncio.Future[None]) -> None:

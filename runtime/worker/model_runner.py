@@ -6,7 +6,7 @@ import asyncio
 import logging
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -57,8 +57,9 @@ class ModelRunner:
         self._pipelined = executor.pipelined
         self._unfinished: deque[asyncio.Future[StepOutput]] = deque()  # in a pipeline, steps that only began
         self._capture = None
-        if executor.capture_next is not None:
-            self._capture = BackgroundCapture(self._thread, executor.capture_next)
+        graphs = executor.cuda_graphs
+        if graphs is not None:
+            self._capture = BackgroundCapture(self._thread, graphs.capture_next, graphs.is_waiting)
 
     def launch(self, batch: Batch) -> asyncio.Future[StepOutput]:
         """Enqueue the batch; returns at once. Shield the future: a cancelled one does not cancel the step.
@@ -157,16 +158,14 @@ class StepExecutor:
         sampler: Sampler | None = None,
         mesh: Mesh | None = None,
         cpu_graph: CpuGraph | None = None,
-        capture_next: Callable[[], bool] | None = None,
         cuda_graphs: CudaGraphRunner | None = None,
         nan_detection: bool = False,
     ) -> None:
         """`forward` computes the hidden states of a model that does not lie in stages, a `cpu_graph` whole steps in
-        one call. `capture_next` captures one graph and tells whether more are left. `cuda_graphs`, which are
-        `forward` then, may also choose tokens.
+        one call. `cuda_graphs`, which are `forward` then, may also choose tokens.
         """
         self.device = device
-        self.capture_next = capture_next
+        self.cuda_graphs = cuda_graphs
         self.mesh = mesh if mesh is not None and mesh.rank_info.world_size > 1 else None
         self.pipelined = mesh is not None and mesh.rank_info.pp_size > 1
         self.last_tokens = torch.zeros(num_sequences, dtype=torch.int64, device=device.torch_device)
@@ -175,7 +174,6 @@ class StepExecutor:
         self._forward = forward
         self._sampler = sampler
         self._cpu_graph = cpu_graph
-        self._cuda_graphs = cuda_graphs
         self._staging = Staging(device)
         self._begun: deque[_Begun] = deque()
         self._said: set[str] = set()  # what it was logged of that it is not captured
@@ -220,7 +218,7 @@ class StepExecutor:
     def _say_once(self, names: Iterable[str]) -> None:
         """Log that steps with these values of rows are not captured, and so are slower."""
         new = set(names) - self._said
-        if new and (self._cpu_graph is not None or self.capture_next is not None):
+        if new and (self._cpu_graph is not None or self.cuda_graphs is not None):
             logger.info("Steps with %s are computed operation by operation.", ", ".join(sorted(new)))
         self._said |= new
 
@@ -295,7 +293,7 @@ class StepExecutor:
 
     def _chosen_by_graph(self, batch: Batch, inputs: StepInputs) -> Sampled | None:
         """The tokens of a step whose rows all sample, and want nothing that was not captured; None: it is another."""
-        graphs, sampling = self._cuda_graphs, batch.sampling
+        graphs, sampling = self.cuda_graphs, batch.sampling
         if graphs is None or sampling is None or len(sampling.rows) < len(batch.counts):
             return None
         if batch.prompt_logprobs or not chooses_plainly(sampling):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -194,7 +194,7 @@ class ModelWorker:
         """
         model, pool, cache = self._hand_over()
         device = open_device(self.device)
-        forward, capture_next = self._make_forward(model, pool, device, cache)
+        forward = self._make_forward(model, pool, device, cache)
         cuda_graphs = forward if isinstance(forward, CudaGraphRunner) else None
         return StepExecutor(
             model,
@@ -205,7 +205,6 @@ class ModelWorker:
             sampler=self._make_sampler(cache.num_sequences, device),
             mesh=self.mesh,
             cpu_graph=self._make_cpu_graph(model, pool, cache, plan),
-            capture_next=capture_next,
             cuda_graphs=cuda_graphs,
             nan_detection=plan.kernels.nan_detection,
         )
@@ -214,7 +213,7 @@ class ModelWorker:
         """The steps of a rank that rank 0 leads. The executor owns model and pool from now on. Captures as `lead`."""
         model, pool, cache = self._hand_over()
         device = open_device(self.device)
-        forward, _ = self._make_forward(model, pool, device, cache)
+        forward = self._make_forward(model, pool, device, cache)
         return StepExecutor(
             model, pool, forward, num_sequences=cache.num_sequences, device=device, mesh=self.mesh
         )
@@ -280,10 +279,8 @@ class ModelWorker:
             logger.info("Steps are computed operation by operation: %s.", reason)
             return None
 
-    def _make_forward(
-        self, model: Decoder, pool: KVPool, device: Device, cache: CacheSetup
-    ) -> tuple[Forward, Callable[[], bool] | None]:
-        """How hidden states are computed, and what captures the next CUDA graph.
+    def _make_forward(self, model: Decoder, pool: KVPool, device: Device, cache: CacheSetup) -> Forward:
+        """How hidden states are computed: by CUDA graphs where some can be captured.
 
         Where several ranks compute, all are captured here: a capture holds the ranks' collectives, so that all of
         them have to capture the same sizes in the same order, with no step in between.
@@ -296,7 +293,7 @@ class ModelWorker:
         if not graphs.sizes:
             if not device.is_host:
                 logger.info("No CUDA graphs are captured: %s.", graphs.reasons.get("sizes", ""))
-            return forward, None
+            return forward
         captured = CudaGraphRunner(
             forward,
             pool,
@@ -311,7 +308,7 @@ class ModelWorker:
             profile=graphs.profile,
         )
         if info.world_size == 1:
-            return captured, captured.capture_next
+            return captured
         try:
             while captured.capture_next():
                 pass
@@ -319,7 +316,7 @@ class ModelWorker:
             raise EngineFailure(
                 f"Rank {info.rank} could not capture its CUDA graphs: {error}. --disable-cuda-graph goes without."
             ) from error
-        return captured, None
+        return captured
 
 
 def _select(plan: KernelPlan) -> Kernels:

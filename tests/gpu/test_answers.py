@@ -84,7 +84,8 @@ async def test_over_a_cache_of_8_bits_tokens_are_good_on_the_whole(
     from runtime.errors import ConfigurationError
 
     skip_what_cannot_run(backend, device)
-    path, ways = wide_path("llama"), {"kv_cache_dtype": cache, "attention_backend": backend}
+    path = wide_path("llama")
+    ways: dict[str, Any] = {"kv_cache_dtype": cache, "attention_backend": backend}
     try:
         found = await answers(path, device, dtype="bfloat16", **ways)
     except ConfigurationError as refusal:

@@ -123,7 +123,6 @@ class Steps:
         self.forward: Forward = model()
         self.vocab_size = VOCAB_SIZE
         self._num_sequences = num_sequences
-        self._capture_next: Callable[[], bool] | None = None
         self._batches: deque[Batch] = deque()
         self._reads: deque[Read[StepOutput] | OutOfMemory] = deque()
         self.executor = self._make_executor()
@@ -132,7 +131,6 @@ class Steps:
         """As `use_forward`, with graphs over what there was, of which some go on to tokens."""
         options = {"max_pages": CONTEXT // PAGE_SIZE, "choice": choice()} | options
         graphs = CudaGraphRunner(self.forward, self.pool, self.device, buckets, **options)
-        self._capture_next = graphs.capture_next
         self.use_forward(graphs)
         return graphs
 
@@ -179,7 +177,6 @@ class Steps:
             num_sequences=self._num_sequences,
             device=self.device,
             sampler=Sampler(VOCAB_SIZE, self._num_sequences, self.device, choose=choose),
-            capture_next=self._capture_next,
             cuda_graphs=self.forward if isinstance(self.forward, CudaGraphRunner) else None,
         )
 

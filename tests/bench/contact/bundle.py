@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from zipfile import ZipFile
 
 from packaging.requirements import Requirement
@@ -22,12 +24,14 @@ from runtime.errors import ConfigurationError
 from serve.bench import report
 from serve.bench.options import new_parser
 
+ROOT = Path(__file__).parents[3]
 PYTHON = (3, 12)
 GLIBC_MINORS = (39, 35, 34, 31, 28, 27, 24, 17, 5)
 MAX_BYTES = 60 * 2**20
+# Beside our own dependencies.
 WANTED = (
-    "starlette", "sse-starlette", "uvicorn", "httptools", "uvloop", "orjson", "llguidance", "pytest-asyncio",
-    "pytest-timeout", "flashinfer-python==0.6.13", "apache-tvm-ffi",
+    "pytest-asyncio", "pytest-timeout", "hypothesis", "sortedcontainers", "flashinfer-python==0.6.13",
+    "apache-tvm-ffi",
 )  # fmt: skip
 # Not there, and not needed by what is run: FlashInfer's command line and its kernels for other machines.
 LEFT_OUT = frozenset({"nvidia-cutlass-dsl", "nvidia-cudnn-frontend", "cuda-tile"})
@@ -70,6 +74,8 @@ def main(argv: Sequence[str]) -> int:
     _download(wheels)
     found = sorted(wheels.glob("*.whl"))
     problems = check(found)
+    if not problems:
+        _install(found)
     size = sum(wheel.stat().st_size for wheel in found)
     if size > MAX_BYTES:
         problems.append(
@@ -85,16 +91,34 @@ def main(argv: Sequence[str]) -> int:
     return 1 if problems else 0
 
 
+def wanted() -> list[str]:
+    """Our dependencies that the machine lacks, as pyproject.toml has them, and what else is used there."""
+    own = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
+    return [*(need for need in own if canonicalize_name(Requirement(need).name) not in THERE), *WANTED]
+
+
 def _download(wheels: Path) -> None:
+    _pip("download", "--dest", str(wheels), *wanted())
+
+
+def _install(wheels: Sequence[Path]) -> None:
+    """As run.sh does there: into an empty folder, without any index."""
+    with TemporaryDirectory() as folder:
+        _pip("install", "--no-index", "--no-compile", "--target", folder, *map(str, wheels))
+
+
+def _pip(command: str, *words: str) -> None:
+    """Have pip do this for that machine. Raises `ConfigurationError` where it cannot."""
     platforms = [word for minor in GLIBC_MINORS for word in ("--platform", f"manylinux_2_{minor}_x86_64")]
     platforms += ["--platform", "manylinux2014_x86_64", "--platform", "linux_x86_64"]
     target = ["--only-binary=:all:", "--python-version", "3.12", "--implementation", "cp", "--no-deps"]
-    command = [sys.executable, "-m", "pip", "download", "--quiet", *target, *platforms, "--dest", str(wheels)]
     try:
-        subprocess.run([*command, *WANTED], check=True)
+        subprocess.run(
+            [sys.executable, "-m", "pip", command, "--quiet", *target, *platforms, *words], check=True
+        )
     except subprocess.CalledProcessError as error:
         raise ConfigurationError(
-            f"pip could not download the wheels (exit status {error.returncode})."
+            f"pip could not {command} the wheels (exit status {error.returncode})."
         ) from error
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import sys
+import tomllib
 from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from bench.__main__ import main
 from bench.contact import bundle, command
@@ -117,6 +121,27 @@ def test_wheels_that_would_not_work_there_are_named(tmp_path: Path) -> None:
     assert "other-1.0" in problems[0]
     assert "absent" in problems[1]
     assert bundle.lock([good]) == ["some==1.0"]
+
+
+def test_the_bundle_has_what_we_need_there() -> None:
+    """Our own dependencies, and what the tests that run there import, as far as the machine lacks them."""
+    carried = {canonicalize_name(Requirement(need).name) for need in bundle.wanted()}
+    own = tomllib.loads((command.ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert {canonicalize_name(Requirement(need).name) for need in own} <= carried | bundle.THERE
+    tests = command.ROOT / "tests"
+    files = [tests / "conftest.py", *(tests / "gpu").glob("*.py"), *(tests / "on_device").glob("*.py")]
+    found = {name for file in files for name in imported(file)}
+    ours = {path.stem for folder in (tests, tests / "kit", command.ROOT) for path in folder.iterdir()}
+    assert "hypothesis" in found
+    assert found - ours - sys.stdlib_module_names <= carried | bundle.THERE
+
+
+def imported(file: Path) -> set[str]:
+    """The top-level names that a file imports, wherever it does."""
+    nodes = list(ast.walk(ast.parse(file.read_text())))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
+    return {name.partition(".")[0] for name in names}
 
 
 def test_only_some_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -200,12 +200,18 @@ def choosing(num_rows: int, **changes: Any) -> Batch:
 def test_a_graph_goes_on_to_tokens_where_all_rows_sample_and_want_nothing_more(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    run = ways(steps(2, 4, choice=late_steps.choice()), monkeypatch)
+    made = steps(2, 4, choice=late_steps.choice())
+    graphs: Any = made.forward
+    run = ways(made, monkeypatch)
     drawn = np.zeros(3, np.bool_)
     warm = {"temperature": np.full(3, 0.8, np.float32)}
     assert run(choosing(3)) == "graph"
     assert run(choosing(3, greedy=drawn, params=warm)) == "graph"
+    assert not graphs.is_waiting()
     bias = Bias(np.zeros(1, np.int64), np.ones(1, np.int64), np.ones(1, np.float32))
+    assert run(choosing(3, bias=bias)) == "sampler"
+    while graphs.is_waiting():  # now there was a step whose rows want more
+        graphs.capture_next()
     assert run(choosing(3, bias=bias)) == "graph, sampler"
     assert run(choosing(3, logprobs=(None, LogprobParams(top=1), None))) == "graph, sampler"
     first_two = {
@@ -214,6 +220,7 @@ def test_a_graph_goes_on_to_tokens_where_all_rows_sample_and_want_nothing_more(
         "uniform": np.zeros(2, np.float32),
     }
     assert run(choosing(3, **first_two)) == "graph, sampler"
+    assert run(choosing(3)) == "graph"
     assert run(batch(2, count=2)) == "sampler"
 
 
@@ -226,10 +233,14 @@ def test_a_choice_that_is_planned_on_the_host_is_captured_for_greedy_rows_alone(
         plans.append(host.greedy.tolist())
         return late_steps.choose(logits, arrays, host)
 
-    run = ways(steps(2, choice=replace(late_steps.choice(), choose=planned, greedy_only=True)), monkeypatch)
+    made = steps(2, choice=replace(late_steps.choice(), choose=planned, greedy_only=True))
+    run = ways(made, monkeypatch)
     assert plans == [[True, True]] * 2  # the run that warms up, and the captured one
     assert run(choosing(2)) == "graph"
-    assert run(choosing(2, greedy=np.array([True, False]))) == "graph, sampler"
+    mixed = choosing(2, greedy=np.array([True, False]))
+    assert run(mixed) == "sampler"
+    made.forward.capture_next()  # pyright: ignore[reportAttributeAccessIssue]
+    assert run(mixed) == "graph, sampler"
 
 
 def test_rows_that_drew_before_leave_nothing_to_those_that_come(monkeypatch: pytest.MonkeyPatch):

@@ -18,10 +18,12 @@ class Graphs:
         self.left = left
         self.error: Exception | None = None
 
-    def __call__(self) -> bool:
+    def capture_next(self) -> None:
         if self.error is not None:
             raise self.error
         self.left -= 1
+
+    def is_waiting(self) -> bool:
         return self.left > 0
 
 
@@ -48,10 +50,14 @@ async def until_done(graphs: Graphs) -> None:
 async def test_nothing_is_captured_before_the_first_step_and_all_in_the_quiet_after_it():
     async with thread() as device:
         graphs = Graphs(3)
-        capture = BackgroundCapture(device, graphs, quiet_s=0)
+        capture = BackgroundCapture(device, graphs.capture_next, graphs.is_waiting, quiet_s=0)
         await device.submit(lambda: lambda: None)
         await asyncio.sleep(0)
         assert graphs.left == 3
+        await step(device, capture)
+        await until_done(graphs)
+        assert not capture.is_pending
+        graphs.left = 2  # a step found that others are needed
         await step(device, capture)
         await until_done(graphs)
 
@@ -59,7 +65,9 @@ async def test_nothing_is_captured_before_the_first_step_and_all_in_the_quiet_af
 async def test_one_graph_is_captured_every_so_many_steps_where_it_is_never_quiet():
     async with thread() as device:
         graphs = Graphs(10)
-        capture = BackgroundCapture(device, graphs, steps_between=4, quiet_s=3600)
+        capture = BackgroundCapture(
+            device, graphs.capture_next, graphs.is_waiting, steps_between=4, quiet_s=3600
+        )
         for _ in range(12):
             await step(device, capture)
         await device.submit(lambda: lambda: None)
@@ -70,7 +78,9 @@ async def test_steps_go_on_when_a_capture_fails(caplog: pytest.LogCaptureFixture
     async with thread() as device:
         graphs = Graphs(5)
         graphs.error = RuntimeError("no such kernel")
-        capture = BackgroundCapture(device, graphs, steps_between=1, quiet_s=0)
+        capture = BackgroundCapture(
+            device, graphs.capture_next, graphs.is_waiting, steps_between=1, quiet_s=0
+        )
         with caplog.at_level(logging.ERROR, "penstock.core"):
             await step(device, capture)
             while not caplog.records:
@@ -84,7 +94,9 @@ async def test_steps_go_on_when_a_capture_fails(caplog: pytest.LogCaptureFixture
 async def test_closed_capture_starts_nothing_more():
     async with thread() as device:
         graphs = Graphs(5)
-        capture = BackgroundCapture(device, graphs, steps_between=1, quiet_s=0)
+        capture = BackgroundCapture(
+            device, graphs.capture_next, graphs.is_waiting, steps_between=1, quiet_s=0
+        )
         capture.close()
         await step(device, capture)
         await device.submit(lambda: lambda: None)
