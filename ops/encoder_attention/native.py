@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 
 import torch
@@ -12,13 +12,23 @@ from torch import Tensor
 MIN_BLOCK = 256  # queries that are attended together where only their neighbours are keys
 
 
+Bias = Callable[[int], Tensor]
+
+
 def attend_rows(
-    q: Tensor, k: Tensor, v: Tensor, counts: Sequence[int], *, scale: float, reach: int | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    counts: Sequence[int],
+    *,
+    scale: float,
+    reach: int | None = None,
+    bias: Bias | None = None,
 ) -> Tensor:
     """Attention [T, H, D] of each row to itself (see `ops.encoder_attention`)."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if q.is_cuda and len(set(counts)) > 1:
-        return _padded(q, k, v, counts, scale, reach)
+        return _padded(q, k, v, counts, scale, reach, bias)
     first = 0
     for length, rows in groupby(counts):  # neighbours of one length are one product
         end = first + length * sum(1 for _ in rows)
@@ -26,7 +36,10 @@ def attend_rows(
             x[first:end].unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v, out)
         )  # [N, H, L, D]
         if reach is None or length <= reach + 1:
-            found.copy_(F.scaled_dot_product_attention(queries, keys, values, scale=scale))
+            added = None if bias is None else bias(length)
+            found.copy_(F.scaled_dot_product_attention(queries, keys, values, attn_mask=added, scale=scale))
+        elif bias is not None:
+            raise ValueError("Attention to neighbours alone takes no bias.")
         else:
             _near(queries, keys, values, found, reach, scale)
         first = end
@@ -49,7 +62,7 @@ def _near(q: Tensor, k: Tensor, v: Tensor, out: Tensor, reach: int, scale: float
 
 
 def _padded(
-    q: Tensor, k: Tensor, v: Tensor, counts: Sequence[int], scale: float, reach: int | None
+    q: Tensor, k: Tensor, v: Tensor, counts: Sequence[int], scale: float, reach: int | None, bias: Bias | None
 ) -> Tensor:
     """All rows in one product, filled up to the longest: launching is what costs on a GPU."""
     num_rows, width = len(counts), max(counts)
@@ -60,6 +73,8 @@ def _padded(
     mask = (positions < lengths.unsqueeze(1))[:, None, None]  # [N, 1, 1, width]
     if reach is not None:  # a padded query near no key of its row has none: its result is thrown away
         mask = mask & ((positions - positions.unsqueeze(1)).abs() <= reach)
+    if bias is not None:
+        mask = bias(width).masked_fill(~mask, -torch.inf)
 
     def padded(x: Tensor) -> Tensor:
         filled = x.new_zeros(num_rows * width, *x.shape[1:]).index_copy_(0, index, x)

@@ -95,7 +95,8 @@ def size_pool(
         budget = available_bytes - steps.reserved_bytes
         reason = f"the {available_bytes / GIB:.1f} GiB that are free, less {steps.reserved_bytes / GIB:.1f} for steps"
     pages = _most_pages(plan, specs, budget)
-    if cache.of_free_memory and cache.max_total_tokens is None:
+    no_pages = not by_kind(specs, plan)[PAGED]  # pages take no memory then
+    if no_pages or (cache.of_free_memory and cache.max_total_tokens is None):
         most = schedule.max_running * -(-plan.model.context_length // cache.page_size)
         if most < pages:
             pages, reason = most, f"{schedule.max_running} sequences of full length need no more"

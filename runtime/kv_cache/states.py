@@ -17,13 +17,12 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import accumulate
-from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from runtime.batch import Ints
-from runtime.kv_cache.kinds import DTYPE_BYTES, CacheKind, Specs
+from runtime.kv_cache.kinds import CacheKind, Specs
 from runtime.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -36,9 +35,6 @@ ZEROS = 0
 OWN_LINES = 2
 LINES = 3  # for each sequence that may run: its own, and one for a snapshot
 MOST_LINES = 4  # of which there are never more for each
-FIRST_LINES = 48  # however small the pool of pages is
-TOKENS_A_LINE = 512  # of the pool of pages go with each further one
-INPUTS_BYTES = 4  # they are kept in float32, which holds what any model computes in
 
 
 @dataclass(slots=True)
@@ -86,23 +82,19 @@ class StateKind(CacheKind):
         """The line of zeros, and as many as were asked for, or as the pages and the sequences that may run suggest."""
         if plan.cache.max_states is not None:
             return 1 + plan.cache.max_states
-        by_tokens = FIRST_LINES + num_pages * plan.cache.page_size // TOKENS_A_LINE
+        spec = next(iter(specs.values()))
+        by_tokens = spec.first_lines + num_pages * plan.cache.page_size // spec.tokens_a_line
         return 1 + max(LINES, min(MOST_LINES * plan.scheduler.max_running, by_tokens))
 
     @staticmethod
     def unit_bytes(specs: Specs, plan: Plan) -> int:
-        return sum(
-            prod(spec.inputs) * INPUTS_BYTES + prod(spec.shape) * DTYPE_BYTES[spec.dtype]
-            for spec in specs.values()
-        )
+        return sum(spec.num_bytes for spec in specs.values())
 
     @staticmethod
     def make_layer(
         spec: StateSpec, num_units: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> StateCache:
-        from runtime.layers.recurrent import StateCache
-
-        return StateCache.zeros(spec, num_units + 1, device)
+        return spec.make(num_units + 1, device)
 
     @staticmethod
     def scratch_arrays(counts: Seq[int], num_units: int) -> dict[str, Ints]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from runtime.layers.build import Build
@@ -19,7 +21,8 @@ from runtime.layers.weight import Shard, SubLayer, Weighted, parameter, whole
 class EncoderAttention(nn.Module):
     """Project, rotate where there is a `rope`, attend to the whole row or to `reach` positions on each side, project.
 
-    `qkv` are the sub-layers of q, k and v, one after the other, `out` that of the result.
+    `qkv` are the sub-layers of q, k and v, one after the other, `out` that of the result. `bias_by_distance`, which
+    layers may share, is added to scores.
     """
 
     def __init__(
@@ -33,6 +36,7 @@ class EncoderAttention(nn.Module):
         out_bias: bool | None = None,
         rope: Rope | None = None,
         reach: int | None = None,
+        bias_by_distance: BiasByDistance | None = None,
     ) -> None:
         super().__init__()
         self.num_heads = num_heads
@@ -40,6 +44,7 @@ class EncoderAttention(nn.Module):
         self.kernels = build.kernels
         self.rope = rope
         self.reach = reach
+        self.bias_by_distance = bias_by_distance
         self.qkv = Linear(out.size, qkv, build, bias=bias)
         self.out = Linear(out.size, [out], build, bias=bias if out_bias is None else out_bias)
 
@@ -50,8 +55,47 @@ class EncoderAttention(nn.Module):
         if self.rope is not None:
             q, k = self.rope(q, k, batch)
         counts = batch.attention.counts_host
-        attended = self.kernels.attend_rows(q, k, v, counts, scale=self.scale, reach=self.reach)
+        options = {} if self.bias_by_distance is None else {"bias": self.bias_by_distance.of(batch)}
+        attended = self.kernels.attend_rows(q, k, v, counts, scale=self.scale, reach=self.reach, **options)
         return self.out(attended.flatten(1), batch)
+
+
+class BiasByDistance(Weighted):
+    """What is added to scores of each head by how far apart two tokens are: learned for each of `num_buckets` ranges of
+    distances, half of them behind a token (T5's, arXiv 1910.10683, section 2.1; without its decoders).
+    """
+
+    MAX_DISTANCE = 128
+
+    def __init__(self, name: str, num_buckets: int, num_heads: int) -> None:
+        super().__init__()
+        self.name = name
+        self.weight = parameter(num_buckets, num_heads)
+
+    def shards(self) -> Iterator[Shard]:
+        yield whole(f"{self.name}.weight", self.weight, (None, None))
+
+    def of(self, batch: ForwardBatch) -> Callable[[int], Tensor]:
+        """The bias [H, L, L] of a row of L tokens, made once in a step for each length."""
+        kept = batch.attention.plan_cache
+
+        def made(length: int) -> Tensor:
+            key = (self.name, length)
+            if key not in kept:
+                kept[key] = self._bias(length)
+            return kept[key]
+
+        return made
+
+    def _bias(self, length: int) -> Tensor:
+        positions = torch.arange(length, device=self.weight.device)
+        distance = positions.unsqueeze(0) - positions.unsqueeze(1)  # of a key from the query
+        half = len(self.weight) // 2
+        exact, far = half // 2, distance.abs().clamp(min=1)
+        spread = (far / exact).log() / math.log(self.MAX_DISTANCE / exact) * (half - exact)
+        wide = (exact + spread.long()).clamp(max=half - 1)
+        bucket = (distance > 0) * half + torch.where(far < exact, distance.abs(), wide)
+        return self.weight[bucket].permute(2, 0, 1).contiguous()
 
 
 class EncoderEmbedding(Weighted):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import ClassVar, NamedTuple, Self
 
 import torch
@@ -29,10 +30,20 @@ class StateSpec:
     shape: tuple[int, ...]
     dtype: str
     kind: ClassVar[str] = KIND
+    first_lines: ClassVar[int] = 48  # of the pool of states, however small that of pages is
+    tokens_a_line: ClassVar[int] = 512  # of the pool of pages go with each further one
 
     def local(self, tp_rank: int, tp_size: int) -> StateSpec:
         """The whole: layers with states are not cut over ranks."""
         return self
+
+    @property
+    def num_bytes(self) -> int:
+        """Of one sequence. Inputs are kept in float32, which holds what any model computes in."""
+        return 4 * prod(self.inputs) + getattr(torch, self.dtype).itemsize * prod(self.shape)
+
+    def make(self, num_lines: int, device: torch.device) -> StateCache:
+        return StateCache.zeros(self, num_lines, device)
 
 
 class StateCache(NamedTuple):

@@ -1,10 +1,10 @@
-"""BERT, and RoBERTa and XLM-R, which count their positions from another number."""
+"""BERT, DistilBERT, and RoBERTa, XLM-R and MPNet, which count positions from another number; MPNet adds to scores."""
 
 from __future__ import annotations
 
 from runtime.layers.block import NormedSumBlock
 from runtime.layers.build import Build
-from runtime.layers.encoder import EncoderAttention, EncoderEmbedding
+from runtime.layers.encoder import BiasByDistance, EncoderAttention, EncoderEmbedding
 from runtime.layers.mlp import MLP
 from runtime.layers.norm import LayerNorm
 from runtime.layers.score import ScoreLayer
@@ -26,7 +26,10 @@ def decoder(config: Config, build: Build) -> Encoder:
         skipped=config.optional_integer("skipped_positions", low=0) or 0,
         num_types=config.optional_integer("type_vocab_size", low=0) or 0,
     )
-    layers = [layer(config, index, build) for index in range(config.num_layers)]
+    buckets = config.optional_integer("relative_attention_num_buckets")
+    name = "encoder.relative_attention_bias"
+    bias = None if buckets is None else BiasByDistance(name, buckets, config.num_heads)
+    layers = [layer(config, index, build, bias) for index in range(config.num_layers)]
     return Encoder(embeddings, layers, size, scores=scores(config))
 
 
@@ -35,12 +38,14 @@ def scores(config: Config) -> tuple[ScoreLayer, ...]:
     if not config.labels:
         return ()
     size, count = config.hidden_size, len(config.labels)
+    if config.architecture.startswith("DistilBert"):
+        return ScoreLayer("pre_classifier", size, activation="relu"), ScoreLayer("classifier", count)
     if config.architecture.startswith("Bert"):
         return ScoreLayer("pooler.dense", size, activation="tanh"), ScoreLayer("classifier", count)
     return ScoreLayer("classifier.dense", size, activation="tanh"), ScoreLayer("classifier.out_proj", count)
 
 
-def layer(config: Config, index: int, build: Build) -> NormedSumBlock:
+def layer(config: Config, index: int, build: Build, bias: BiasByDistance | None) -> NormedSumBlock:
     name, size = f"encoder.layer.{index}", config.hidden_size
     attention = EncoderAttention(
         [SubLayer(f"{name}.attention.self.{part}", size) for part in ("query", "key", "value")],
@@ -48,6 +53,7 @@ def layer(config: Config, index: int, build: Build) -> NormedSumBlock:
         config.num_heads,
         build,
         bias=True,
+        bias_by_distance=bias,
     )
     mlp = MLP(
         name,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from dataclasses import replace
 
 from runtime.models.entry import Entry
 
@@ -61,6 +63,83 @@ def _modernbert(*, scores: bool = False) -> Entry:
     )
 
 
+def _distilbert(*, scores: bool = False) -> Entry:
+    """BERT's layers by other names, without types of tokens."""
+    layer = r"(distilbert\.)?transformer\.(layer\.\d+)\."
+    parts = {
+        "attention.q_lin": "attention.self.query",
+        "attention.k_lin": "attention.self.key",
+        "attention.v_lin": "attention.self.value",
+        "attention.out_lin": "attention.output.dense",
+        "sa_layer_norm": "attention.output.LayerNorm",
+        "ffn.lin1": "intermediate.dense",
+        "ffn.lin2": "output.dense",
+        "output_layer_norm": "output.LayerNorm",
+    }
+    return Entry(
+        "bert",
+        {**_BERT, "type_vocab_size": 0},
+        encoder=True,
+        cuttable=False,
+        renamed={
+            "activation": "hidden_act",
+            "dim": "hidden_size",
+            "hidden_dim": "intermediate_size",
+            "n_heads": "num_attention_heads",
+            "n_layers": "num_hidden_layers",
+        },
+        tensors={
+            **{layer + re.escape(own) + r"\.": rf"encoder.\2.{usual}." for own, usual in parts.items()},
+            r"vocab_(transform|layer_norm|projector)\.": None,
+            r"distilbert\.": "",
+        },
+        scores=scores,
+    )
+
+
+_MPNET = Entry(
+    "bert",
+    {**_BERT, "relative_attention_num_buckets": 32, "type_vocab_size": 0},
+    encoder=True,
+    cuttable=False,
+    renamed=_LAYER_NORM,
+    tensors={
+        r"(mpnet\.)?embeddings\.position_ids": None,
+        r"(mpnet\.)?(pooler|lm_head)\.": None,
+        r"(mpnet\.)?(encoder\.layer\.\d+\.attention\.)attn\.q\.": r"\2self.query.",
+        r"(mpnet\.)?(encoder\.layer\.\d+\.attention\.)attn\.k\.": r"\2self.key.",
+        r"(mpnet\.)?(encoder\.layer\.\d+\.attention\.)attn\.v\.": r"\2self.value.",
+        r"(mpnet\.)?(encoder\.layer\.\d+\.attention\.)attn\.o\.": r"\2output.dense.",
+        r"(mpnet\.)?(encoder\.layer\.\d+\.attention\.)LayerNorm\.": r"\2output.LayerNorm.",
+        r"mpnet\.": "",
+    },
+    spelling="roberta",
+)
+
+_NOMIC = Entry(
+    "nomic_bert",
+    {"max_position_embeddings": 2048, "rms_norm_eps": 1e-12, "rope_theta": 1000.0, "type_vocab_size": 2},
+    encoder=True,
+    cuttable=False,
+    renamed={
+        **_LAYER_NORM,
+        "layer_norm_epsilon": "rms_norm_eps",
+        "n_embd": "hidden_size",
+        "n_head": "num_attention_heads",
+        "n_inner": "intermediate_size",
+        "n_layer": "num_hidden_layers",
+        "n_positions": "max_position_embeddings",
+        "rotary_emb_base": "rope_theta",
+    },
+    tensors={
+        r"(nomic_bert\.|bert\.)?(cls|pooler|lm_head)\.": None,
+        r"(nomic_bert\.|bert\.)?(encoder\.layers\.\d+\.mlp\.)fc11\.": r"\2up_proj.",
+        r"(nomic_bert\.|bert\.)?(encoder\.layers\.\d+\.mlp\.)fc12\.": r"\2gate_proj.",
+        r"(nomic_bert\.|bert\.)?(encoder\.layers\.\d+\.mlp\.)fc2\.": r"\2down_proj.",
+        r"(nomic_bert|bert)\.": "",
+    },
+)
+
 ENCODERS: Mapping[str, Entry] = {
     "BertModel": _bert("bert"),
     "BertForMaskedLM": _bert("bert"),
@@ -69,9 +148,17 @@ ENCODERS: Mapping[str, Entry] = {
     "CamembertModel": _ROBERTA,
     "CamembertForMaskedLM": _ROBERTA,
     "CamembertForSequenceClassification": _ROBERTA_SCORES,
+    "DistilBertModel": _distilbert(),
+    "DistilBertForMaskedLM": _distilbert(),
+    "DistilBertForSequenceClassification": _distilbert(scores=True),
+    "MPNetModel": _MPNET,
+    "MPNetForMaskedLM": _MPNET,
+    "MPNetForSequenceClassification": replace(_MPNET, scores=True),
     "ModernBertModel": _modernbert(),
     "ModernBertForMaskedLM": _modernbert(),
     "ModernBertForSequenceClassification": _modernbert(scores=True),
+    "NomicBertModel": _NOMIC,
+    "NomicBertForMaskedLM": _NOMIC,
     "RobertaModel": _ROBERTA,
     "RobertaForMaskedLM": _ROBERTA,
     "RobertaForSequenceClassification": _ROBERTA_SCORES,

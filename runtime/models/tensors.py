@@ -63,7 +63,7 @@ class FileBytes:
         if self._mapped:
             return torch.from_numpy(np.frombuffer(self._open(), np.uint8, end - begin, begin))
         content = torch.empty(end - begin, dtype=torch.uint8)
-        rest = memoryview(content.numpy())
+        rest = memoryview(content.numpy().data)
         with self._path.open("rb", buffering=0) as stream:
             stream.seek(begin)
             while rest and (count := stream.readinto(rest)):

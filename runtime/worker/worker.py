@@ -109,9 +109,9 @@ class ModelWorker:
         layers = setup.rank_info.stage_layers(self.facts.num_layers)
         decoder = load_model(self.facts, model, self.kernels, self.mesh, layers, setup.rank_info)
         if model.by_transformers:
-            from runtime.worker.transformers_check import check_against_itself  # imports transformers' models
+            from runtime.worker.transformers_check import tried  # imports transformers' models
 
-            check_against_itself(decoder, self.facts, self.device)
+            decoder = tried(decoder, self.facts, self.device, model.context_length)
         self.cache_specs = decoder.cache_specs  # of the whole model
         self.weight_bytes = sum(parameter.nbytes for parameter in decoder.parameters())
         self._model: Decoder | None = decoder

@@ -12,7 +12,10 @@ from transformers import (
     AutoModel,
     AutoModelForSequenceClassification,
     BertConfig,
+    DistilBertConfig,
     ModernBertConfig,
+    MPNetConfig,
+    NomicBertConfig,
     PreTrainedModel,
     RobertaConfig,
     XLMRobertaConfig,
@@ -30,6 +33,12 @@ SHAPE = {
     "eos_token_id": 2,
 }
 EPS = {"layer_norm_eps": 1e-3}  # large enough to be noticed
+_DISTIL = {
+    "hidden_size": "dim",
+    "intermediate_size": "hidden_dim",
+    "num_attention_heads": "n_heads",
+    "num_hidden_layers": "n_layers",
+}
 CONFIGS: dict[str, Any] = {
     "bert": lambda **own: BertConfig(**SHAPE, **EPS, **own),
     "roberta": lambda **own: RobertaConfig(**{**SHAPE, "pad_token_id": 1}, **EPS, type_vocab_size=1, **own),
@@ -40,6 +49,11 @@ CONFIGS: dict[str, Any] = {
 CONFIGS["modernbert"] = lambda **own: ModernBertConfig(
     **SHAPE, norm_eps=1e-3, local_attention=12, cls_token_id=1, sep_token_id=2, **own
 )
+CONFIGS["distilbert"] = lambda **own: DistilBertConfig(
+    **{_DISTIL.get(name, name): value for name, value in SHAPE.items()}, **own
+)
+CONFIGS["mpnet"] = lambda **own: MPNetConfig(**{**SHAPE, "pad_token_id": 1}, **EPS, **own)
+CONFIGS["nomic_bert"] = lambda **own: NomicBertConfig(**SHAPE, **EPS, **own)
 CLS, SEP = 94, 93  # RoBERTa's padding, 1, has a position of its own
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }} {{ message.content }} {% endfor %}w3"

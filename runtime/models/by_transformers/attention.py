@@ -22,6 +22,19 @@ IDLE = frozenset({"dropout", "use_cache", "output_attentions", "position_ids", "
 Attend = Callable[[nn.Module, Tensor, Tensor, Tensor, dict[str, Any]], Tensor]
 
 
+def body_name(model: Any) -> str:
+    """The attribute of a causal language model that holds all but its head."""
+    names = (model.base_model_prefix, "model", "transformer", "backbone", "decoder", "language_model")
+    found = (name for name in names if isinstance(getattr(model, name, None) if name else None, nn.Module))
+    return next(found, "")
+
+
+def body(model: Any) -> Any:
+    """All but its head."""
+    name = body_name(model)
+    return getattr(model, name) if name else model
+
+
 def register() -> None:
     """Make the name known to transformers; again does nothing."""
     AttentionInterface.register(NAME, _attend)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
@@ -25,6 +26,15 @@ from runtime.models.registry import unsupported
 KNOWN_OPTIONS = frozenset({"scaling", "sliding_window", "softcap", "s_aux"})
 SERVED_LAYERS = frozenset({"full_attention", "sliding_attention", "attention", "global", "local"})
 TOKENS = 3  # of the trial
+LATER = "attention to later tokens"
+CONTEXTS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "context_length", "n_ctx")
+UNBOUNDED = 8192  # positions of a model that does not say
+
+logger = logging.getLogger("penstock.core")
+
+
+class Unservable(CheckpointError):
+    """Over transformers' caches neither: how far it attends depends on whether there is one."""
 
 
 class Call(NamedTuple):
@@ -50,7 +60,8 @@ class Numbers:
     vocab_size: int
     context_length: int
     has_sinks: bool
-    windows: Sequence[int | None]  # of each call
+    recurrent: bool = False  # transformers keeps what it needs of each sequence
+    windows: Sequence[int | None] = ()  # of each call
 
 
 def config_of(values: Mapping[str, Any]) -> Any:
@@ -64,12 +75,21 @@ def config_of(values: Mapping[str, Any]) -> Any:
         )
     try:
         with quiet():
-            config = CONFIG_MAPPING[kind].from_dict(deepcopy(dict(values)))
+            config = CONFIG_MAPPING[kind].from_dict(_with_infinities(deepcopy(dict(values))))
     except Exception as error:  # what its validators raise is of many kinds
         raise CheckpointError(f"config.json: transformers refuses it: {error}") from error
     if getattr(config, "is_encoder_decoder", False):
         raise CheckpointError(f"{name} has an encoder, which this route does not serve.")
     return config
+
+
+def _with_infinities(value: Any) -> Any:
+    """Numbers that JSON does not have are written as {"__float__": "Infinity"}."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
+            return float(value["__float__"])
+        return {name: _with_infinities(each) for name, each in value.items()}
+    return [_with_infinities(each) for each in value] if isinstance(value, list) else value
 
 
 def is_causal(name: str) -> bool:
@@ -98,21 +118,48 @@ def _numbers(encoded: str) -> Numbers:
     config = config_of(values)
     forget_padding(config)
     name, text = values["architectures"][0], config.get_text_config()
+    try:
+        return _paged(name, config, text)
+    except Unservable:
+        raise
+    except CheckpointError as reason:
+        logger.info("%s Transformers' own caches are used, one for each sequence.", reason)
+    return Numbers(
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=1,
+        hidden_size=text.hidden_size,
+        vocab_size=text.vocab_size,
+        context_length=_context(text) or UNBOUNDED,
+        has_sinks=False,
+        recurrent=True,
+    )
+
+
+def _context(text: Any) -> int | None:
+    """How many positions a model has, by any of the names for it."""
+    named = (getattr(text, name, None) for name in CONTEXTS)
+    return next((each for each in named if isinstance(each, int) and each > 0), None)
+
+
+def _paged(name: str, config: Any, text: Any) -> Numbers:
+    """Of a model whose attention our kernels and cache can do. Raises CheckpointError, with the reason, for others."""
     kinds = getattr(text, "layer_types", None) or []
     strange = sorted(set(kinds) - SERVED_LAYERS)
     if strange:
         raise _refusal(name, f"layers of the kind {', '.join(strange)}")
-    if getattr(text, "use_bidirectional_attention", False):
-        raise _refusal(name, "attention to later tokens")
+    if getattr(text, "use_bidirectional_attention", False) in (True, "all"):
+        raise _refusal(name, LATER)
     for parameters in _rope_parameters(text):
         if parameters.get("rope_type") == "dynamic":
             raise _refusal(name, "rotary angles that depend on the longest text of a batch")
     calls = _calls(name, config)
     windows = [_window(name, text, kinds, index, call) for index, call in enumerate(calls)]
     if all(window is None for window in windows) and _says_window(text) and not kinds:
-        raise _refusal(name, "a window that its attention is not told")
-    context = getattr(text, "max_position_embeddings", None)
-    if not isinstance(context, int) or context < 1:
+        raise Unservable(str(_refusal(name, "a window that its attention is not told")))
+    context = _context(text)
+    if context is None:
         raise CheckpointError(f"config.json: {name} does not say how many positions it has.")
     first = calls[0]
     return Numbers(
@@ -139,7 +186,7 @@ def _calls(name: str, config: Any) -> list[Call]:
             if getattr(model, "_can_set_experts_implementation", lambda: False)():
                 model.set_experts_implementation("batched_mm")  # the others look at numbers
             ids = torch.zeros(1, TOKENS, dtype=torch.int64)
-            model.base_model(input_ids=ids, position_ids=ids, use_cache=False)
+            attention.body(model)(input_ids=ids, position_ids=ids, use_cache=False)
     except CheckpointError:
         raise
     except KeyError as error:
@@ -158,7 +205,7 @@ def _calls(name: str, config: Any) -> list[Call]:
     ):
         raise _refusal(name, "layers with different numbers of heads")
     if not all(call.causal for call in calls):
-        raise _refusal(name, "attention to later tokens")
+        raise _refusal(name, LATER)
     unknown = sorted(set().union(*(call.options for call in calls)) - KNOWN_OPTIONS)
     if unknown:
         raise _refusal(name, f"attention with {', '.join(unknown)}")

@@ -36,23 +36,28 @@ def load(facts: ModelFacts, plan: ModelPlan, kernels: Kernels) -> TransformersDe
 
     Raises CheckpointError for tensors that are missing, left over or misshapen.
     """
+    from runtime.models.by_transformers.held import HoldingDecoder
+
     attention.register()
+    implementation = "eager" if facts.recurrent else attention.NAME
     config, dtype = config_of(facts.config), getattr(torch, plan.dtype)
     with quiet():
         if plan.load_format == "dummy":
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(DUMMY_SEED)
                 model = AutoModelForCausalLM.from_config(
-                    config, dtype=dtype, attn_implementation=attention.NAME
+                    config, dtype=dtype, attn_implementation=implementation
                 )
         else:
-            model = _read(facts, config, dtype, plan)
+            model = _read(facts, config, dtype, plan, implementation)
     forget_padding(model.config)  # not before: transformers gives its embedding zeros
     model.eval().requires_grad_(False).to(plan.device)
+    if facts.recurrent:
+        return HoldingDecoder(model)
     return TransformersDecoder(model, _Attention(kernels, facts))
 
 
-def _read(facts: ModelFacts, config: Any, dtype: torch.dtype, plan: ModelPlan) -> Any:
+def _read(facts: ModelFacts, config: Any, dtype: torch.dtype, plan: ModelPlan, implementation: str) -> Any:
     files = TensorFiles(find_weights(Path(facts.path), plan.load_format))
     if not plan.any_dtype:
         weights = {name: dtype for name, dtype in files.dtypes.items() if name.endswith(".weight")}
@@ -62,7 +67,7 @@ def _read(facts: ModelFacts, config: Any, dtype: torch.dtype, plan: ModelPlan) -
             facts.path,
             config=config,
             dtype=dtype,
-            attn_implementation=attention.NAME,
+            attn_implementation=implementation,
             local_files_only=True,
             use_safetensors={"safetensors": True, "pt": False}.get(plan.load_format),
             output_loading_info=True,
@@ -91,19 +96,23 @@ class TransformersDecoder(Decoder):
 
     def __init__(self, model: Any, attend: _Attention) -> None:
         nn.Module.__init__(self)
+        self._hold(model)
+        self._attend = attend
+        self.cache_specs = attend.cache_specs
+        attention.give(model, attend.attend)
+
+    def _hold(self, model: Any) -> None:
+        """The model as a body and a head."""
         self.model = model
         self.embedding = self.norm = self.head = None
         self.layers = nn.ModuleList()
         self.pooler = Pooler()
         self.scorer = None
         self.hidden_size = model.config.get_text_config().hidden_size
-        self._attend = attend
-        self.cache_specs = attend.cache_specs
-        attention.give(model, attend.attend)
         # The same model with its body replaced by what the body gave: its head, whatever that does to logits.
-        self._given = _Given()
+        self._given = _Given(attention.body(model))
         head = copy.copy(model)
-        head._modules = {**model._modules, model.base_model_prefix: self._given}
+        head._modules = {**model._modules, attention.body_name(model): self._given}
         self._head = (head,)  # not a child: its parameters are the model's
 
     def keep(self, stage: Stage) -> None:
@@ -115,7 +124,7 @@ class TransformersDecoder(Decoder):
         if not batch.is_plain:
             raise RuntimeError("A model that transformers computes takes ids at positions of one axis.")
         self._attend.begin(batch)
-        output = self.model.base_model(
+        output = attention.body(self.model)(
             input_ids=batch.token_ids[None], position_ids=batch.positions[None], use_cache=False
         )
         return output.last_hidden_state[0]
@@ -140,9 +149,16 @@ class TransformersDecoder(Decoder):
 
 
 class _Given(nn.Module):
-    """A body that gives the hidden states which it was told."""
+    """A body that gives the hidden states which it was told; what else a head reads of it is that of the real one."""
 
     hidden: Tensor
+
+    def __init__(self, real: Any) -> None:
+        super().__init__()
+        self._real = (real,)  # not a child
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_real"][0], name)
 
     @property
     def decoder(self) -> _Given:

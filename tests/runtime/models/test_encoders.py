@@ -64,6 +64,8 @@ async def test_vectors_are_those_of_transformers(kind: str, tmp_path: Path) -> N
     [
         ("bert", {}),
         ("roberta", {}),
+        ("distilbert", {}),
+        ("mpnet", {}),
         ("modernbert", {"classifier_pooling": "cls"}),
         ("modernbert", {"classifier_pooling": "mean"}),
     ],
