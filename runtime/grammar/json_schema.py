@@ -19,7 +19,7 @@ from urllib.parse import quote
 from runtime.grammar import bounds, conditions, patterns
 from runtime.grammar.formats import INTEGER_BITS, MAX_LENGTHS, UNLIMITED, format_regex
 from runtime.grammar.opposites import NoOppositeError, opposite
-from runtime.grammar.references import REFERENCES, References, Unsupported
+from runtime.grammar.references import REFERENCES, References, Unsupported, endless, without
 from runtime.grammar.unique_items import (
     MAX_LISTED,
     MAX_UNIQUE,
@@ -94,6 +94,12 @@ class _Writer:
         definitions = self.references.definitions(self.schema)
         if not definitions:
             return written
+        dead = endless(definitions, lambda: self.pause(""))
+        if dead:
+            definitions = {
+                name: without(each, dead) for name, each in definitions.items() if name not in dead
+            }
+            written = without(written, dead)
         if isinstance(written, bool) or "$ref" in written:
             written = {"allOf": [written]} if isinstance(written, bool) else written
         return {"$defs": definitions, **written}

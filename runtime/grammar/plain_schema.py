@@ -19,6 +19,8 @@ Schema = dict[str, Any]
 # Names and texts that look the same in JSON, in a regular expression's brackets, and in every library's escapes.
 _PLAIN = re.compile(r"[A-Za-z0-9_ \-]{0,200}")
 MAX_DEPTH = 32
+VALUE_SIZE = 4  # what any value counts, with the blanks and marks around it
+MAX_LIMIT = 10**9  # of an integer
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,7 @@ class Enforced:
 
     keywords: Mapping[str, frozenset[str]]
     max_size: int  # letters of names and constants, counted as often as they may stand in an array
-    text_size: int = 2  # what a text counts
+    text_size: int = 4  # what a text counts
 
 
 def plain_schema(source: str, enforced: Enforced) -> tuple[Schema, int]:
@@ -108,7 +110,7 @@ class _Builder:
         for each in values:
             if not (isinstance(each, bool | None) or type(each) is int or _is_plain(each)):
                 raise Unsupported(keyword, pointer, "not all of it is words, integers, booleans or null")
-            self._grow(times * (len(json.dumps(each))), pointer)
+            self._grow(times * (VALUE_SIZE + len(json.dumps(each))), pointer)
         if not values:
             raise Unsupported(keyword, pointer, "nothing is left of it")
         return {"enum": values}
@@ -119,7 +121,7 @@ class _Builder:
             raise Unsupported("type", pointer, f"{name} is not known there")
         for keyword in schema.keys() - {"$defs", "type"} - allowed:
             raise Unsupported(keyword, f"{pointer}/{keyword}", "it is not enforced there")
-        self._grow(times * (self.enforced.text_size if name == "string" else 2), pointer)
+        self._grow(times * (self.enforced.text_size if name == "string" else VALUE_SIZE), pointer)
         if name == "object":
             return self._object(schema, pointer, times)
         if name == "array":
@@ -161,7 +163,6 @@ class _Builder:
             raise Unsupported("schema", pointer, "it is too large there")
 
 
-MAX_LIMIT = 10**9
 _ABOUT: Mapping[str, frozenset[str]] = {
     "string": frozenset({"minLength", "maxLength", "pattern"}),
     "integer": frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}),

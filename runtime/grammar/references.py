@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -11,6 +11,7 @@ from runtime.grammar.spec import InvalidGrammar
 
 MAX_COMPARED = 100_000  # looks behind references, for comparing schemas and for their opposites
 MAX_STEPS = 16  # of references that lead to references alone
+MAX_PASSES = 20  # over definitions that may lead to themselves
 LOOKS_BETWEEN_PAUSES = 64
 REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 
@@ -118,3 +119,57 @@ class References:
                 elif isinstance(found, list):
                     pending += [(f"{pointer}/{index}", item) for index, item in enumerate(found)]
         return self._anchors.get(name, [])
+
+
+def endless(definitions: Mapping[str, Any], pause: Callable[[], None]) -> set[str]:
+    """The names of those definitions, written for the backend, that no text matches, as they lead to themselves.
+
+    An output would come to a place where nothing is allowed, or go on for ever. `pause` is called for each look.
+    """
+    ending: set[str] = set()
+    open_ = list(definitions)[::-1]  # the innermost come first
+    for _ in range(MAX_PASSES):
+        found = [name for name in open_ if _ends(definitions[name], ending, pause)]
+        if not found:
+            return set(open_)
+        ending.update(found)
+        open_ = [name for name in open_ if name not in ending]
+    return set()
+
+
+def without(schema: Any, names: Collection[str]) -> Any:
+    """The schema, written for the backend, with false where it refers to one of these definitions."""
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema and schema["$ref"].removeprefix("#/$defs/") in names:
+        return False
+    found = dict(schema)
+    for keyword, value in schema.items():
+        if keyword in ("properties", "patternProperties", "$defs"):
+            found[keyword] = {name: without(part, names) for name, part in value.items()}
+        elif keyword in ("items", "additionalProperties"):
+            found[keyword] = without(value, names)
+        elif keyword in ("anyOf", "allOf", "prefixItems"):
+            found[keyword] = [without(part, names) for part in value]
+    return found
+
+
+def _ends(schema: Any, ending: set[str], pause: Callable[[], None]) -> bool:
+    """Whether a text may match as far as is known: one that needs only these definitions."""
+    pause()
+    if not isinstance(schema, dict):
+        return schema is not False
+    if "$ref" in schema and schema["$ref"].removeprefix("#/$defs/") not in ending:
+        return False
+    if not all(_ends(part, ending, pause) for part in schema.get("allOf", ())):
+        return False
+    if "anyOf" in schema and not any(_ends(part, ending, pause) for part in schema["anyOf"]):
+        return False
+    parts: list[Any] = []
+    if schema.get("type") == "object":
+        properties = schema.get("properties", {})
+        parts = [properties[name] for name in schema.get("required", ()) if name in properties]
+    elif schema.get("type") == "array":
+        least, first = schema.get("minItems", 0), schema.get("prefixItems", [])
+        parts = [*first[:least], *([schema["items"]] if least > len(first) and "items" in schema else [])]
+    return all(_ends(part, ending, pause) for part in parts)

@@ -34,7 +34,7 @@ ENFORCED = Enforced(
         "array": frozenset({"items", "minItems", "maxItems"}),
         "object": frozenset({"properties", "required", "additionalProperties"}),
     },
-    max_size=2_000,  # an automaton has a state for about each, and asks each state for all tokens
+    max_size=1_000,  # an automaton has a state for about each, and asks each for all tokens: 3 s with 150,000
     text_size=50,  # the state of a text holds nearly all of them: about 2 MB with 150,000
 )
 BYTES_A_STATE = 0.4  # for each token of the vocabulary; a text counts as `text_size` states

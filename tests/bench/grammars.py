@@ -27,6 +27,7 @@ from serve.bench.options import add_output_options, new_parser
 
 if TYPE_CHECKING:
     from runtime.config import Args
+    from runtime.grammar.backend import Backend, Matcher
     from serve import Engine
 
 MIN_ITEMS = 1_000  # so that no output ends before its tokens are spent
@@ -152,20 +153,37 @@ async def _one_turn(
 
 
 def time_masks(path: str, num_rows: int, num_steps: int) -> dict[str, Summary | None]:
-    """To compile a schema, and for the masks of all rows of a step: on the clock, and of all processors."""
+    """To compile a schema, and for the masks of all rows of a step: on the clock, and of all processors.
+
+    Twice: requests with the same schema share what the library learns about it.
+    """
     from runtime.grammar.spec import Grammar
     from runtime.grammar.with_llguidance import LLGuidanceBackend
     from serve.bench.schemas import read
 
     tokenizer = read(path)
     backend = LLGuidanceBackend.load(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids, None)
-    compile_ms, matchers = [], []
+    compile_ms, compiled = [], []
     for schema in schemas(num_rows):
         began_s = perf_counter()
-        matchers.append(backend.compile(Grammar("json_schema", json.dumps(schema))))
+        compiled.append(backend.compile(Grammar("json_schema", json.dumps(schema))))
         compile_ms.append(1e3 * (perf_counter() - began_s))
-    masks = np.zeros((num_rows, backend.num_words), np.int32)
-    chance = random.Random(0)
+    found = {"compile (ms)": summarize(compile_ms)}
+    for seed, when in enumerate(("first use", "again")):
+        masks_us, processors_us = _steps(backend, [each.copy() for each in compiled], num_steps, seed)
+        found[f"{when}: masks of a step (us)"] = summarize(masks_us)
+        found[f"{when}: of all processors (us)"] = summarize(processors_us)
+    alone = [_steps(backend, [each.copy()], max(2, num_steps // num_rows), 2)[1] for each in compiled]
+    found["again: one mask, of a processor (us)"] = summarize(time_us for each in alone for time_us in each)
+    return found
+
+
+def _steps(
+    backend: Backend, matchers: Sequence[Matcher], num_steps: int, seed: int
+) -> tuple[list[float], list[float]]:
+    """Microseconds of each step's masks, on the clock and of all processors, of outputs drawn from what they allow."""
+    masks = np.zeros((len(matchers), backend.num_words), np.int32)
+    chance = random.Random(seed)
     masks_us: list[float] = []
     processors_us: list[float] = []
     for _ in range(num_steps):
@@ -175,11 +193,7 @@ def time_masks(path: str, num_rows: int, num_steps: int) -> dict[str, Summary | 
         processors_us.append(1e6 * (process_time() - worked_s))
         for matcher, mask in zip(matchers, masks):
             matcher.consume([_draw(mask, chance)])
-    return {
-        "compile (ms)": summarize(compile_ms),
-        "masks of a step (us)": summarize(masks_us),
-        "masks, processors (us)": summarize(processors_us),
-    }
+    return masks_us, processors_us
 
 
 def _draw(mask: np.ndarray, chance: random.Random) -> int:

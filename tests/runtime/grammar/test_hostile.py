@@ -52,6 +52,30 @@ def test_references_in_a_circle_leave_nothing() -> None:
         grammars.compiled("json_schema", json.dumps(LOOP))
 
 
+ENDLESS: dict[str, dict[str, object]] = {
+    "itself": {"$ref": "#/$defs/x"},
+    "nested": {"type": "object", "properties": {"x": {"$ref": "#/$defs/x"}}, "required": ["x"]},
+    "items": {"type": "array", "items": {"anyOf": [{"$ref": "#/$defs/x"}]}, "minItems": 1},
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_what_no_text_ends_is_left_out_or_refused(name: str) -> None:
+    """An output must not come to where nothing is allowed."""
+    definitions = {"x": ENDLESS[name]}
+    needs = {"type": "object", "properties": {"a": {"$ref": "#/$defs/x"}}, "additionalProperties": False}
+    either = {"anyOf": [{"$ref": "#/$defs/x"}, {"const": 1}], "$defs": definitions}
+    for schema, value in (({**needs, "$defs": definitions}, {}), (either, 1)):
+        texts = [
+            grammars.random_output(grammars.compiled("json_schema", schema), seed, 20) for seed in range(5)
+        ]
+        ended = [json.loads(text) for text in texts if text is not None]
+        assert len(ended) >= 3
+        assert all(each == value for each in ended), texts
+    with pytest.raises(InvalidGrammar):
+        grammars.compiled("json_schema", {**needs, "required": ["a"], "$defs": definitions})
+
+
 def test_a_matcher_that_failed_does_not_allow_the_end() -> None:
     """The library would: an output that is cut off must not look whole."""
     matcher = grammars.compiled("regex", "[ab]{3}")
