@@ -43,7 +43,8 @@ def run_command(program: str, commands: Mapping[str, tuple[str, str]], argv: Seq
 
 
 def _usage(program: str, commands: Mapping[str, tuple[str, str]]) -> str:
-    lines = [f"  {name:<12}{what}\n" for name, (_, what) in commands.items()]
+    width = max(map(len, commands)) + 2
+    lines = [f"  {name:<{width}}{what}\n" for name, (_, what) in commands.items()]
     return f"usage: {program} COMMAND [options]\n\ncommands:\n{''.join(lines)}"
 
 
