@@ -1,4 +1,4 @@
-"""Who may call a route: scopes, keys, and what web pages of other origins may do.
+"""Who calls, and what they may call: scopes, keys, what pages of other origins may do, what headers say of callers.
 
 A route has one of three scopes. `PUBLIC` answers anybody. `USER` requires a key where keys were set, `ADMIN` an
 admin key; where none was set, it answers on loopback addresses alone, to whoever may call the user routes with
@@ -22,12 +22,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+import orjson
 from starlette.types import Scope
 
 from runtime.errors import ConfigurationError, Forbidden, Unauthorized
+from runtime.request import NOBODY, Caller
 
 if TYPE_CHECKING:
-    from runtime.config.plan import ServePlan
+    from runtime.config.plan import ObservePlan, ServePlan
+
+MAX_LABEL_CHARS = 128
+MAX_TRACE_CHARS = 512  # what W3C wants carried on
 
 ADMIN_NAME, USER_NAME = "admin-api-key", "api-key"  # of the keys that the command line names
 
@@ -51,6 +56,7 @@ class Client:
 # Whose request the running task answers; an engine called from Python answers its own process.
 THIS_PROCESS = Client(is_admin=True)
 CLIENT: ContextVar[Client] = ContextVar("penstock_client", default=THIS_PROCESS)
+CALLER: ContextVar[Caller] = ContextVar("penstock_caller", default=NOBODY)  # what its headers say
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,3 +215,25 @@ def _is_literal(host: str) -> bool:
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
+
+
+def caller_of(headers: Mapping[str, str], plan: ObservePlan) -> Caller:
+    """The sender as the headers describe it. Labels that are not allowed, or no text, are left out."""
+    trace = _trace(headers) if plan.trace_endpoint is not None else ()
+    if not plan.request_labels:
+        return Caller(trace=trace) if trace else NOBODY
+    try:
+        given = orjson.loads(headers.get(plan.labels_header) or "{}")
+    except orjson.JSONDecodeError:
+        given = {}
+    if not isinstance(given, dict):
+        given = {}
+    values = (given.get(name, "") for name in plan.request_labels)
+    labels = tuple(v[:MAX_LABEL_CHARS] if isinstance(v, str) else "" for v in values)
+    return Caller(labels=labels, trace=trace)
+
+
+def _trace(headers: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """The trace context, which says whose part the request is."""
+    given = ((name, headers.get(name, "")) for name in ("traceparent", "tracestate"))
+    return tuple((name, value) for name, value in given if 0 < len(value) <= MAX_TRACE_CHARS)

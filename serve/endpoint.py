@@ -19,10 +19,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from runtime.actors.output_stream import OutputStream
 from runtime.errors import InvalidRequest, PayloadTooLarge, RequestError, TakesLong, TooManyRequests
 from runtime.request import Chunk
-from serve.access import CLIENT, Access, Client, RouteScope
+from serve.access import CALLER, CLIENT, Access, Client, RouteScope, caller_of
 from serve.background import background_tasks
 from serve.body_limit import check_containers
-from serve.caller import CALLER, caller_of
 from serve.errors import NATIVE, ErrorFormat, refusal_response
 from serve.open_calls import OpenCalls
 from serve.output_streams import close_all, read_all

@@ -11,8 +11,7 @@ import anyio
 from runtime.actors.output_stream import OutputStream
 from runtime.errors import first_error
 from runtime.request import NOBODY, Chunk, Request
-from serve.access import CLIENT, THIS_PROCESS
-from serve.caller import CALLER
+from serve.access import CALLER, CLIENT, THIS_PROCESS
 from serve.work_budget import check_logprobs
 
 if TYPE_CHECKING:

@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
         for other in others
         if LAYERS.index(other.partition(".")[0]) < LAYERS.index(name.partition(".")[0])
     ]
-    functions = [node for module in modules for node in ast.walk(module.tree) if is_function(node)]
+    functions = [node for module in modules for node in functions_of(module.tree)]
     figures = {
         f"functions of more than {LONG_FUNCTION_LINES} lines": sum(
             (node.end_lineno or 0) - node.lineno >= LONG_FUNCTION_LINES for node in functions
@@ -108,8 +108,10 @@ def row(name: str, modules: Sequence[Module]) -> tuple[str, ...]:
     return name, str(len(modules)), f"{lines:,}", str(len(classes)), str(protocols), str(small)
 
 
-def is_function(node: ast.AST) -> bool:
-    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+def functions_of(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
 
 
 def imported(module: Module, names: set[str]) -> set[str]:
