@@ -29,6 +29,8 @@ _COMPANIONS: Mapping[str, Mapping[str, Any]] = {
     "schedule_low_priority_values_first": {"enable_priority_scheduling": True},
     "priority_scheduling_preemption_threshold": {"enable_priority_scheduling": True},
     "nnodes": _NODES,
+    "quantization_param_path": {"kv_cache_dtype": "fp8_e4m3"},
+    "delete_ckpt_after_loading": {"model_path": "."},  # what is there; nothing is deleted for the table
 }
 # Values of options that take no other text.
 _EXAMPLES: Mapping[str, Any] = {
@@ -37,6 +39,7 @@ _EXAMPLES: Mapping[str, Any] = {
     "max_total_tokens": 64,
     "cuda_graph_bs": (3,),
     "device": "cpu",
+    "torchao_config": "int8wo",
     "dist_init_addr": "other:5000",
     "prompt_tokens_buckets": ("tse", "1000", "2", "8"),
     "generation_tokens_buckets": ("customer", "10", "20"),

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, cast
 
+import numpy as np
 import uvicorn
 
 from ops.machine import Machine
@@ -66,6 +67,9 @@ def run(args: Args) -> int:
 async def _main(args: Args) -> int:
     signals = Signals()
     check_access(args)
+    read_prompt(
+        args.debug.debug_tensor_dump_input_file
+    )  # what is wrong with it shows before a model is loaded
     with signals.caught(), bind(args.http.host, args.http.port) as listening:
         try:
             return await _start_and_serve(args, signals, listening)
@@ -77,6 +81,10 @@ async def _main(args: Args) -> int:
 
 async def _start_and_serve(args: Args, signals: Signals, listening: socket.socket) -> int:
     async with Engine.of(args) as engine:
+        if (prompt := read_prompt(engine.core.plan.serve.input_file)) is not None:
+            sampling = SamplingParams(max_new_tokens=1, temperature=0, ignore_eos=True)
+            await engine.core.submit(Request(ids=prompt, sampling=sampling, label="INPUT_FILE")).whole()
+            return 0
         if not engine.core.plan.serve.skip_warmup:
             await warm_up(engine.core)
         tune_interpreter()
@@ -208,6 +216,19 @@ def check_access(args: Args) -> None:
         logger.warning(
             "Everybody who reaches --host %s may use this server; set --api-key or --api-key-file.", http.host
         )
+
+
+def read_prompt(path: str | None) -> tuple[int, ...] | None:
+    """The token ids of a NumPy file; None without one. Raises `ConfigurationError` for a file that has none."""
+    if path is None:
+        return None
+    try:
+        ids = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise ConfigurationError(f"--debug-tensor-dump-input-file {path} cannot be read: {error}.") from error
+    if not isinstance(ids, np.ndarray) or ids.dtype.kind not in "iu" or not ids.size:
+        raise ConfigurationError(f"--debug-tensor-dump-input-file {path} must hold token ids, as .npy.")
+    return tuple(ids.ravel().tolist())
 
 
 async def warm_up(core: EngineCore) -> None:

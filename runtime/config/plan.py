@@ -113,6 +113,7 @@ class KernelPlan(Section):
     raw_logprobs: bool = (
         False  # log-probabilities of the output are of the logits before anything changes them
     )
+    logits_folder: str | None = None  # where the logits of every step are written; None: nowhere
     nan_detection: bool = False  # say where values stop being finite numbers
 
 
@@ -180,6 +181,7 @@ class ServePlan(Section):
     log_level_http: str
     log_json: bool = False
     skip_warmup: bool
+    input_file: str | None = None  # with token ids that are computed once, and then the server ends
     cache_report: bool  # usage.prompt_tokens_details
     preferred_sampling: Mapping[str, Any]
     allow_auto_truncate: bool

@@ -291,12 +291,17 @@ class StepExecutor:
         self.mesh.send(x if residual is None else x + residual)
         return _Begun(batch, inputs, None)
 
+    @property
+    def _graphs_choose(self) -> bool:
+        """Whether graphs may choose tokens by themselves: nobody wants to see the logits of every step."""
+        return self._sampler is None or not self._sampler.must_see_logits
+
     def _chosen_by_graph(self, batch: Batch, inputs: StepInputs) -> Sampled | None:
         """The tokens of a step whose rows all sample, and want nothing that was not captured; None: it is another."""
         graphs, sampling = self.cuda_graphs, batch.sampling
         if graphs is None or sampling is None or len(sampling.rows) < len(batch.counts):
             return None
-        if batch.prompt_logprobs or not chooses_plainly(sampling):
+        if batch.prompt_logprobs or not chooses_plainly(sampling) or not self._graphs_choose:
             return None
         arrays, greedy = sampling_arrays(inputs.more.there), bool(sampling.greedy.all())
         found = graphs.choose(inputs.forward, arrays, greedy=greedy)
@@ -330,7 +335,8 @@ class StepExecutor:
         if vector_rows is None and sampling is None:
             graph.run(batch, last_tokens)
             return self._copy_out(batch)
-        if vector_rows is None and sampling is not None and graph.chooses and chooses_greedily(sampling):
+        is_plain = vector_rows is None and sampling is not None and chooses_greedily(sampling)
+        if is_plain and graph.chooses and self._graphs_choose:
             return self._copy_out(batch, Sampled(*graph.choose(batch, last_tokens)))
         rows = sampling.rows if sampling is not None else NO_ROWS
         num_samples = len(rows)

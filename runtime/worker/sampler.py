@@ -18,6 +18,7 @@ from runtime.request import Logprobs
 from runtime.sampling_params import ROW_ARRAYS
 from runtime.worker.device import Device
 from runtime.worker.host_data import NOTHING, Arrived, HostDataGate, num_words
+from runtime.worker.logits_dump import LogitsDump
 from runtime.worker.logprobs import (
     ScoredPrompts,
     ScoredRows,
@@ -116,6 +117,7 @@ class Sampler:
         apply_bitmask: ApplyBitmask = native.apply_bitmask,
         score: Score = native.score,
         raw_logprobs: bool = False,
+        dump: LogitsDump | None = None,
     ) -> None:
         self._is_host = device.is_host
         self._staging = Staging(device)
@@ -125,6 +127,12 @@ class Sampler:
         self._choose, self._penalize, self._score = choose, penalize, score
         self._apply_bitmask = apply_bitmask
         self._raw_logprobs = raw_logprobs
+        self._dump = dump
+
+    @property
+    def must_see_logits(self) -> bool:
+        """Whether every step's logits are wanted here, also of steps whose tokens could be chosen without."""
+        return self._dump is not None
 
     def arrays(self, batch: Batch) -> Mapping[str, np.ndarray]:
         """What a step's rows need on the device, as far as it is known before the forward."""
@@ -146,6 +154,8 @@ class Sampler:
         if sampling is None:
             raise ValueError("No row of this batch is sampled.")
         arrived = self._gate.arrived(batch)
+        if self._dump is not None:
+            self._dump.write(logits, batch)
         if staged is None or sampling.host_data is not None:
             host = self._host_arrays(sampling, arrived)
             staged = Staged(host, self._staging.copy(host))

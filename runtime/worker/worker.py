@@ -31,6 +31,7 @@ from runtime.worker.compiled import CompiledForward, compilable
 from runtime.worker.cpu_graph import CpuGraph
 from runtime.worker.cuda_graph import Choice, CudaGraphRunner
 from runtime.worker.device import Device, open_device
+from runtime.worker.logits_dump import LogitsDump
 from runtime.worker.memory_profile import profile_memory
 from runtime.worker.model_runner import StepExecutor
 from runtime.worker.sampler import Sampler
@@ -196,13 +197,15 @@ class ModelWorker:
         device = open_device(self.device)
         forward = self._make_forward(model, pool, device, cache)
         cuda_graphs = forward if isinstance(forward, CudaGraphRunner) else None
+        folder = plan.kernels.logits_folder
+        dump = LogitsDump(folder) if folder is not None else None
         return StepExecutor(
             model,
             pool,
             forward,
             num_sequences=cache.num_sequences,
             device=device,
-            sampler=self._make_sampler(cache.num_sequences, device),
+            sampler=self._make_sampler(cache.num_sequences, device, dump),
             mesh=self.mesh,
             cpu_graph=self._make_cpu_graph(model, pool, cache, plan),
             cuda_graphs=cuda_graphs,
@@ -248,7 +251,7 @@ class ModelWorker:
             kinds=cache.kinds,
         )
 
-    def _make_sampler(self, num_sequences: int, device: Device) -> Sampler:
+    def _make_sampler(self, num_sequences: int, device: Device, dump: LogitsDump | None = None) -> Sampler:
         return Sampler(
             self.facts.vocab_size,
             num_sequences,
@@ -258,6 +261,7 @@ class ModelWorker:
             apply_bitmask=self.kernels.apply_bitmask,
             score=self.kernels.score,
             raw_logprobs=self._raw_logprobs,
+            dump=dump,
         )
 
     def _make_cpu_graph(self, model: Decoder, pool: KVPool, cache: CacheSetup, plan: Plan) -> CpuGraph | None:

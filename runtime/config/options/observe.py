@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from runtime.config.option_spec import Json, always, inert, option, planned
-from runtime.config.plan import ObservePlan, SchedulerPlan, ServePlan
+from runtime.config.option_spec import Json, always, inert, option
+from runtime.config.plan import KernelPlan, ObservePlan, SchedulerPlan, ServePlan
 
 _LEVELS = ("debug", "info", "warning", "error", "critical")
 
@@ -136,11 +136,17 @@ class DebugArgs:
         "without their texts, as JSON.",
         plan=SchedulerPlan.crash_folder,
     )
-    debug_tensor_dump_output_folder: str | None = planned(
-        None, "Folder into which the logits of every step are written."
+    debug_tensor_dump_output_folder: str | None = option(
+        None,
+        "Folder into which the logits of every step that samples are written, as step-N.npz with logits, positions and "
+        "rids. Steps become slow. For one replica.",
+        plan=KernelPlan.logits_folder,
     )
-    debug_tensor_dump_input_file: str | None = planned(
-        None, "NumPy file with token ids that are run once at the start; then the server ends."
+    debug_tensor_dump_input_file: str | None = option(
+        None,
+        "NumPy file (.npy) with token ids that are computed once at the start, as the prompt of one output token; then "
+        "the server ends.",
+        plan=ServePlan.input_file,
     )
     debug_tensor_dump_inject: str | None = inert(
         None,

@@ -77,8 +77,16 @@ def kernel_plan(
         decode_attention_backend=decode,
         sampling_backend=sampling,
         raw_logprobs=builder.follow("logprobs_mode", builder.args.sampling.logprobs_mode == "raw_logprobs"),
+        logits_folder=_logits_folder(builder),
         nan_detection=builder.follow("enable_nan_detection"),
     )
+
+
+def _logits_folder(builder: PlanBuilder) -> Decision[str | None]:
+    option = "debug_tensor_dump_output_folder"
+    if builder.args.debug.debug_tensor_dump_output_folder is not None and builder.args.parallel.dp_size > 1:
+        builder.refuse(option, "--debug-tensor-dump-output-folder is for one replica; leave --dp-size out.")
+    return builder.follow(option)
 
 
 def _shape(dtype: str, facts: ModelFacts, cache: CachePlan) -> AttentionShape:

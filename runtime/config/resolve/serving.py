@@ -154,6 +154,7 @@ def serve_plan(builder: PlanBuilder, model_path: str, demo_path: str | None) -> 
         log_level_http=_log_level_http(builder),
         log_json=builder.follow("log_json"),
         skip_warmup=builder.follow("skip_server_warmup"),
+        input_file=builder.follow("debug_tensor_dump_input_file"),
         cache_report=builder.follow("enable_cache_report"),
         preferred_sampling=_preferred_sampling(builder),
         file_storage=builder.follow("file_storage_path"),

@@ -1,0 +1,51 @@
+"""The options that write the logits of steps: these are those of transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import tiny_checkpoints
+from serve import Engine
+from serve.cli import REFUSED, run
+
+PROMPT = [5, 9, 17, 3, 200]
+
+
+def reference(path: str, ids: list[int]) -> np.ndarray:
+    """Logits [T, V] of every position."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0].numpy()
+
+
+async def test_logits_of_every_step_are_written(tmp_path: Path):
+    path = tiny_checkpoints.cached(vocab_size=300)
+    async with Engine(
+        path, skip_tokenizer_init=True, debug_tensor_dump_output_folder=str(tmp_path)
+    ) as engine:
+        greedy = {"max_new_tokens": 3, "temperature": 0, "ignore_eos": True}
+        answer = await engine.generate(input_ids=PROMPT, sampling_params=greedy, rid="mine")
+    steps = [np.load(file) for file in sorted(tmp_path.glob("step-*.npz"))]
+    expected = reference(path, PROMPT + answer["output_ids"])
+    for position, step in enumerate(steps[:3], start=len(PROMPT)):
+        assert (step["rids"].tolist(), step["positions"].tolist()) == (["mine"], [position])
+        np.testing.assert_allclose(step["logits"][0], expected[position - 1], atol=2e-4)
+
+
+def test_server_computes_a_file_and_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tiny_checkpoints.cached(vocab_size=300)
+    np.save(tmp_path / "ids.npy", np.array(PROMPT))
+    (tmp_path / "no.npy").write_text("[1, 2]")
+    words = ["--model-path", path, "--skip-tokenizer-init", "--port", "0", "--log-level", "error"]
+    dump = ["--debug-tensor-dump-output-folder", str(tmp_path / "made" / "here")]
+    assert run([*words, *dump, "--debug-tensor-dump-input-file", str(tmp_path / "ids.npy")]) == 0
+    step = np.load(tmp_path / "made" / "here" / "step-000000.npz")
+    np.testing.assert_allclose(step["logits"][0], reference(path, PROMPT)[-1], atol=2e-4)
+    for wrong in ("no.npy", "none.npy"):
+        assert run([*words, "--debug-tensor-dump-input-file", str(tmp_path / wrong)]) == REFUSED
+    assert "cannot be read" in capsys.readouterr().err
