@@ -30,9 +30,10 @@ OPERATIONS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("attend",),
         ("with_cpp", "with_onednn", *(backend.file for backend in ATTENTION.values())),
     ),
-    "embedding": (("embed", "reads", "as_logits"), ("native", "with_cpp", "with_triton")),
-    "encoder_attention": (("attend_rows",), ("native",)),
+    "embedding": (("embed", "embed_placed", "reads", "as_logits"), ("native", "with_cpp", "with_triton")),
+    "encoder_attention": (("attend_texts",), ("native", "with_cpp")),
     "kv": (("store", "copy_pages"), ("native", "with_cpp", "with_triton")),
+    "latent": (("prepare_heads", "absorb", "expand", "join"), ("native", "with_cpp")),
     "matmul": (
         ("prepare", "prepare_grouped", "linear", "logits"),
         ("native", "int8", "with_cpp", "with_onednn", "with_triton"),
@@ -45,7 +46,7 @@ OPERATIONS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "add"),
         ("native", "with_cpp", "with_triton"),
     ),
-    "recurrence": (("convolve", "delta_rule", "scan"), ("native",)),
+    "recurrence": (("convolve", "delta_rule", "scan"), ("native", "with_cpp")),
     "rope": (("rotate",), ("native", "with_cpp", "with_triton")),
     "sampling": (
         ("choose", "penalize", "apply_bitmask", "score"),
@@ -59,7 +60,7 @@ class Kernels:
     """One callable per operation; each contract stands in its folder, that of `attend` in `ops.attention`."""
 
     attend: Callable[..., Tensor]
-    attend_rows: Callable[..., Tensor]
+    attend_texts: Callable[..., Tensor]
     store: Callable[..., None]
     copy_pages: Callable[..., None]
     rms_norm: Callable[..., Tensor]
@@ -72,12 +73,17 @@ class Kernels:
     activate: Callable[..., Tensor]
     modulate: Callable[..., Tensor]
     embed: Callable[..., Tensor]
+    embed_placed: Callable[..., Tensor]
     reads: Callable[[Tensor], bool]
     as_logits: Callable[..., Tensor]
     route: Callable[..., tuple[Tensor, Tensor]]
     mix: Callable[..., Tensor]
     prepare_experts: Callable[..., Mixture]
     prepare_grouped_experts: Callable[..., Mixture]
+    prepare_heads: Callable[[Tensor], Tensor]
+    absorb: Callable[[Tensor, Tensor, Tensor], Tensor]
+    expand: Callable[[Tensor, Tensor, int], Tensor]
+    join: Callable[[Tensor, Tensor], Tensor]
     convolve: Callable[..., Tensor]
     delta_rule: Callable[..., Tensor]
     scan: Callable[..., Tensor]

@@ -107,7 +107,7 @@ def _of_family(name: str, entry: Entry) -> Row:
         computed_by=f"{entry.family}.py",
         gives=SCORES if entry.scores else TEXT if generates else VECTORS,
         ranks=_ranks(entry),
-        cpu_graph=entry.captured and not entry.encoder and not entry.recurrent,
+        cpu_graph=entry.captured or not entry.encoder,
         cuda_graph=generates and entry.captured and not entry.recurrent,
         quantised="when loaded" if entry.encoder else "yes",
     )

@@ -7,31 +7,43 @@ from typing import Any
 
 from torch import Tensor
 
-from ops.activation.native import modulate
 from ops.cpp.kernel_launcher import KernelLauncher
 from ops.cpp.library import Gate, address
 
-KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "clamped_swiglu": 5}  # as in `small.h`
+NAMES = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu", "sigmoid")  # as in `small.h`
+KINDS = {name: kind for kind, name in enumerate(NAMES)}
 
 
 def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
-    """`gate` and `activate` (see `ops.activation`); `modulate` is torch's."""
+    """All of `ops.activation`."""
 
     def gate(x: Tensor, activation: str) -> Tensor:
         """Activate the first half and multiply it with the second."""
-        return launch(x, activation, x.shape[-1] // 2, alone=False)
+        gates, gated = x.contiguous().view(-1, x.shape[-1]).chunk(2, dim=-1)
+        return launch(gates, gated, activation).view(*x.shape[:-1], -1)
 
     def activate(x: Tensor, activation: str) -> Tensor:
         """Activate all of x."""
-        return launch(x, activation, x.shape[-1], alone=True)
+        return launch(x.contiguous().view(-1, x.shape[-1]), None, activation).view(x.shape)
 
-    def launch(x: Tensor, activation: str, size: int, *, alone: bool) -> Tensor:
-        x = x.contiguous()
-        out = launcher.empty((*x.shape[:-1], size), x.dtype)
-        tokens = launcher.tokens(x.view(-1, x.shape[-1]))
-        launcher.launch(
-            "gate", x.dtype, Gate(address(x), address(out), tokens, size, KINDS[activation], alone)
+    def modulate(x: Tensor, gate: Tensor, activation: str) -> Tensor:
+        """Multiply x with what is activated."""
+        x, gate = (each if each.stride(1) == 1 else each.contiguous() for each in (x, gate))
+        return launch(gate, x, activation)
+
+    def launch(x: Tensor, gated: Tensor | None, activation: str) -> Tensor:
+        out = launcher.empty(x.shape, x.dtype)
+        operands = Gate(
+            x=address(x),
+            gated=address(gated),
+            out=address(out),
+            tokens=launcher.tokens(x),
+            x_stride=x.stride(0),
+            gated_stride=0 if gated is None else gated.stride(0),
+            size=x.shape[1],
+            kind=KINDS[activation],
         )
+        launcher.launch("gate", x.dtype, operands)
         return out
 
     return {"gate": gate, "activate": activate, "modulate": modulate}

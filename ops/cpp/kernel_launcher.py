@@ -22,6 +22,7 @@ from ops.attention import AttentionMetadata
 from ops.cpp.library import (
     TYPES,
     Attend,
+    Gate,
     GraphNode,
     KernelDescription,
     Library,
@@ -188,14 +189,25 @@ class KernelGraph:
     def note(self, kernel: str, dtype: torch.dtype, operands: ctypes.Structure) -> None:
         """Add a kernel; one that stores the keys which the last one rotated takes that one's place and does both.
 
-        So keys are stored while they are in the cache of the core that rotated them.
+        So keys are stored while they are in the cache of the core that rotated them. Likewise a product activates
+        its results itself, for which nobody asks otherwise (see `ops.activation`).
         """
         last = self.operands[-1] if self.operands else None
         if isinstance(operands, Store) and isinstance(last, Rotate) and operands.k == last.k:
             del self.nodes[-1], self.operands[-1]
             kernel, operands = "rotate_store", RotateStore(last, operands)
+        if isinstance(operands, Gate) and not operands.gated and self._gives(operands.x, dtype):
+            last_product = self.operands[-1]
+            last_product.out, last_product.activation = operands.out, operands.kind + 1
+            return
         self.nodes.append(GraphNode(self._launcher.library.kernel(kernel, dtype), ctypes.addressof(operands)))
         self.operands.append(operands)
+
+    def _gives(self, x: int | None, dtype: torch.dtype) -> bool:
+        """Whether the last kernel is a plain product with these results."""
+        if not self.operands or self.nodes[-1].kernel != self._launcher.library.kernel("product", dtype):
+            return False
+        return self.operands[-1].out == x
 
     def close(self) -> None:
         """No kernels come any more."""

@@ -48,7 +48,14 @@ class GraphNode(Structure):
 
 
 class Embed(Structure):
-    _fields_ = (("weight", c_void_p), ("out", c_void_p), ("size", c_int64), ("scale", c_float))
+    _fields_ = (
+        ("weight", c_void_p),
+        ("out", c_void_p),
+        ("size", c_int64),
+        ("scale", c_float),
+        ("places", c_void_p),
+        ("type", c_void_p),
+    )
 
 
 class Norm(Structure):
@@ -119,11 +126,13 @@ class RotateStore(Structure):
 class Gate(Structure):
     _fields_ = (
         ("x", c_void_p),
+        ("gated", c_void_p),
         ("out", c_void_p),
         ("tokens", c_int64),
+        ("x_stride", c_int64),
+        ("gated_stride", c_int64),
         ("size", c_int64),
         ("kind", c_int64),
-        ("alone", c_int64),
     )
 
 
@@ -149,6 +158,22 @@ class Attend(Structure):
     )
 
 
+class AttendTexts(Structure):
+    _fields_ = (
+        ("q", c_void_p),
+        ("k", c_void_p),
+        ("v", c_void_p),
+        ("out", c_void_p),
+        ("q_stride", c_int64),
+        ("k_stride", c_int64),
+        ("v_stride", c_int64),
+        ("num_heads", c_int64),
+        ("head_dim", c_int64),
+        ("reach", c_int64),
+        ("scale", c_float),
+    )
+
+
 class Pack(Structure):
     _fields_ = (("weight", c_void_p), ("packed", c_void_p), ("in_size", c_int64), ("out_size", c_int64))
 
@@ -163,6 +188,7 @@ class Product(Structure):
         ("out", c_void_p),
         ("in_size", c_int64),
         ("out_size", c_int64),
+        ("activation", c_int64),
     )
 
 
@@ -295,10 +321,79 @@ class Combine(Structure):
     )
 
 
+class Convolve(Structure):
+    _fields_ = (
+        ("x", c_void_p),
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("pool", c_void_p),
+        ("out", c_void_p),
+        ("spans", c_void_p),
+        ("tokens", c_int64),
+        ("x_stride", c_int64),
+        ("channels", c_int64),
+        ("kernel", c_int64),
+    )
+
+
+class Recur(Structure):
+    _fields_ = (
+        ("q", c_void_p),
+        ("k", c_void_p),
+        ("v", c_void_p),
+        ("a", c_void_p),
+        ("b", c_void_p),
+        ("rate", c_void_p),
+        ("shift", c_void_p),
+        ("skip", c_void_p),
+        ("pool", c_void_p),
+        ("out", c_void_p),
+        ("spans", c_void_p),
+        ("tokens", c_int64),
+        ("q_stride", c_int64),
+        ("k_stride", c_int64),
+        ("v_stride", c_int64),
+        ("a_stride", c_int64),
+        ("b_stride", c_int64),
+        ("groups", c_int64),
+        ("heads", c_int64),
+        ("key_dim", c_int64),
+        ("value_dim", c_int64),
+        ("wide", c_int64),
+        ("low", c_float),
+        ("high", c_float),
+    )
+
+
+class ProductHeads(Structure):
+    _fields_ = (
+        ("product", Product),
+        ("heads", c_int64),
+        ("x_head", c_int64),
+        ("out_stride", c_int64),
+        ("out_head", c_int64),
+    )
+
+
+class CopyHeads(Structure):
+    _fields_ = (
+        ("x", c_void_p),
+        ("out", c_void_p),
+        ("tokens", c_int64),
+        ("heads", c_int64),
+        ("size", c_int64),
+        ("x_stride", c_int64),
+        ("x_head", c_int64),
+        ("out_stride", c_int64),
+        ("out_head", c_int64),
+    )
+
+
 # In the order of STRUCTURE_SIZES in `library.cpp`.
 STRUCTURES = (
     Step, GraphNode, Embed, Norm, Rotate, Store, Gate, Attend, Pack, Product, Pack8, Product8, Begin, Last, Choose,
-    RotateStore, Add, Product4, Pack4, Route, PairTable, Dispatch, Experts, Combine,
+    RotateStore, Add, Product4, Pack4, Route, PairTable, Dispatch, Experts, Combine, AttendTexts, Convolve, Recur,
+    ProductHeads, CopyHeads,
 )  # fmt: skip
 
 

@@ -27,6 +27,15 @@ def look_up(
     return rows(indices.masked_fill(elsewhere, 0), weight).masked_fill_(elsewhere.unsqueeze(1), 0)
 
 
+def embed_placed(
+    token_ids: Tensor, words: Tensor, positions: Tensor, places: Tensor | None, type: Tensor | None
+) -> Tensor:
+    """The vectors of words, of their positions and of their type (see `ops.embedding`)."""
+    x = F.embedding(token_ids, words)
+    x = x if type is None else x + type
+    return x if places is None else x + F.embedding(positions, places)
+
+
 def reads(prepared: Tensor) -> bool:
     """Plain weights only (see `ops.embedding`)."""
     return False

@@ -14,7 +14,7 @@ from ops.matmul.with_cpp import PackedWeight
 
 
 def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
-    """`embed`, `reads` and `as_logits` (see `ops.embedding`)."""
+    """All of `ops.embedding`; `as_logits` is torch's."""
 
     def reads(prepared: Tensor) -> bool:
         """A packed weight of its own dtype holds all that there was."""
@@ -42,4 +42,17 @@ def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
         )
         return x
 
-    return {"embed": embed, "reads": reads, "as_logits": native.as_logits}
+    def embed_placed(
+        token_ids: Tensor, words: Tensor, positions: Tensor, places: Tensor | None, type: Tensor | None
+    ) -> Tensor:
+        """The vectors of words, of their positions and of their type."""
+        if words.dtype not in TYPES:
+            return native.embed_placed(token_ids, words, positions, places, type)
+        token_ids, positions = token_ids.contiguous(), positions.contiguous()
+        x = launcher.empty((len(token_ids), words.shape[1]), words.dtype)
+        step = Step(num_tokens=len(token_ids), token_ids=address(token_ids), positions=address(positions))
+        operands = Embed(address(words), address(x), words.shape[1], 1.0, address(places), address(type))
+        launcher.launch("embed_placed", words.dtype, operands, step)
+        return x
+
+    return {"embed": embed, "embed_placed": embed_placed, "reads": reads, "as_logits": native.as_logits}

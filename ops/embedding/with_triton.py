@@ -9,6 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ops.embedding.native import embed_placed
+
+__all__ = ["as_logits", "embed", "embed_placed", "reads"]  # `embed_placed` is torch's
 BLOCK = 1024
 
 

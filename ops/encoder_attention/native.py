@@ -9,23 +9,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ops.attention import AttentionMetadata
+
 MIN_BLOCK = 256  # queries that are attended together where only their neighbours are keys
 
 
 Bias = Callable[[int], Tensor]
 
 
-def attend_rows(
+def attend_texts(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    counts: Sequence[int],
+    metadata: AttentionMetadata,
     *,
     scale: float,
     reach: int | None = None,
     bias: Bias | None = None,
 ) -> Tensor:
     """Attention [T, H, D] of each row to itself (see `ops.encoder_attention`)."""
+    counts = metadata.counts_host
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if q.is_cuda and len(set(counts)) > 1:
         return _padded(q, k, v, counts, scale, reach, bias)

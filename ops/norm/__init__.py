@@ -12,7 +12,7 @@ factor is 1 + weight (arXiv 1910.07467).
     add_layer_norm(x [T, E], residual [T, E], weight [E], bias [E] | None, eps) -> (normed, x + residual)
 
 the same of x - mean(x), with `bias` added at the end (arXiv 1607.06450). A weight of x's last two dimensions, [H, D],
-normalises each of the H lines of D with a weight of its own.
+of either kind, normalises each of the H lines of D with a weight of its own.
 
     add(x [T, E], y [T, E], *, scale=1.0, gate [T, 1] | None = None) -> y + x * scale * sigmoid(gate)
 

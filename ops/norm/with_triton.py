@@ -37,6 +37,8 @@ class Kind(NamedTuple):
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False) -> Tensor:
     """Normalise the last dimension (see `ops.norm`)."""
+    if weight.dim() == 2:  # for each head one
+        return native.rms_norm(x, weight, eps, unit_offset=unit_offset)
     return _norm(x, Kind(weight, eps, unit_offset))
 
 

@@ -3,7 +3,7 @@
 States lie in pools, one line each; `Segments` says which tokens go on from which line and where the state behind them
 is put. Line 0 of every pool is zeros, never written: what a sequence begins with. A backend file holds
 
-    convolve(x [T, C], weight [C, K], bias [C] | None, pool [N, K - 1, C], segments) -> [T, C]
+    convolve(x [T, C], weight [K, C], bias [C] | None, pool [N, K - 1, C], segments) -> [T, C]
 
 silu of the causal convolution of each channel over the last K tokens of its own sequence. A state is the last K - 1
 lines of x.
@@ -18,18 +18,20 @@ row, decay = exp(-exp(rate) * softplus(a + shift)) and beta = sigmoid(b), token 
 
 in float32. `rate` and `shift` are float32, pools may be of any floating dtype.
 
-    scan(x [T, H, P], dt [T, H], b [T, G, N], c [T, G, N], rate [H], shift [H], skip [H], pool [L, H, P, N], segments,
+    scan(x [T, H, P], dt [T, H], b [T, G, N], c [T, G, N], rate [H], shift [H], skip [H], pool [L, H, N, P], segments,
          *, low, high) -> [T, H, P]
 
 The selective scan of Mamba 2 (arXiv 2405.21060) in float32: with dt = softplus(dt + shift) held between low and high,
 
-    S = exp(-exp(rate) * dt) * S + (dt * x) b;  out = S c + skip * x
+    S = exp(-exp(rate) * dt) * S + b (dt * x);  out = c S + skip * x
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -55,14 +57,22 @@ class Wave(NamedTuple):
     spans: tuple[Span, ...]  # the others
 
 
-class Segments(NamedTuple):
+@dataclass(eq=False)
+class Segments:
     """Runs of tokens that go on from a line of the pools each; made once for a step, read by every layer."""
 
-    waves: tuple[Wave, ...]
+    # int32 [S, 4], as `Span` has them; while a step is captured of any shape, and its tokens say how many there are.
+    spans: Tensor
 
     @classmethod
-    def build(cls, spans: Sequence[Span], device: torch.device | str = "cpu") -> Segments:
-        """Of these, in the order in which their results depend on each other (blocking copies to the device)."""
+    def build(cls, spans: Sequence[Span], device: torch.device | str = "cpu") -> Self:
+        """Of these, which hold all tokens of a step in order."""
+        return cls(torch.tensor(spans, dtype=torch.int32, device=device).view(-1, 4))
+
+    @cached_property
+    def waves(self) -> tuple[Wave, ...]:
+        """The spans in the order in which their results depend on each other (blocking copies, both ways)."""
+        spans, device = [Span(*each) for each in self.spans.tolist()], self.spans.device
         waves: list[list[Span]] = []
         written: dict[int, int] = {}  # line -> the wave behind the last one that writes it
         read: dict[int, int] = {}  # line -> the wave behind the last one that reads it
@@ -74,7 +84,7 @@ class Segments(NamedTuple):
             written[span.write] = number + 1
             if span.read != span.write:
                 read[span.read] = max(read.get(span.read, 0), number + 1)
-        return cls(tuple(_wave(each, device) for each in waves))
+        return tuple(_wave(each, device) for each in waves)
 
 
 def _wave(spans: list[Span], device: torch.device | str) -> Wave:

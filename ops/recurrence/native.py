@@ -19,16 +19,16 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, pool: Tensor, segme
         if len(wave.tokens):
             seen = torch.cat([pool[wave.reads].to(x.dtype), x[wave.tokens].unsqueeze(1)], dim=1)  # [S, K, C]
             pool[wave.writes] = seen[:, 1:].to(pool.dtype)
-            summed = (seen.float() * weight.float().t()).sum(1)
+            summed = (seen.float() * weight.float()).sum(1)
             out[wave.tokens] = F.silu(summed if bias is None else summed + bias.float()).to(x.dtype)
         for read, write, start, count in wave.spans:
             seen = torch.cat([pool[read].to(x.dtype), x[start : start + count]])  # [K - 1 + count, C]
             pool[write] = seen[-keep:].to(pool.dtype)
             summed = F.conv1d(
                 seen.float().t().unsqueeze(0),
-                weight.float().unsqueeze(1),
+                weight.float().t().unsqueeze(1),
                 None if bias is None else bias.float(),
-                groups=len(weight),
+                groups=weight.shape[1],
             )
             out[start : start + count] = F.silu(summed[0].t()).to(x.dtype)
     return out
@@ -127,10 +127,10 @@ def scan(
     for wave in segments.waves:
         tokens = wave.tokens
         if len(tokens):
-            state = pool[wave.reads].float() * decay[tokens].exp()[..., None, None]  # [S, H, P, N]
-            state += given[tokens].unsqueeze(-1) * b[tokens].unsqueeze(-2)
+            state = pool[wave.reads].float() * decay[tokens].exp()[..., None, None]  # [S, H, N, P]
+            state += b[tokens].unsqueeze(-1) * given[tokens].unsqueeze(-2)
             pool[wave.writes] = state.to(pool.dtype)
-            out[tokens] = (state @ c[tokens].unsqueeze(-1)).squeeze(-1)
+            out[tokens] = (c[tokens].unsqueeze(-2) @ state).squeeze(-2)
         for read, write, start, count in wave.spans:
             state = pool[read].float()
             for first in range(start, start + count, CHUNK):
@@ -143,10 +143,10 @@ def scan(
 
 
 def _scan_chunk(state: Tensor, x: Tensor, b: Tensor, c: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
-    """L tokens of every head: state [H, P, N], x [H, L, P], b, c [H, L, N], decay [H, L] -> (out [H, L, P], state)."""
+    """L tokens of every head: state [H, N, P], x [H, L, P], b, c [H, L, N], decay [H, L] -> (out [H, L, P], state)."""
     total = decay.cumsum(-1)
     out = ((c @ b.transpose(-1, -2)) * _decay_between(total)) @ x
-    out += (c * total.exp().unsqueeze(-1)) @ state.transpose(-1, -2)
+    out += (c * total.exp().unsqueeze(-1)) @ state
     last = total[:, -1:]
     faded = b * (last - total).exp().unsqueeze(-1)
-    return out, state * last.exp().unsqueeze(-1) + x.transpose(-1, -2) @ faded
+    return out, state * last.exp().unsqueeze(-1) + faded.transpose(-1, -2) @ x

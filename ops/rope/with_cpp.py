@@ -24,7 +24,9 @@ def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
         plan_cache: MutableMapping[Hashable, Any] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Turn queries and keys by their positions' angles."""
-        q, k = (x if x.stride(-1) == 1 and x.stride(1) == x.shape[2] else x.contiguous() for x in (q, k))
+        q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+        if k.shape[1] > 1 and q.stride(1) != k.stride(1):
+            q, k = q.contiguous(), k.contiguous()
         operands = Rotate(
             q=address(q),
             k=address(k),
@@ -33,7 +35,7 @@ def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
             k_stride=k.stride(0),
             num_heads=q.shape[1],
             num_kv_heads=k.shape[1],
-            head_dim=q.shape[2],
+            head_dim=q.stride(1),
             size=table.shape[1],
             interleaved=interleaved,
         )

@@ -13,7 +13,7 @@ sequence begins with.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -35,6 +35,7 @@ ZEROS = 0
 OWN_LINES = 2
 LINES = 3  # for each sequence that may run: its own, and one for a snapshot
 MOST_LINES = 4  # of which there are never more for each
+MAX_SPANS = 4  # of a row
 
 
 @dataclass(slots=True)
@@ -95,6 +96,10 @@ class StateKind(CacheKind):
         spec: StateSpec, num_units: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> StateCache:
         return spec.make(num_units + 1, device)
+
+    @staticmethod
+    def buffer_sizes(max_rows: int, max_pages: int) -> Mapping[str, int]:
+        return {"spans": max_rows * MAX_SPANS * 4}
 
     @staticmethod
     def scratch_arrays(counts: Seq[int], num_units: int) -> dict[str, Ints]:

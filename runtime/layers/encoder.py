@@ -54,9 +54,10 @@ class EncoderAttention(nn.Module):
         q, k, v = heads.split(self.num_heads, dim=1)
         if self.rope is not None:
             q, k = self.rope(q, k, batch)
-        counts = batch.attention.counts_host
         options = {} if self.bias_by_distance is None else {"bias": self.bias_by_distance.of(batch)}
-        attended = self.kernels.attend_rows(q, k, v, counts, scale=self.scale, reach=self.reach, **options)
+        attended = self.kernels.attend_texts(
+            q, k, v, batch.attention, scale=self.scale, reach=self.reach, **options
+        )
         return self.out(attended.flatten(1), batch)
 
 
@@ -137,10 +138,11 @@ class EncoderEmbedding(Weighted):
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """-> [T, E]."""
-        x = self.words(batch)
-        if self.types is not None:
-            told = batch.token_types is not None and len(self.types) > 1
-            x = x + (self.types[batch.token_types] if told else self.types[0])
-        if self.positions is not None:
-            x = x + self.kernels.embed(batch.positions, self.positions)
-        return self.norm(x)
+        types, places, embed = self.types, self.positions, self.kernels.embed_placed
+        if types is None and places is None:
+            return self.norm(self.words(batch))
+        type = None if types is None else types[0]
+        if types is not None and batch.token_types is not None and len(types) > 1:
+            words = embed(batch.token_ids, self.words.weight, batch.positions, places, None)
+            return self.norm(words + types[batch.token_types])
+        return self.norm(embed(batch.token_ids, self.words.weight, batch.positions, places, type))

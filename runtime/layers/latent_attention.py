@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor, nn
 
 from runtime.layers.build import Build
@@ -92,33 +91,30 @@ class LatentAttention(Weighted):
 
     def prepare(self) -> None:
         heads = self.expansion.view(self.num_heads, -1, self.rank)
-        self.keys = frozen(heads[:, : self.plain_dim].contiguous())  # [H, N, R]
-        self.values = frozen(heads[:, self.plain_dim :].transpose(1, 2).contiguous())  # [H, R, V]
+        prepare = self.kernels.prepare_heads
+        self.keys = frozen(prepare(heads[:, : self.plain_dim].transpose(1, 2)))  # of [H, R, N]
+        self.values = frozen(prepare(heads[:, self.plain_dim :]))  # of [H, V, R]
         self.expansion = frozen(self.expansion.new_empty(0, self.rank))
 
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """x [T, E] -> [T, E]; the tokens' latent vectors are in the cache then."""
         reduced, latent, rotated = self.latents(x, batch).split(self._sizes, dim=-1)
         if self.query_norm is not None:
-            x = self.query_norm(reduced.contiguous())
+            x = self.query_norm(reduced)
         query = self.query(x, batch).unflatten(-1, (self.num_heads, self.qk_dim))
         plain, turned = query.split((self.plain_dim, self.rope_dim), dim=-1)
-        turned, rotated = self.rope(turned.contiguous(), rotated.unsqueeze(1).contiguous(), batch)
-        absorbed = torch.bmm(plain.transpose(0, 1), self.keys).transpose(0, 1)  # [T, H, R]
-        key = torch.cat(
-            (self.norm(latent.contiguous()).unsqueeze(1), rotated), dim=-1
-        )  # [T, 1, R + rope_dim]
-        cache = batch.cache[self.index]
-        cache.store(self.kernels, key, key, batch, {})
-        out = cache.attend(
-            self.kernels,
-            torch.cat((absorbed, turned), dim=-1),
+        turned, rotated = self.rope(turned, rotated.unsqueeze(1), batch)
+        kernels, cache = self.kernels, batch.cache[self.index]
+        key = kernels.join(self.norm(latent), rotated.squeeze(1))  # [T, 1, R + rope_dim]
+        cache.store(kernels, key, key, batch, {})
+        read = cache.attend(
+            kernels,
+            kernels.absorb(plain, turned, self.keys),
             batch,
             {},
             scale=self.scale,
             window=None,
             soft_cap=None,
             sinks=None,
-        )[..., : self.rank]  # [T, H, R]
-        out = torch.bmm(out.transpose(0, 1), self.values).transpose(0, 1)  # [T, H, V]
-        return self.out(out.flatten(1), batch)
+        )  # [T, H, R + rope_dim], of which the first R are values
+        return self.out(kernels.expand(read, self.values, self.value_dim), batch)

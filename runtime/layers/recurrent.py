@@ -10,14 +10,14 @@ from typing import ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from ops.recurrence import Segments, Span
+from ops.recurrence import Segments
 from runtime.errors import CheckpointError
 from runtime.layers.build import Build
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.linear import Linear
 from runtime.layers.norm import RMSNorm
 from runtime.layers.sharding import TensorParallelGroup
-from runtime.layers.weight import Shard, SubLayer, Weighted, parameter, whole
+from runtime.layers.weight import Shard, SubLayer, Weighted, frozen, parameter, whole
 
 KIND = "state"  # of cache
 
@@ -73,27 +73,33 @@ def state_cache(batch: ForwardBatch, index: int) -> StateCache:
 
 
 def segments_in(batch: ForwardBatch) -> Segments:
-    """Which tokens go on from which state: made once for all layers, on a GPU after waiting for what it was told."""
+    """Which tokens go on from which state: made once for all layers."""
     key, kept = (__name__, "segments"), batch.attention.plan_cache
     if key not in kept:
-        spans = batch.kinds[KIND].arrays["spans"]
-        kept[key] = Segments.build([Span(*each) for each in spans.tolist()], spans.device)
+        kept[key] = Segments(batch.kinds[KIND].arrays["spans"])
     return kept[key]
 
 
 class Convolution(Weighted):
-    """The weights of a causal convolution of each channel by itself: [C, K], and a bias [C] if there is one."""
+    """The weights of a causal convolution of each channel by itself: [K, C], and a bias [C] if there is one."""
 
     def __init__(self, name: str, channels: int, kernel: int, *, bias: bool = False) -> None:
         super().__init__()
         self.name = name
-        self.weight = parameter(channels, 1, kernel)
-        self.bias = parameter(channels) if bias else None
+        self._shape, self._has_bias = (channels, 1, kernel), bias
+        self.allocate()
+
+    def allocate(self) -> None:
+        self.weight = parameter(*self._shape)  # as checkpoints have it, until it is prepared
+        self.bias = parameter(self._shape[0]) if self._has_bias else None
 
     def shards(self) -> Iterator[Shard]:
         yield whole(f"{self.name}.weight", self.weight, (None, None, None))
         if self.bias is not None:
             yield whole(f"{self.name}.bias", self.bias, (None,))
+
+    def prepare(self) -> None:
+        self.weight = frozen(self.weight.squeeze(1).t().contiguous())
 
 
 class GatedDeltaNet(Weighted):
@@ -152,7 +158,7 @@ class GatedDeltaNet(Weighted):
         mixed, z = self.projections(x, batch).split(self._sizes, dim=-1)
         b, a = self.gates(x, batch).chunk(2, dim=-1)
         weights = self.convolution
-        mixed = kernels.convolve(mixed, weights.weight.squeeze(1), weights.bias, cache.inputs, segments)
+        mixed = kernels.convolve(mixed, weights.weight, weights.bias, cache.inputs, segments)
         q, k, v = mixed.split(self._channels, dim=-1)
         q, k = (each.unflatten(-1, (-1, self.key_dim)) for each in (q, k))
         v = v.unflatten(-1, (-1, self.value_dim))
@@ -200,7 +206,7 @@ class Mamba2(Weighted):
         self.norm_weight = parameter(inner)
         self.rate, self.shift, self.skip = (parameter(heads, dtype=torch.float32) for _ in range(3))
         self.cache_spec = StateSpec(
-            (kernel - 1, sum(self._channels)), (heads, head_dim, state_size), build.state_dtype
+            (kernel - 1, sum(self._channels)), (heads, state_size, head_dim), build.state_dtype
         )
 
     def shards(self) -> Iterator[Shard]:
@@ -217,7 +223,7 @@ class Mamba2(Weighted):
         kernels, cache, segments = self.kernels, state_cache(batch, self.index), segments_in(batch)
         z, mixed, dt = self.projections(x, batch).split(self._sizes, dim=-1)
         weights = self.convolution
-        mixed = kernels.convolve(mixed, weights.weight.squeeze(1), weights.bias, cache.inputs, segments)
+        mixed = kernels.convolve(mixed, weights.weight, weights.bias, cache.inputs, segments)
         values, b, c = mixed.split(self._channels, dim=-1)
         values = values.unflatten(-1, (-1, self.head_dim))
         b, c = (each.unflatten(-1, (-1, self.state_size)) for each in (b, c))
@@ -231,9 +237,8 @@ class Mamba2(Weighted):
         """x [T, H * P], normalised group by group."""
         if self.groups == 1:
             return self.kernels.rms_norm(x, self.norm_weight, self.eps)
-        parts = x.unflatten(-1, (self.groups, -1))
-        ones = torch.ones(parts.shape[-1], dtype=x.dtype, device=x.device)
-        return self.kernels.rms_norm(parts, ones, self.eps).flatten(1) * self.norm_weight
+        weight = self.norm_weight.view(self.groups, -1)
+        return self.kernels.rms_norm(x.unflatten(-1, (self.groups, -1)), weight, self.eps).flatten(1)
 
 
 def uncuttable() -> CheckpointError:

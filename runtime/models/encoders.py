@@ -100,6 +100,7 @@ def _distilbert(*, scores: bool = False) -> Entry:
 _MPNET = Entry(
     "bert",
     {**_BERT, "relative_attention_num_buckets": 32, "type_vocab_size": 0},
+    captured=False,  # torch computes attention with a bias
     encoder=True,
     cuttable=False,
     renamed=_LAYER_NORM,

@@ -28,7 +28,9 @@ class Entry:
     scores: bool = False  # a classifier: its vectors are scores of labels
     headless: bool = False  # a decoder without a head, which writes no token
     cuttable: bool = True  # over ranks; not where a norm is taken over all heads together
-    captured: bool = True  # its steps, in a CPU graph; not where torch computes a part of them
+    # Its single tokens, in a CUDA graph: not where no backend of attention takes its heads there. Of an encoder, its
+    # steps in the CPU graph, which every decoder of ours has.
+    captured: bool = True
     tensors: Mapping[str, str | None] = field(default_factory=dict)  # see `tensor_name`
     layer_types: tuple[str, ...] = ()  # those that its configuration may list; (): those of attention
     spelling: str | None = None  # a function in `spellings.py` that brings older files into the usual form

@@ -20,6 +20,7 @@ from runtime.kv_cache.pools import KVPool
 from runtime.kv_cache.registry import KINDS
 from runtime.layers.forward_batch import ForwardBatch, KindInputs
 from runtime.models.decoder import Decoder
+from runtime.models.encoder import Encoder
 
 NO_ROWS = np.zeros(0, np.int32)
 
@@ -43,7 +44,7 @@ class CpuGraph:
     ) -> None:
         """`context_length` is that of the longest row; it matters to caches of other kinds than pages alone."""
         launcher, head = kernels.launcher, model.head
-        if model.embedding is None:
+        if model.embedding is None and not isinstance(model, Encoder):
             raise NotCapturable("this model is no decoder of ours")
         if launcher is None or model.dtype not in launcher.dtypes:
             raise NotCapturable(f"the kernels in C++ compute nothing in {model.dtype}")
@@ -89,14 +90,15 @@ class CpuGraph:
                 self._to_tokens = forward.followed_by(chosen)
 
     def takes(self, batch: Batch) -> bool:
-        """Whether the batch fits, and says nothing that was not captured. Log-probabilities of prompts need hidden
-        states that the graph does not give.
+        """Whether the batch fits, and says nothing that was not captured, such as where second texts begin.
+        Log-probabilities of prompts need hidden states that the graph does not give.
         """
         fits = len(batch.token_ids) <= self._capacity and len(batch.starts) <= self._max_rows
         return (
             fits
             and not batch.prompt_logprobs
             and not batch.row_values
+            and batch.second_starts is None
             and all(
                 batch.kinds[kind][name].size <= buffer.numel()
                 for kind, buffers in self._kinds.items()
@@ -132,6 +134,16 @@ class CpuGraph:
         self._run(self._to_hidden, batch, last_tokens, rows)
         return self._hidden[: len(rows)]
 
+    def hidden_of_all(self, batch: Batch, last_tokens: Tensor) -> Tensor:
+        """Compute a step -> the hidden states [T, E] of all its tokens, which the next step overwrites.
+
+        For models whose vectors are pooled of more than a text's last token.
+        """
+        if self._hidden_of_all is None:
+            raise RuntimeError("Of this model the last hidden states are kept alone.")
+        self._run(self._to_hidden, batch, last_tokens, NO_ROWS)
+        return self._hidden_of_all[: len(batch.token_ids)]
+
     def close(self) -> None:
         """End the threads that compute."""
         self._launcher.close()
@@ -140,7 +152,9 @@ class CpuGraph:
         """From the batch's arrays to the hidden states of the rows asked for."""
         for inputs in (self._inputs, *self._own_pages.values()):
             whole.begin(self._launcher, inputs, self._model.dtype)
-        whole.last(self._launcher, self._model(batch), self._hidden)
+        hidden = self._model(batch)
+        self._hidden_of_all = hidden if self._model.pooler.pooling.needs_all else None
+        whole.last(self._launcher, hidden, self._hidden)
 
     def _choose(self) -> None:
         if self._head is None:

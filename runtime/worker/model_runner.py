@@ -204,7 +204,7 @@ class StepExecutor:
                 self._say_once(batch.row_values)
             search, graph = self._search, self._cpu_graph
             before = self.last_tokens.clone() if search is not None else None
-            if graph is not None and graph.takes(batch) and not self._pools_all(batch):
+            if graph is not None and graph.takes(batch):
                 read = self._run_cpu_graph(graph, batch)
             else:
                 read = self._end(self._begin(batch))
@@ -332,6 +332,9 @@ class StepExecutor:
     def _run_cpu_graph(self, graph: CpuGraph, batch: Batch) -> Read[StepOutput]:
         """Compute a step by one native call, and choose its tokens in the same one where that is simple."""
         last_tokens, sampling, vector_rows = self.last_tokens, batch.sampling, batch.embedding_rows
+        if vector_rows is not None and sampling is None and self._model.pooler.pooling.needs_all:
+            hidden = graph.hidden_of_all(batch, last_tokens)
+            return self._copy_out(batch, vectors=self._vectors(hidden, batch, vector_rows))
         if vector_rows is None and sampling is None:
             graph.run(batch, last_tokens)
             return self._copy_out(batch)
@@ -349,10 +352,6 @@ class StepExecutor:
             last_tokens[torch.from_numpy(batch.sequence_indices[sampling.rows])] = sampled.ids
         vectors = self._model.pooler.finish(hidden[num_samples:]) if vector_rows is not None else None
         return self._copy_out(batch, sampled, vectors=vectors)
-
-    def _pools_all(self, batch: Batch) -> bool:
-        """Whether more is wanted of a text than its last hidden state, which is all that a graph gives."""
-        return batch.embedding_rows is not None and self._model.pooler.pooling.needs_all
 
     def _vectors(self, hidden: Tensor, batch: Batch, rows: np.ndarray) -> Tensor:
         """hidden [T, E] of the batch's tokens -> the vectors of these rows, float32 [M, D]."""

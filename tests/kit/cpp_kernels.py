@@ -25,7 +25,20 @@ LESSER = {  # what a processor may lack
     "SSE2": ("-march=x86-64",),
 }
 CHOICES: dict[str, str] = dict.fromkeys(
-    ("activation", "attention", "embedding", "kv", "matmul", "moe", "norm", "rope"), "with_cpp"
+    (
+        "activation",
+        "attention",
+        "embedding",
+        "encoder_attention",
+        "kv",
+        "latent",
+        "matmul",
+        "moe",
+        "norm",
+        "recurrence",
+        "rope",
+    ),
+    "with_cpp",
 )  # of `ops.select`: everything that a model computes
 DTYPES = (torch.float32, torch.bfloat16)
 THREADS = (1, 2)

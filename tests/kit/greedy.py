@@ -15,11 +15,6 @@ FAMILIES = tiny_checkpoints.FAMILIES
 RECURRENT = (
     "granitemoehybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_seeing", "qwen3_5_seeing", "qwen3_next",
 )  # fmt: skip
-NOT_RECORDABLE = {  # whose steps no CPU graph computes, and why
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), "is computed by torch"),
-    **dict.fromkeys(RECURRENT, "steps with state caches are not captured"),
-}
-CAPTURABLE = tuple(family for family in FAMILIES if family not in NOT_RECORDABLE)
 # The same within the trained context and beyond, which transformers tells by the step.
 FACTORS = [1.0, 1.2, 1.7, 2.5]
 OWN: dict[str, dict[str, Any]] = {

@@ -190,7 +190,11 @@ LATENT = {
     "v_head_dim": 10,
 }
 OWN["deepseek_v2"] = {**LATENT, "topk_group": 1, "topk_method": "group_limited_greedy"}
-OWN["deepseek_v3"] = OWN["glm4_moe_lite"] = LATENT
+OWN["deepseek_v3"] = LATENT
+OWN["glm4_moe_lite"] = {
+    **LATENT,
+    "kv_lora_rank": 32,
+}  # the kernels in C++ take multiples of 16, with what is rotated
 OWN["gemma3_seeing"] = OWN["gemma3"]
 
 

@@ -24,7 +24,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 E4M3_CAPABILITY = (8, 9)
 HOST_ONLY = ("with_onednn", "int8")  # the latter keeps no 4 bits
 NO_TABLE = tuple(  # torch's own on a GPU
-    operation for operation, (_, files) in OPERATIONS.items() if files == ("native",)
+    operation for operation, (_, files) in OPERATIONS.items() if set(files) <= {"native", "with_cpp"}
 )
 EXACT = ("kv", "sampling")  # these copy, round or choose: nothing may differ
 EXTRAS = ("penalized", "masked", "scored")  # functions of a table beside `outputs`

@@ -14,7 +14,7 @@ import pytest
 
 import tiny_checkpoints
 from cpp_kernels import library
-from greedy import CAPTURABLE, FAMILIES, GREEDY, model_path, prompts, reference
+from greedy import FAMILIES, GREEDY, model_path, prompts, reference
 from serve import Engine
 
 PLAIN: dict[str, Any] = {"skip_tokenizer_init": True, "random_seed": 1}
@@ -55,7 +55,7 @@ def broken_compiler(no_compiler: None, monkeypatch: pytest.MonkeyPatch, tmp_path
     compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
 
 
-@pytest.mark.parametrize("family", CAPTURABLE)
+@pytest.mark.parametrize("family", FAMILIES)
 async def test_with_a_compiler_whole_steps_run_in_cpp(family: str, caplog: pytest.LogCaptureFixture) -> None:
     library()
     async with Engine(model_path(family), **PLAIN) as engine:

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-import greedy
-from runtime.models.config import read_facts
 from runtime.models.encoders import ENCODERS
 from runtime.models.registry import ARCHITECTURES
 from serve.cli import run
@@ -24,12 +22,8 @@ def test_document_is_written_from_the_registry() -> None:
 def test_every_architecture_is_listed_as_the_tests_of_models_declare_it() -> None:
     by_name = {row.architecture: row for row in rows()}
     assert by_name.keys() == {*ARCHITECTURES, *ENCODERS}
-    captured = {
-        read_facts(greedy.model_path(family)).architecture: family not in greedy.NOT_RECORDABLE
-        for family in greedy.FAMILIES
-    }
-    assert {name: by_name[name].cpu_graph for name in captured} == captured
     for row in rows():
+        assert row.cpu_graph is not row.architecture.startswith("MPNet")  # test_parity.py, test_encoders.py
         family = ROOT / "runtime" / "models" / row.computed_by
         assert len(family.read_text(encoding="utf-8").splitlines()) <= 200
 
@@ -44,7 +38,7 @@ def test_command_prints_one_or_all(capsys: pytest.CaptureFixture[str]) -> None:
         "scores",
         "tp, pp",
     )
-    assert (encoder["gives"], encoder["cpu_graph"], encoder["quantised"]) == ("vectors", False, "when loaded")
+    assert (encoder["gives"], encoder["cpu_graph"], encoder["quantised"]) == ("vectors", True, "when loaded")
     assert (foreign["computed_by"], foreign["ranks"]) == ("transformers", "one")
     assert run(["models", "NoSuchModel"]) == 1
     assert "NoSuchModel" in capsys.readouterr().err

@@ -1,6 +1,8 @@
+#include "attend_texts.h"
 #include "attention.h"
 #include "export.h"
 
 using namespace penstock;
 
 KERNELS(attend, attend)
+KERNELS(attend_texts, attend_texts)

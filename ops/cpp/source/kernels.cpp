@@ -1,8 +1,10 @@
 // All kernels but attention, which takes as long to compile as these.
 #include "export.h"
+#include "heads.h"
 #include "product.h"
 #include "product4.h"
 #include "product8.h"
+#include "recurrence.h"
 #include "small.h"
 #include "whole.h"
 
@@ -39,6 +41,7 @@ KERNELS(choose8, choose_of_8)
 KERNELS(choose4, choose_of_4)
 
 KERNELS(embed, embed)
+KERNELS(embed_placed, embed_placed)
 KERNELS(embed_packed, embed_packed)
 KERNELS(norm, norm)
 KERNELS(add, add)
@@ -46,6 +49,10 @@ KERNELS(rotate, rotate)
 KERNELS(store, store_kv)
 KERNELS(rotate_store, rotate_store)
 KERNELS(gate, gate)
+KERNELS(convolve, convolve)
+KERNELS(recur, recur)
+KERNELS(product_heads, product_heads)
+KERNELS(copy_heads, copy_heads)
 KERNELS(pack, pack)
 KERNELS(product, product_alike)
 KERNELS(product_wide, product_wide)

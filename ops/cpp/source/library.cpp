@@ -3,12 +3,15 @@
 // Nothing in the library knows of Python or torch, so it compiles in a few seconds; ops/cpp/library.py describes the
 // same operands with ctypes, which lets go of Python's lock for the whole of a call.
 
+#include "attend_texts.h"
 #include "attention.h"
 #include "experts.h"
+#include "heads.h"
 #include "pool.h"
 #include "product.h"
 #include "product4.h"
 #include "product8.h"
+#include "recurrence.h"
 #include "small.h"
 #include "whole.h"
 
@@ -25,7 +28,8 @@ const int64_t STRUCTURE_SIZES[] = {
     sizeof(BeginOperands), sizeof(LastOperands),   sizeof(ChooseOperands),
     sizeof(RotateStoreOperands), sizeof(AddOperands), sizeof(Product4Operands), sizeof(Pack4Operands),
     sizeof(RouteOperands), sizeof(PairTable), sizeof(DispatchOperands), sizeof(ExpertsOperands),
-    sizeof(CombineOperands),
+    sizeof(CombineOperands), sizeof(AttendTextsOperands),
+    sizeof(ConvolveOperands), sizeof(RecurOperands), sizeof(ProductHeadsOperands), sizeof(CopyHeadsOperands),
 };
 
 int64_t panel_width() { return PANEL; }

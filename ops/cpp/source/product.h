@@ -10,6 +10,7 @@
 
 #include "matrix_unit.h"
 #include "simd.h"
+#include "small.h"
 #include "step.h"
 
 namespace penstock {
@@ -35,6 +36,7 @@ struct ProductOperands {
     void* out;           // [rows, O], contiguous
     int64_t in_size;     // I
     int64_t out_size;    // O
+    int64_t activation;  // what each result, rounded, is put through: one more than an `Activation`, 0 for nothing
 };
 
 inline Words lanes_of(const BFloat16* from) { return load_pairs(from); }
@@ -67,6 +69,18 @@ inline void multiply_tile(const T* x, int64_t stride, const T* panel, int64_t de
             sums[row][0] = multiply_add(sums[row][0], first, value);
             sums[row][1] = multiply_add(sums[row][1], second, value);
         }
+    }
+}
+
+// With the activation of o behind them.
+template <class T, class Out>
+inline void store_activated(const Floats (&sums)[2], const ProductOperands& o, Out* out, int64_t column) {
+    const T* bias = static_cast<const T*>(o.bias);
+    for (int half = 0; half < 2; half++, column += LANES) {
+        const int64_t count = std::min<int64_t>(LANES, o.out_size - column);
+        if (count <= 0) return;
+        const Floats x = bias ? sums[half] + load(bias + column, count) : sums[half];
+        store(out + column, activate(Activation(o.activation - 1), rounded(out, x)), count);
     }
 }
 
@@ -214,8 +228,9 @@ template <class T, class Out>
 void product(const void* operands, const Step& step, ThreadGroup& threads) {
     const auto& o = *static_cast<const ProductOperands*>(operands);
     multiply<T>(o, threads, rows_of(o, step), [&](int64_t row, int64_t panel, const Floats (&sums)[2]) {
-        store_sums<T, Out>(sums, static_cast<const T*>(o.bias), static_cast<Out*>(o.out) + row * o.out_size,
-                           panel * PANEL, o.out_size);
+        Out* const out = static_cast<Out*>(o.out) + row * o.out_size;
+        if (o.activation) return store_activated<T, Out>(sums, o, out, panel * PANEL);
+        store_sums<T, Out>(sums, static_cast<const T*>(o.bias), out, panel * PANEL, o.out_size);
     });
 }
 

@@ -148,6 +148,9 @@ inline Floats store_rounded(BFloat16* to, Floats x, int64_t count) {
     return widen(halves);
 }
 
+inline Floats rounded(const float*, Floats x) { return x; }
+inline Floats rounded(const BFloat16*, Floats x) { return widen(round_to_bfloat16(x)); }
+
 // Calls work(k, count) for the lanes k .. k + count - 1 of `size`, 16 at a time but for the last.
 template <class Work>
 inline void in_vectors(int64_t size, const Work& work) {

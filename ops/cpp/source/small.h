@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "float8.h"
 #include "simd.h"
 #include "step.h"
 
@@ -112,7 +113,8 @@ struct RotateOperands {
     void* k;             // [T, K, D], likewise
     const float* table;  // [N, R]: cosines, then sines
     int64_t q_stride, k_stride;
-    int64_t num_heads, num_kv_heads, head_dim;
+    int64_t num_heads, num_kv_heads;
+    int64_t head_dim;    // D, or how far heads are apart where that is more
     int64_t size;        // R
     int64_t interleaved;
 };
@@ -233,6 +235,8 @@ struct EmbedOperands {
     void* out;           // [T, E]
     int64_t size;        // E
     float scale;         // of the vectors
+    const void* places;  // [N, E], of which the line of its position is added to a token's vector; or null
+    const void* type;    // [E], which is added to each vector; or null
 };
 
 template <class T>
@@ -251,7 +255,25 @@ void embed(const void* operands, const Step& step, ThreadGroup& threads) {
     });
 }
 
-enum Activation : int64_t { SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, CLAMPED_SWIGLU };
+// As `embed` without a scale, with what stands for a token's position and type: rounded once.
+template <class T>
+void embed_placed(const void* operands, const Step& step, ThreadGroup& threads) {
+    const auto& o = *static_cast<const EmbedOperands*>(operands);
+    threads.share(step.num_tokens, [&](int64_t token) {
+        const T* word = static_cast<const T*>(o.weight) + step.token_ids[token] * o.size;
+        const T* place = o.places ? static_cast<const T*>(o.places) + step.positions[token] * o.size : nullptr;
+        const T* type = static_cast<const T*>(o.type);
+        T* to = static_cast<T*>(o.out) + token * o.size;
+        in_vectors(o.size, [&](int64_t k, int64_t count) {
+            Floats x = load(word + k, count);
+            if (type) x += load(type + k, count);
+            if (place) x += load(place + k, count);
+            store(to + k, x, count);
+        });
+    });
+}
+
+enum Activation : int64_t { SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, CLAMPED_SWIGLU, LOGISTIC };
 
 constexpr float SWIGLU_LIMIT = 7.0f;   // of CLAMPED_SWIGLU
 constexpr float SWIGLU_SLOPE = 1.702f;
@@ -284,7 +306,22 @@ inline Floats activate(Floats x) {
             const Floats held = smaller(fill(SWIGLU_LIMIT), x);
             return through_sigmoid(held, SWIGLU_SLOPE * held);
         }
+        case LOGISTIC:
+            return through_sigmoid(fill(1.0f), x);
     }
+}
+
+inline Floats activate(Activation kind, Floats x) {
+    switch (kind) {
+        case SILU: return activate<SILU>(x);
+        case GELU: return activate<GELU>(x);
+        case GELU_TANH: return activate<GELU_TANH>(x);
+        case RELU: return activate<RELU>(x);
+        case RELU_SQUARED: return activate<RELU_SQUARED>(x);
+        case CLAMPED_SWIGLU: return activate<CLAMPED_SWIGLU>(x);
+        case LOGISTIC: return activate<LOGISTIC>(x);
+    }
+    __builtin_unreachable();
 }
 
 // What a gate lets through of the number that it stands beside.
@@ -295,12 +332,13 @@ inline Floats through_gate(Floats gate, Floats gated) {
 }
 
 struct GateOperands {
-    const void* x;   // [tokens, 2 * size]: gates, then what they gate; contiguous; [tokens, size] where all is activated
-    void* out;       // [tokens, size]
-    int64_t tokens;  // 0: those of the step
+    const void* x;      // [tokens, size], which are activated, tokens x_stride elements apart
+    const void* gated;  // likewise, which they gate; or null
+    void* out;          // [tokens, size], contiguous
+    int64_t tokens;     // 0: those of the step
+    int64_t x_stride, gated_stride;
     int64_t size;
     Activation kind;
-    int64_t alone;   // all of x is activated, and nothing is gated
 };
 
 template <class T, Activation KIND>
@@ -322,6 +360,7 @@ constexpr auto gate_line_of(Activation kind) {
         case RELU: return gate_line<T, RELU>;
         case RELU_SQUARED: return gate_line<T, RELU_SQUARED>;
         case CLAMPED_SWIGLU: return gate_line<T, CLAMPED_SWIGLU>;
+        case LOGISTIC: return gate_line<T, LOGISTIC>;
     }
     __builtin_unreachable();
 }
@@ -334,8 +373,9 @@ void gate(const void* operands, const Step& step, ThreadGroup& threads) {
     const auto line = gate_line_of<T>(o.kind);
     threads.share(tokens * parts, [&](int64_t task) {
         const int64_t token = task / parts, first = task % parts * 512, size = std::min<int64_t>(512, o.size - first);
-        const T* x = static_cast<const T*>(o.x) + token * (o.alone ? 1 : 2) * o.size + first;
-        line(x, o.alone ? nullptr : x + o.size, static_cast<T*>(o.out) + token * o.size + first, size);
+        const T* x = static_cast<const T*>(o.x) + token * o.x_stride + first;
+        const T* gated = o.gated ? static_cast<const T*>(o.gated) + token * o.gated_stride + first : nullptr;
+        line(x, gated, static_cast<T*>(o.out) + token * o.size + first, size);
     });
 }
 

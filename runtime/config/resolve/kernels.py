@@ -193,10 +193,11 @@ def _in_cpp(builder: PlanBuilder, machine: Machine, dtype: str) -> tuple[dict[st
         return {}, f"the kernels in C++ do not compute in {dtype}"
     if not machine.cpu_flags >= CPP_NEEDS:
         return {}, f"the kernels in C++ are slow on a processor without {'+'.join(sorted(CPP_NEEDS))}"
-    operations: dict[str, str] = dict.fromkeys([*SMALL_OPERATIONS, "embedding", "matmul", "moe"], "with_cpp")
+    names = (*SMALL_OPERATIONS, "embedding", "latent", "matmul", "moe", "recurrence")
+    operations: dict[str, str] = dict.fromkeys(names, "with_cpp")
     if any(name.endswith("attention_backend") for name in builder.args.explicitly_set):
         return operations, "C++ kernels compiled for this processor, but for attention, as asked"
-    for rows in ("attention", "prefill_attention"):
+    for rows in ("attention", "prefill_attention", "encoder_attention"):
         operations[rows] = "with_cpp"
     return operations, "C++ kernels compiled for this processor, a whole step in one call"
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import paged_forward
 import tiny_checkpoints
 from cpp_kernels import CHOICES, library
-from greedy import CAPTURABLE
+from greedy import FAMILIES, RECURRENT
 from ops.cpp.kernel_launcher import NotCapturable
 from ops.select import Kernels, select
 from runtime.batch import UNKNOWN, Batch, LogprobParams, PromptLogprobs, Sampling
@@ -53,10 +53,12 @@ def models(family: str, dtype: str, quantization: str | None) -> tuple[Decoder, 
 class Sequences:
     """Random tokens of some rows, of which every step computes some more."""
 
-    def __init__(self, page_size: int, seed: int) -> None:
+    def __init__(self, page_size: int, seed: int, *, with_states: bool = False) -> None:
+        self.with_states = with_states
         self.rng = np.random.default_rng(seed)
         self.page_size = page_size
         self.done = np.zeros(MAX_ROWS, np.int32)
+        self.lines = np.stack([np.zeros(MAX_ROWS, np.int32), np.arange(MAX_ROWS, dtype=np.int32) + 1], 1)
         self.table = self.rng.permutation(NUM_PAGES).astype(np.int32).reshape(MAX_ROWS, -1)
         self.last_tokens = torch.from_numpy(self.rng.integers(0, 128, MAX_ROWS))
 
@@ -71,7 +73,11 @@ class Sequences:
         self.done[rows] += number
         order = self.rng.permutation(MAX_ROWS).astype(np.int32)
         sampling = greedy(np.flatnonzero(self.rng.random(len(rows)) < 0.7).astype(np.int32))
-        return Batch(0, (), starts, number, order[rows], ids, self.table[rows], sampling)
+        read, written = self.lines[rows].T  # by turns, so that a step can be computed once more
+        self.lines[rows] = np.stack([written, np.where(read == 0, rows + 1 + MAX_ROWS, read)], 1)
+        spans = np.stack([read, written, ends - number, number], 1)
+        kinds = {"state": {"spans": spans.astype(np.int32)}} if self.with_states else {}
+        return Batch(0, (), starts, number, order[rows], ids, self.table[rows], sampling, kinds=kinds)
 
 
 def greedy(rows: np.ndarray) -> Sampling:
@@ -105,6 +111,7 @@ MORE_THAN_PRODUCTS = {
     "gemma2",
     "granite",
     "granitemoe",
+    "granitemoehybrid",
     "phi",
 }  # scaled, bounded or biased logits
 
@@ -117,7 +124,7 @@ MORE_THAN_PRODUCTS = {
             *precision,
             marks=[] if precision == PRECISIONS[0] or family in EACH_PRECISION else pytest.mark.slow,
         )
-        for family in CAPTURABLE
+        for family in FAMILIES
         for precision in PRECISIONS
     ],
 )
@@ -131,7 +138,7 @@ def test_a_recorded_step_is_the_kernels_one_by_one_is_plain_torch(
         steps = [[min(count, 4) for count in step] for step in steps]
     pools = [paged_forward.pool_for(model, NUM_PAGES, page_size) for model in (captured, alone, native)]
     graph = CpuGraph(captured, pools[0], two, CAPACITY, MAX_ROWS)
-    sequences = Sequences(page_size, seed)
+    sequences = Sequences(page_size, seed, with_states=family in RECURRENT)
     for counts in steps:
         if not any(counts):
             continue

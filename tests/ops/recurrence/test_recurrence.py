@@ -1,8 +1,9 @@
-"""Recurrent layers against transformers' own functions: any cutting of a sequence gives the same values."""
+"""Recurrent layers against transformers' own functions, however a sequence is cut; in C++ to the same bits."""
 
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,8 @@ import torch.nn.functional as F
 from transformers.models.granitemoehybrid import modeling_granitemoehybrid as mamba
 from transformers.models.qwen3_next import modeling_qwen3_next as delta
 
-from ops.recurrence import ZEROS, Segments, Span
-from ops.recurrence.native import convolve, delta_rule, scan
+from cpp_kernels import backend
+from ops.recurrence import ZEROS, Segments, Span, native
 
 LENGTHS = (70, 1, 9, 131)
 CUTS = ((), (1,), (1, 2, 3), (64,), (30, 31, 95, 130))
@@ -47,19 +48,26 @@ def run(operation, inputs: list[list[torch.Tensor]], pool: torch.Tensor, cuts: t
     return [torch.cat(each) for each in outputs]
 
 
-def drawn(*shape: int) -> list[torch.Tensor]:
-    return [torch.randn(length, *shape) for length in LENGTHS]
+def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    return [torch.randn(length, *shape).to(dtype) for length in LENGTHS]
+
+
+@pytest.fixture(params=["native", "with_cpp"])
+def kernels(request: pytest.FixtureRequest) -> Any:
+    return native if request.param == "native" else backend("recurrence", 2)
 
 
 @pytest.mark.parametrize("cuts", CUTS)
-def test_delta_rule(cuts: tuple[int, ...]) -> None:
+def test_delta_rule(cuts: tuple[int, ...], kernels: Any) -> None:
     torch.manual_seed(0)
     groups, heads, size, out_size = 2, 4, 8, 6
     rate, shift = torch.randn(heads), torch.randn(heads)
     inputs = [drawn(groups, size), drawn(groups, size), drawn(heads, out_size), drawn(heads), drawn(heads)]
     pool = torch.zeros(len(LENGTHS) + 1, heads, size, out_size)
     found = run(
-        lambda each, segments: delta_rule(*each, rate=rate, shift=shift, pool=pool, segments=segments),
+        lambda each, segments: kernels.delta_rule(
+            *each, rate=rate, shift=shift, pool=pool, segments=segments
+        ),
         inputs,
         pool,
         cuts,
@@ -80,15 +88,15 @@ def test_delta_rule(cuts: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("cuts", CUTS)
-def test_scan(cuts: tuple[int, ...]) -> None:
+def test_scan(cuts: tuple[int, ...], kernels: Any) -> None:
     torch.manual_seed(0)
     groups, heads, size, state_size = 2, 4, 6, 8
     rate, shift, skip = torch.randn(heads), torch.randn(heads), torch.randn(heads)
     inputs = [drawn(heads, size), drawn(heads), drawn(groups, state_size), drawn(groups, state_size)]
-    pool = torch.zeros(len(LENGTHS) + 1, heads, size, state_size)
+    pool = torch.zeros(len(LENGTHS) + 1, heads, state_size, size)
     limits = {"low": 0.01, "high": 1.5}
     found = run(
-        lambda each, segments: scan(
+        lambda each, segments: kernels.scan(
             *each, rate=rate, shift=shift, skip=skip, pool=pool, segments=segments, **limits
         ),
         inputs,
@@ -111,18 +119,20 @@ def test_scan(cuts: tuple[int, ...]) -> None:
             return_final_states=True,
         )
         torch.testing.assert_close(ours, theirs[0], atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(pool[row + 1], state[0], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(pool[row + 1].transpose(1, 2), state[0], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("cuts", CUTS)
 @pytest.mark.parametrize("biased", [True, False])
-def test_convolution(cuts: tuple[int, ...], biased: bool) -> None:
+def test_convolution(cuts: tuple[int, ...], biased: bool, kernels: Any) -> None:
     torch.manual_seed(0)
     size, kernel = 10, 4
     weight, bias = torch.randn(size, kernel), torch.randn(size) if biased else None
     pool, inputs = torch.zeros(len(LENGTHS) + 1, kernel - 1, size), [drawn(size)]
     found = run(
-        lambda each, segments: convolve(*each, weight=weight, bias=bias, pool=pool, segments=segments),
+        lambda each, segments: kernels.convolve(
+            *each, weight=weight.t().contiguous(), bias=bias, pool=pool, segments=segments
+        ),
         inputs,
         pool,
         cuts,
@@ -140,3 +150,38 @@ def test_segments_wait_for_what_they_read_and_for_those_who_read_what_they_overw
         [6, 4],
         [7],
     ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("pool_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("size", "out_size"), [(128, 80), (70, 64), (256, 40)])
+def test_states_in_cpp_are_those_of_torch_and_the_same_bits_however_cut(
+    dtype: torch.dtype, pool_dtype: torch.dtype, size: int, out_size: int
+) -> None:
+    torch.manual_seed(0)
+    groups, heads = 2, 4
+    numbers = {name: torch.randn(heads) for name in ("rate", "shift", "skip")}
+    shapes = ((groups, size), (groups, size), (heads, out_size), (heads,), (heads,))
+    inputs = [drawn(*shape, dtype=dtype) for shape in shapes]
+
+    def outputs(kernels: Any, name: str, cuts: tuple[int, ...]) -> list[torch.Tensor]:
+        pool = torch.zeros(len(LENGTHS) + 1, heads, size, out_size, dtype=pool_dtype)
+
+        def operation(each: list[torch.Tensor], segments: Segments) -> torch.Tensor:
+            q, k, v, a, b = each
+            given = {"pool": pool, "segments": segments, **numbers}
+            if name == "scan":
+                return kernels.scan(v, a, k, q, **given, low=0.1, high=1.0)
+            del given["skip"]
+            return kernels.delta_rule(q, k, v, a, b, **given)
+
+        return [*run(operation, inputs, pool, cuts), pool]
+
+    for name in ("scan", "delta_rule"):
+        whole = outputs(backend("recurrence", 2), name, ())
+        for ours, theirs in zip(whole, outputs(native, name, ()), strict=True):
+            error = (ours.double() - theirs.double()).norm() / theirs.double().norm()
+            assert error < (1e-5 if pool_dtype == dtype == torch.float32 else 5e-3)
+        if pool_dtype == torch.float32:  # which a state is kept in unrounded
+            cut = outputs(backend("recurrence", 1), name, (1, 2, 33, 64))
+            assert all(torch.equal(ours, theirs) for ours, theirs in zip(whole, cut, strict=True))

@@ -1,0 +1,56 @@
+// Products of every head with a weight of its own, and copies of heads (contract: ops/latent/__init__.py).
+#pragma once
+
+#include <cstring>
+
+#include "product.h"
+
+namespace penstock {
+
+struct ProductHeadsOperands {
+    ProductOperands product;  // of the first head; the weights of the others follow, each in whole panels
+    int64_t heads;
+    int64_t x_head;           // elements from one head to the next
+    int64_t out_stride;       // from one token to the next
+    int64_t out_head;
+};
+
+template <class T>
+void product_heads(const void* operands, const Step& step, ThreadGroup& threads) {
+    const auto& o = *static_cast<const ProductHeadsOperands*>(operands);
+    const int64_t rows = rows_of(o.product, step), panels = (o.product.out_size + PANEL - 1) / PANEL;
+    const int64_t blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+    threads.share(blocks * o.heads * panels, [&](int64_t task) {
+        const int64_t first = task / (o.heads * panels) * BLOCK_ROWS, head = task / panels % o.heads;
+        ProductOperands own = o.product;
+        own.x = static_cast<const T*>(own.x) + head * o.x_head;
+        own.weight = static_cast<const T*>(own.weight) + head * panels * PANEL * own.in_size;
+        T* const out = static_cast<T*>(own.out) + head * o.out_head;
+        multiply_over<T>(
+            own, [&](const auto& work) { work(first, std::min(first + BLOCK_ROWS, rows), task % panels); },
+            [&](int64_t row, int64_t panel, const Floats (&sums)[2]) {
+                store_sums<T, T>(sums, nullptr, out + row * o.out_stride, panel * PANEL, own.out_size);
+            });
+    });
+}
+
+struct CopyHeadsOperands {
+    const void* x;   // [tokens, heads, size]
+    void* out;
+    int64_t tokens;  // 0: those of the step
+    int64_t heads, size;
+    int64_t x_stride, x_head, out_stride, out_head;  // elements from one token, and one head, to the next
+};
+
+template <class T>
+void copy_heads(const void* operands, const Step& step, ThreadGroup& threads) {
+    const auto& o = *static_cast<const CopyHeadsOperands*>(operands);
+    threads.share(o.tokens ? o.tokens : step.num_tokens, [&](int64_t token) {
+        const T* x = static_cast<const T*>(o.x) + token * o.x_stride;
+        T* out = static_cast<T*>(o.out) + token * o.out_stride;
+        for (int64_t head = 0; head < o.heads; head++)
+            std::memcpy(out + head * o.out_head, x + head * o.x_head, o.size * sizeof(T));
+    });
+}
+
+}  // namespace penstock

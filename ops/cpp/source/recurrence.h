@@ -1,0 +1,221 @@
+// Layers that keep a state of one size for each sequence (contract: ops/recurrence/__init__.py).
+//
+// Tokens are taken one by one in every step, however a prompt is cut: the same bits come out of chunks, of single tokens
+// and beside any other rows. A task is some channels, or some columns of one head's state, over all spans of the step in
+// their order: nothing else reads or writes those.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "simd.h"
+#include "small.h"
+#include "step.h"
+
+namespace penstock {
+
+// Tokens start .. start + count - 1 of the batch go on from one line of the pools; the state behind them goes to another.
+struct Span {
+    int32_t read, write, start, count;
+};
+
+// Calls work(span) for the spans of a step, which hold all its tokens.
+template <class Work>
+inline void each_span(const Span* spans, int64_t tokens, const Work& work) {
+    for (int64_t done = 0; done < tokens; done += (spans++)->count) work(*spans);
+}
+
+struct ConvolveOperands {
+    const void* x;       // [T, C], tokens x_stride elements apart
+    const void* weight;  // [K, C]
+    const void* bias;    // [C], or null
+    float* pool;         // [N, K - 1, C]
+    void* out;           // [T, C], contiguous
+    const Span* spans;
+    int64_t tokens;      // 0: those of the step
+    int64_t x_stride, channels, kernel;
+};
+
+// Some channels of one span.
+template <class T>
+void convolve_span(const ConvolveOperands& o, const Span& span, int64_t first, int64_t size) {
+    const int64_t kept = o.kernel - 1, channels = o.channels;
+    const T* const x = static_cast<const T*>(o.x) + span.start * o.x_stride + first;
+    const T *const weight = static_cast<const T*>(o.weight) + first, *const bias = static_cast<const T*>(o.bias);
+    const float* const before = o.pool + span.read * kept * channels + first;
+    float* const behind = o.pool + span.write * kept * channels + first;
+    const auto input = [&](int64_t i, int64_t k, int64_t count) {  // token i's, also of those before the span
+        return i < 0 ? load(before + (kept + i) * channels + k, count) : load(x + i * o.x_stride + k, count);
+    };
+    T* out = static_cast<T*>(o.out) + span.start * channels + first;
+    for (int64_t i = 0; i < span.count; i++, out += channels)
+        in_vectors(size, [&](int64_t k, int64_t count) {
+            Floats sum = bias ? load(bias + first + k, count) : Floats{};
+            for (int64_t tap = 0; tap <= kept; tap++)
+                sum += input(i + tap - kept, k, count) * load(weight + tap * channels + k, count);
+            store(out + k, through_sigmoid(sum, sum), count);
+        });
+    for (int64_t line = 0; line < kept; line++)  // upwards, as both may be the same memory
+        in_vectors(size, [&](int64_t k, int64_t count) {
+            store(behind + line * channels + k, input(span.count + line - kept, k, count), count);
+        });
+}
+
+template <class T>
+void convolve(const void* operands, const Step& step, ThreadGroup& threads) {
+    constexpr int64_t PART = 128;
+    const auto& o = *static_cast<const ConvolveOperands*>(operands);
+    const int64_t tokens = o.tokens ? o.tokens : step.num_tokens;
+    threads.share((o.channels + PART - 1) / PART, [&](int64_t part) {
+        const int64_t first = part * PART, size = std::min(PART, o.channels - first);
+        each_span(o.spans, tokens, [&](const Span& span) { convolve_span<T>(o, span, first, size); });
+    });
+}
+
+struct RecurOperands {
+    const void* q;       // [T, G, D], tokens q_stride elements apart, heads D apart; of a scan c
+    const void* k;       // likewise; of a scan b
+    const void* v;       // [T, H, E], likewise; of a scan x
+    const void* a;       // [T, H]: what a state fades by; of a scan dt
+    const void* b;       // [T, H]: how much is written; null: this is a scan
+    const float* rate;   // [H]
+    const float* shift;  // [H]
+    const float* skip;   // [H], of a scan
+    void* pool;          // [N, H, D, E]
+    void* out;           // [T, H, E], contiguous
+    const Span* spans;
+    int64_t tokens;      // 0: those of the step
+    int64_t q_stride, k_stride, v_stride, a_stride, b_stride;
+    int64_t groups, heads, key_dim, value_dim;
+    int64_t wide;        // whether the pool is float32; else it is bfloat16
+    float low, high;     // between which a scan holds dt
+};
+
+constexpr int64_t MAX_KEY_DIM = 256;
+constexpr int64_t STATE_FLOATS = 8192;  // of a task, which stay in the nearest cache
+constexpr int64_t MAX_VECTORS = 4;      // of columns
+
+// How many vectors of columns a task has.
+inline int64_t vectors_of(const RecurOperands& o) {
+    const int64_t fitting = std::clamp<int64_t>(STATE_FLOATS / (o.key_dim * LANES), 1, MAX_VECTORS);
+    return std::min(fitting, (o.value_dim + LANES - 1) / LANES);
+}
+
+inline float softplus(float x) { return x > 20 ? x : std::log1p(std::exp(x)); }
+
+// Some columns of one head's state.
+template <class T, int VECTORS>
+class Columns {
+public:
+    Columns(const RecurOperands& o, int64_t head, int64_t first) : o_(o), head_(head), first_(first) {
+        for (int w = 0; w < VECTORS; w++) count_[w] = std::clamp<int64_t>(o.value_dim - first - w * LANES, 0, LANES);
+    }
+
+    template <class P>
+    void go(const Span& span) {
+        const int64_t size = o_.key_dim * o_.value_dim, offset = head_ * size + first_;
+        const P* from = static_cast<const P*>(o_.pool) + span.read * o_.heads * size + offset;
+        P* to = static_cast<P*>(o_.pool) + span.write * o_.heads * size + offset;
+        for (int64_t d = 0; d < o_.key_dim; d++)
+            for (int w = 0; w < VECTORS; w++) state_[d][w] = load(from + d * o_.value_dim + w * LANES, count_[w]);
+        for (int64_t token = span.start; token < span.start + span.count; token++)
+            o_.b ? update(token) : scan(token);
+        for (int64_t d = 0; d < o_.key_dim; d++)
+            for (int w = 0; w < VECTORS; w++) store(to + d * o_.value_dim + w * LANES, state_[d][w], count_[w]);
+    }
+
+private:
+    const RecurOperands& o_;
+    const int64_t head_, first_;
+    int64_t count_[VECTORS];  // columns in each vector
+    Floats state_[MAX_KEY_DIM][VECTORS];
+    alignas(64) float key_[MAX_KEY_DIM], query_[MAX_KEY_DIM];
+
+    float number(const void* of, int64_t stride, int64_t token) const {
+        return widen(static_cast<const T*>(of)[token * stride + head_]);
+    }
+
+    Floats value(int64_t token, int w) const {
+        return load(static_cast<const T*>(o_.v) + token * o_.v_stride + head_ * o_.value_dim + first_ + w * LANES, count_[w]);
+    }
+
+    // A key or query of the head's group; with `unit` it is brought to that length.
+    void read(const void* of, int64_t stride, int64_t token, float unit, float* to) const {
+        const T* from = static_cast<const T*>(of) + token * stride + head_ / (o_.heads / o_.groups) * o_.key_dim;
+        Floats squares{};
+        in_vectors(o_.key_dim, [&](int64_t k, int64_t count) {
+            const Floats x = load(from + k, count);
+            squares += x * x;
+            store(to + k, x, count);
+        });
+        if (unit == 0) return;
+        const float factor = unit / std::sqrt(sum(squares) + 1e-6f);
+        in_vectors(o_.key_dim, [&](int64_t k, int64_t count) { store(to + k, load(to + k, count) * factor, count); });
+    }
+
+    // The delta rule.
+    void update(int64_t token) {
+        read(o_.q, o_.q_stride, token, 1 / std::sqrt(float(o_.key_dim)), query_);
+        read(o_.k, o_.k_stride, token, 1, key_);
+        const float time = softplus(number(o_.a, o_.a_stride, token) + o_.shift[head_]);
+        const float decay = std::exp(-std::exp(o_.rate[head_]) * time);
+        const float beta = 1 / (1 + std::exp(-number(o_.b, o_.b_stride, token)));
+        Floats known[VECTORS] = {}, written[VECTORS];
+        for (int64_t d = 0; d < o_.key_dim; d++)
+            for (int w = 0; w < VECTORS; w++) known[w] += state_[d][w] * key_[d];
+        for (int w = 0; w < VECTORS; w++) written[w] = (value(token, w) - known[w] * decay) * beta;
+        put(token, write(decay, written), Floats{});
+    }
+
+    void scan(int64_t token) {
+        read(o_.q, o_.q_stride, token, 0, query_);
+        read(o_.k, o_.k_stride, token, 0, key_);
+        const float given = softplus(number(o_.a, o_.a_stride, token) + o_.shift[head_]);
+        const float time = std::min(std::max(given, o_.low), o_.high);
+        Floats written[VECTORS];
+        for (int w = 0; w < VECTORS; w++) written[w] = value(token, w) * time;
+        put(token, write(std::exp(-std::exp(o_.rate[head_]) * time), written), fill(o_.skip[head_]));
+    }
+
+    struct Read {
+        Floats of[VECTORS];
+    };
+
+    // Fades the state, adds what the key writes, and gives what the query reads.
+    Read write(float decay, const Floats (&written)[VECTORS]) {
+        Read read{};
+        for (int64_t d = 0; d < o_.key_dim; d++)
+            for (int w = 0; w < VECTORS; w++) {
+                state_[d][w] = state_[d][w] * decay + written[w] * key_[d];
+                read.of[w] += state_[d][w] * query_[d];
+            }
+        return read;
+    }
+
+    void put(int64_t token, const Read& read, Floats skip) {
+        T* to = static_cast<T*>(o_.out) + (token * o_.heads + head_) * o_.value_dim + first_;
+        for (int w = 0; w < VECTORS; w++) store(to + w * LANES, read.of[w] + value(token, w) * skip, count_[w]);
+    }
+};
+
+template <class T, int VECTORS = MAX_VECTORS>
+void recur_with(const RecurOperands& o, int64_t tokens, ThreadGroup& threads) {
+    if constexpr (VECTORS > 0) {
+        if (vectors_of(o) != VECTORS) return recur_with<T, VECTORS - 1>(o, tokens, threads);
+        const int64_t parts = (o.value_dim + VECTORS * LANES - 1) / (VECTORS * LANES);
+        threads.share(o.heads * parts, [&](int64_t task) {
+            Columns<T, VECTORS> columns(o, task / parts, task % parts * VECTORS * LANES);
+            each_span(o.spans, tokens, [&](const Span& span) {
+                o.wide ? columns.template go<float>(span) : columns.template go<BFloat16>(span);
+            });
+        });
+    }
+}
+
+template <class T>
+void recur(const void* operands, const Step& step, ThreadGroup& threads) {
+    const auto& o = *static_cast<const RecurOperands*>(operands);
+    recur_with<T>(o, o.tokens ? o.tokens : step.num_tokens, threads);
+}
+
+}  // namespace penstock
