@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import NamedTuple
 
 import torch
@@ -38,6 +38,11 @@ class ExpertNames(NamedTuple):
 
 
 NAMES = ExpertNames()
+TOGETHER = {  # as transformers 5 calls them, and checkpoints that were written with it
+    "gate": "experts.gate_up_proj",
+    "up": "experts.gate_up_proj",
+    "down": "experts.down_proj",
+}
 
 
 class Routing(NamedTuple):
@@ -116,6 +121,12 @@ class MoE(Weighted):
         self.gate_up_bias = parameter(experts * 2 * inner) if has_bias else None
         self.down_bias = parameter(experts * self.size) if has_bias else None
         self.correction = parameter(experts, dtype=torch.float32) if self.names.correction else None
+
+    def follow(self, stored: Container[str]) -> None:
+        """Take all experts from one tensor where the checkpoint has them so, instead of each from its own."""
+        if "{}" in self.names.gate and all(f"{self.name}.{name}" in stored for name in TOGETHER.values()):
+            self.names = self.names._replace(**TOGETHER)
+            self.allocate()
 
     def split(self, group: TensorParallelGroup) -> None:
         """Keep this rank's part of every expert; the router stays whole."""

@@ -20,6 +20,7 @@ from runtime.config.pooling import Pooling
 from runtime.distributed.mesh import RankInfo
 from runtime.errors import CheckpointError
 from runtime.layers.build import Build
+from runtime.layers.moe import MoE
 from runtime.layers.pooler import Pooler
 from runtime.layers.quantization import QuantizationMethod, quantization_method
 from runtime.layers.quantization.grouped import KeptGroups
@@ -124,6 +125,9 @@ def build_model(
         model = entry(config.architecture).decoder()(config, build)
         if writes_nothing(facts):
             model.without_head(_score_layers(config))
+        for module in model.modules():
+            if isinstance(module, MoE) and tensors is not None:
+                module.follow(tensors.shapes)
     if tensors is not None:
         if isinstance(tensors, QuantizedTensors):
             wanted = collect_shards(model)

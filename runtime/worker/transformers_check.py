@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import numpy as np
 import torch
@@ -93,7 +94,8 @@ def _in_steps(
 ) -> Tensor:
     """float32 logits [T, V] of both texts over our cache."""
     if isinstance(model, HoldingDecoder):
-        pool = KVPool(model.cache_specs, 2, PAGE, model.dtype, device, kinds={KIND: 4})
+        specs: Any = model.cache_specs
+        pool = KVPool(specs, 2, PAGE, model.dtype, device, kinds={KIND: 4})
     else:
         pool = KVPool.uniform(
             facts.num_layers, 2, PAGE, facts.num_kv_heads, facts.head_dim, model.dtype, device

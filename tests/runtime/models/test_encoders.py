@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,9 +15,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoTokenizer
 
 import http_server
+import paged_forward
 import tiny_checkpoints
 import tiny_encoders
+from ops.attention import AttentionMetadata
 from runtime.errors import CheckpointError, ConfigurationError
+from runtime.layers.forward_batch import ForwardBatch
 from runtime.models.config import read_facts
 from runtime.models.encoder import Encoder
 from runtime.models.registry import ENCODERS
@@ -83,6 +88,76 @@ async def test_scores_are_those_of_transformers(kind: str, own: dict[str, Any], 
         with torch.no_grad():
             wanted = model(torch.tensor([ids])).logits[0]
         torch.testing.assert_close(vector, wanted, atol=2e-5, rtol=1e-5)
+
+
+def attention(change: Callable[[Any], Any]) -> Callable[[Any], None]:
+    """The change in every layer's attention."""
+
+    def mutate(model: Any) -> None:
+        for layer in model.layers:
+            change(layer.attention)
+
+    return mutate
+
+
+NO_BIAS = attention(lambda layer: layer.qkv.bias.zero_())
+NOT_ROTATED = attention(lambda layer: setattr(layer, "rope", None))
+
+
+def relu(model: Any) -> None:
+    for layer in model.layers:
+        layer.mlp.activation = "relu"
+
+
+BY_POSITION = {
+    "positions": lambda model: model.embeddings.positions.zero_(),
+    "first position": lambda model: model.embeddings.positions.copy_(model.embeddings.positions.roll(1, 0)),
+    "biases": NO_BIAS,
+    "activation": relu,
+    "norm of embeddings": lambda model: model.embeddings.norm.weight.fill_(1),
+    "norm behind attention": lambda model: model.layers[0].attention_norm.bias.zero_(),
+}
+TYPES = {"types": lambda model: model.embeddings.types.zero_()}
+MUTATIONS: dict[str, dict[str, Callable[[Any], Any]]] = {
+    "bert": {**BY_POSITION, **TYPES},
+    "roberta": {**BY_POSITION, **TYPES},
+    "xlm-roberta": {**BY_POSITION, **TYPES},
+    "distilbert": BY_POSITION,
+    "mpnet": {
+        **BY_POSITION,
+        "bias by distance": attention(lambda layer: layer.bias_by_distance.weight.zero_()),
+        "later and earlier": attention(
+            lambda layer: layer.bias_by_distance.weight.copy_(layer.bias_by_distance.weight.roll(16, 0))
+        ),
+    },
+    "nomic_bert": {**TYPES, "rotation": NOT_ROTATED, "activation": relu},
+    "modernbert": {
+        "rotation": NOT_ROTATED,
+        "reach": attention(lambda layer: setattr(layer, "reach", None)),
+        "activation": relu,
+        "norm at the end": lambda model: model.norm.weight.fill_(1),
+    },
+}
+
+
+def encoded(model: Any, ids: list[int]) -> torch.Tensor:
+    """Hidden states [T, E] of one text."""
+    metadata = AttentionMetadata.build([0], [len(ids)], np.zeros((1, 1), np.int32), 128, torch.device("cpu"))
+    tokens, positions = torch.tensor(ids), torch.arange(len(ids))
+    cache: Any = None  # there is none
+    with torch.inference_mode():
+        return model(ForwardBatch(token_ids=tokens, positions=positions, attention=metadata, cache=cache))
+
+
+@pytest.mark.parametrize("kind", sorted(tiny_encoders.CONFIGS))
+def test_an_encoder_without_a_feature_is_caught(kind: str, tmp_path: Path) -> None:
+    reference, ids = tiny_encoders.save(tmp_path, kind), PROMPTS[0]
+    wanted = hidden_of(reference, ids)
+    assert (encoded(paged_forward.load(str(tmp_path)), ids) - wanted).abs().max() < 1e-4
+    for feature, mutate in MUTATIONS[kind].items():
+        model = paged_forward.load(str(tmp_path))
+        mutate(model)
+        assert (encoded(model, ids) - wanted).abs().max() > 1e-3, feature
 
 
 async def test_modules_beside_the_checkpoint_are_followed(tmp_path: Path) -> None:

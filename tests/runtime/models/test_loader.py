@@ -81,6 +81,26 @@ def test_copy_of_a_tied_head_is_ignored_but_needed_when_not_tied(tmp_path) -> No
     assert logits(paged_forward.load(path)).abs().max() == 0
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe_seeing", "glm4_moe"])
+def test_experts_load_from_one_tensor_as_from_one_each(family: str, tmp_path: Path) -> None:
+    path = tiny_checkpoints.write(tmp_path, family)
+    expected = logits(paged_forward.load(path))
+    tensors = load_file(tmp_path / "model.safetensors")
+    gates = [name for name in tensors if name.endswith("experts.0.gate_proj.weight")]
+    for gate in gates:
+        prefix = gate.removesuffix("0.gate_proj.weight")
+        number = sum(name.startswith(prefix) for name in tensors) // 3
+        parts = {
+            part: torch.stack([tensors.pop(f"{prefix}{index}.{part}.weight") for index in range(number)])
+            for part in ("gate_proj", "up_proj", "down_proj")
+        }
+        tensors[f"{prefix}gate_up_proj"] = torch.cat([parts["gate_proj"], parts["up_proj"]], 1)
+        tensors[f"{prefix}down_proj"] = parts["down_proj"]
+    assert gates
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert torch.equal(logits(paged_forward.load(path)), expected)
+
+
 def test_torch_files_load_the_same_model(tmp_path) -> None:
     path = tiny_checkpoints.write(tmp_path)
     expected = logits(paged_forward.load(path))
