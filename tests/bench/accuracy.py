@@ -33,6 +33,11 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "8 bits": {"dtype": "bfloat16", "quantization": "w8a8_int8"},
     "4 bits": {"dtype": "bfloat16", "quantization": "w4a16"},
     "4 bits, activations of 8": {"dtype": "bfloat16", "quantization": "w4a8"},
+    "int8wo": {"dtype": "bfloat16", "torchao_config": "int8wo"},
+    "fp8wo": {"dtype": "bfloat16", "torchao_config": "fp8wo"},
+    "int4wo-32": {"dtype": "bfloat16", "torchao_config": "int4wo-32"},
+    "a cache in e4m3": {"dtype": "bfloat16", "kv_cache_dtype": "fp8_e4m3"},
+    "a cache in e5m2": {"dtype": "bfloat16", "kv_cache_dtype": "fp8_e5m2"},
 }
 
 
