@@ -16,7 +16,7 @@ from ops.backends import ATTENTION, SAMPLING
 from ops.cpp.library import KernelDescription
 from ops.machine import Machine
 from ops.moe import Mixture
-from ops.sampling import ApplyBitmask, Choose, Penalize, Score
+from ops.sampling import Scores
 
 if TYPE_CHECKING:
     from ops.cpp.kernel_launcher import KernelLauncher
@@ -91,10 +91,10 @@ class Kernels:
     prepare_grouped: Callable[..., Tensor]
     linear: Callable[..., Tensor]
     logits: Callable[[Tensor, Tensor], Tensor]
-    choose: Choose
-    penalize: Penalize
-    apply_bitmask: ApplyBitmask
-    score: Score
+    choose: Callable[..., tuple[Tensor, Tensor]]
+    penalize: Callable[..., None]
+    apply_bitmask: Callable[..., None]
+    score: Callable[..., Scores]
     backends: Mapping[str, str]  # operation -> backend file of what was chosen; also "prefill_attention"
     launcher: KernelLauncher | None = None  # of those in C++, where there are some
 

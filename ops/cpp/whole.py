@@ -69,7 +69,7 @@ def last(launcher: KernelLauncher, hidden: Tensor, out: Tensor) -> None:
 def likeliest(launcher: KernelLauncher, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """The id of the largest of hidden @ weight.T, int64 [R], and whether the row is sound, bool [R].
 
-    As `ops.sampling.Choose` for greedy rows, but no logit is written down. `last_tokens` of the step get the ids.
+    As choose in `ops.sampling` for greedy rows, but no logit is written down. `last_tokens` of the step get the ids.
     """
     if not isinstance(weight, PACKED):
         raise NotCapturable("the head's weight is not packed")

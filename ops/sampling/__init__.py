@@ -2,10 +2,10 @@
 
 Four operations, each with a plain-torch implementation in `native`:
 
-- `Choose` picks one token per row.
-- `Penalize` changes logits of tokens that were seen before.
-- `ApplyBitmask` forbids the tokens that a grammar does not allow.
-- `Score` returns log-probabilities of given and of the best tokens.
+- `choose` picks one token per row.
+- `penalize` changes logits of tokens that were seen before.
+- `apply_bitmask` forbids the tokens that a grammar does not allow.
+- `score` returns log-probabilities of given and of the best tokens.
 
 What every implementation promises:
 
@@ -15,15 +15,50 @@ What every implementation promises:
 - A token of weight zero is never chosen. (At V = 150,000 that is less than 1e-13 of the likeliest.)
 - Tokens are ranked by logit, largest first, equal logits by lower id.
 - Nothing waits for a CUDA device.
-- A row with a NaN, with +inf or without any finite logit is not an error: see `Choose`.
+- A row with a NaN, with +inf or without any finite logit is not an error: see `choose`.
 
 Letters: R rows, V vocabulary, Q penalised or masked rows, C sequences whose tokens are counted, N best tokens, M
 requested token ids.
+
+choose(logits, arrays, host=None) -> (ids, sound)
+    Pick one token for each row of `logits` (float32 [R, V], unchanged).
+
+    `arrays` lie where the logits do. Where that is a device, `host` holds `greedy`, `top_k` and `top_p` of
+    the same values on the host, to plan the work without waiting.
+
+    Returns the ids (int64 [R]) and whether each row was sound (bool [R]). One that is not gets id 0.
+
+    Greedy rows take the largest logit. Others keep the `top_k` best tokens; of these the shortest run of
+    best ones whose mass reaches `top_p` of what was kept; of these the ones whose probability is at least
+    `min_p` times the largest. At least one is kept. The uniform number picks among the kept by inverse
+    distribution function: in ranked order where top_k or top_p is on, else in order of ids.
+
+penalize(logits, rows, counted, counts, in_prompt, frequency, presence, repetition) -> None
+    Penalise tokens that were generated (or, for repetition, in the prompt) before; `logits` in place.
+
+    `logits` is float32 [R, V], `rows` int64 [Q] and distinct, `counted` int64 [Q] the rows' indices into
+    `counts` (int32 [C, V], how often each token was generated) and `in_prompt` (bool [C, V]), the
+    penalties float32 [Q]. Subtracts frequency * count, then presence where the count is not zero; then
+    divides positive and multiplies other logits by repetition where the token was generated or is in the
+    prompt.
+
+apply_bitmask(logits, rows, bitmask) -> None
+    Give -inf to the tokens that some rows must not choose; `logits` (float32 [R, V]) in place.
+
+    `rows` is int64 [Q] and distinct, `bitmask` int32 [Q, at least ceil(V / 32)]: bit i % 32, counted from the
+    lowest, of word i // 32 is 1 where token i is allowed. What lies beyond the vocabulary is not looked at.
+    A row without any allowed token is not sound (see `choose`).
+
+score(logits, temperature, chosen_ids, num_top, requested_ids) -> Scores
+    Log-softmax of `logits` (float32 [R, V], unchanged) / `temperature` (float32 [R]) at some tokens.
+
+    `chosen_ids` is int64 [R], `requested_ids` int64 [R, M]; N is the smaller of `num_top` and V. A forbidden
+    token has -inf; a row that is not sound has no meaningful values.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -39,59 +74,6 @@ class SamplingArrays(NamedTuple):
     uniform: Tensor  # float32 [R], in [0, 1), a multiple of 2**-24, of which it is the lower end
 
 
-class Choose(Protocol):
-    def __call__(
-        self, logits: Tensor, arrays: SamplingArrays, host: SamplingArrays | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Pick one token for each row of `logits` (float32 [R, V], unchanged).
-
-        `arrays` lie where the logits do. Where that is a device, `host` holds `greedy`, `top_k` and `top_p` of
-        the same values on the host, to plan the work without waiting.
-
-        Returns the ids (int64 [R]) and whether each row was sound (bool [R]). One that is not gets id 0.
-
-        Greedy rows take the largest logit. Others keep the `top_k` best tokens; of these the shortest run of
-        best ones whose mass reaches `top_p` of what was kept; of these the ones whose probability is at least
-        `min_p` times the largest. At least one is kept. The uniform number picks among the kept by inverse
-        distribution function: in ranked order where top_k or top_p is on, else in order of ids.
-        """
-        ...
-
-
-class Penalize(Protocol):
-    def __call__(
-        self,
-        logits: Tensor,
-        rows: Tensor,
-        counted: Tensor,
-        counts: Tensor,
-        in_prompt: Tensor,
-        frequency: Tensor,
-        presence: Tensor,
-        repetition: Tensor,
-    ) -> None:
-        """Penalise tokens that were generated (or, for repetition, in the prompt) before; `logits` in place.
-
-        `logits` is float32 [R, V], `rows` int64 [Q] and distinct, `counted` int64 [Q] the rows' indices into
-        `counts` (int32 [C, V], how often each token was generated) and `in_prompt` (bool [C, V]), the
-        penalties float32 [Q]. Subtracts frequency * count, then presence where the count is not zero; then
-        divides positive and multiplies other logits by repetition where the token was generated or is in the
-        prompt.
-        """
-        ...
-
-
-class ApplyBitmask(Protocol):
-    def __call__(self, logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
-        """Give -inf to the tokens that some rows must not choose; `logits` (float32 [R, V]) in place.
-
-        `rows` is int64 [Q] and distinct, `bitmask` int32 [Q, at least ceil(V / 32)]: bit i % 32, counted from the
-        lowest, of word i // 32 is 1 where token i is allowed. What lies beyond the vocabulary is not looked at.
-        A row without any allowed token is not sound (see `Choose`).
-        """
-        ...
-
-
 class Scores(NamedTuple):
     """Log-probabilities of R rows. Ranked by logit, largest first, equal logits by lower id."""
 
@@ -99,15 +81,3 @@ class Scores(NamedTuple):
     top: Tensor  # float32 [R, N]
     top_ids: Tensor  # int64 [R, N]
     requested: Tensor  # float32 [R, M]
-
-
-class Score(Protocol):
-    def __call__(
-        self, logits: Tensor, temperature: Tensor, chosen_ids: Tensor, num_top: int, requested_ids: Tensor
-    ) -> Scores:
-        """Log-softmax of `logits` (float32 [R, V], unchanged) / `temperature` (float32 [R]) at some tokens.
-
-        `chosen_ids` is int64 [R], `requested_ids` int64 [R, M]; N is the smaller of `num_top` and V. A forbidden
-        token has -inf; a row that is not sound has no meaningful values.
-        """
-        ...

@@ -33,7 +33,7 @@ class Rows(NamedTuple):
 def choose(
     logits: Tensor, arrays: SamplingArrays, host: SamplingArrays | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Pick one token for each row; see `ops.sampling.Choose`."""
+    """Pick one token for each row; see `ops.sampling`."""
     vocab_size, on_host = logits.shape[-1], _is_host(logits)
     host = arrays if host is None else host
     if bool(host.greedy.any()):
@@ -96,7 +96,7 @@ def penalize(
     presence: Tensor,
     repetition: Tensor,
 ) -> None:
-    """Penalise tokens that were seen before, in place; see `ops.sampling.Penalize`."""
+    """Penalise tokens that were seen before, in place; see `ops.sampling`."""
     for piece in _slices(len(rows), logits):
         count = counts[counted[piece]]  # [q, V]
         generated = count > 0
@@ -109,7 +109,7 @@ def penalize(
 
 
 def apply_bitmask(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
-    """Forbid what a grammar does not allow, in place; see `ops.sampling.ApplyBitmask`."""
+    """Forbid what a grammar does not allow, in place; see `ops.sampling`."""
     vocab_size = logits.shape[1]
     if _is_host(logits):  # numpy unpacks bits a hundred times faster
         forbidden = np.unpackbits(
@@ -127,7 +127,7 @@ def apply_bitmask(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
 def score(
     logits: Tensor, temperature: Tensor, chosen_ids: Tensor, num_top: int, requested_ids: Tensor
 ) -> Scores:
-    """Log-softmax at some tokens; see `ops.sampling.Score`."""
+    """Log-softmax at some tokens; see `ops.sampling`."""
     pieces = [
         _score(logits[piece], temperature[piece], chosen_ids[piece], num_top, requested_ids[piece])
         for piece in _slices(len(logits), logits)

@@ -29,7 +29,7 @@ MIDDLE = tl.constexpr(HALF_STEP)
 def choose(
     logits: Tensor, arrays: SamplingArrays, host: SamplingArrays | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Pick one token for each row; see `ops.sampling.Choose`."""
+    """Pick one token for each row; see `ops.sampling`."""
     num_rows, vocab_size = logits.shape
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
@@ -58,7 +58,7 @@ def penalize(
     presence: Tensor,
     repetition: Tensor,
 ) -> None:
-    """Penalise tokens that were seen before, in place; see `ops.sampling.Penalize`."""
+    """Penalise tokens that were seen before, in place; see `ops.sampling`."""
     vocab_size = logits.shape[1]
     block = _block(vocab_size)
     _penalize_kernel[(len(rows), triton.cdiv(vocab_size, block))](
@@ -78,7 +78,7 @@ def penalize(
 
 
 def apply_bitmask(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
-    """Forbid what a grammar does not allow, in place; see `ops.sampling.ApplyBitmask`."""
+    """Forbid what a grammar does not allow, in place; see `ops.sampling`."""
     vocab_size = logits.shape[1]
     block = _block(vocab_size)
     _bitmask_kernel[(len(rows), triton.cdiv(vocab_size, block))](
@@ -89,7 +89,7 @@ def apply_bitmask(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
 def score(
     logits: Tensor, temperature: Tensor, chosen_ids: Tensor, num_top: int, requested_ids: Tensor
 ) -> Scores:
-    """Log-softmax at some tokens; see `ops.sampling.Score`. The best tokens are ranked as in `native`."""
+    """Log-softmax at some tokens; see `ops.sampling`. The best tokens are ranked as in `native`."""
     num_rows, vocab_size = logits.shape
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     _, top_ids = best(logits, min(num_top, vocab_size))

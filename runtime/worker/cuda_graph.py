@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ops.attention import AttentionMetadata
-from ops.sampling import Choose, SamplingArrays
+from ops.sampling import SamplingArrays
 from runtime.config.resolve.graph_sizes import Buckets
 from runtime.kv_cache.pools import KVPool
 from runtime.kv_cache.registry import KINDS
@@ -35,7 +35,7 @@ class Choice:
     """How tokens follow from hidden states, where that is captured too."""
 
     logits: Callable[[Tensor], Tensor]  # hidden [R, E] -> float32 [R, V]
-    choose: Choose
+    choose: Callable[..., tuple[Tensor, Tensor]]
     greedy_only: (
         bool  # `choose` is planned on the host, so that only one plan is captured: that of greedy rows
     )
@@ -110,7 +110,7 @@ class CudaGraphRunner:
     def choose(
         self, batch: ForwardBatch, arrays: SamplingArrays, *, greedy: bool
     ) -> tuple[Tensor, Tensor] | None:
-        """As `ops.sampling.Choose`, for steps all of whose rows sample; None: no graph does that.
+        """As `choose` of `ops.sampling`, for steps all of whose rows sample; None: no graph does that.
 
         `greedy`: all rows are. What is returned is the caller's until the next call.
         """

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from ops.sampling import Score, Scores
+from ops.sampling import Scores
 from ops.sampling.native import score as native_score
 from runtime.batch import PromptLogprobs
 from runtime.request import LOWEST_LOGPROB, LogprobParams, Logprobs
@@ -56,7 +56,7 @@ def score_rows(
     temperature: Tensor,
     requested: Tensor,
     params: Sequence[LogprobParams],
-    score: Score = native_score,
+    score: Callable[..., Scores] = native_score,
 ) -> ScoredRows:
     """Score n rows of `logits` [n, V] at the chosen ids [n] and whatever each row's `params` ask for.
 
@@ -105,7 +105,7 @@ def score_prompts(
     logits_of: Callable[[Tensor], Tensor],
     wanted: tuple[PromptLogprobs, ...],
     there: Mapping[str, Tensor],
-    score: Score = native_score,
+    score: Callable[..., Scores] = native_score,
 ) -> ScoredPrompts:
     """Score prompt tokens by the raw logits of the positions before them.
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ops.sampling import ApplyBitmask, Choose, Penalize, SamplingArrays, Score, native
+from ops.sampling import SamplingArrays, Scores, native
 from runtime.batch import Batch, Penalties, PromptLogprobs, Sampling
 from runtime.request import Logprobs
 from runtime.sampling_params import ROW_ARRAYS
@@ -112,10 +112,10 @@ class Sampler:
         num_sequences: int,
         device: Device,
         *,
-        choose: Choose = native.choose,
-        penalize: Penalize = native.penalize,
-        apply_bitmask: ApplyBitmask = native.apply_bitmask,
-        score: Score = native.score,
+        choose: Callable[..., tuple[Tensor, Tensor]] = native.choose,
+        penalize: Callable[..., None] = native.penalize,
+        apply_bitmask: Callable[..., None] = native.apply_bitmask,
+        score: Callable[..., Scores] = native.score,
         raw_logprobs: bool = False,
         dump: LogitsDump | None = None,
     ) -> None:

@@ -43,17 +43,8 @@ class StepInputs(NamedTuple):
     more: Staged  # what `prepare` was given besides
 
 
-def prepare(
-    batch: Batch,
-    cache: KVPool,
-    staging: Staging,
-    last_tokens: Tensor,
-    more: Mapping[str, np.ndarray] = NO_ARRAYS,
-) -> StepInputs:
-    """Compute positions and KV slots, and bring everything to the device in one copy, with `more` arrays.
-
-    Tokens that only the device knows are taken from `last_tokens`, int64 by sequence.
-    """
+def _host_arrays(batch: Batch, page_size: int) -> dict[str, np.ndarray]:
+    """What the device is told of a batch: positions, slots, and where results are wanted."""
     counts = batch.counts.astype(np.int64)
     starts = batch.starts.astype(np.int64)
     query_starts = np.zeros(len(counts) + 1, np.int64)
@@ -61,7 +52,6 @@ def prepare(
     num_tokens = int(query_starts[-1])
     rows = np.repeat(np.arange(len(counts)), counts)
     positions = np.arange(num_tokens) + (starts - query_starts[:-1])[rows]
-    page_size = cache.page_size
 
     def slots(page_table: np.ndarray) -> np.ndarray:
         pages = page_table[rows, positions // page_size].astype(np.int64)
@@ -73,30 +63,42 @@ def prepare(
     types = {}
     if batch.second_starts is not None:
         types["token_types"] = (positions >= batch.second_starts[rows]).astype(np.int64)
-    there = staging.copy(
-        {
-            **types,
-            "token_ids": batch.token_ids.astype(np.int64),
-            "token_sequence_indices": batch.sequence_indices[rows].astype(np.int64),
-            "positions": positions,
-            "slot_mapping": slots(batch.page_table),
-            "last_index": query_starts[1:][sample_rows] - 1,
-            "sample_sequence_indices": batch.sequence_indices[sample_rows].astype(np.int64),
-            "embedding_index": query_starts[1:][embedding_rows] - 1,
-            "page_table": batch.page_table,
-            "starts": batch.starts,
-            "counts": batch.counts,
-            "query_starts": query_starts.astype(np.int32),
-            **{f"row.{name}": values for name, values in batch.row_values.items()},
-            **{f"{kind}.{name}": own[name] for kind, own in batch.kinds.items() for name in own},
-            **{
-                f"{kind}.slot_mapping": slots(own["page_table"])
-                for kind, own in batch.kinds.items()
-                if "page_table" in own
-            },
-            **{f"more.{name}": array for name, array in more.items()},
-        }
-    )
+    return {
+        **types,
+        "token_ids": batch.token_ids.astype(np.int64),
+        "token_sequence_indices": batch.sequence_indices[rows].astype(np.int64),
+        "positions": positions,
+        "slot_mapping": slots(batch.page_table),
+        "last_index": query_starts[1:][sample_rows] - 1,
+        "sample_sequence_indices": batch.sequence_indices[sample_rows].astype(np.int64),
+        "embedding_index": query_starts[1:][embedding_rows] - 1,
+        "page_table": batch.page_table,
+        "starts": batch.starts,
+        "counts": batch.counts,
+        "query_starts": query_starts.astype(np.int32),
+        **{f"row.{name}": values for name, values in batch.row_values.items()},
+        **{f"{kind}.{name}": own[name] for kind, own in batch.kinds.items() for name in own},
+        **{
+            f"{kind}.slot_mapping": slots(own["page_table"])
+            for kind, own in batch.kinds.items()
+            if "page_table" in own
+        },
+    }
+
+
+def prepare(
+    batch: Batch,
+    cache: KVPool,
+    staging: Staging,
+    last_tokens: Tensor,
+    more: Mapping[str, np.ndarray] = NO_ARRAYS,
+) -> StepInputs:
+    """Compute positions and KV slots, and bring everything to the device in one copy, with `more` arrays.
+
+    Tokens that only the device knows are taken from `last_tokens`, int64 by sequence.
+    """
+    more_arrays = {f"more.{name}": array for name, array in more.items()}
+    there = staging.copy(_host_arrays(batch, cache.page_size) | more_arrays)
     token_ids = there["token_ids"]
     attention = AttentionMetadata(
         page_table=there["page_table"],
@@ -104,9 +106,9 @@ def prepare(
         counts=there["counts"],
         query_starts=there["query_starts"],
         slot_mapping=there["slot_mapping"],
-        page_size=page_size,
-        starts_host=starts.tolist(),
-        counts_host=counts.tolist(),
+        page_size=cache.page_size,
+        starts_host=batch.starts.tolist(),
+        counts_host=batch.counts.tolist(),
     )
     kinds = {
         kind: kind_inputs(

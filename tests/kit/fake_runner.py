@@ -1,6 +1,6 @@
 """A runner without a model: its tokens are a pure function of the history that it reads through the pages.
 
-Like KV, what a step stores at a place depends on the token *and* on everything before it. A wrong page, a
+Like KV, what a step stores at a slot depends on the token *and* on everything before it. A wrong page, a
 stale page, a page shared too early or a token that was not computed again therefore gives a wrong token, or
 is reported at once as an `AssertionError`.
 """
@@ -120,86 +120,86 @@ class FakeRunner:
         return batches
 
     def _run(self, batch: Batch) -> StepOutput:
-        places = [self._places(batch, row) for row in range(len(batch.sequences))]
-        self._store(batch, places)
-        states = [self._attend(batch, row, places[row]) for row in range(len(batch.sequences))]
-        self._check(places, states)
+        slots = [self._slots(batch, row) for row in range(len(batch.sequences))]
+        self._store(batch, slots)
+        states = [self._attend(batch, row, slots[row]) for row in range(len(batch.sequences))]
+        self._check(slots, states)
         if self._window is not None:
             self._check_windows(batch, states, self._window)
         if "state" in batch.kinds:
             self._go_on(batch, states)
         return self._sample(batch, states)
 
-    def _places(self, batch: Batch, row: int) -> list[int]:
+    def _slots(self, batch: Batch, row: int) -> list[int]:
         """Where each position of a row's history lies, by page and offset."""
         size, table = self._page_size, batch.page_table[row]
         end = int(batch.starts[row] + batch.counts[row])
         assert not table[-(-end // size) :].any(), "the page table is not padded with 0"
         return [int(table[position // size]) * size + position % size for position in range(end)]
 
-    def _store(self, batch: Batch, places: list[list[int]]) -> None:
+    def _store(self, batch: Batch, slots: list[list[int]]) -> None:
         """Like KV: all rows store before any row attends."""
         ids = iter(batch.token_ids.tolist())
         written: set[int] = set()
         for row, sequence_index in enumerate(batch.sequence_indices.tolist()):
-            for place in places[row][int(batch.starts[row]) :]:
+            for slot in slots[row][int(batch.starts[row]) :]:
                 token = next(ids)
                 token = self._last[sequence_index] if token == UNKNOWN else token
                 assert 0 <= token < self.vocab_size, "a token is used before it is known"
-                assert place not in written, "two rows of a step write the same place"
-                written.add(place)
-                self._tokens[place] = token
-                self._states[place] = None
+                assert slot not in written, "two rows of a step write the same slot"
+                written.add(slot)
+                self._tokens[slot] = token
+                self._states[slot] = None
         assert next(ids, None) is None, "token_ids is longer than the rows"
 
-    def _attend(self, batch: Batch, row: int, places: list[int]) -> list[int]:
+    def _attend(self, batch: Batch, row: int, slots: list[int]) -> list[int]:
         state, states, start = first_state(batch.sequences[row]), [], int(batch.starts[row])
-        for position, place in enumerate(places):
-            state = advance(state, int(self._tokens[place]))
+        for position, slot in enumerate(slots):
+            state = advance(state, int(self._tokens[slot]))
             states.append(state)
             if position >= start:
-                self._states[place] = state
+                self._states[slot] = state
         self.num_tokens_computed += int(batch.counts[row])
         return states
 
-    def _check(self, places: list[list[int]], states: list[list[int]]) -> None:
-        for row_places, row_states in zip(places, states):
-            for place, state in zip(row_places, row_states):
-                assert self._states[place] == state, "a page holds another history than its reader has"
+    def _check(self, slots: list[list[int]], states: list[list[int]]) -> None:
+        for row_slots, row_states in zip(slots, states):
+            for slot, state in zip(row_slots, row_states):
+                assert self._states[slot] == state, "a page holds another history than its reader has"
 
     def _check_windows(self, batch: Batch, states: list[list[int]], window: int) -> None:
         """All rows store their states in windowed pages, before any row reads those of its window."""
         size, table = self._page_size, batch.kinds["windowed"]["page_table"]
-        places = [
+        slots = [
             [int(table[row, position // size]) * size + position % size for position in range(len(own))]
             for row, own in enumerate(states)
         ]
         starts = batch.starts.tolist()
-        written = [place for own, start in zip(places, starts) for place in own[start:]]
-        assert len(written) == len(set(written)), "two rows of a step write the same windowed place"
-        for own, known, start in zip(places, states, starts):
+        written = [slot for own, start in zip(slots, starts) for slot in own[start:]]
+        assert len(written) == len(set(written)), "two rows of a step write the same windowed slot"
+        for own, known, start in zip(slots, states, starts):
             self._windowed |= zip(own[start:], known[start:])
-        for own, known, start in zip(places, states, starts):
+        for own, known, start in zip(slots, states, starts):
             first = max(0, start - window + 1)
-            found = [self._windowed.get(place) for place in own[first:]]
+            found = [self._windowed.get(slot) for slot in own[first:]]
             assert found == known[first:], "a windowed page holds another history than its reader has"
 
     def _go_on(self, batch: Batch, states: list[list[int]]) -> None:
         """Each span goes on from the history behind the tokens before it, and leaves its own."""
         spans = iter(batch.kinds["state"]["spans"].tolist())
-        place = 0
+        slot = 0
         for row, start, count in zip(states, batch.starts.tolist(), batch.counts.tolist()):
             position, end = start, start + count
             while position < end:
                 read, write, first, length = next(spans)
-                assert first == place + position - start, "a span is of another row"
+                assert first == slot + position - start, "a span is of another row"
                 assert write > 0, "the zeros are overwritten"
                 known = self._lines.get(read) if read else None
                 assert known == (row[position - 1] if position else None), "a state is of another history"
                 position += length
                 self._lines[write] = row[position - 1]
             assert position == end, "a span goes on beyond its row"
-            place += count
+            slot += count
         assert next(spans, None) is None
 
     def _sample(self, batch: Batch, states: list[list[int]]) -> StepOutput:
