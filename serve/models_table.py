@@ -18,8 +18,8 @@ _DOCUMENT = """\
 # Models
 
 Every architecture that a family of ours computes, written by `penstock models --table`; `penstock models NAME` says it
-of one, also of those that [transformers computes](models-by-transformers.md): all its other causal language models
-whose attention goes through its interface, which is found out when one is loaded. The name is that of `architectures`
+of one, also of those that [transformers computes](models-by-transformers.md): nearly all its other causal language
+models, each of which is tried before it serves. The name is that of `architectures`
 in config.json.
 
 - *gives*: text, vectors ([embeddings](embeddings.md)), or scores (classifying, ranking).
