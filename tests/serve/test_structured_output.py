@@ -16,7 +16,7 @@ import pytest
 
 import http_server
 from random_schemas import SchemaWriter
-from runtime.errors import EngineFailure, InvalidRequest
+from runtime.errors import InvalidRequest
 from serve import Engine
 from serve.app import build_app
 
@@ -238,26 +238,28 @@ async def test_without_a_backend_a_grammar_is_refused(options: dict[str, Any]) -
 
 @pytest.mark.parametrize(
     "number",
-    [pytest.param(96, marks=pytest.mark.slow), pytest.param(1_000, marks=pytest.mark.long)],
+    [pytest.param(64, marks=pytest.mark.slow), pytest.param(1_000, marks=pytest.mark.long)],
 )
 @pytest.mark.timeout(3600)
 async def test_every_finished_output_of_many_schemas_validates(
     number: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """At temperature 1: each request ends, is refused with 400, or was cut off; what ended is valid."""
+    """At temperature 1: each request ends, is refused with 400, or was cut off; what ended is valid.
+
+    The penalty is for the small model's way to repeat a digit or a word for ever.
+    """
     ends: Counter[str] = Counter()
     async with running() as engine:
 
         async def ask(seed: int) -> None:
             schema = SchemaWriter(seed).schema()
-            sampling = {"json_schema": schema, "temperature": 1, "max_new_tokens": 120}
+            sampling = {
+                "json_schema": schema, "temperature": 1, "max_new_tokens": 300, "frequency_penalty": 1.0, "seed": seed
+            }  # fmt: skip
             try:
                 answer = await engine.generate("Some JSON:", sampling)
             except InvalidRequest:
                 ends["refused"] += 1
-                return
-            except EngineFailure as error:  # circular references that no text ends
-                ends[f"failed: {error}"] += 1
                 return
             kind = answer["meta_info"]["finish_reason"]["type"]
             ends[kind] += 1
@@ -272,6 +274,5 @@ async def test_every_finished_output_of_many_schemas_validates(
             await asyncio.gather(*(ask(seed) for seed in range(start, min(start + 32, number))))
     with capsys.disabled():
         print(dict(ends))
-    assert ends["stop"] > number / 4, ends
+    assert ends["stop"] > number / 2, ends
     assert ends["refused"] < number / 4, ends
-    assert sum(count for name, count in ends.items() if name.startswith("failed")) <= number / 50, ends
