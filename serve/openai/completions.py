@@ -83,8 +83,6 @@ def _read(core: EngineCore, raw: bytes) -> _Call:
     sampling = sampling_of(core, body)
     if body.best_of is not None and body.best_of != sampling.n:
         raise InvalidRequest("best_of is not supported yet; leave it out or make it n.", param="best_of")
-    if sampling.max_new_tokens == 0 and not body.echo:
-        raise InvalidRequest("max_tokens must be at least 1 unless echo is true.", param="max_tokens")
     if body.echo and body.truncate_prompt_tokens is not None:
         raise InvalidRequest(
             "echo and truncate_prompt_tokens exclude each other.", param="truncate_prompt_tokens"

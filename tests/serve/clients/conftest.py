@@ -1,14 +1,18 @@
 """Clients that are not installed beside us: each set lives in a folder of its own, made once by pip or npm.
 
+Those of `test_evaluations.py` take minutes to install, and are kept in the user's cache folder.
+
 Where a registry cannot be reached, the tests are skipped and say so.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -32,6 +36,20 @@ def client_python(request: pytest.FixtureRequest, tmp_path: Path, made_pythons: 
         _install([str(python), "-m", "pip", "install", "--quiet", *request.param.split()], tmp_path)
         made_pythons[request.param] = python
     return made_pythons[request.param]
+
+
+@pytest.fixture
+def kept_python(request: pytest.FixtureRequest) -> Path:
+    """As `client_python`, kept for the next run: a folder of the user's cache, named after the packages."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock" / "clients"
+    folder = cache / sha256(f"{sys.version} {request.param}".encode()).hexdigest()[:16]
+    python = folder / "bin" / "python"
+    if not (folder / "complete").exists():
+        _install([sys.executable, "-m", "venv", "--clear", str(folder)], Path.cwd())
+        for packages in request.param.split(" then "):
+            _install([str(python), "-m", "pip", "install", "--quiet", *packages.split()], folder)
+        (folder / "complete").touch()
+    return python
 
 
 @pytest.fixture(scope="session")

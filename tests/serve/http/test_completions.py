@@ -92,6 +92,10 @@ async def test_ids_without_a_text_are_not_echoed(served: Served, token_id: int) 
 
 
 async def test_echo_alone_scores_the_prompt(served: Served) -> None:
+    nothing = await complete(
+        served, prompt="Hello you", max_tokens=0
+    )  # as sglang.bench_serving asks now and then
+    assert (nothing.choices[0].text, nothing.choices[0].finish_reason) == ("", "length")
     answer = await complete(served, prompt="Hello you", echo=True, logprobs=1, max_tokens=0)
     [choice] = answer.choices
     assert choice.text == "Hello you"
@@ -192,7 +196,7 @@ async def test_rid_names_the_answer(served: Served) -> None:
         ({"prompt": ["a"] * 2000}, "prompt"),
         ({"prompt": ["a"] * 1000, "n": 100}, "n"),
         ({"prompt": "long " * 600}, "prompt"),
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
         ({"best_of": 3}, "best_of"),
         ({"suffix": "end"}, "suffix"),
         ({"logprobs": 1000}, "logprobs"),
