@@ -53,9 +53,11 @@ constexpr int LANE_SIZE = sizeof(float) / sizeof(T);
 // With `ahead` it asks for the next panel's memory, which is needed when this one has passed over all rows.
 template <class T, int ROWS>
 inline void multiply_tile(const T* x, int64_t stride, const T* panel, int64_t depth, bool ahead,
-                          Floats (&sums)[ROWS][2]) {
+                          Floats (&result)[ROWS][2]) {
+    Floats sums[ROWS][2];  // in registers, even where this is not inlined
     const int64_t distance = ahead ? PANEL * depth : 0;
     constexpr int N = LANE_SIZE<T>;
+#pragma GCC unroll 16
     for (int row = 0; row < ROWS; row++) sums[row][0] = sums[row][1] = Floats{};
     for (int64_t k = 0; k < depth; k += N, panel += PANEL * N) {
         const auto first = lanes_of(panel), second = lanes_of(panel + LANES * N);
@@ -70,6 +72,8 @@ inline void multiply_tile(const T* x, int64_t stride, const T* panel, int64_t de
             sums[row][1] = multiply_add(sums[row][1], second, value);
         }
     }
+#pragma GCC unroll 16
+    for (int row = 0; row < ROWS; row++) result[row][0] = sums[row][0], result[row][1] = sums[row][1];
 }
 
 // With the activation of o behind them.
