@@ -206,10 +206,9 @@ class MoE(Weighted):
             down_bias.zero_()  # of one rank alone it is added
         biases = [None if each is None else each.view(experts, -1) for each in (bias, down_bias)]
         if self.kept:
-            grouped = (self.method.take(each).of_experts(experts) for each in self.kept)
-            prepared = self.kernels.prepare_grouped_experts(
-                GroupedMixture(*grouped, *biases), self.gate_up.dtype
-            )
+            gate_up, down = (self.method.take(each).of_experts(experts) for each in self.kept)
+            mixture = GroupedMixture(gate_up, down, *biases)
+            prepared = self.kernels.prepare_grouped_experts(mixture, self.gate_up.dtype)
         else:
             gate_up, down = self.gate_up.view(experts, -1, self.size), self.down.view(experts, self.size, -1)
             prepared = self.method.prepare_experts(Mixture(gate_up, down, *biases), self.kernels)

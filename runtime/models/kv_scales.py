@@ -31,7 +31,7 @@ def set_kv_scales(model: nn.Module, file: str, facts: ModelFacts, tp_rank: int, 
         if isinstance(module, KVScales) and (found := _LAYER.fullmatch(module.name)):
             value = scales.get(found[1])
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not is_number or not math.isfinite(value) or value <= 0:
+            if value is None or not is_number or not math.isfinite(value) or value <= 0:
                 raise CheckpointError(
                     f"{file}: the scaling_factor of rank {tp_rank}, layer {found[1]} must be a positive number, "
                     f"not {value!r}."

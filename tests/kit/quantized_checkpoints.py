@@ -262,8 +262,8 @@ def torchao(kind: str) -> tuple[Quantize, dict]:
         signed = ((groups - least) / scale).round().clamp(0, 15) - 8
         zero, pairs = least + 8 * scale, signed.flatten(1).to(torch.int8)
         packed = (pairs[:, 1::2] << 4) | (pairs[:, ::2] & 15)
-        parts = (each.squeeze(2).T.contiguous() for each in (scale, zero))
-        return Int4Tensor(packed, *parts, [1, 32], weight.shape), (signed * scale + zero).flatten(1)
+        scales, zeros = (each.squeeze(2).T.contiguous() for each in (scale, zero))
+        return Int4Tensor(packed, scales, zeros, [1, 32], weight.shape), (signed * scale + zero).flatten(1)
 
     def quantize(weight: Tensor) -> tuple[Tensors, Tensor]:
         if kind == "int4":

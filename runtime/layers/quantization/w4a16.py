@@ -33,11 +33,12 @@ class W4A16(Unquantized):
         gate_up, down, *biases = mixture
         if gate_up.shape[2] % GROUP or down.shape[2] % GROUP:
             return kernels.prepare_experts(mixture)
-        rounded = [
+        dtype = gate_up.dtype
+        gate_up, down = (
             round_experts(weight, GROUP)._replace(rounded_rows=self.rounded_rows)
             for weight in (gate_up, down)
-        ]
-        return kernels.prepare_grouped_experts(GroupedMixture(*rounded, *biases), gate_up.dtype)
+        )
+        return kernels.prepare_grouped_experts(GroupedMixture(gate_up, down, *biases), dtype)
 
 
 METHOD = W4A16

@@ -82,7 +82,7 @@ def test_weights_of_4_bits_are_those_of_their_groups(
         parts = [part._replace(shifts=0.1 * torch.randn_like(part.scales).half().float()) for part in parts]
     parts = [part._replace(scales=part.scales.half().float()) for part in parts]  # as kernels hold them
     biases = (drawn(6, 96, dtype=dtype), drawn(6, 64, dtype=dtype))
-    mixture = GroupedMixture(*parts, *biases)
+    mixture = GroupedMixture(parts[0], parts[1], *biases)
     weights, experts = native.route(logits, 2, renormalise=True)
     wanted = native.mix(
         x.float(),

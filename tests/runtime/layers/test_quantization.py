@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import cpp_kernels
 import paged_forward
 import tiny_checkpoints
+from ops.matmul.grouped import GroupedWeight
 from ops.matmul.int8 import Int8
 from ops.matmul.with_cpp import PackedWeight8
 from ops.moe import Mixture
@@ -54,6 +55,12 @@ class RowScales:
 
     def prepare_weight(self, weight: Tensor, kernels: Kernels) -> Tensor:
         return kernels.prepare(weight)
+
+    def keeps(self, layout: LinearLayout) -> bool:
+        return False
+
+    def take(self, layer: nn.Module) -> GroupedWeight:
+        raise AssertionError("nothing is kept")
 
 
 class Rank:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -60,7 +60,7 @@ def test_logits_are_those_of_a_model_that_torchao_rounded(asked: str) -> None:
 def test_weights_of_4_bits_are_those_of_tinygemm(group: int) -> None:
     weight, block = torch.randn(24, 256), (1, group)
     scales, zeros = _choose_qparams_affine_tinygemm(
-        weight, MappingType.ASYMMETRIC, block, torch.int32, 0, 15, eps=1e-6
+        weight, MappingType.ASYMMETRIC, cast(Any, block), torch.int32, 0, 15, eps=1e-6
     )
     codes = _quantize_affine_tinygemm(weight, list(block), scales, zeros, torch.int32, 0, 15)
     wanted = _dequantize_affine_tinygemm(codes, block, scales, zeros, torch.int32, 0, 15)
