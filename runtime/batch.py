@@ -7,7 +7,7 @@ it refers to a device, and the runner never looks inside a Sequence.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -140,6 +140,7 @@ class StepOutput(NamedTuple):
     logprobs: list[Logprobs | None] | None = None  # [B], of the new ids; None: nobody asked
     prompt_logprobs: list[tuple[int, Logprobs]] = []  # (row, of its wanted prompt positions)  # noqa: RUF012
     embeddings: list[list[float] | None] | None = None  # [B]; None: nobody asked for a vector
+    stuck: Collection[int] = ()  # of the failed rows, those whose constraint failed, or left nothing
 
 
 class Runner(Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from runtime.batch import Batch, StepOutput
 from runtime.errors import EngineFailure
@@ -53,7 +53,7 @@ def apply_output(batch: Batch, output: StepOutput, retire: Retire, rewind: Rewin
                     deltas.append(_delta(sequence, []))
                 continue
             if not tokens or (failed and row in failed):
-                finish = _finish_without_token(batch, row, failed)
+                finish = _finish_without_token(batch, row, failed, output.stuck)
                 if finish is not None:
                     retire(sequence, finish, row not in failed)
                     deltas.append(final_delta(sequence, finish, _embedding(output, row, finish)))
@@ -175,10 +175,12 @@ def _up_to_end(sequence: Sequence, tokens: list[int]) -> list[int]:
     return tokens[: min(end, room)]
 
 
-def _finish_without_token(batch: Batch, row: int, failed: frozenset[int]) -> Finish | None:
+def _finish_without_token(
+    batch: Batch, row: int, failed: frozenset[int], stuck: Collection[int]
+) -> Finish | None:
     sequence = batch.sequences[row]
     if row in failed:
-        return Finish("abort", message=NOT_FINITE if sequence.constraint is None else NOTHING_ALLOWED)
+        return Finish("abort", message=NOTHING_ALLOWED if row in stuck else NOT_FINITE)
     end = int(batch.starts[row]) + int(batch.counts[row])
     if sequence.request.wants_embedding:
         return Finish("stop") if end == sequence.num_prompt else None

@@ -33,6 +33,11 @@ class Arrived(NamedTuple):
     without_token: frozenset[int]  # rows that yield none: their data, or the token before, is missing
     failed: frozenset[int]  # rows whose constraint failed
 
+    def is_stuck(self, row: int) -> bool:
+        """Whether this row's constraint failed, or left no token."""
+        masks = (data.bitmask for each, data in self.data if each == row)
+        return row in self.failed or any(mask is not None and not mask.any() for mask in masks)
+
 
 NOTHING = Arrived([], frozenset(), frozenset())
 

@@ -434,6 +434,7 @@ def _output(
     copies = iter(host)
     tokens: list[list[int]] = [[] for _ in range(num_rows)]
     failed: list[int] = []
+    stuck: list[int] = []
     logprobs, prompt_logprobs = None, []
     embeddings: list[list[float] | None] | None = None
     if sampled is not None and batch.sampling is not None:
@@ -442,6 +443,7 @@ def _output(
         for row, new_ids in zip(rows, read.tokens, strict=True):
             tokens[row] = new_ids
         failed = [rows[index] for index in read.failed]
+        stuck = [rows[index] for index in read.stuck]
         if read.logprobs is not None:
             by_row = dict(zip(rows, read.logprobs, strict=True))
             logprobs = [by_row.get(row) for row in range(num_rows)]
@@ -458,4 +460,4 @@ def _output(
                 embeddings[row] = vector
             else:
                 failed.append(row)
-    return StepOutput(tokens, failed, logprobs, prompt_logprobs, embeddings)
+    return StepOutput(tokens, failed, logprobs, prompt_logprobs, embeddings, stuck)

@@ -64,6 +64,7 @@ class HostTokens(NamedTuple):
     tokens: list[list[int]]  # [R], one each; none where the row's host data was late
     failed: list[int]  # of the R rows, those whose logits were not finite numbers, or whose constraint failed
     logprobs: list[Logprobs | None] | None  # [R]; None: nobody asked
+    stuck: list[int]  # of the failed rows, those whose constraint failed, or left nothing
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,12 +90,13 @@ class Sampled:
         for row in failed:
             sound[row] = False
         unsound = [row for row, is_sound in enumerate(sound) if not is_sound]
+        stuck = [row for row in unsound if self.host_data.is_stuck(row)] if unsound else []
         if self.scored is None:
-            return HostTokens(tokens, unsound, None)
+            return HostTokens(tokens, unsound, None, stuck)
         logprobs: list[Logprobs | None] = [None] * len(tokens)
         for row, scores in zip(self.scored_rows, self.scored.read(host[2:])):
             logprobs[row] = scores if sound[row] and tokens[row] else None
-        return HostTokens(tokens, unsound, logprobs)
+        return HostTokens(tokens, unsound, logprobs, stuck)
 
 
 class Sampler:

@@ -401,7 +401,7 @@ def test_a_mask_without_tokens_fails_its_row_only() -> None:
     nothing = data_or_error(data=HostData(bitmask=np.zeros(2, np.int32)))
     step = sampling(3, greedy=True, host_data=masks((2, nothing)))
     found = read(Sampler(VOCAB, 3, CPU).sample(random_logits(3), step))
-    assert found.failed == [2]
+    assert found.failed == found.stuck == [2]
     assert (
         found.tokens[:2]
         == read(Sampler(VOCAB, 3, CPU).sample(random_logits(3), sampling(3, greedy=True))).tokens[:2]
@@ -424,7 +424,17 @@ def broken_processor(logits: Tensor) -> None:
 )
 def test_a_constraint_that_fails_costs_its_row_only(future: Future[HostData]) -> None:
     step = sampling(2, greedy=True, host_data=masks((0, future)))
-    assert read(Sampler(VOCAB, 2, CPU).sample(random_logits(2), step)).failed == [0]
+    found = read(Sampler(VOCAB, 2, CPU).sample(random_logits(2), step))
+    assert found.failed == found.stuck == [0]
+
+
+def test_logits_that_are_not_finite_are_no_fault_of_the_mask() -> None:
+    logits = random_logits(2)
+    logits[1] = float("nan")
+    found = read(
+        Sampler(VOCAB, 2, CPU).sample(logits, sampling(2, greedy=True, host_data=masks((1, arrived(5)))))
+    )
+    assert (found.failed, found.stuck) == ([1], [])
 
 
 def test_a_row_whose_data_is_late_yields_nothing_until_its_last_token_is_known_again() -> None:
