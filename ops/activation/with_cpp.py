@@ -20,7 +20,7 @@ def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
     def gate(x: Tensor, activation: str) -> Tensor:
         """Activate the first half and multiply it with the second."""
         gates, gated = x.contiguous().view(-1, x.shape[-1]).chunk(2, dim=-1)
-        return launch(gates, gated, activation).view(*x.shape[:-1], -1)
+        return launch(gates, gated, activation).view(*x.shape[:-1], gates.shape[1])
 
     def activate(x: Tensor, activation: str) -> Tensor:
         """Activate all of x."""

@@ -25,6 +25,7 @@ COMPILE_THREADS = 2
 COMPILE_TIMEOUT_S = 20.0  # the sizes that are allowed take a part of it, on a machine that is not overloaded
 MAX_WAITING = 1024  # grammars
 CACHE_BYTES = 256 * 1024 * 1024
+MAX_GRAMMARS = 512  # that are kept: what they take grows with their outputs
 REFUSAL_BYTES = 4096
 MAX_MARKERS = 64
 
@@ -175,7 +176,7 @@ class _Cache:
             return
         self._kept[grammar] = compiled
         self._num_bytes += _size(grammar, compiled)
-        while self._num_bytes > self._max_bytes:
+        while self._num_bytes > self._max_bytes or len(self._kept) > MAX_GRAMMARS:
             self._num_bytes -= _size(*self._kept.popitem(last=False))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from concurrent.futures import Future
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,8 +61,8 @@ class Position:
     """How far one choice has come. Belongs to the mask thread but for its making."""
 
     __slots__ = (
-        "_compiled", "_ends", "_is_free", "_marked", "_marker", "_num_seen", "_opened_by", "forced", "kept",
-        "matcher", "slow",
+        "_compiled", "_ends", "_is_free", "_marked", "_marker", "_num_seen", "_opened_by", "forced", "kept", "lane",
+        "matcher", "num_answered", "num_asked", "slow",
     )  # fmt: skip
 
     def __init__(
@@ -74,6 +74,10 @@ class Position:
         self._opened_by = opened_by
         self._start()
         self.slow = False  # whether its masks take long, so that others must not wait for them
+        # What it was asked: with forced tokens twice at a time, which one thread has to answer, in order. The event
+        # loop counts what it asks, and that thread what it has answered.
+        self.num_asked = self.num_answered = 0
+        self.lane: Any = None
 
     def _start(self) -> None:
         self.forced: list[int] = []  # tokens that the matcher has taken and the output must go on with
@@ -89,13 +93,14 @@ class Position:
         False where the constraint has not begun. Raises `ValueError` for an output that the grammar does not allow.
         """
         new, num_before = output.new_ids, output.num_before
-        if not num_before:
+        if num_before != self._num_seen:
+            if num_before:
+                raise ValueError("The output is not the last one and more.")
             self._start()
-        elif num_before != self._num_seen:
-            raise ValueError("The output is not the last one and more.")
         self._num_seen += len(new)
         if not num_before and new and new[0] == self._opened_by:
-            self.matcher, self._is_free = None, True
+            self._start()
+            self._num_seen, self._is_free = len(new), True
             new = new[1:]
         if self.matcher is None:
             new = self._behind_marker(new)

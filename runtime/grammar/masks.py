@@ -31,6 +31,9 @@ class Position(Protocol):
 
     matcher: Matcher | None
     slow: bool
+    num_asked: int
+    num_answered: int
+    lane: _Lane | None
     forced: list[int]
     kept: NDArray[np.int32] | None
 
@@ -68,8 +71,12 @@ class MaskThread:
 
     def ask(self, position: Position, output: Output, answer: Future[HostData]) -> None:
         """What applies to the token after these. Returns at once."""
-        lane = self._slow if position.slow else self._fast
-        lane.put(Ask(position, output, answer))
+        if position.lane is None or position.num_asked == position.num_answered:
+            position.lane = (
+                self._slow if position.slow else self._fast
+            )  # else behind what it was asked before
+        position.num_asked += 1
+        position.lane.put(Ask(position, output, answer))
 
     def close(self) -> None:
         """End the threads, when what they compute now is done."""
@@ -77,9 +84,17 @@ class MaskThread:
         self._slow.close()
 
     def _compute(self, asks: Sequence[Ask]) -> None:
-        """Masks for all of these, together."""
+        """Masks for all of these, together; what a position was asked twice, one after the other."""
         began_s = time.perf_counter()
-        rows = [ask for ask in asks if self._advance(ask)]
+        rows: list[Ask] = []
+        taken: set[int] = set()
+        for ask in asks:
+            if id(ask.position) in taken:
+                self._fill(rows)
+                rows, taken = [], set()
+            if self._advance(ask):
+                rows.append(ask)
+                taken.add(id(ask.position))
         if not rows:
             return
         self._fill(rows)
@@ -112,11 +127,8 @@ class MaskThread:
 
     def _fill(self, asks: Sequence[Ask]) -> None:
         """Answer all of these. Who must go on by one token is asked for the next place, all together."""
-        masks = self._masks(asks)
-        if masks is None:
-            return
         forced: list[tuple[Ask, int]] = []
-        for ask, mask in zip(asks, masks, strict=True):
+        for ask, mask in self._masks(asks):
             token_id = ask.position.only_token(mask) if self._max_forced else None
             if token_id is None:
                 give(ask.answer, HostData(bitmask=mask))
@@ -125,25 +137,25 @@ class MaskThread:
         while forced:
             forced = self._go_on(forced)
 
-    def _masks(self, asks: Sequence[Ask]) -> NDArray[np.int32] | None:
-        """What each of these positions allows next, int32 [n, words]; None where that failed, and they know it."""
+    def _masks(self, asks: Sequence[Ask]) -> list[tuple[Ask, NDArray[np.int32]]]:
+        """What each of these positions allows next, int32 [words]. Where that fails, who asked knows it."""
         masks = np.zeros((len(asks), self._num_words), np.int32)
         try:
             self._backend.fill_masks([ask.position.matcher for ask in asks if ask.position.matcher], masks)
+            for ask, mask in zip(asks, masks, strict=True):
+                ask.position.finish_mask(mask)
         except Exception as error:
-            for ask in asks:
-                _fail(ask.answer, error)
-            return None
-        for ask, mask in zip(asks, masks, strict=True):
-            ask.position.finish_mask(mask)
-        return masks
+            if len(asks) > 1:  # one of them, which the others shall not pay for
+                return [found for ask in asks for found in self._masks([ask])]
+            _fail(asks[0].answer, error)
+            return []
+        return list(zip(asks, masks, strict=True))
 
     def _go_on(self, forced: Sequence[tuple[Ask, int]]) -> list[tuple[Ask, int]]:
         """Take these tokens; those behind which there is one token again. The others are answered."""
         taken = [ask for ask, token_id in forced if self._force(ask, token_id)]
-        masks = self._masks(taken) if taken else None
         further = []
-        for ask, mask in zip(taken, masks, strict=True) if masks is not None else ():
+        for ask, mask in self._masks(taken) if taken else ():
             position = ask.position
             token_id = position.only_token(mask)
             if token_id is not None and len(position.forced) < self._max_forced:
@@ -194,8 +206,16 @@ class _Lane:
             asks = [self._inbox.get()]
             while not self._inbox.empty():
                 asks.append(self._inbox.get())
-            self._compute([ask for ask in asks if ask is not None])
-            if None in asks:
+            taken = [ask for ask in asks if ask is not None]
+            try:
+                self._compute(taken)
+            except Exception as error:  # a mistake of ours: it costs these outputs, not all that come
+                logger.exception("masks of grammars could not be computed")
+                for ask in taken:
+                    refuse(ask.answer, error)
+            for ask in taken:
+                ask.position.num_answered += 1
+            if len(taken) < len(asks):
                 return
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -25,10 +26,13 @@ from runtime.tokenizer.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
+logger = logging.getLogger("penstock.grammar")
+
 MAX_FIRST_MASK_S = 2.0
 # What a compiled grammar takes: measured with schemas of 1 to 200 KiB, rounded up.
 BASE_BYTES, BYTES_PER_CHARACTER = 64 * 1024, 64
 BUILD_THREADS, BUILD_NICENESS = 2, 5
+COPIES_OF_A_LEXER = 256
 MAX_THREADS = 16  # that compute masks, on half of the processors
 # The library's units: fuel is work in its lexer, 14,000 to 50,000 a millisecond; a state takes one to two kilobytes.
 LIMITS: dict[str, Any] = {
@@ -44,21 +48,31 @@ LIMITS: dict[str, Any] = {
 
 
 class LLGuidanceMatcher:
-    """See `Matcher`."""
+    """See `Matcher`.
 
-    __slots__ = ("_token_bytes", "inner", "num_bytes", "unique")
+    All copies of a matcher share one lexer, whose states grow with all of their outputs: where one output exceeds its
+    limits, every copy is broken from then on. So whoever finds itself broken begins anew with a lexer of its own, and
+    only what fails then too is its own failure; and after some copies the next ones get a new lexer.
+    """
+
+    __slots__ = ("_consumed", "_make", "_num_copies", "_token_bytes", "inner", "num_bytes", "unique")
 
     def __init__(
         self,
         inner: LLMatcher,
+        make: Callable[[], LLMatcher],
         token_bytes: Mapping[int, bytes],
         num_bytes: int,
         unique: UniqueTexts | None = None,
+        consumed: Iterable[int] = (),
     ) -> None:
         self.inner = inner
         self.num_bytes = num_bytes
         self.unique = unique  # what the library cannot enforce
+        self._make = make
         self._token_bytes = token_bytes
+        self._consumed = list(consumed)
+        self._num_copies = 0
 
     @property
     def error(self) -> str:
@@ -67,11 +81,27 @@ class LLGuidanceMatcher:
     def consume(self, token_ids: Sequence[int]) -> bool:
         if self.unique is not None:
             self.unique.feed(map(self._token_bytes.__getitem__, token_ids))
-        return self.inner.consume_tokens(list(token_ids))
+        ids = list(token_ids)
+        if not self.inner.consume_tokens(ids) and not (self.renew() and self.inner.consume_tokens(ids)):
+            return False
+        self._consumed += ids
+        return True
 
     def copy(self) -> LLGuidanceMatcher:
+        self._num_copies += 1
+        if self.inner.is_error() or self._num_copies % COPIES_OF_A_LEXER == 0:
+            self.renew()
         unique = None if self.unique is None else self.unique.copy()
-        return LLGuidanceMatcher(self.inner.deep_copy(), self._token_bytes, self.num_bytes, unique)
+        inner = self.inner.deep_copy()
+        return LLGuidanceMatcher(inner, self._make, self._token_bytes, self.num_bytes, unique, self._consumed)
+
+    def renew(self) -> bool:
+        """Come to the same place with a lexer of its own; False where that fails."""
+        inner = self._make()
+        if inner.is_error() or not inner.consume_tokens(self._consumed):
+            return False
+        self.inner = inner
+        return True
 
 
 class LLGuidanceBackend:
@@ -117,7 +147,10 @@ class LLGuidanceBackend:
     def _build(self, text: str, unique: UniqueTexts | None) -> LLGuidanceMatcher:
         from llguidance import LLMatcher
 
-        matcher = LLMatcher(self._vocabulary, text, log_level=0, limits=self._limits)
+        def make() -> LLMatcher:
+            return LLMatcher(self._vocabulary, text, log_level=0, limits=self._limits)
+
+        matcher = make()
         if matcher.is_error():
             raise InvalidGrammar(_first_line(matcher.get_error()))
         began_s = time.perf_counter()
@@ -127,23 +160,28 @@ class LLGuidanceBackend:
         if time.perf_counter() - began_s > MAX_FIRST_MASK_S:
             raise InvalidGrammar("its first token takes too long to find")
         num_bytes = BASE_BYTES + BYTES_PER_CHARACTER * len(text)
-        return LLGuidanceMatcher(matcher, self._token_bytes, num_bytes, unique)
+        return LLGuidanceMatcher(matcher, make, self._token_bytes, num_bytes, unique)
 
     def close(self) -> None:
         self._background.shutdown()
 
     def fill_masks(self, matchers: Sequence[Matcher], masks: NDArray[np.int32]) -> None:
         ours = [matcher for matcher in matchers if isinstance(matcher, LLGuidanceMatcher)]
-        rows = [(matcher.inner, row) for row, matcher in enumerate(ours)]
-        words = masks.shape[1] * masks.itemsize
-        self._executor.unsafe_compute_mask_ptr(rows, masks.ctypes.data, words, len(masks))
-        for matcher, row in rows:
-            if matcher.is_error():  # the library then allows the end, as if the output were whole
+        self._compute([(matcher.inner, row) for row, matcher in enumerate(ours)], masks)
+        for row, matcher in enumerate(ours):
+            if matcher.inner.is_error() and matcher.renew():
+                self._compute([(matcher.inner, row)], masks)
+            if matcher.inner.is_error():  # the library then allows the end, as if the output were whole
+                logger.warning("A grammar can go no further: %s", _first_line(matcher.error))
                 masks[row] = 0
         for matcher, mask in zip(ours, masks, strict=True):
             if matcher.unique is not None:
                 matcher.unique.restrict(mask)
                 _forbid_dead_ends(matcher.inner, matcher.unique, mask)
+
+    def _compute(self, rows: Sequence[tuple[LLMatcher, int]], masks: NDArray[np.int32]) -> None:
+        words = masks.shape[1] * masks.itemsize
+        self._executor.unsafe_compute_mask_ptr(list(rows), masks.ctypes.data, words, len(masks))
 
 
 def _forbid_dead_ends(inner: LLMatcher, unique: UniqueTexts, mask: NDArray[np.int32]) -> None:

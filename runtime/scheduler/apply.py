@@ -180,7 +180,9 @@ def _finish_without_token(
 ) -> Finish | None:
     sequence = batch.sequences[row]
     if row in failed:
-        return Finish("abort", message=NOTHING_ALLOWED if row in stuck else NOT_FINITE)
+        # A mask may allow only what the request itself forbids.
+        is_stuck = row in stuck or (sequence.constraint is not None and bool(sequence.banned_ids))
+        return Finish("abort", message=NOTHING_ALLOWED if is_stuck else NOT_FINITE)
     end = int(batch.starts[row]) + int(batch.counts[row])
     if sequence.request.wants_embedding:
         return Finish("stop") if end == sequence.num_prompt else None

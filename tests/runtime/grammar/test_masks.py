@@ -1,0 +1,121 @@
+"""The threads that compute masks: order, and what a failure costs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runtime.constraint import HostData, Output
+from runtime.grammar import with_llguidance
+from runtime.grammar.constraint import Ends, Position
+from runtime.grammar.masks import MaskThread
+from serve import Engine
+
+ENDS = Ends(frozenset(), frozenset(), 0, avoid=False)
+
+
+class Matcher:
+    """Allows two tokens, or breaks."""
+
+    error = ""
+
+    def __init__(self, *, breaks: bool = False) -> None:
+        self.breaks = breaks
+        self.threads: list[str] = []
+        self.consumed: list[int] = []
+
+    def consume(self, token_ids: Sequence[int]) -> bool:
+        self.consumed += token_ids
+        return True
+
+    def copy(self) -> Matcher:
+        return self
+
+
+class Backend:
+    num_words = 1
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.go.set()
+
+    def fill_masks(self, matchers: Sequence[Any], masks: np.ndarray) -> None:
+        self.go.wait(30)
+        for matcher in matchers:
+            matcher.threads.append(threading.current_thread().name)
+        if any(matcher.breaks for matcher in matchers):
+            raise RuntimeError("Already borrowed")
+        masks[:] = 3
+
+
+@pytest.fixture
+def backend() -> Backend:
+    return Backend()
+
+
+@pytest.fixture
+def thread(backend: Backend) -> Iterator[MaskThread]:
+    made = MaskThread(backend)  # pyright: ignore[reportArgumentType]
+    yield made
+    made.close()
+
+
+def position(matcher: Matcher) -> Position:
+    return Position(matcher, ENDS, None)
+
+
+def test_what_is_asked_twice_is_answered_in_order_by_one_thread(backend: Backend, thread: MaskThread) -> None:
+    """A run of forced tokens is asked for while the answer before it is being computed."""
+    matcher = Matcher()
+    asked, answers = position(matcher), [Future[HostData]() for _ in range(3)]
+    backend.go.clear()
+    thread.ask(asked, Output([], 0, 0, 0), answers[0])
+    asked.slow = True  # as the thread finds when it has computed for long
+    thread.ask(asked, Output([5, 6], 0, 0, 2), answers[1])
+    backend.go.set()
+    for answer in answers[:2]:
+        assert answer.result(30).bitmask is not None
+    assert matcher.threads == ["penstock-masks"] * 2
+    while asked.num_answered < asked.num_asked:
+        pass
+    asked.slow = True
+    thread.ask(asked, Output([5, 6, 7], 0, 2, 3), answers[2])
+    assert answers[2].result(30).bitmask is not None
+    assert matcher.threads[2:] == ["penstock-masks-slow"]
+
+
+def test_a_matcher_that_breaks_costs_its_own_output_only(backend: Backend, thread: MaskThread) -> None:
+    matchers = [Matcher(), Matcher(breaks=True), Matcher()]
+    answers = [Future[HostData]() for _ in matchers]
+    backend.go.clear()
+    first = Future[HostData]()
+    thread.ask(position(Matcher()), Output([], 0, 0, 0), first)  # the others wait together behind it
+    for matcher, answer in zip(matchers, answers, strict=True):
+        thread.ask(position(matcher), Output([], 0, 0, 0), answer)
+    backend.go.set()
+    assert first.result(30).bitmask is not None
+    assert [answer.exception(30) is None for answer in answers] == [True, False, True]
+
+
+async def test_an_output_beyond_the_limits_of_its_grammar_costs_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Copies of a matcher share the states of a lexer, which never become fewer."""
+    monkeypatch.setitem(with_llguidance.LIMITS, "max_lexer_states", 400)
+    sampling = {
+        "regex": "(.|\n)*a(.|\n){0,16}|[b-z]*",
+        "max_new_tokens": 40,
+        "temperature": 1.0,
+        "ignore_eos": True,
+    }
+    async with Engine(grammar_backend="llguidance", log_level="error") as engine:
+        ends = []
+        for seed in range(12):
+            asked = {**sampling, "seed": seed}
+            ends.append((await engine.generate("Once", asked))["meta_info"]["finish_reason"]["type"])
+    assert set(ends) == {"length"}
