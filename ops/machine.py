@@ -15,7 +15,16 @@ from pathlib import Path
 from typing import Self
 
 GIB = 1 << 30
-PACKAGES = ("torch", "transformers", "triton", "flashinfer-python", "xgrammar", "llguidance", "torchao")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "triton",
+    "flashinfer-python",
+    "xgrammar",
+    "outlines-core",
+    "llguidance",
+    "torchao",
+)
 
 # Attributes of the CUDA driver's cuDeviceGetAttribute.
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76
@@ -72,12 +81,13 @@ class Machine:
             available_bytes=120 * GIB,
             gpus=(KNOWN_GPUS[name],) if name != "cpu" else (),
             torch_cuda="13.0" if name != "cpu" else None,
-            packages=CUDA_PACKAGES if name != "cpu" else {},
+            packages=EXTRAS if name == "cpu" else EXTRAS | CUDA_PACKAGES,
         )
 
 
-# What the extra `cuda` installs.
-CUDA_PACKAGES: Mapping[str, str] = {"triton": "3.6.0", "flashinfer-python": "0.6.13"}
+# What the extra `cuda` installs, and what others do.
+EXTRAS = {"xgrammar": "0.2.8", "outlines-core": "0.2.14"}
+CUDA_PACKAGES = {"triton": "3.6.0", "flashinfer-python": "0.6.13"}
 
 # Of any x86 server processor of the last years, beside what it may have more.
 SERVER_CPU_FLAGS = frozenset({"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl"})

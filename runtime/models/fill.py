@@ -103,7 +103,10 @@ def loading_bar(total_bytes: int | None) -> Any:
         return nullcontext()
     from tqdm import tqdm
 
-    return tqdm(
+    class Bar(tqdm):  # type: ignore[type-arg]
+        monitor_interval = 0  # no thread that stays
+
+    return Bar(
         total=total_bytes, desc="Loading weights", unit="B", unit_scale=True, delay=QUIET_S, leave=False
     )
 

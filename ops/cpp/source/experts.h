@@ -196,6 +196,7 @@ inline Gate gate_of(Activation kind) {
         case RELU: return through_gate<RELU>;
         case RELU_SQUARED: return through_gate<RELU_SQUARED>;
         case CLAMPED_SWIGLU: return through_gate<CLAMPED_SWIGLU>;
+        case LOGISTIC: return through_gate<LOGISTIC>;
     }
     __builtin_unreachable();
 }

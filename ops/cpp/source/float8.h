@@ -28,8 +28,8 @@ inline Floats widen_bytes(const uint8_t* from) {
     const Shorts bits = __builtin_convertvector(bytes, Shorts);
     if constexpr (FORM == E5M2) return widen_halves(bits << 8);
     const Shorts magnitude = bits & uint16_t(0x7f), sign = (bits & uint16_t(0x80)) << 8;
-    const Shorts no_number = (Shorts{} - (magnitude + uint16_t(1) >> 7)) & uint16_t(0x7c00);
-    return widen_halves(magnitude << 7 | sign | no_number) * 256.0f;
+    const Shorts no_number = (Shorts{} - ((magnitude + uint16_t(1)) >> 7)) & uint16_t(0x7c00);
+    return widen_halves((magnitude << 7) | sign | no_number) * 256.0f;
 }
 
 // To the nearest, ties to even; what is too large becomes the largest that there is. Sixteen numbers.
@@ -45,7 +45,7 @@ inline void narrow_bytes(uint8_t* to, Floats x) {
     const Words anchor = (exponent + uint32_t(23 - BITS)) << 23;
     Words code = cast<Words>(magnitude + cast<Floats>(anchor)) - anchor + ((exponent - uint32_t(LOWEST)) << BITS);
     const Words no_number = cast<Words>(x != x) & 0x7fu;
-    code = (code & ~cast<Words>(x != x)) | no_number | (cast<Words>(x) >> 31 << 7);
+    code = (code & ~cast<Words>(x != x)) | no_number | ((cast<Words>(x) >> 31) << 7);
     const Bytes bytes = __builtin_convertvector(code, Bytes);
     std::memcpy(to, &bytes, sizeof(bytes));
 }

@@ -89,7 +89,7 @@ def decide(
         ),
         parallel=parallel_plan(builder, machine, facts, model.device),
         observe=observe_plan(builder),
-        tokenizer=text_plan(builder, facts.path),
+        tokenizer=text_plan(builder, machine, facts.path),
         serve=serve_plan(builder, where, demo_path),
     )
     return plan, builder

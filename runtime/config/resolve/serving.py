@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ops.machine import Machine
 from runtime.config.chat_templates import MiddleTemplate, chat_template_named, middle_template
 from runtime.config.gguf_header import is_gguf, read_header
 from runtime.config.parsers import REASONING_PARSERS, TOOL_CALL_PARSERS, Signs, guess
@@ -19,11 +19,11 @@ from runtime.grammar.spec import InvalidGrammar, check_whitespace
 from runtime.sampling_params import SamplingParams
 
 MIN_ENCODER_THREADS = 2
-GRAMMAR_PACKAGES = {"xgrammar": "xgrammar", "outlines": "outlines_core"}  # by backend, which are extras
+GRAMMAR_PACKAGES = {"xgrammar": "xgrammar", "outlines": "outlines-core"}  # by backend, which are extras
 DEMO_NAME = "penstock-demo"
 
 
-def text_plan(builder: PlanBuilder, model_path: str) -> TokenizerPlan:
+def text_plan(builder: PlanBuilder, machine: Machine, model_path: str) -> TokenizerPlan:
     args = builder.args.text
     try:
         if args.chat_template is not None:
@@ -40,7 +40,7 @@ def text_plan(builder: PlanBuilder, model_path: str) -> TokenizerPlan:
         chat_template=builder.follow("chat_template"),
         tool_call_parser=_parser(builder, "tool_call_parser", TOOL_CALL_PARSERS, template),
         reasoning_parser=_parser(builder, "reasoning_parser", REASONING_PARSERS, template),
-        grammar_backend=_grammar_backend(builder),
+        grammar_backend=_grammar_backend(builder, machine),
         memory_only_automata=builder.follow("disable_outlines_disk_cache"),
         json_whitespace=_json_whitespace(builder),
         middle=_middle(builder),
@@ -97,7 +97,7 @@ def _template(builder: PlanBuilder, model_path: str) -> str:
         return ""
 
 
-def _grammar_backend(builder: PlanBuilder) -> Decision[str]:
+def _grammar_backend(builder: PlanBuilder, machine: Machine) -> Decision[str]:
     asked = builder.args.text.grammar_backend
     if builder.args.text.skip_tokenizer_init:
         if asked not in (None, "none"):
@@ -107,7 +107,7 @@ def _grammar_backend(builder: PlanBuilder) -> Decision[str]:
             )
         return Decision("none", "there is no tokenizer")
     package = GRAMMAR_PACKAGES.get(asked or "")
-    if package is not None and find_spec(package) is None:
+    if package is not None and package not in machine.packages:
         builder.refuse(
             "grammar_backend",
             f"--grammar-backend {asked} needs its package: pip install 'penstock[{asked}]'.",
