@@ -66,7 +66,7 @@ def thread(backend: Backend) -> Iterator[MaskThread]:
 
 
 def position(matcher: Matcher) -> Position:
-    return Position(matcher, ENDS, None)
+    return Position(matcher, ENDS, None)  # pyright: ignore[reportArgumentType]
 
 
 def test_what_is_asked_twice_is_answered_in_order_by_one_thread(backend: Backend, thread: MaskThread) -> None:
