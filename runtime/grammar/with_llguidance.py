@@ -55,7 +55,16 @@ class LLGuidanceMatcher:
     only what fails then too is its own failure; and after some copies the next ones get a new lexer.
     """
 
-    __slots__ = ("_consumed", "_make", "_num_copies", "_token_bytes", "inner", "num_bytes", "unique")
+    __slots__ = (
+        "_consumed",
+        "_is_lost",
+        "_make",
+        "_num_copies",
+        "_token_bytes",
+        "inner",
+        "num_bytes",
+        "unique",
+    )
 
     def __init__(
         self,
@@ -73,6 +82,7 @@ class LLGuidanceMatcher:
         self._token_bytes = token_bytes
         self._consumed = list(consumed)
         self._num_copies = 0
+        self._is_lost = False  # whether tokens came that the grammar does not allow
 
     @property
     def error(self) -> str:
@@ -83,6 +93,7 @@ class LLGuidanceMatcher:
             self.unique.feed(map(self._token_bytes.__getitem__, token_ids))
         ids = list(token_ids)
         if not self.inner.consume_tokens(ids) and not (self.renew() and self.inner.consume_tokens(ids)):
+            self._is_lost = True
             return False
         self._consumed += ids
         return True
@@ -97,6 +108,8 @@ class LLGuidanceMatcher:
 
     def renew(self) -> bool:
         """Come to the same place with a lexer of its own; False where that fails."""
+        if self._is_lost:
+            return False
         inner = self._make()
         if inner.is_error() or not inner.consume_tokens(self._consumed):
             return False

@@ -85,9 +85,13 @@ def _apply_tokens(
     if finish is not None:
         retire(sequence, finish, True)
     logprobs = None if output.logprobs is None else output.logprobs[row]
-    return _delta(
-        sequence, tokens, finish, None if logprobs is None else first_logprobs(logprobs, len(tokens))
-    )
+    if logprobs is not None:
+        logprobs = first_logprobs(logprobs, len(tokens))
+    if sequence.num_unsent:
+        return _delta(sequence, tokens, finish, logprobs)
+    prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
+    usage = Usage(num_prompt, num_tokens - num_prompt, sequence.num_cached)
+    return Delta(sequence.request.id, sequence.index, tokens, finish, usage, logprobs, prompt_logprobs)
 
 
 def _delta(
