@@ -33,7 +33,7 @@ def main(link_fd: int, parent: int, path: str | None = None) -> int:
     `path` is where this machine has the checkpoint, when that is not the engine's machine.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine gets it too, and ends us in order
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # which a process inherits that was started by one that ignores it
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # inherited where the parent ignores it
     _die_with_parent(parent)
     end = socket.socket(fileno=link_fd)
     end.setblocking(True)
