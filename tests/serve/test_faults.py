@@ -402,8 +402,8 @@ def counts() -> tuple[int, int, int]:
 
 
 @pytest.mark.slow
-async def test_every_fault_is_contained() -> None:
-    logging.getLogger("penstock").setLevel(logging.CRITICAL)
+async def test_every_fault_is_contained(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL, "penstock")
     points = fault_points()
     assert len(points) >= 40
     assert len({point.name for point in points}) == len(points)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 import tiny_checkpoints
 from serve import Engine
-from serve.cli import REFUSED, run
+from serve.cli import REFUSED
 
 PROMPT = [5, 9, 17, 3, 200]
 
@@ -37,15 +38,24 @@ async def test_logits_of_every_step_are_written(tmp_path: Path):
         np.testing.assert_allclose(step["logits"][0], expected[position - 1], atol=2e-4)
 
 
-def test_server_computes_a_file_and_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_server_computes_a_file_and_ends(tmp_path: Path):
     path = tiny_checkpoints.cached(vocab_size=300)
     np.save(tmp_path / "ids.npy", np.array(PROMPT))
     (tmp_path / "no.npy").write_text("[1, 2]")
-    words = ["--model-path", path, "--skip-tokenizer-init", "--port", "0", "--log-level", "error"]
-    dump = ["--debug-tensor-dump-output-folder", str(tmp_path / "made" / "here")]
-    assert run([*words, *dump, "--debug-tensor-dump-input-file", str(tmp_path / "ids.npy")]) == 0
+
+    def serve(name: str) -> subprocess.CompletedProcess[str]:
+        words = ["--model-path", path, "--skip-tokenizer-init", "--port", "0", "--log-level", "error"]
+        words += ["--debug-tensor-dump-output-folder", str(tmp_path / "made" / "here")]
+        words += ["--debug-tensor-dump-input-file", str(tmp_path / name)]
+        return subprocess.run(
+            [sys.executable, "-m", "serve", *words], capture_output=True, text=True, timeout=60
+        )
+
+    done = serve("ids.npy")
+    assert done.returncode == 0, done.stderr
     step = np.load(tmp_path / "made" / "here" / "step-000000.npz")
     np.testing.assert_allclose(step["logits"][0], reference(path, PROMPT)[-1], atol=2e-4)
     for wrong in ("no.npy", "none.npy"):
-        assert run([*words, "--debug-tensor-dump-input-file", str(tmp_path / wrong)]) == REFUSED
-    assert "cannot be read" in capsys.readouterr().err
+        done = serve(wrong)
+        assert done.returncode == REFUSED
+        assert "cannot be read" in done.stderr
