@@ -114,6 +114,13 @@ def read_sentence_files(directory: Path) -> SentenceFiles | None:
     )
 
 
+def module_folders(directory: Path) -> list[str]:
+    """The folders of a checkpoint's modules; [] where it has none. Raises CheckpointError for a broken file."""
+    if not (directory / MODULES).is_file():
+        return []
+    return [str(Path(folder)) for _, folder in _modules(directory) if Path(folder) != Path()]
+
+
 def _modules(directory: Path) -> list[tuple[str, str]]:
     """(kind, folder) of each module, in order."""
     listed, found = _read(directory / MODULES), []

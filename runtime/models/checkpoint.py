@@ -6,13 +6,16 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from glob import escape
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from runtime.config.args import Args
 from runtime.config.gguf_header import is_gguf
+from runtime.config.pooling import module_folders
 from runtime.errors import CheckpointError
 from runtime.models import remote
 
@@ -90,12 +93,18 @@ def locate(
         return _gguf_file(Path(path_or_hub_id), load_format) or path_or_hub_id
     if not _HUB_ID.fullmatch(path_or_hub_id):
         raise CheckpointError(f"There is no directory {path_or_hub_id}.")
-    if not weights:
-        return _download(path_or_hub_id, revision, download_dir, [])
-    directory = _download(path_or_hub_id, revision, download_dir, ["*.safetensors"])
-    if not any(Path(directory).glob("*.safetensors")):
-        directory = _download(path_or_hub_id, revision, download_dir, ["*.bin", "*.pt"])
-    return directory
+    download = partial(_download, path_or_hub_id, revision, download_dir)
+    directory = download([*DESCRIPTIONS, *(["*.safetensors"] if weights else [])])
+    if weights and not any(Path(directory).glob("*.safetensors")):
+        directory = download([*DESCRIPTIONS, "*.bin", "*.pt"])
+    return _with_folders(Path(directory), download, ["*.safetensors", "*.bin"] if weights else [])
+
+
+def _with_folders(directory: Path, download: Callable[..., str], weights: list[str]) -> str:
+    """The directory with the folders of sentence-transformers' modules, which say how vectors are made."""
+    folders = module_folders(directory)
+    patterns = [f"{escape(folder)}/{each}" for folder in folders for each in ("config.json", *weights)]
+    return download(patterns, skipped=None) if patterns else str(directory)
 
 
 def _gguf_file(directory: Path, load_format: str) -> str | None:
@@ -117,7 +126,14 @@ def _gguf_file(directory: Path, load_format: str) -> str | None:
     return str(found[0]) if found else None
 
 
-def _download(hub_id: str, revision: str | None, download_dir: str | None, weights: list[str]) -> str:
+def _download(
+    hub_id: str,
+    revision: str | None,
+    download_dir: str | None,
+    patterns: list[str],
+    *,
+    skipped: Sequence[str] | None = ("consolidated*", "*/*"),
+) -> str:
     from huggingface_hub import errors, snapshot_download
 
     try:
@@ -125,8 +141,8 @@ def _download(hub_id: str, revision: str | None, download_dir: str | None, weigh
             hub_id,
             revision=revision,
             cache_dir=download_dir,
-            allow_patterns=[*DESCRIPTIONS, *weights],
-            ignore_patterns=["consolidated*", "*/*"],
+            allow_patterns=patterns,
+            ignore_patterns=None if skipped is None else [*skipped],
         )
     except errors.RepositoryNotFoundError as error:
         raise CheckpointError(

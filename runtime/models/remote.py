@@ -9,6 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from runtime.config.pooling import module_folders
 from runtime.errors import CheckpointError
 
 # Of fsspec's, those that name files and nothing that would be run or unpacked.
@@ -41,8 +42,8 @@ def download(
 ) -> str:
     """The local folder with a copy of the model in this folder of a store; what is there already is not read again.
 
-    Folders below it are not copied, but for descriptions (those of pooling). Raises CheckpointError for a store that
-    is not known, whose library is missing, or that does not answer.
+    Folders below it are not copied, but for descriptions and the weights of sentence-transformers' modules. Raises
+    CheckpointError for a store that is not known, whose library is missing, or that does not answer.
     """
     store = url.partition("://")[0]
     if store not in STORES:
@@ -64,22 +65,42 @@ def download(
     folder = (base if download_dir is None else Path(download_dir)) / _folder_name(url)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        known = _known(folder)
-        for name in wanted:
-            state = _state(found[name])
-            if known.get(name) == state and (folder / name).is_file():
-                continue
-            (folder / name).parent.mkdir(exist_ok=True)
-            part = folder / f"{name}.{os.getpid()}.part"
-            files.get_file(f"{root.rstrip('/')}/{name}", str(part))
-            part.replace(folder / name)
-            known[name] = state
-            (folder / RECORD).write_text(json.dumps(known), encoding="utf-8")
-        for name in known.keys() - set(found):
+        _copy(files, root, wanted, found, folder)
+        if weights:
+            _copy(files, root, _weights_of_modules(folder, found), found, folder)
+        for name in _known(folder).keys() - set(found):
             (folder / name).unlink(missing_ok=True)  # not there any more
+    except CheckpointError:
+        raise
     except Exception as error:
         raise CheckpointError(f"{url} cannot be copied to {folder}: {error!r}.") from error
     return str(folder)
+
+
+def _copy(files: Any, root: str, names: list[str], found: dict[str, Any], folder: Path) -> None:
+    """Copy what is not there yet, and note of each file which one it was."""
+    known = _known(folder)
+    for name in names:
+        state = _state(found[name])
+        if known.get(name) == state and (folder / name).is_file():
+            continue
+        (folder / name).parent.mkdir(exist_ok=True)
+        part = folder / f"{name}.{os.getpid()}.part"
+        files.get_file(f"{root.rstrip('/')}/{name}", str(part))
+        part.replace(folder / name)
+        known[name] = state
+        (folder / RECORD).write_text(json.dumps(known), encoding="utf-8")
+
+
+def _weights_of_modules(folder: Path, found: dict[str, Any]) -> list[str]:
+    """The weights in the folders of sentence-transformers' modules, of a copied model."""
+    folders, kinds = module_folders(folder), [*WEIGHTS[0], *WEIGHTS[1]]
+    inside = [name.rpartition("/") for name in found]
+    return [
+        "".join(name)
+        for name in inside
+        if name[0] in folders and any(fnmatch(name[2], each) for each in kinds)
+    ]
 
 
 def _wanted(found: dict[str, Any], descriptions: tuple[str, ...], weights: bool) -> list[str]:
