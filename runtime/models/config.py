@@ -16,9 +16,10 @@ from runtime.config.pooling import Pooling, SentenceFiles, read_sentence_files
 from runtime.errors import CheckpointError, InvalidRequest
 from runtime.layers.rope_parameters import RopeParameters, read_rope_parameters
 from runtime.models.checkpoint import lfs_hint, stored_dtype, weight_bytes
+from runtime.models.entry import Entry
 from runtime.models.gguf_config import read_gguf_config
 from runtime.models.quantization import stored_quantization, with_quantization
-from runtime.models.registry import Entry, entry, find
+from runtime.models.registry import entry, find
 from runtime.sampling_params import FROM_MODEL, SamplingParams
 
 logger = logging.getLogger("penstock.core")

@@ -8,6 +8,7 @@ from importlib import import_module
 from torch import Tensor
 
 from runtime.errors import CheckpointError
+from runtime.models.tensors import Cuts, Take, give_parts
 
 
 class GivenTensors:
@@ -31,17 +32,10 @@ class GivenTensors:
                 self._tensors[name] = tensor
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
 
-    def read_all(
-        self,
-        take: Callable[[str, int, Tensor], None],
-        cuts: Mapping[str, Sequence[tuple[slice, ...]]],
-        num_threads: int = 1,
-    ) -> None:
+    def read_all(self, take: Take, cuts: Cuts, num_threads: int = 1) -> None:
         """As `TensorFiles.read_all`, on this thread; tensors that were taken are let go."""
-        for name, parts in cuts.items():
-            tensor = self._tensors.pop(name)
-            for number, cut in enumerate(parts):
-                take(name, number, tensor[cut])
+        for name in cuts:
+            give_parts(take, cuts, name, self._tensors.pop(name))
 
 
 def _given(path: str, directory: str) -> Iterable[tuple[str, Tensor]]:

@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -17,6 +17,7 @@ from runtime.errors import CheckpointError
 from runtime.layers.sharding import TensorParallelGroup
 from runtime.layers.weight import Shard, Weighted
 from runtime.models.decoder import Decoder
+from runtime.models.tensors import Tensors
 
 MAX_NAMED = 20  # tensors listed in one error
 DUMMY_SEED = 1234
@@ -26,19 +27,6 @@ PIECE_BYTES = 16 * 2**20  # that one thread reads at once
 QUIET_S = 1.0  # before a bar is shown
 
 Named = Sequence[tuple[str, nn.Module]]
-
-
-class Tensors(Protocol):
-    """A checkpoint's tensors, as `runtime.models.tensors.TensorFiles` gives them."""
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
-    def read_all(
-        self,
-        take: Callable[[str, int, Tensor], None],
-        cuts: Mapping[str, Sequence[tuple[slice, ...]]],
-        num_threads: int = 1,
-    ) -> None: ...
 
 
 def fill_layers(
@@ -103,7 +91,7 @@ def loading_bar(total_bytes: int | None) -> Any:
         return nullcontext()
     from tqdm import tqdm
 
-    class Bar(tqdm):  # type: ignore[type-arg]
+    class Bar(tqdm):
         monitor_interval = 0  # no thread that stays
 
     return Bar(

@@ -33,7 +33,6 @@ from runtime.models.config import Config
 from runtime.models.custom_loader import GivenTensors
 from runtime.models.decoder import Decoder
 from runtime.models.fill import (
-    Tensors,
     allocate,
     check_dtypes,
     check_total,
@@ -49,7 +48,7 @@ from runtime.models.formats.stored import QuantizedTensors
 from runtime.models.kv_scales import set_kv_scales
 from runtime.models.quantization import quantization_fields
 from runtime.models.registry import entry
-from runtime.models.tensors import TensorFiles
+from runtime.models.tensors import TensorFiles, Tensors
 
 MAX_FURTHER = 16  # layers behind the model's own that predict further tokens
 SHARE_FILES = "model-rank-{rank}-part-{part}.safetensors"  # of sharded_state

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import TypeVar
+from typing import Protocol, TypeVar
 from zipfile import is_zipfile
 
 import numpy as np
@@ -46,6 +46,23 @@ Cuts = Mapping[str, Sequence[Cut]]  # tensor name -> the parts that are wanted
 Take = Callable[
     [str, int, Tensor], None
 ]  # gets a tensor's name, the number of one of its parts, and that part
+
+
+class Tensors(Protocol):
+    """A checkpoint's tensors by name."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    def read_all(self, take: Take, cuts: Cuts, num_threads: int = 1) -> None:
+        """Give the parts of each tensor that `cuts` names to `take`."""
+        ...
+
+
+def give_parts(take: Take, cuts: Cuts, name: str, tensor: Tensor) -> None:
+    """Give `take` the parts of one tensor that `cuts` names, if any."""
+    for number, cut in enumerate(cuts.get(name, ())):
+        take(name, number, tensor[cut])
 
 
 class FileBytes:

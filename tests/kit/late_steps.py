@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import fake_runner
+import paged_forward
 import tiny_checkpoints
 from ops.attention import AttentionMetadata, native
 from ops.sampling import SamplingArrays
@@ -86,14 +87,7 @@ def kernels() -> Kernels:
 
 
 def model_plan() -> ModelPlan:
-    return ModelPlan(
-        path=facts().path,
-        load_format="auto",
-        dtype="float32",
-        device="cpu",
-        context_length=CONTEXT,
-        random_seed=0,
-    )
+    return paged_forward.plan_for(facts().path, context_length=CONTEXT)
 
 
 @cache

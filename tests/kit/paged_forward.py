@@ -34,15 +34,21 @@ def load(
     Of a `group` it is one rank's share.
     """
     facts = read_facts(path, overrides)
+    plan = plan_for(path, **{"context_length": facts.context_length, **changes})
+    return load_model(facts, plan, kernels or select(), group)
+
+
+def plan_for(path: str, **changes: Any) -> ModelPlan:
+    """Of a checkpoint on the CPU in float32, for short texts; `changes` are its fields."""
     values = {
         "path": path,
         "load_format": "auto",
         "dtype": "float32",
         "device": "cpu",
-        "context_length": facts.context_length,
+        "context_length": 64,
         "random_seed": 0,
     }
-    return load_model(facts, ModelPlan(**{**values, **changes}), kernels or select(), group)
+    return ModelPlan(**{**values, **changes})
 
 
 def all_logits(

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import greedy
+import paged_forward
 import tiny_models
 from on_device import graphs, memory, operations, session
 from on_device.batching import bits_differ
@@ -18,7 +19,6 @@ from on_device.moved import Moved
 from on_device.operations import Check
 from ops.attention import AttentionMetadata
 from ops.select import select
-from runtime.config.plan import ModelPlan
 from runtime.models.config import read_facts
 from runtime.models.loader import load_model
 from serve import Engine
@@ -111,10 +111,7 @@ async def test_tokens_in_any_dtype_are_nearly_the_best_and_others_are_not(dtype:
 @pytest.mark.parametrize("family", greedy.FAMILIES)
 def test_wide_checkpoints_fit_the_models(family: str) -> None:
     facts = read_facts(wide_path(family), {})
-    plan = ModelPlan(
-        path=facts.path, load_format="auto", dtype="float32", device="cpu", context_length=64, random_seed=0
-    )
-    assert load_model(facts, plan, select()).hidden_size == facts.hidden_size
+    assert load_model(facts, paged_forward.plan_for(facts.path), select()).hidden_size == facts.hidden_size
     assert facts.head_dim == 64
 
 

@@ -13,7 +13,7 @@ pairs (Llama), the 1 in norms' weights (Gemma). Source: ggml-quants.h, convert_h
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from runtime.config.fields import Fields
 from runtime.config.gguf_header import GgufTensor, read_header
 from runtime.errors import CheckpointError
 from runtime.models.formats.stored import Derived, Read, Stored
-from runtime.models.tensors import FileBytes
+from runtime.models.tensors import Cuts, FileBytes, Take, give_parts
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -95,17 +95,10 @@ class GgufFiles:
         for file in self._files.values():
             file.release()
 
-    def read_all(
-        self,
-        take: Callable[[str, int, Tensor], None],
-        cuts: Mapping[str, Sequence[tuple[slice, ...]]],
-        num_threads: int = 1,
-    ) -> None:
+    def read_all(self, take: Take, cuts: Cuts, num_threads: int = 1) -> None:
         """As `TensorFiles.read_all`, on this thread."""
-        for name, parts in cuts.items():
-            tensor = self.read(name)
-            for number, cut in enumerate(parts):
-                take(name, number, tensor[cut])
+        for name in cuts:
+            give_parts(take, cuts, name, self.read(name))
             self.release()
 
 

@@ -14,30 +14,19 @@ from ops.matmul.grouped import GroupedWeight
 from runtime.config.fields import Fields
 from runtime.config.quantization import FORMATS
 from runtime.errors import CheckpointError
-from runtime.models.tensors import for_each
+from runtime.models.tensors import Cuts, Take, Tensors, for_each, give_parts
 
 Read = Callable[[str], Tensor]  # a stored tensor by its name
 
 
-class Stored(Protocol):
+class Stored(Tensors, Protocol):
     """A checkpoint's tensors as its files hold them."""
 
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
     @property
     def dtypes(self) -> Mapping[str, torch.dtype]: ...
     def read(self, name: str) -> Tensor: ...
 
     def release(self) -> None: ...
-
-    def read_all(
-        self,
-        take: Callable[[str, int, Tensor], None],
-        cuts: Mapping[str, Sequence[tuple[slice, ...]]],
-        num_threads: int = 1,
-    ) -> None:
-        """Give the named parts of tensors, as `runtime.models.tensors.TensorFiles` does."""
-        ...
 
 
 class Made(NamedTuple):
@@ -124,20 +113,11 @@ class QuantizedTensors:
             if not self._stored.read(self._plain[name]).any():
                 del self._plain[name], self.shapes[name]
 
-    def read_all(
-        self,
-        take: Callable[[str, int, Tensor], None],
-        cuts: Mapping[str, Sequence[tuple[slice, ...]]],
-        num_threads: int = 1,
-    ) -> None:
+    def read_all(self, take: Take, cuts: Cuts, num_threads: int = 1) -> None:
         """As `TensorFiles.read_all`."""
         ours = {origin: name for name, origin in self._plain.items()}
         plain = {self._plain[name]: parts for name, parts in cuts.items() if name in self._plain}
         self._stored.read_all(lambda name, number, part: take(ours[name], number, part), plain, num_threads)
-
-        def give(name: str, tensor: Tensor) -> None:
-            for number, cut in enumerate(cuts.get(name, ())):
-                take(name, number, tensor[cut])
 
         def make(name: str) -> None:
             made = self._derived.made[name]
@@ -147,12 +127,12 @@ class QuantizedTensors:
                 weight = made.make_grouped(self._stored.read)
                 shifts = torch.zeros_like(weight.scales) if weight.shifts is None else weight.shifts
                 for part, tensor in zip(PARTS, (weight.codes, weight.scales, shifts), strict=True):
-                    give(f"{name}.{part}", tensor)
+                    give_parts(take, cuts, f"{name}.{part}", tensor)
             else:
                 tensor = made.make(self._stored.read)
                 if tuple(tensor.shape) != made.shape:
                     raise CheckpointError(f"{name} becomes {list(tensor.shape)}, not {list(made.shape)}.")
-                give(name, tensor)
+                give_parts(take, cuts, name, tensor)
             self._stored.release()
 
         names = [name for name in self._derived.made if name in cuts or f"{name}.codes" in cuts]

@@ -18,7 +18,6 @@ import tiny_checkpoints
 from ops.matmul.with_cpp import PackedWeight4
 from ops.select import select
 from runtime.config.fields import Fields
-from runtime.config.plan import ModelPlan
 from runtime.distributed.mesh import Mesh, RankInfo
 from runtime.errors import CheckpointError
 from runtime.models.checkpoint import WeightFiles
@@ -116,14 +115,7 @@ def test_ranks_and_stages_get_their_share(form: str, options: dict[str, Any], tm
         RankInfo(rank=3, tp_size=2, pp_size=2),
     ):
         facts, mesh = read_facts(quantized), Mesh(rank, torch.device("cpu"))
-        plan = ModelPlan(
-            path=quantized,
-            load_format="auto",
-            dtype="float32",
-            device="cpu",
-            context_length=64,
-            random_seed=0,
-        )
+        plan = paged_forward.plan_for(quantized)
         model = load_model(facts, plan, select(), mesh, rank.stage_layers(facts.num_layers))
         for name, shards in collect_shards(model).items():
             for shard in shards:
@@ -281,15 +273,7 @@ def test_experts_of_4_bits_stay_so_on_every_rank(
     kernels = select(cpp_kernels.CHOICES)
     x, batch, sums = torch.randn(9, 64), None, []
     for path, quantization in ((quantized, asked), (plain, None)):
-        plan = ModelPlan(
-            path=path,
-            load_format="auto",
-            dtype="float32",
-            device="cpu",
-            context_length=64,
-            random_seed=0,
-            quantization=quantization,
-        )
+        plan = paged_forward.plan_for(path, quantization=quantization)
         total = torch.zeros(9, 64)
         for rank in (RankInfo(rank=0, tp_size=2), RankInfo(rank=1, tp_size=2)):
             mesh = Mesh(rank, torch.device("cpu"))
@@ -313,9 +297,7 @@ def test_a_rank_keeps_whole_groups_and_dequantises_others(
     for rank in (RankInfo(rank=0, tp_size=2), RankInfo(rank=1, tp_size=2)):
         models: list[Any] = []
         for path in (quantized, plain):
-            plan = ModelPlan(
-                path=path, load_format="auto", dtype="float32", device="cpu", context_length=64, random_seed=0
-            )
+            plan = paged_forward.plan_for(path)
             models.append(load_model(read_facts(path), plan, kernels, Mesh(rank, torch.device("cpu"))))
         kept, ordinary = models
         for layer, other in zip(kept.layers, ordinary.layers, strict=True):

@@ -10,27 +10,15 @@ import torch
 import paged_forward
 import tiny_checkpoints
 from ops.select import select
-from runtime.config.plan import ModelPlan
 from runtime.kv_cache.pools import KVPool
 from runtime.models.config import read_facts
 from runtime.models.loader import load_model
 
 
-def plan_for(path: str, **changes) -> ModelPlan:
-    values = {
-        "load_format": "auto",
-        "dtype": "float32",
-        "device": "cpu",
-        "context_length": 256,
-        "random_seed": 0,
-    }
-    return ModelPlan(path=path, **{**values, **changes})
-
-
 def test_prompt_then_decode_gives_the_logits_of_transformers(tmp_path: Path) -> None:
     path = tiny_checkpoints.write(tmp_path, "llama")
     facts = read_facts(path)
-    model = load_model(facts, plan_for(path), select())
+    model = load_model(facts, paged_forward.plan_for(path), select())
     pool = KVPool.uniform(facts.num_layers, 8, 16, facts.num_kv_heads, facts.head_dim, torch.float32, "cpu")
     ids = list(range(20, 50))
     page_table = np.array([[3, 5]], np.int32)  # positions 0..15 live in page 3, 16..31 in page 5

@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import paged_forward
 import tiny_checkpoints
 from ops.matmul import with_onednn
 from ops.select import select
-from runtime.config.plan import ModelPlan
 from runtime.distributed.mesh import Mesh, RankInfo
 from runtime.models.config import read_facts
 from runtime.models.decoder import Decoder
@@ -22,16 +22,7 @@ from runtime.models.tensors import TensorFiles
 
 def load(path: str, rank_info: RankInfo, *, mmap: bool = True, matmul: str = "native") -> Decoder:
     facts = read_facts(path)
-    plan = ModelPlan(
-        path=path,
-        load_format="auto",
-        dtype="float32",
-        device="cpu",
-        context_length=64,
-        random_seed=0,
-        mmap=mmap,
-    )
-    mesh = Mesh(rank_info, torch.device("cpu"))
+    plan, mesh = paged_forward.plan_for(path, mmap=mmap), Mesh(rank_info, torch.device("cpu"))
     return load_model(facts, plan, select({"matmul": matmul}), mesh, rank_info.stage_layers(facts.num_layers))
 
 

@@ -1,0 +1,451 @@
+"""Which decoders there are. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from runtime.models.entry import Entry
+
+_QWEN = {
+    "max_position_embeddings": 32768,
+    "num_key_value_heads": 32,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+
+_QWEN_EXPERTS = {
+    "decoder_sparse_step": 1,
+    "moe_intermediate_size": 768,
+    "num_experts_per_tok": 8,
+    "num_local_experts": 128,
+}
+
+_DELTA_NET = {
+    "head_dim": 256,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 32768,
+    "partial_rotary_factor": 0.25,
+}
+
+_GEMMA = {"head_dim": 256, "max_position_embeddings": 8192, "tie_word_embeddings": True}
+
+_GEMMA_2 = {
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+
+_GEMMA_3 = {
+    **_GEMMA,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+
+_GLM = {
+    "attention_bias": True,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "num_key_value_heads": 2,
+    "partial_rotary_factor": 0.5,
+}
+
+_GRANITE = {
+    "attention_multiplier": 1.0,
+    "embedding_multiplier": 1.0,
+    "logits_scaling": 1.0,
+    "max_position_embeddings": 2048,
+    "residual_multiplier": 1.0,
+}
+
+_ERNIE = {
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+}
+
+_COHERE = {
+    "logit_scale": 0.0625,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
+
+_LATENT = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+
+_LINEAR_OR_FULL = ("linear_attention", "full_attention")
+
+_LAYER_NORM = {"layer_norm_eps": "rms_norm_eps"}
+
+_QWEN_3_5_EXPERTS = {
+    **_DELTA_NET,
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "num_key_value_heads": 2,
+    "shared_expert_intermediate_size": 512,
+}
+
+
+def _qwen3_5(defaults: Mapping[str, Any]) -> Entry:
+    """Of Qwen 3.5, which sees too; the text part alone."""
+    return Entry(
+        "qwen3_5",
+        defaults,
+        cuttable=False,
+        layer_types=_LINEAR_OR_FULL,
+        tensors={
+            r"mtp\.": None,
+            r"model\.visual\.": None,
+            r"model\.language_model\.": "model.",
+        },
+        spelling="qwen3_5",
+    )
+
+
+ARCHITECTURES: Mapping[str, Entry] = {
+    "ArceeForCausalLM": Entry(
+        "arcee", {"hidden_act": "relu2", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
+    ),
+    "CohereForCausalLM": Entry("cohere", {**_COHERE, "rope_theta": 500000.0}, renamed=_LAYER_NORM),
+    "Cohere2ForCausalLM": Entry(
+        "cohere2", {**_COHERE, "sliding_window": 4096}, renamed=_LAYER_NORM, spelling="cohere2"
+    ),
+    "DeepseekV2ForCausalLM": Entry(
+        "deepseek_v2",
+        captured=False,
+        defaults={
+            **_LATENT,
+            "first_k_dense_replace": 0,
+            "max_position_embeddings": 2048,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 1407,
+            "routed_scaling_factor": 1.0,
+        },
+        spelling="latent",
+    ),
+    "DeepseekV3ForCausalLM": Entry(
+        "deepseek_v3",
+        captured=False,
+        defaults={
+            **_LATENT,
+            "first_k_dense_replace": 3,
+            "max_position_embeddings": 4096,
+            "moe_intermediate_size": 2048,
+            "n_group": 8,
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "routed_scaling_factor": 2.5,
+            "topk_group": 4,
+        },
+        spelling="latent",
+    ),
+    "Ernie4_5ForCausalLM": Entry("ernie4_5", _ERNIE),
+    "Ernie4_5_MoeForCausalLM": Entry(
+        "ernie4_5_moe",
+        {
+            "max_position_embeddings": 131072,
+            "moe_layer_interval": 1,
+            "moe_layer_start_index": 1,
+            "moe_num_shared_experts": 2,
+            "num_experts": 64,
+            "num_experts_per_tok": 6,
+            "num_key_value_heads": 4,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "tie_word_embeddings": True,
+        },
+        renamed={"moe_num_experts": "num_experts", "moe_k": "num_experts_per_tok"},
+        tensors={r"model\.mtp_": None},  # predict further tokens
+    ),
+    "Exaone4ForCausalLM": Entry(
+        "exaone4",
+        {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "sliding_window": 4096},
+        spelling="exaone4",
+    ),
+    "GemmaForCausalLM": Entry(
+        "gemma", {**_GEMMA, "hidden_act": "gelu_pytorch_tanh", "num_key_value_heads": 16}
+    ),
+    "Gemma2ForCausalLM": Entry("gemma2", {**_GEMMA, **_GEMMA_2}),
+    "Gemma3ForCausalLM": Entry("gemma3", _GEMMA_3, spelling="gemma3"),
+    "Gemma3ForConditionalGeneration": Entry(
+        "gemma3",
+        {**_GEMMA_3, "vocab_size": 262208},
+        tensors={  # the text part alone
+            r"(model\.)?(vision_tower|multi_modal_projector)\.": None,
+            r"language_model\.model\.": "model.",
+            r"model\.language_model\.": "model.",
+            r"language_model\.lm_head\.": "lm_head.",
+        },
+        spelling="gemma3",
+    ),
+    "Glm4ForCausalLM": Entry("glm4", {**_GLM, "rms_norm_eps": 1.5625e-07}),
+    "Glm4MoeForCausalLM": Entry(
+        "glm4_moe",
+        {
+            "first_k_dense_replace": 1,
+            "max_position_embeddings": 131072,
+            "n_group": 1,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "num_key_value_heads": 8,
+            "partial_rotary_factor": 0.5,
+            "rms_norm_eps": 1e-5,
+            "routed_scaling_factor": 1.0,
+            "topk_group": 1,
+        },
+    ),
+    "Glm4MoeLiteForCausalLM": Entry(
+        "deepseek_v3",
+        captured=False,
+        defaults={
+            **_LATENT,
+            "first_k_dense_replace": 1,
+            "max_position_embeddings": 202752,
+            "moe_intermediate_size": 1536,
+            "n_group": 1,
+            "n_routed_experts": 64,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 4,
+            "q_lora_rank": 768,
+            "qk_nope_head_dim": 192,
+            "rms_norm_eps": 1e-5,
+            "routed_scaling_factor": 1.8,
+            "topk_group": 1,
+            "v_head_dim": 256,
+        },
+        spelling="latent",
+    ),
+    "GlmForCausalLM": Entry("glm", {**_GLM, "rms_norm_eps": 1.5625e-07}),
+    "GPTNeoXForCausalLM": Entry(
+        "gpt_neox",
+        {
+            "attention_bias": True,
+            "hidden_act": "gelu",
+            "max_position_embeddings": 2048,
+            "partial_rotary_factor": 0.25,
+            "rms_norm_eps": 1e-5,
+        },
+        renamed={
+            **_LAYER_NORM,
+            "rotary_emb_base": "rope_theta",
+            "rotary_pct": "partial_rotary_factor",
+        },
+        tensors={
+            r"embed_out\.": "lm_head.",
+            r"gpt_neox\.layers\.\d+\.attention\.(masked_)?bias$": None,  # the causal mask
+        },
+    ),
+    "GptOssForCausalLM": Entry(
+        "gpt_oss",
+        {
+            "attention_bias": True,
+            "head_dim": 64,
+            "max_position_embeddings": 131072,
+            "num_experts_per_tok": 4,
+            "num_key_value_heads": 8,
+            "num_local_experts": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150000.0,
+            "sliding_window": 128,
+            "swiglu_limit": 7.0,
+        },
+        sinks=True,
+    ),
+    "GraniteForCausalLM": Entry("granite", _GRANITE),
+    "GraniteMoeForCausalLM": Entry(
+        "granitemoe", {**_GRANITE, "num_experts_per_tok": 2, "num_local_experts": 8}
+    ),
+    "GraniteMoeHybridForCausalLM": Entry(
+        "granitemoehybrid",
+        {
+            **_GRANITE,
+            "mamba_d_conv": 4,
+            "mamba_d_state": 256,
+            "mamba_expand": 2,
+            "mamba_n_groups": 1,
+            "mamba_n_heads": 128,
+            "num_experts_per_tok": 2,
+            "num_local_experts": 8,
+            "shared_intermediate_size": 1024,
+        },
+        cuttable=False,
+        layer_types=_LINEAR_OR_FULL,
+        tensors={r"(model\.layers\.\d+\.shared_mlp\.)output_linear\.": r"\1down_proj."},
+        spelling="granitemoehybrid",
+    ),
+    "HunYuanDenseV1ForCausalLM": Entry(
+        "hunyuan_v1_dense", {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
+    ),
+    "InternLM3ForCausalLM": Entry(
+        "llama",
+        {"head_dim": 128, "max_position_embeddings": 32768, "num_key_value_heads": 2, "rms_norm_eps": 1e-5},
+        renamed={"qkv_bias": "attention_bias", "bias": "mlp_bias"},
+    ),
+    "LlamaForCausalLM": Entry("llama", {"max_position_embeddings": 2048}),
+    "MinistralForCausalLM": Entry(
+        "mistral",
+        {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+    ),
+    "MistralForCausalLM": Entry(
+        "mistral",
+        {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+    ),
+    "MixtralForCausalLM": Entry(
+        "mixtral",
+        {
+            "max_position_embeddings": 131072,
+            "num_experts_per_tok": 2,
+            "num_key_value_heads": 8,
+            "num_local_experts": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1000000.0,
+        },
+    ),
+    "NemotronForCausalLM": Entry(
+        "nemotron",
+        {
+            "hidden_act": "relu2",
+            "max_position_embeddings": 4096,
+            "partial_rotary_factor": 0.5,
+            "rms_norm_eps": 1e-5,
+        },
+        renamed={"norm_eps": "rms_norm_eps", "rope_percent": "partial_rotary_factor"},
+    ),
+    "OlmoForCausalLM": Entry("olmo", {"max_position_embeddings": 2048}),
+    "Olmo2ForCausalLM": Entry(
+        "olmo2", {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}, cuttable=False
+    ),
+    "Olmo3ForCausalLM": Entry(
+        "olmo3",
+        {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "sliding_window": 4096},
+        cuttable=False,
+        spelling="olmo3",
+    ),
+    "OlmoeForCausalLM": Entry(
+        "olmoe",
+        {
+            "max_position_embeddings": 4096,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "rms_norm_eps": 1e-5,
+        },
+        cuttable=False,
+        renamed={"num_local_experts": "num_experts"},
+    ),
+    "PhiForCausalLM": Entry(
+        "phi",
+        {
+            "hidden_act": "gelu_new",
+            "max_position_embeddings": 2048,
+            "partial_rotary_factor": 0.5,
+            "rms_norm_eps": 1e-5,
+        },
+        renamed=_LAYER_NORM,
+    ),
+    "Phi3ForCausalLM": Entry(
+        "phi3",
+        {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+    ),
+    "Qwen2ForCausalLM": Entry("qwen2", _QWEN),
+    "Qwen2MoeForCausalLM": Entry(
+        "qwen2_moe",
+        {
+            **_QWEN,
+            "decoder_sparse_step": 1,
+            "moe_intermediate_size": 1408,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "num_key_value_heads": 16,
+            "shared_expert_intermediate_size": 5632,
+        },
+        renamed={"num_local_experts": "num_experts"},
+    ),
+    "Qwen3ForCausalLM": Entry("qwen3", {**_QWEN, "head_dim": 128}),
+    "Qwen3NextForCausalLM": Entry(
+        "qwen3_next",
+        {
+            **_DELTA_NET,
+            "decoder_sparse_step": 1,
+            "moe_intermediate_size": 512,
+            "norm_topk_prob": True,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "num_key_value_heads": 2,
+            "shared_expert_intermediate_size": 512,
+        },
+        cuttable=False,
+        layer_types=_LINEAR_OR_FULL,
+        tensors={r"mtp\.": None},  # predict further tokens
+        spelling="qwen3_next",
+    ),
+    "Qwen3_5ForCausalLM": _qwen3_5({**_DELTA_NET, "num_key_value_heads": 4}),
+    "Qwen3_5ForConditionalGeneration": _qwen3_5({**_DELTA_NET, "num_key_value_heads": 4}),
+    "Qwen3_5MoeForCausalLM": _qwen3_5(_QWEN_3_5_EXPERTS),
+    "Qwen3_5MoeForConditionalGeneration": _qwen3_5(_QWEN_3_5_EXPERTS),
+    "Qwen3MoeForCausalLM": Entry("qwen3_moe", {**_QWEN, **_QWEN_EXPERTS, "num_key_value_heads": 4}),
+    "SeedOssForCausalLM": Entry(
+        "seed_oss",
+        {
+            "attention_bias": True,
+            "head_dim": 128,
+            "max_position_embeddings": 524288,
+            "num_key_value_heads": 8,
+        },
+    ),
+    "StableLmForCausalLM": Entry(
+        "stablelm",
+        {
+            "max_position_embeddings": 4096,
+            "num_key_value_heads": 32,
+            "partial_rotary_factor": 0.25,
+            "rms_norm_eps": 1e-5,
+        },
+        renamed={**_LAYER_NORM, "rope_pct": "partial_rotary_factor"},
+    ),
+    "Starcoder2ForCausalLM": Entry(
+        "starcoder2",
+        {
+            "hidden_act": "gelu_pytorch_tanh",
+            "max_position_embeddings": 4096,
+            "num_key_value_heads": 2,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+            "use_bias": True,
+        },
+        renamed={"norm_epsilon": "rms_norm_eps"},
+    ),
+    "SmolLM3ForCausalLM": Entry(
+        "smollm3",
+        {
+            "max_position_embeddings": 32768,
+            "num_key_value_heads": 4,
+            "rope_theta": 2000000.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+}
