@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import ClassVar, NamedTuple, Self
 
@@ -14,28 +14,37 @@ from ops.recurrence import Segments
 from runtime.errors import CheckpointError
 from runtime.layers.build import Build
 from runtime.layers.forward_batch import ForwardBatch
-from runtime.layers.linear import Linear
+from runtime.layers.linear import Linear, from_heads
 from runtime.layers.norm import RMSNorm
-from runtime.layers.sharding import TensorParallelGroup
-from runtime.layers.weight import Shard, SubLayer, Weighted, frozen, parameter, whole
+from runtime.layers.sharding import ShardRange, TensorParallelGroup, shard_range, whole_range
+from runtime.layers.weight import Shard, SubLayer, Weighted, frozen, in_one_tensor, parameter, whole
 
 KIND = "state"  # of cache
 
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """The inputs [lines, channels] that a layer's convolution looks back on, the shape and the dtype of its state."""
+    """The inputs [lines, channels] that a layer's convolution looks back on, the shape and the dtype of its state.
+
+    Ranks share the first dimension of the state in `units`, and with it the channels, but for `common` ones that each
+    of them has.
+    """
 
     inputs: tuple[int, int]
     shape: tuple[int, ...]
     dtype: str
+    units: int = 1
+    common: int = 0
     kind: ClassVar[str] = KIND
     first_lines: ClassVar[int] = 48  # of the pool of states, however small that of pages is
     tokens_a_line: ClassVar[int] = 512  # of the pool of pages go with each further one
 
     def local(self, tp_rank: int, tp_size: int) -> StateSpec:
-        """The whole: layers with states are not cut over ranks."""
-        return self
+        """This tensor-parallel rank's share."""
+        units = shard_range("heads", self.units, 1, tp_rank, tp_size).size
+        (lines, channels), (heads, *inner) = self.inputs, self.shape
+        kept = self.common + (channels - self.common) * units // self.units
+        return replace(self, inputs=(lines, kept), shape=(heads * units // self.units, *inner), units=units)
 
     @property
     def num_bytes(self) -> int:
@@ -81,22 +90,40 @@ def segments_in(batch: ForwardBatch) -> Segments:
 
 
 class Convolution(Weighted):
-    """The weights of a causal convolution of each channel by itself: [K, C], and a bias [C] if there is one."""
+    """The weights of a causal convolution of each channel by itself: [K, C], and a bias [C] if there is one.
 
-    def __init__(self, name: str, channels: int, kernel: int, *, bias: bool = False) -> None:
+    `parts` say how its channels, one part after the other, are cut over ranks.
+    """
+
+    def __init__(self, name: str, parts: Sequence[SubLayer], kernel: int, *, bias: bool = False) -> None:
         super().__init__()
-        self.name = name
-        self._shape, self._has_bias = (channels, 1, kernel), bias
+        self._parts = in_one_tensor(name, parts)
+        self._rows = [whole_range(each.size) for each in parts]
+        self._kernel, self._has_bias = kernel, bias
         self.allocate()
 
     def allocate(self) -> None:
-        self.weight = parameter(*self._shape)  # as checkpoints have it, until it is prepared
-        self.bias = parameter(self._shape[0]) if self._has_bias else None
+        channels = sum(rows.size for rows in self._rows)
+        self.weight = parameter(channels, 1, self._kernel)  # as checkpoints have it, until it is prepared
+        self.bias = parameter(channels) if self._has_bias else None
+
+    def split(self, group: TensorParallelGroup) -> None:
+        """Keep this rank's channels of each part."""
+        self._rows = [
+            shard_range(each.axis, each.size, each.unit, group.rank, group.size) for each in self._parts
+        ]
+        self.allocate()
 
     def shards(self) -> Iterator[Shard]:
-        yield whole(f"{self.name}.weight", self.weight, (None, None, None))
-        if self.bias is not None:
-            yield whole(f"{self.name}.bias", self.bias, (None,))
+        row = 0
+        for part, rows in zip(self._parts, self._rows, strict=True):
+            there, inner = part.in_tensor(rows), (whole_range(1), whole_range(self._kernel))
+            yield Shard(
+                f"{part.name}.weight", self.weight, row, rows.size, (part.axis, None, None), (there, *inner)
+            )
+            if self.bias is not None:
+                yield Shard(f"{part.name}.bias", self.bias, row, rows.size, (part.axis,), (there,))
+            row += rows.size
 
     def prepare(self) -> None:
         self.weight = frozen(self.weight.squeeze(1).t().contiguous())
@@ -130,27 +157,41 @@ class GatedDeltaNet(Weighted):
         self.index = index
         self.key_dim, self.value_dim = key_dim, value_dim
         self.kernels = build.kernels
-        keys, values = key_heads * key_dim, value_heads * value_dim
-        self._sizes = (2 * keys + values, values)
-        self._channels = (keys, keys, values)
+        self._heads, self._ratio = whole_range(key_heads), value_heads // key_heads
+        keys, values, unit = key_heads * key_dim, value_heads * value_dim, self._ratio * value_dim
         self.projections = Linear(size, projections[:4], build)
         self.gates = Linear(size, projections[4:], build, quantized=False)
-        self.convolution = Convolution(f"{name}.conv1d", sum(self._channels), kernel)
+        parts = [
+            SubLayer("", channels, "heads", own)
+            for channels, own in ((keys, key_dim),) * 2 + ((values, unit),)
+        ]
+        self.convolution = Convolution(f"{name}.conv1d", parts, kernel)
         self.norm = RMSNorm(f"{name}.norm", value_dim, eps, build)
-        self.out = Linear(values, [SubLayer(f"{name}.out_proj", size)], build)
-        self.rate = parameter(value_heads, dtype=torch.float32)
-        self.shift = parameter(value_heads, dtype=torch.float32)
+        self.out = Linear(values, [SubLayer(f"{name}.out_proj", size)], build, in_axis="heads", in_unit=unit)
         self.cache_spec = StateSpec(
-            (kernel - 1, sum(self._channels)), (value_heads, key_dim, value_dim), build.state_dtype
+            (kernel - 1, 2 * keys + values), (value_heads, key_dim, value_dim), build.state_dtype, key_heads
         )
+        self.allocate()
 
-    def shards(self) -> Iterator[Shard]:
-        yield whole(f"{self.name}.A_log", self.rate, (None,))
-        yield whole(f"{self.name}.dt_bias", self.shift, (None,))
+    def allocate(self) -> None:
+        keys, heads = self._heads.size * self.key_dim, self._heads.size * self._ratio
+        values = heads * self.value_dim
+        self._sizes, self._channels = (2 * keys + values, values), (keys, keys, values)
+        self.rate, self.shift = (parameter(heads, dtype=torch.float32) for _ in range(2))
 
     def split(self, group: TensorParallelGroup) -> None:
-        """Raises CheckpointError: states are not shared out over ranks."""
-        raise uncuttable()
+        """Keep this rank's key heads with their value heads; the linear layers are cut by themselves.
+
+        Raises CheckpointError where there are not as many of them for each rank.
+        """
+        self._heads = evenly(self._heads.full, group)
+        self.cache_spec = self.cache_spec.local(group.rank, group.size)
+        self.allocate()
+
+    def shards(self) -> Iterator[Shard]:
+        rows = times(self._heads, self._ratio)
+        yield whole(f"{self.name}.A_log", self.rate, ("heads",), rows)
+        yield whole(f"{self.name}.dt_bias", self.shift, ("heads",), rows)
 
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """x [T, E] -> [T, E]; the states behind the tokens are in the cache then."""
@@ -197,26 +238,51 @@ class Mamba2(Weighted):
         self.limits = limits
         self.kernels = build.kernels
         self.eps = eps
+        self._heads, self._summed_over = whole_range(heads), None
         inner, shared = heads * head_dim, groups * state_size
-        self._channels = (inner, shared, shared)
-        self._sizes = (inner, inner + 2 * shared, heads)
-        self.projections = Linear(size, [SubLayer(f"{name}.in_proj", sum(self._sizes))], build, bias=bias)
-        self.convolution = Convolution(f"{name}.conv1d", sum(self._channels), kernel, bias=convolution_bias)
-        self.out = Linear(inner, [SubLayer(f"{name}.out_proj", size)], build, bias=bias)
+        own = SubLayer("", inner, "heads", head_dim)
+        # One group belongs to the heads of all ranks, so that each of them has it.
+        of_group = SubLayer("", shared, None if groups == 1 else "heads", state_size)
+        parts = in_one_tensor(f"{name}.in_proj", [own, own, of_group, of_group, SubLayer("", heads, "heads")])
+        self.projections = Linear(size, parts, build, bias=bias)
+        self.convolution = Convolution(
+            f"{name}.conv1d", [own, of_group, of_group], kernel, bias=convolution_bias
+        )
+        self.out = from_heads(f"{name}.out_proj", heads, head_dim, size, build, bias=bias)
+        self.cache_spec = StateSpec(
+            (kernel - 1, inner + 2 * shared),
+            (heads, state_size, head_dim),
+            build.state_dtype,
+            units=heads if groups == 1 else groups,
+            common=2 * shared if groups == 1 else 0,
+        )
+        self.allocate()
+
+    def allocate(self) -> None:
+        heads, shared = self._heads.size, self.groups * self.state_size
+        inner = heads * self.head_dim
+        self._channels, self._sizes = (inner, shared, shared), (inner, inner + 2 * shared, heads)
         self.norm_weight = parameter(inner)
         self.rate, self.shift, self.skip = (parameter(heads, dtype=torch.float32) for _ in range(3))
-        self.cache_spec = StateSpec(
-            (kernel - 1, sum(self._channels)), (heads, state_size, head_dim), build.state_dtype
-        )
-
-    def shards(self) -> Iterator[Shard]:
-        yield whole(f"{self.name}.norm.weight", self.norm_weight, (None,))
-        for part, numbers in (("A_log", self.rate), ("dt_bias", self.shift), ("D", self.skip)):
-            yield whole(f"{self.name}.{part}", numbers, (None,))
 
     def split(self, group: TensorParallelGroup) -> None:
-        """Raises CheckpointError: states are not shared out over ranks."""
-        raise uncuttable()
+        """Keep this rank's heads, and their groups if there are several; the linear layers are cut by themselves.
+
+        Raises CheckpointError where there are not as many of them for each rank.
+        """
+        self._heads = evenly(self._heads.full, group)
+        if self.groups == 1:
+            self._summed_over = group
+        else:
+            self.groups = evenly(self.groups, group).size
+        self.cache_spec = self.cache_spec.local(group.rank, group.size)
+        self.allocate()
+
+    def shards(self) -> Iterator[Shard]:
+        channels = times(self._heads, self.head_dim)
+        yield whole(f"{self.name}.norm.weight", self.norm_weight, ("heads",), channels)
+        for part, numbers in (("A_log", self.rate), ("dt_bias", self.shift), ("D", self.skip)):
+            yield whole(f"{self.name}.{part}", numbers, ("heads",), self._heads)
 
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """x [T, E] -> [T, E]; the states behind the tokens are in the cache then."""
@@ -234,12 +300,27 @@ class Mamba2(Weighted):
         return self.out(self._normed(kernels.modulate(out, z, "silu")), batch)
 
     def _normed(self, x: Tensor) -> Tensor:
-        """x [T, H * P], normalised group by group."""
+        """x [T, H * P], normalised group by group; a group of all ranks' heads by the squares of all."""
+        if self._summed_over is not None:
+            wide = x.float()
+            squares = self._summed_over.all_reduce(wide.square().sum(-1, keepdim=True))
+            mean = squares / (self._heads.full * self.head_dim)
+            return (wide * torch.rsqrt(mean + self.eps) * self.norm_weight).to(x.dtype)
         if self.groups == 1:
             return self.kernels.rms_norm(x, self.norm_weight, self.eps)
         weight = self.norm_weight.view(self.groups, -1)
         return self.kernels.rms_norm(x.unflatten(-1, (self.groups, -1)), weight, self.eps).flatten(1)
 
 
-def uncuttable() -> CheckpointError:
-    return CheckpointError("This model has recurrent layers: it cannot be cut (--tp-size 1).")
+def evenly(count: int, group: TensorParallelGroup) -> ShardRange:
+    """This rank's part of so many heads or groups. Raises CheckpointError where ranks would have different numbers."""
+    if count % group.size:
+        raise CheckpointError(
+            f"{count} heads or groups of recurrent layers cannot be shared evenly by {group.size} ranks (--tp-size)."
+        )
+    return shard_range("heads", count, 1, group.rank, group.size)
+
+
+def times(heads: ShardRange, size: int) -> ShardRange:
+    """The rows of these heads, `size` each."""
+    return ShardRange(*(size * each for each in heads))

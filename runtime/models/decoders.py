@@ -94,6 +94,12 @@ _LATENT = {
     "v_head_dim": 128,
 }
 
+_GRANITE_EXPERTS: dict[str, str | None] = {  # as transformers 5 calls them
+    r"(.*\.block_sparse_moe\.)experts\.gate_up_proj$": r"\1input_linear.weight",
+    r"(.*\.block_sparse_moe\.)experts\.down_proj$": r"\1output_linear.weight",
+    r"(.*\.block_sparse_moe\.)router\.weight$": r"\1router.layer.weight",
+}
+
 _LINEAR_OR_FULL = ("linear_attention", "full_attention")
 
 _LAYER_NORM = {"layer_norm_eps": "rms_norm_eps"}
@@ -114,7 +120,6 @@ def _qwen3_5(defaults: Mapping[str, Any]) -> Entry:
     return Entry(
         "qwen3_5",
         defaults,
-        cuttable=False,
         layer_types=_LINEAR_OR_FULL,
         tensors={
             r"mtp\.": None,
@@ -180,7 +185,10 @@ ARCHITECTURES: Mapping[str, Entry] = {
             "tie_word_embeddings": True,
         },
         renamed={"moe_num_experts": "num_experts", "moe_k": "num_experts_per_tok"},
-        tensors={r"model\.mtp_": None},  # predict further tokens
+        tensors={
+            r"model\.mtp_": None,  # predict further tokens
+            r"(.*\.mlp\.)gate\.moe_statics\.": r"\1moe_statics.",  # as transformers 5 calls them
+        },
     ),
     "Exaone4ForCausalLM": Entry(
         "exaone4",
@@ -278,7 +286,9 @@ ARCHITECTURES: Mapping[str, Entry] = {
     ),
     "GraniteForCausalLM": Entry("granite", _GRANITE),
     "GraniteMoeForCausalLM": Entry(
-        "granitemoe", {**_GRANITE, "num_experts_per_tok": 2, "num_local_experts": 8}
+        "granitemoe",
+        {**_GRANITE, "num_experts_per_tok": 2, "num_local_experts": 8},
+        tensors=_GRANITE_EXPERTS,
     ),
     "GraniteMoeHybridForCausalLM": Entry(
         "granitemoehybrid",
@@ -293,9 +303,11 @@ ARCHITECTURES: Mapping[str, Entry] = {
             "num_local_experts": 8,
             "shared_intermediate_size": 1024,
         },
-        cuttable=False,
         layer_types=_LINEAR_OR_FULL,
-        tensors={r"(model\.layers\.\d+\.shared_mlp\.)output_linear\.": r"\1down_proj."},
+        tensors={
+            r"(model\.layers\.\d+\.shared_mlp\.)output_linear\.": r"\1down_proj.",
+            **_GRANITE_EXPERTS,
+        },
         spelling="granitemoehybrid",
     ),
     "HunYuanDenseV1ForCausalLM": Entry(
@@ -325,6 +337,7 @@ ARCHITECTURES: Mapping[str, Entry] = {
             "rms_norm_eps": 1e-5,
             "rope_theta": 1000000.0,
         },
+        tensors={r"(.*\.)mlp\.(gate|experts)\b": r"\1block_sparse_moe.\2"},  # as transformers 5 calls them
     ),
     "NemotronForCausalLM": Entry(
         "nemotron",
@@ -398,7 +411,6 @@ ARCHITECTURES: Mapping[str, Entry] = {
             "num_key_value_heads": 2,
             "shared_expert_intermediate_size": 512,
         },
-        cuttable=False,
         layer_types=_LINEAR_OR_FULL,
         tensors={r"mtp\.": None},  # predict further tokens
         spelling="qwen3_next",

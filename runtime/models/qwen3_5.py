@@ -19,11 +19,12 @@ def decoder(config: Config, build: Build) -> Decoder:
 
 def by_part(config: Config, name: str) -> list[SubLayer]:
     """q, k and v one after the other in one tensor, z, b and a each in its own."""
-    keys = config.integer("linear_num_key_heads") * config.integer("linear_key_head_dim")
-    heads = config.integer("linear_num_value_heads")
-    values = heads * config.integer("linear_value_head_dim")
-    mixed = [SubLayer("", size) for size in (keys, keys, values)]
-    others = [
-        SubLayer(f"{name}.in_proj_{part}", size) for part, size in (("z", values), ("b", heads), ("a", heads))
-    ]
-    return [*in_one_tensor(f"{name}.in_proj_qkv", mixed), *others]
+    key_heads, key = config.integer("linear_num_key_heads"), config.integer("linear_key_head_dim")
+    ratio = config.integer("linear_num_value_heads") // key_heads
+    value = ratio * config.integer("linear_value_head_dim")
+
+    def part(own: str, piece: int) -> SubLayer:
+        return SubLayer(f"{name}.{own}", key_heads * piece, "heads", piece)  # cut between key heads
+
+    mixed = in_one_tensor(f"{name}.in_proj_qkv", [part("", size) for size in (key, key, value)])
+    return [*mixed, part("in_proj_z", value), part("in_proj_b", ratio), part("in_proj_a", ratio)]

@@ -79,7 +79,7 @@ def by_key_head(config: Config, name: str) -> list[SubLayer]:
     for tensor, pieces in (("in_proj_qkvz", (key, key, value, value)), ("in_proj_ba", (ratio, ratio))):
         row, stride = 0, sum(pieces)
         for piece in pieces:
-            part = SubLayer(f"{name}.{tensor}", heads * piece, first_row=row, tensor_rows=heads * stride)
+            part = SubLayer(f"{name}.{tensor}", heads * piece, "heads", piece, row, heads * stride)
             parts.append(part._replace(piece=piece, stride=stride))
             row += piece
     return parts

@@ -43,6 +43,7 @@ async def test_a_prefix_is_gone_on_from_where_a_state_was_kept(family: str) -> N
         {"disable_radix_cache": True},
         {"page_size": 1, "max_mamba_cache_size": 40},
         {"pp_size": 2},
+        {"tp_size": 2},
     ],
     ids=str,
 )
