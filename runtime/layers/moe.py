@@ -124,7 +124,7 @@ class MoE(Weighted):
 
     def follow(self, stored: Container[str]) -> None:
         """Take all experts from one tensor where the checkpoint has them so, instead of each from its own."""
-        if "{}" in self.names.gate and all(f"{self.name}.{name}" in stored for name in TOGETHER.values()):
+        if "{}" in self.names.gate and any(f"{self.name}.{name}" in stored for name in TOGETHER.values()):
             self.names = self.names._replace(**TOGETHER)
             self.allocate()
 

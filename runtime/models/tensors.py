@@ -138,11 +138,13 @@ class TensorFiles:
         return {name: reader.dtype(self._stored[name]) for name, reader in self._reader_of.items()}
 
     def where(self, names: Sequence[str]) -> str:
-        """ ", in FILE" of these tensors; all files where one is in none."""
+        """ ", in FILE" of these tensors; all files where one is in none. What they are called there is said too."""
         found = {self._reader_of[name].path if name in self._reader_of else None for name in names}
         files = self.files if None in found else [file for file in found if file is not None]
         named = ", ".join(str(file) for file in sorted(files)[:MAX_FILES])
-        return f", in {named}" + (f" and {len(files) - MAX_FILES} more" if len(files) > MAX_FILES else "")
+        more = f" and {len(files) - MAX_FILES} more" if len(files) > MAX_FILES else ""
+        others = [self._stored[name] for name in names if self._stored.get(name, name) != name][:MAX_FILES]
+        return f", in {named}{more}" + (f" (called {', '.join(others)} there)" if others else "")
 
     def read(self, name: str, cut: Cut = ()) -> Tensor:
         """One tensor, or a part of it; only that is read."""

@@ -206,15 +206,21 @@ def write(
     seed: int = 0,
     dtype: str = "float32",
     max_shard_size: str = "5GB",
+    published_names: bool = True,
     **config_overrides: Any,
 ) -> str:
-    """Write a checkpoint without a tokenizer and return its path. Overrides are configuration fields."""
+    """Write a checkpoint without a tokenizer and return its path. Overrides are configuration fields.
+
+    Without `published_names` its tensors are called and laid out as transformers' own modules have them.
+    """
     values = {**SHAPE, **OWN.get(family, {}), **config_overrides}
     config = CONFIGS[family](vocab_size=vocab_size, **values)
     kind = AutoModelForImageTextToText if family in SEEING else AutoModelForCausalLM
     model = kind.from_config(config, dtype=torch.float32)
     redraw(model, seed)
-    model.to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size=max_shard_size)
+    model.to(getattr(torch, dtype)).save_pretrained(
+        directory, max_shard_size=max_shard_size, save_original_format=published_names
+    )
     if family in PUBLISHED_AS:
         file = Path(directory) / "config.json"
         saved = json.loads(file.read_text(encoding="utf-8"))

@@ -1,0 +1,110 @@
+"""Checkpoints of every family in the names of old and of new files, and with one tensor that does not fit."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import paged_forward
+import tiny_checkpoints
+from runtime.errors import CheckpointError
+from runtime.models.config import read_facts
+from runtime.models.registry import entry
+
+IDS = list(range(10, 40))
+FULL, SLIDING = "full_attention", "sliding_attention"
+TYPICAL = ("gemma3", "gpt_neox", "granitemoehybrid", "mixtral")
+FAMILIES = [
+    pytest.param(family, marks=() if family in TYPICAL else pytest.mark.slow)
+    for family in tiny_checkpoints.FAMILIES
+]
+# What published files called values before transformers 5, where the name is not the usual one.
+OLD_NAMES = {
+    "gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"},
+    "stablelm": {"partial_rotary_factor": "rope_pct"},
+    "gemma3": {f"{SLIDING}.rope_theta": "rope_local_base_freq"},
+}
+OLD_NAMES["gemma3_seeing"] = OLD_NAMES["gemma3"]
+
+
+def logits(path: str) -> torch.Tensor:
+    return paged_forward.all_logits(paged_forward.load(path), [IDS], page_size=4)[0]
+
+
+def as_before(family: str, values: dict[str, Any]) -> dict[str, Any]:
+    """config.json as transformers 4 wrote it: rope_theta, rope_scaling and torch_dtype."""
+    if "text_config" in values:
+        values = {**values, "text_config": as_before(family, values["text_config"])}
+    old, names = dict(values), OLD_NAMES.get(family, {})
+    if "dtype" in old:
+        old["torch_dtype"] = old.pop("dtype")
+    rope = old.pop("rope_parameters", None) or {}
+    if FULL in rope:
+        [usual] = [name for name in names if name.startswith(SLIDING)] or [None]
+        if usual is not None:
+            old[names[usual]] = rope[SLIDING]["rope_theta"]
+        rope = rope[FULL]
+    rope = dict(rope)
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if rope.get(name) is not None:
+            old.pop(name, None)
+            old[names.get(name, name)] = rope.pop(name)
+    if rope.get("rope_type", "default") != "default":
+        old["rope_scaling"] = rope
+    return old
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_of_old_and_of_new_files_give_the_same_model(family: str, tmp_path: Path) -> None:
+    published = tiny_checkpoints.cached(family)
+    wanted = logits(published)
+    own = tiny_checkpoints.write(tmp_path / "own", family, published_names=False)
+    assert torch.equal(logits(own), wanted)
+    shutil.copytree(published, tmp_path / "old")
+    file = tmp_path / "old" / "config.json"
+    old = as_before(family, json.loads(file.read_text()))
+    file.write_text(json.dumps(old))
+    assert "rope_parameters" not in json.dumps({**old, "vision_config": None})
+    assert read_facts(str(tmp_path / "old")).dtype == "float32"
+    assert torch.equal(logits(str(tmp_path / "old")), wanted)
+
+
+@pytest.mark.parametrize("published", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tensor_that_does_not_fit_is_named_with_its_file(
+    family: str, published: bool, tmp_path: Path
+) -> None:
+    path = tiny_checkpoints.write(tmp_path, family, max_shard_size="20KB", published_names=published)
+    files = {file: load_file(file) for file in sorted(tmp_path.glob("*.safetensors"))}
+    places = {name: file for file, tensors in files.items() for name in tensors}
+    draw = random.Random(family)
+    names = sorted(name for name in places if re.search(r"(^|[.])layers[.]", name) and "vision" not in name)
+    wide = [name for name in names if len({*files[places[name]][name].shape}) > 1]
+    for change in ("removed", "renamed", "transposed", "of another dtype"):
+        name = draw.choice(wide if change == "transposed" else names)
+        file, tensors = places[name], dict(files[places[name]])
+        tensor = tensors.pop(name)
+        if change == "renamed":
+            tensors[f"{name}s"] = tensor
+        if change == "transposed":
+            tensors[name] = tensor.transpose(-1, -2).contiguous()
+        if change == "of another dtype":
+            tensors[name] = tensor.bfloat16()
+        save_file(tensors, file, metadata={"format": "pt"})
+        with pytest.raises(CheckpointError) as error:
+            paged_forward.load(path)
+        said = str(error.value)
+        # A tensor that is not there has the family's name alone, as nothing says what the file would call it.
+        ours = entry(read_facts(path).architecture).tensor_name(name) or ""
+        absent = change in ("removed", "renamed")
+        assert (ours if absent else name).removesuffix(".weight") in said, (change, name, said)
+        assert absent or str(file) in said, (change, name, said)
+        save_file(files[file], file, metadata={"format": "pt"})
