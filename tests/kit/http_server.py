@@ -38,7 +38,7 @@ async def serving(app: Any, *, tls: ssl.SSLContext | None = None, **config: Any)
     """Serve `app` on a free port and yield its address; returns when the server is down."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        settings = {"log_level": "warning", "timeout_graceful_shutdown": 1, **config}
+        settings = {"log_config": None, "log_level": "warning", "timeout_graceful_shutdown": 1, **config}
         made = uvicorn.Config(app, **settings)
         if tls is not None:
             made.load()
