@@ -160,8 +160,10 @@ def _rope_scaling(header: GgufHeader, name: str) -> dict[str, Any] | None:
             ("yarn_beta_fast", "beta_fast"),
             ("yarn_beta_slow", "beta_slow"),
             ("attn_factor", "attention_factor"),
+            ("yarn_attn_factor", "attention_factor"),
         ):
-            scaling[ours] = values.get(f"{prefix}.{theirs}")
+            if (value := values.get(f"{prefix}.{theirs}")) is not None:
+                scaling[ours] = value
     return scaling
 
 

@@ -1,5 +1,6 @@
-"""`accuracy`: how far the engine's bfloat16 and 8-bit weights are from transformers in float32.
+"""`accuracy`: how far weights and caches of 16, 8, 4 bits and fewer are from transformers in float32.
 
+Weights are rounded as they are loaded, or stand in a checkpoint of each form, which is written for it.
 The prompts are held-out questions of the demo model's evaluation. Transformers answers them greedily in float32. The
 engine is then shown each answer and says of every position which token is the likeliest and how likely the
 reference's token is; and it answers by itself.
@@ -11,7 +12,9 @@ import argparse
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
+from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import anyio
@@ -27,17 +30,84 @@ if TYPE_CHECKING:
     from runtime.config import Args
     from serve import Engine
 
-WAYS: Mapping[str, Mapping[str, Any]] = {
-    "float32": {"dtype": "float32"},
-    "bfloat16": {"dtype": "bfloat16"},
-    "8 bits": {"dtype": "bfloat16", "quantization": "w8a8_int8"},
-    "4 bits": {"dtype": "bfloat16", "quantization": "w4a16"},
-    "4 bits, activations of 8": {"dtype": "bfloat16", "quantization": "w4a8"},
-    "int8wo": {"dtype": "bfloat16", "torchao_config": "int8wo"},
-    "fp8wo": {"dtype": "bfloat16", "torchao_config": "fp8wo"},
-    "int4wo-32": {"dtype": "bfloat16", "torchao_config": "int4wo-32"},
-    "a cache in e4m3": {"dtype": "bfloat16", "kv_cache_dtype": "fp8_e4m3"},
-    "a cache in e5m2": {"dtype": "bfloat16", "kv_cache_dtype": "fp8_e5m2"},
+
+class Way(NamedTuple):
+    """One way of computing: options of the engine, and what writes a checkpoint of it into a folder, if anything."""
+
+    options: Mapping[str, Any]
+    write: Callable[[Path, Path], str] | None = None
+
+
+def rounded(**options: Any) -> Way:
+    """As the ordinary checkpoint is loaded."""
+    return Way({"dtype": "bfloat16", **options})
+
+
+def form(name: str, **options: Any) -> Way:
+    """By the form's library, or as its layout is published."""
+
+    def write(source: Path, target: Path) -> str:
+        from quantized_checkpoints import convert
+
+        return convert(source, target, name, **options)[0]
+
+    return Way({"dtype": "bfloat16"}, write)
+
+
+def quantized(method: str) -> Way:
+    """By `penstock quantize`."""
+
+    def write(source: Path, target: Path) -> str:
+        from runtime.models.quantize import quantize_checkpoint
+
+        quantize_checkpoint(str(source), method, str(target))
+        return str(target)
+
+    return Way({"dtype": "bfloat16"}, write)
+
+
+def gguf(kind: str) -> Way:
+    """By llama.cpp's own quantiser."""
+
+    def write(source: Path, target: Path) -> str:
+        from gguf_files import by_llama_cpp, convert
+
+        whole, _ = convert(source, target, "BF16")
+        return by_llama_cpp(whole, target / f"{kind}.gguf", kind)
+
+    return Way({"dtype": "bfloat16"}, write)
+
+
+GGUF_KINDS = ("Q8_0", "Q6_K", "Q5_K_M", "Q5_0", "Q4_K_M", "Q4_1", "Q4_0", "IQ4_NL", "Q3_K_M", "Q2_K")
+WAYS: Mapping[str, Way] = {
+    "float32": Way({"dtype": "float32"}),
+    "bfloat16": rounded(),
+    "w8a8_int8": rounded(quantization="w8a8_int8"),
+    "w4a16": rounded(quantization="w4a16"),
+    "w4a8": rounded(quantization="w4a8"),
+    "int8wo": rounded(torchao_config="int8wo"),
+    "fp8wo": rounded(torchao_config="fp8wo"),
+    "int4wo-32": rounded(torchao_config="int4wo-32"),
+    "a cache in e4m3": rounded(kv_cache_dtype="fp8_e4m3"),
+    "a cache in e5m2": rounded(kv_cache_dtype="fp8_e5m2"),
+    **{f"penstock quantize {method}": quantized(method) for method in ("w8a8", "fp8", "w4a16")},
+    "fp8 in blocks": form("fp8"),
+    "fp8 by output": form("fp8", scope="channel"),
+    "fp8 of whole tensors": form("fp8", scope="tensor"),
+    "compressed-tensors W8A8": form("compressed-tensors", preset="W8A8"),
+    "compressed-tensors W4A16": form("compressed-tensors", preset="W4A16"),
+    "compressed-tensors W4A16 with zeros": form("compressed-tensors", preset="W4A16", symmetric=False),
+    "compressed-tensors nvfp4": form("compressed-tensors", preset="NVFP4A16"),
+    "compressed-tensors mxfp4": form("compressed-tensors", preset="MXFP4A16"),
+    "AWQ": form("awq"),
+    **{f"GPTQ of {bits} bits": form("gptq", bits=bits) for bits in (8, 4, 3)},
+    "bitsandbytes int8": form("bitsandbytes", kind="int8"),
+    "bitsandbytes nf4": form("bitsandbytes", kind="nf4", nested=True),
+    "bitsandbytes fp4": form("bitsandbytes", kind="fp4"),
+    "torchao int8": form("torchao", kind="int8"),
+    "torchao fp8": form("torchao", kind="fp8"),
+    "torchao int4": form("torchao", kind="int4"),
+    **{f"GGUF {kind}": gguf(kind) for kind in GGUF_KINDS},
 }
 
 
@@ -86,6 +156,7 @@ def parser() -> argparse.ArgumentParser:
     group = options.add_argument_group("prompts")
     group.add_argument("--num-prompts", type=int, default=100, help="held-out questions, of all skills")
     group.add_argument("--new-tokens", type=int, default=32, help="of each answer, at most")
+    group.add_argument("--ways", nargs="+", choices=WAYS, default=tuple(WAYS), help="all unless told")
     add_output_options(options)
     return options
 
@@ -99,9 +170,16 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigurationError("There is no demo model here; name a checkpoint with --model-path.")
     expected = reference(path, options.num_prompts, options.new_tokens)
     agreements = []
-    for way, settings in WAYS.items():
-        ask = partial(answers, expected, options.new_tokens)
-        agreements.append(Agreement.of(way, expected, _with_engine(path, args, settings, ask)))
+    ask = partial(answers, expected, options.new_tokens)
+    for name in options.ways:
+        way = WAYS[name]
+        with TemporaryDirectory(prefix="accuracy-") as folder:
+            try:
+                here = way.write(Path(path), Path(folder) / "made") if way.write else path
+            except ImportError as error:
+                report.say(f"{name} is left out: {error}.")
+                continue
+            agreements.append(Agreement.of(name, expected, _with_engine(here, args, way.options, ask)))
     report.say(render(expected, agreements))
     if options.output_file:
         results = {"agreements": [report.plain(agreement) for agreement in agreements]}

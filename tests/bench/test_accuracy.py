@@ -33,10 +33,20 @@ def test_the_demo_model_agrees_with_transformers(tmp_path, capsys) -> None:
     if demo_path() is None:
         pytest.skip("the demo model is not here")
     file = tmp_path / "accuracy.json"
-    command = ["--num-prompts", "6", "--new-tokens", "8", "--output-file", str(file)]
+    ways = [
+        "float32",
+        "bfloat16",
+        "w8a8_int8",
+        "w4a8",
+        "int4wo-32",
+        "a cache in e4m3",
+        "AWQ",
+        "bitsandbytes nf4",
+    ]
+    command = ["--num-prompts", "6", "--new-tokens", "8", "--output-file", str(file), "--ways", *ways]
     assert accuracy.main(command) == 0
     float32, *others = json.loads(file.read_bytes())["results"]["agreements"]
     assert (float32["same_token"], float32["same_answer"]) == (1, 1)
     assert float32["mean_difference"] < 1e-4
     assert all(other["same_token"] > 0.9 and 0 < other["mean_difference"] < 0.1 for other in others)
-    assert "| 8 bits |" in capsys.readouterr().out
+    assert "| AWQ |" in capsys.readouterr().out

@@ -26,14 +26,19 @@ MOE_SHAPE = {**SHAPE, "moe_intermediate_size": 64}
 
 def write(directory: Path, form: str, family: str = "llama", **options: Any) -> tuple[str, str]:
     """A quantised checkpoint and the ordinary one of what its library reads in it -> their paths."""
-    source = Path(tiny_checkpoints.cached(family, **(MOE_SHAPE if "moe" in family else SHAPE)))
+    source = tiny_checkpoints.cached(family, **(MOE_SHAPE if "moe" in family else SHAPE))
+    return convert(Path(source), directory, form, **options)
+
+
+def convert(source: Path, directory: Path, form: str, **options: Any) -> tuple[str, str]:
+    """As `write`, of a checkpoint in one file."""
     quantize, settings = FORMS[form](**options)
     stored, plain = {}, {}
     for name, tensor in load_file(source / "model.safetensors").items():
         if MATRIX.fullmatch(name) is None:
             stored[name] = plain[name] = tensor
         else:
-            parts, plain[name] = quantize(tensor)
+            parts, plain[name] = quantize(tensor.float())
             layer = name.removesuffix(".weight")
             stored |= {f"{layer}.{part}": each.contiguous() for part, each in parts.items()}
     for name, tensors, extra in (
@@ -70,7 +75,7 @@ def compressed_tensors(preset: str, *, symmetric: bool = True, g_idx: bool = Fal
     compressor: Any = BaseCompressor.get_value_from_registry(getattr(form, "value", form))
 
     def quantize(weight: Tensor) -> tuple[Tensors, Tensor]:
-        low, high = _ranges(weight, args)
+        low, high = ranges(weight, args)
         extra = {}
         if str(args.strategy).endswith("tensor_group"):
             from compressed_tensors.quantization.utils import generate_gparam
@@ -99,16 +104,18 @@ def compressed_tensors(preset: str, *, symmetric: bool = True, g_idx: bool = Fal
     return quantize, config.to_dict()
 
 
-def _ranges(weight: Tensor, args: Any) -> tuple[Tensor, Tensor]:
+def ranges(weight: Tensor, args: Any) -> tuple[Tensor, Tensor]:
     strategy = str(getattr(args.strategy, "value", args.strategy))
     if strategy == "tensor":
         return weight.min().reshape(1), weight.max().reshape(1)
     if strategy == "block":
         rows, columns = args.block_structure
-        blocks = weight.unflatten(0, (-1, min(rows, len(weight)))).unflatten(
-            2, (-1, min(columns, weight.shape[1]))
+        parts = [each.split(columns, 1) for each in weight.split(rows)]
+        low, high = (
+            torch.stack([torch.stack([bound(part) for part in row]) for row in parts])
+            for bound in (torch.min, torch.max)
         )
-        return blocks.amin((1, 3)), blocks.amax((1, 3))
+        return low, high
     groups = weight.unflatten(1, (-1, args.group_size if "group" in strategy else weight.shape[1]))
     return groups.amin(-1), groups.amax(-1)
 
@@ -138,10 +145,13 @@ def bitsandbytes(kind: str, *, nested: bool = False) -> tuple[Quantize, dict]:
     }
 
 
+GPTQMODEL_OF_3_BITS = (0x24924924, 0x92492492, 0x49249249)
+
+
 def gptq(
-    *, bits: int = 4, group_size: int = 32, order: bool = False, version: int = 1
+    *, bits: int = 4, group_size: int = 32, order: bool = False, version: int = 1, by_gptqmodel: bool = False
 ) -> tuple[Quantize, dict]:
-    """As AutoGPTQ packs, number by number."""
+    """As AutoGPTQ packs, number by number; or as GPTQModel makes the first version of the second, some zeros 0."""
 
     def quantize(weight: Tensor) -> tuple[Tensors, Tensor]:
         out_size, in_size = weight.shape
@@ -159,11 +169,15 @@ def gptq(
             low, high = part.amin(1).clamp_max(0), part.amax(1).clamp_min(0)
             scales[each] = ((high - low) / top).half().float()
             zeros[each] = (-low / scales[each]).round().clamp(int(version == 1), top)
+        if by_gptqmodel:
+            zeros[:, ::3] = 0
         numbers = (weight.T / scales[group] + zeros[group]).round().clamp(0, top).long()  # [I, O]
         plain = ((numbers - zeros[group]) * scales[group]).T
         stored = {
             "qweight": words(numbers.T, bits).T,
-            "qzeros": words(zeros - int(version == 1), bits),
+            "qzeros": _without_ones(words(zeros, bits), bits)
+            if by_gptqmodel
+            else words(zeros - int(version == 1), bits),
             "scales": scales.half(),
             "g_idx": group.int(),
         }
@@ -175,7 +189,15 @@ def gptq(
         "group_size": group_size,
         "desc_act": order,
         "checkpoint_format": "gptq" if version == 1 else "gptq_v2",
+        "meta": {"quantizer": ["gptqmodel:5.0.0"]} if by_gptqmodel else {},
     }
+
+
+def _without_ones(packed: Tensor, bits: int) -> Tensor:
+    """Words, each as one number less what GPTQModel takes away."""
+    ones = GPTQMODEL_OF_3_BITS if bits == 3 else (sum(1 << place for place in range(0, 32, bits)),)
+    less = torch.tensor(ones).repeat(packed.shape[1])[: packed.shape[1]]
+    return (packed.to(torch.int64) - less).to(torch.int32)
 
 
 def words(numbers: Tensor, bits: int) -> Tensor:
@@ -187,8 +209,8 @@ def words(numbers: Tensor, bits: int) -> Tensor:
     return torch.tensor(packed, dtype=torch.int64).to(torch.int32)
 
 
-def awq(*, group_size: int = 32) -> tuple[Quantize, dict]:
-    """As AutoAWQ packs for its gemm kernel."""
+def awq(*, group_size: int = 32, zero_point: bool = True) -> tuple[Quantize, dict]:
+    """As AutoAWQ packs for its gemm kernel; without zeros each is 8."""
 
     def interleaved(numbers: Tensor) -> Tensor:
         places = [0, 2, 4, 6, 1, 3, 5, 7]
@@ -197,22 +219,23 @@ def awq(*, group_size: int = 32) -> tuple[Quantize, dict]:
     def quantize(weight: Tensor) -> tuple[Tensors, Tensor]:
         groups = weight.T.unflatten(0, (-1, group_size))  # [G, g, O]
         low, high = groups.amin(1).clamp_max(0), groups.amax(1).clamp_min(0)
+        if not zero_point:
+            low, high = -(groups.abs().amax(1)), groups.abs().amax(1)
         scales = ((high - low) / 15).half().float()
-        zeros = (-low / scales).round().clamp(0, 15).long()
+        zeros = (-low / scales).round().clamp(0, 15).long() if zero_point else torch.full_like(low, 8).long()
         numbers = (groups / scales[:, None] + zeros[:, None]).round().clamp(0, 15).long()
         plain = ((numbers - zeros[:, None]) * scales[:, None]).flatten(0, 1).T
         stored = {
             "qweight": interleaved(numbers.flatten(0, 1)),
-            "qzeros": interleaved(zeros),
             "scales": scales.half(),
         }
-        return stored, plain
+        return stored | ({"qzeros": interleaved(zeros)} if zero_point else {}), plain
 
     return quantize, {
         "quant_method": "awq",
         "bits": 4,
         "group_size": group_size,
-        "zero_point": True,
+        "zero_point": zero_point,
         "version": "gemm",
     }
 

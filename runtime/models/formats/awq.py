@@ -4,7 +4,8 @@
     qzeros  int32 [G, O / 8]   likewise
     scales  float [G, O]
 
-weight[o, i] = scales[i / group_size, o] * (q[i, o] - zero[i / group_size, o]). Source: AutoAWQ's "gemm" packing.
+weight[o, i] = scales[i / group_size, o] * (q[i, o] - zero[i / group_size, o]). Without zeros (`zero_point` false) each
+is 8. Source: AutoAWQ's "gemm" packing.
 """
 
 from __future__ import annotations
@@ -33,30 +34,40 @@ def derive(stored: Stored, fields: Fields) -> Derived:
     derived = Derived()
     for name in stored.shapes:
         if name.endswith(".qweight"):
-            _add(derived, stored, name.removesuffix(".qweight"))
+            _add(
+                derived,
+                stored,
+                name.removesuffix(".qweight"),
+                symmetric=fields.values.get("zero_point") is False,
+            )
     return derived
 
 
-def _add(derived: Derived, stored: Stored, layer: str) -> None:
+def _add(derived: Derived, stored: Stored, layer: str, *, symmetric: bool) -> None:
     packed, zeros, scales = f"{layer}.qweight", f"{layer}.qzeros", f"{layer}.scales"
-    require(stored, zeros, scales)
+    without_zeros = symmetric and zeros not in stored.shapes
+    require(stored, scales, *(() if without_zeros else (zeros,)))
     in_size, words = stored.shapes[packed]
     groups, out_size = stored.shapes[scales]
     if words * 8 != out_size or in_size % groups:
         raise CheckpointError(f"{packed} and {scales} do not fit each other.")
 
+    def read_zeros(read: Read) -> Tensor:
+        return torch.full((groups, out_size), 8) if without_zeros else _unpack(read(zeros))
+
     def make(read: Read) -> Tensor:
         size = in_size // groups
-        scale = read(scales).float()
-        wide = torch.stack([_unpack(read(packed)), _unpack(read(zeros)).repeat_interleave(size, dim=0)])
-        return ((wide[0] - wide[1]).float() * scale.repeat_interleave(size, dim=0)).T
+        scale, zero = (
+            each.repeat_interleave(size, dim=0) for each in (read(scales).float(), read_zeros(read))
+        )
+        return ((_unpack(read(packed)) - zero).float() * scale).T
 
     def make_grouped(read: Read) -> GroupedWeight:
         scale = read(scales).float().T
         codes = _unpack(read(packed)).T.to(torch.uint8)
-        return GroupedWeight(codes, scale, (8 - _unpack(read(zeros)).T) * scale)
+        return GroupedWeight(codes, scale, (8 - read_zeros(read).T) * scale)
 
-    used = [packed, zeros, scales]
+    used = [packed, scales, *(() if without_zeros else (zeros,))]
     derived.add(f"{layer}.weight", (out_size, in_size), used, make, make_grouped, in_size // groups)
 
 

@@ -9,15 +9,22 @@ from torch import Tensor
 
 # The sixteen numbers of 4 bits with two of exponent and one of mantissa: sign in the highest bit.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+# The sixty-four of 6 bits with two of exponent and three of mantissa.
+_E2M3 = (*(m / 8 for m in range(8)), *((1 + m / 8) * 2.0**e for e in range(3) for m in range(8)))
+E2M3 = (*_E2M3, *(-each for each in _E2M3))
 
 
-def unpack(words: Tensor, bits: int, count: int) -> Tensor:
-    """Unsigned numbers, int32 [rows, count], of int32 words [rows, W] that hold them densely, lowest bits first."""
-    places = torch.arange(count) * bits
+def unpack(words: Tensor, bits: int, count: int, *, dense: bool = True) -> Tensor:
+    """Unsigned numbers, int32 [rows, count], of int32 words [rows, W] that hold them, lowest bits first.
+
+    Unless `dense`, no number stands in two words.
+    """
+    each = torch.arange(count)
+    places = each * bits if dense else each // (32 // bits) * 32 + each % (32 // bits) * bits
     word, offset = places // 32, places % 32
     wide = words.to(torch.int64) & 0xFFFFFFFF
     low = wide[:, word] >> offset
-    if 32 % bits:  # some numbers stand in two words
+    if dense and 32 % bits:  # some numbers stand in two words
         high = wide[:, (word + 1).clamp_max(words.shape[1] - 1)] << (32 - offset)
         low = torch.where(offset + bits > 32, low | high, low)
     return (low & ((1 << bits) - 1)).to(torch.int32)

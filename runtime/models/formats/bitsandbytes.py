@@ -1,6 +1,7 @@
 """bitsandbytes: 4 bits by a table (nf4, fp4) with a scale for each block, or 8 bits with one for each output.
 
-    weight uint8 [n / 2, 1]                 two in a byte, the higher half first; blocks run on over rows
+    weight uint8 [n / 2, 1]                 two in a byte, the higher half first; blocks run on over rows. Or the same
+                                            bytes as another dtype (bnb_4bit_quant_storage)
     weight.absmax                           float32 [blocks]; or, nested, uint8 codes
     weight.quant_map                        float32 [16]
     weight.nested_absmax, .nested_quant_map of the absmax' own blocks, to which `nested_offset` is added
@@ -49,7 +50,8 @@ def _add_by_table(derived: Derived, stored: Stored, name: str, state_name: str) 
         require(stored, names["nested_quant_map"])
     shape, block, nested_block, offset = _state(stored, state_name)
     count = prod(shape)
-    if stored.shapes[name][0] * 2 < count or -(-count // block) != stored.shapes[names["absmax"]][0]:
+    num_bytes = prod(stored.shapes[name]) * stored.dtypes[name].itemsize
+    if not count <= num_bytes * 2 < count + 32 or -(-count // block) != stored.shapes[names["absmax"]][0]:
         raise CheckpointError(f"{name} and its quant_state do not fit each other.")
 
     def make(read: Read) -> Tensor:
@@ -57,7 +59,7 @@ def _add_by_table(derived: Derived, stored: Stored, name: str, state_name: str) 
         if nested:
             inner = read(names["nested_absmax"]).float().repeat_interleave(nested_block)[: len(scales)]
             scales = look_up(scales, read(names["nested_quant_map"])) * inner + offset
-        codes = nibbles(read(name).flatten(), high_first=True)[:count]
+        codes = nibbles(read(name).contiguous().flatten().view(torch.uint8), high_first=True)[:count]
         numbers = look_up(codes, read(names["quant_map"]))
         return (numbers * scales.float().repeat_interleave(block)[:count]).view(shape)
 

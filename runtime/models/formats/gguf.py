@@ -5,9 +5,10 @@
     Q4_K    half d, dmin, 12 bytes of eight 6-bit scales and minima, 128 bytes    d * s * q - dmin * m
     IQ4_NL  as Q4_0, q looked up in a table
 
-Those are also given in their bits; the `gguf` package, which is llama.cpp's own, dequantises all. Names become those of
-config.json's architecture; what llama.cpp's converter changed is undone: rows of q and k that its rotation wants in
-pairs (Llama), the 1 in norms' weights (Gemma). Source: ggml-quants.h, convert_hf_to_gguf.py.
+Those are also given in their bits; the `gguf` package, which is llama.cpp's own, dequantises all. NAME.scale beside
+NAME.weight multiplies it (NVFP4). Names become those of config.json's architecture; what llama.cpp's converter changed
+is undone: rows of q and k that its rotation wants in pairs (Llama), the 1 in norms' weights (Gemma), gate and up in one
+tensor. Source: ggml-quants.h, convert_hf_to_gguf.py.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from ops.matmul.grouped import WHOLE, GroupedWeight
 from runtime.config.fields import Fields
-from runtime.config.gguf_header import GgufTensor, read_header
+from runtime.config.gguf_header import GgufHeader, GgufTensor, read_header
 from runtime.errors import CheckpointError
 from runtime.models.formats.stored import Derived, Read, Stored
 from runtime.models.tensors import Cuts, FileBytes, Take, give_parts
@@ -65,6 +66,8 @@ _MIXTRAL = {
     "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
     "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
 }
+_GATE_UP = "ffn_gate_up_exps"
+_ONE_EXPERT = re.compile(r"(ffn_(?:gate|up|down))\.(\d+)")  # in files of 2023
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?(.+)\.(weight|bias)")
 
 
@@ -120,11 +123,15 @@ def derive(stored: Stored, fields: Fields) -> Derived:
     parts = _PARTS | (_GEMMA if architecture in ("gemma2", "gemma3") else {})
     if header.values.get("llama.expert_count"):
         parts |= _MIXTRAL
-    for name, tensor in header.tensors.items():
-        if name == "rope_freqs.weight":
-            derived.used.add(name)
+    for name in header.tensors:
+        if name == "rope_freqs.weight" or name.endswith((".scale", ".input_scale")):
+            derived.used.add(name)  # with its weight, if it is one of a weight's numbers
+        elif f".{_GATE_UP}." in name:
+            for half, part in enumerate(("ffn_gate_exps", "ffn_up_exps")):
+                ours = _our_name(name.replace(_GATE_UP, part), parts)
+                _add(derived, name, str(ours), header, 0, half)
         elif (ours := _our_name(name, parts)) is not None:
-            _add(derived, name, ours, tensor, architecture, _heads_in_pairs(stored, name, architecture))
+            _add(derived, name, ours, header, _heads_in_pairs(stored, name, architecture))
     return derived
 
 
@@ -133,6 +140,9 @@ def _our_name(name: str, parts: Mapping[str, str]) -> str | None:
     if found is None:
         return None
     layer, part, suffix = found.groups()
+    if one := _ONE_EXPERT.fullmatch(part):
+        ours = parts[f"{one[1]}_exps"].format(one[2])
+        return f"model.layers.{layer}.{ours}.{suffix}"
     ours = _WHOLE_MODEL.get(part) if layer is None else parts.get(part)
     prefix = "" if layer is None else f"model.layers.{layer}."
     return None if ours is None else f"{prefix}{ours}.{suffix}"
@@ -151,32 +161,55 @@ def _heads_in_pairs(stored: GgufFiles, name: str, architecture: str) -> int:
     return heads
 
 
-def _add(derived: Derived, name: str, ours: str, tensor: GgufTensor, architecture: str, pairs: int) -> None:
+def _add(
+    derived: Derived, name: str, ours: str, header: GgufHeader, pairs: int, half: int | None = None
+) -> None:
+    """What a stored tensor becomes: one tensor, or one for each expert; of gate and up together one `half`."""
+    tensor, architecture, scale = (
+        header.tensors[name],
+        header.architecture,
+        f"{name.removesuffix('weight')}scale",
+    )
+    scale = scale if scale in header.tensors else None
     kind, shape = tensor.kind.name, tensor.shape
     if ours.endswith("shared_expert_gate.weight"):
         shape = (1, *shape[-1:])
     offset = 1.0 if architecture.startswith("gemma") and ours.endswith("norm.weight") else 0.0
-    if kind in PLAIN and shape == tensor.shape and "{}" not in ours and not pairs and not offset:
+    if (
+        kind in PLAIN
+        and shape == tensor.shape
+        and "{}" not in ours
+        and not pairs
+        and not offset
+        and not scale
+    ):
         derived.renamed[name] = ours
         return
     experts = shape[0] if "{}" in ours else None
+    if scale and prod(header.tensors[scale].shape) != (experts or 1):
+        raise CheckpointError(
+            f"{header.path}: {scale} does not have a number for each of {experts or 1} weights."
+        )
     inner = shape if experts is None else shape[1:]
+    inner = inner if half is None else (inner[0] // 2, *inner[1:])
 
     def add(ours: str, expert: int | None) -> None:
         def rows(read: Read) -> Tensor:
             found = read(name)
             found = found if expert is None else found[expert]
+            found = found if half is None else found[half * inner[0] :][: inner[0]]
             if pairs:
                 found = found.unflatten(0, (pairs, -1, 2)).transpose(1, 2).flatten(0, 2)
             return found
 
         def make(read: Read) -> Tensor:
-            return dequantise(rows(read), kind).view(inner) - offset
+            numbers = dequantise(rows(read), kind).view(inner) - offset
+            return numbers if scale is None else numbers * read(scale).flatten()[expert or 0]
 
         def make_grouped(read: Read) -> GroupedWeight:
             return in_groups(rows(read), kind)
 
-        kept = kind in TABLES and len(inner) == 2
+        kept = kind in TABLES and len(inner) == 2 and scale is None
         derived.add(ours, inner, [name], make, make_grouped if kept else None, GROUP if kept else 0)
         if kept and TABLES[kind] != WHOLE:
             derived.tables[ours] = TABLES[kind]

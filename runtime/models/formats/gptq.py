@@ -5,7 +5,8 @@
     scales  float [G, O]
     g_idx   int32 [I]                  the group of each input: any order where weights were rounded by activation
 
-weight[o, i] = scales[g_idx[i], o] * (q[i, o] - zero[g_idx[i], o]). Source: AutoGPTQ's and GPTQModel's packing.
+weight[o, i] = scales[g_idx[i], o] * (q[i, o] - zero[g_idx[i], o]). Layers may have bits and groups of their own
+(`dynamic`), which their shapes tell. Source: AutoGPTQ's and GPTQModel's packing.
 """
 
 from __future__ import annotations
@@ -20,6 +21,11 @@ from runtime.models.formats.bits import unpack
 from runtime.models.formats.stored import Derived, Read, Stored, require
 
 BITS = (2, 3, 4, 8)
+OF_3_BITS = (  # what GPTQModel takes away of each three words
+    0b00100100100100100100100100100100,
+    0b10010010010010010010010010010010,
+    0b01001001001001001001001001001001,
+)
 
 
 def derive(stored: Stored, fields: Fields) -> Derived:
@@ -35,30 +41,50 @@ def derive(stored: Stored, fields: Fields) -> Derived:
         or not (group_size == -1 or group_size > 0)
     ):
         raise fields.wrong("group_size", "a positive integer, or -1")
-    minus = 0 if values.get("checkpoint_format") == "gptq_v2" else 1
     derived = Derived()
-    for name in stored.shapes:
+    for name, dtype in stored.dtypes.items():
         if name.endswith(".qweight"):
-            _add(derived, stored, name.removesuffix(".qweight"), bits, group_size, minus)
+            if dtype != torch.int32:
+                raise CheckpointError(
+                    f"{name} holds words of {dtype}; use a checkpoint whose pack_dtype is int32."
+                )
+            _add(derived, stored, name.removesuffix(".qweight"), bits, group_size, fields)
     return derived
 
 
-def _add(derived: Derived, stored: Stored, layer: str, bits: int, group_size: int, minus: int) -> None:
+def _zeros(words: Tensor, bits: int, count: int, fields: Fields) -> Tensor:
+    """Zeros [G, O] of their words.
+
+    The first version's 1 is added to whole words: GPTQModel took it away from them, with a borrow where a zero was 0.
+    Of 3 bits it does so at other places than AutoGPTQ did, which had it right.
+    """
+    if fields.values.get("checkpoint_format") == "gptq_v2":
+        return unpack(words, bits, count)
+    if bits == 3 and "gptqmodel" not in str(fields.values.get("meta")).lower():
+        return unpack(words, bits, count) + 1
+    ones = OF_3_BITS if bits == 3 else (sum(1 << place for place in range(0, 32, bits)),)
+    added = torch.tensor(ones).repeat(words.shape[1])[: words.shape[1]]
+    return unpack(words.to(torch.int64) + added, bits, count)
+
+
+def _add(derived: Derived, stored: Stored, layer: str, bits: int, group_size: int, fields: Fields) -> None:
     packed, zeros, scales = f"{layer}.qweight", f"{layer}.qzeros", f"{layer}.scales"
     order = f"{layer}.g_idx" if f"{layer}.g_idx" in stored.shapes else None
     require(stored, zeros, scales)
     words, out_size = stored.shapes[packed]
-    if order is not None:  # which knows the depth where a layer has bits of its own
-        bits = next((b for b in BITS if -(-stored.shapes[order][0] * b // 32) == words), bits)
-    in_size = stored.shapes[order][0] if order else words * 32 // bits
     groups = stored.shapes[scales][0]
+    if -(-out_size * bits // 32) != stored.shapes[zeros][-1]:
+        bits = next((b for b in BITS if -(-out_size * b // 32) == stored.shapes[zeros][-1]), bits)
+    in_size = stored.shapes[order][0] if order else words * 32 // bits
+    if -(-in_size * bits // 32) != words or stored.shapes[zeros] != (groups, -(-out_size * bits // 32)):
+        raise CheckpointError(f"{packed}, {zeros} and {scales} do not fit each other with {bits} bits.")
     size = in_size if group_size == -1 else group_size
+    if -(-in_size // size) != groups:  # as this layer has it
+        size = -(-in_size // groups)
 
     def make(read: Read) -> Tensor:
         numbers = unpack(read(packed).T.contiguous(), bits, in_size)  # [O, I]
-        zero = (unpack(read(zeros), bits, out_size) + minus).float()  # [G, O]
-        if minus and bits == 8:
-            zero = zero % 256  # of one that was 0, minus 1 wraps around
+        zero = _zeros(read(zeros), bits, out_size, fields).float()
         group = read(order).long() if order else torch.arange(in_size) // size
         if int(group.min()) < 0 or int(group.max()) >= groups:
             raise CheckpointError(f"{order or scales} names groups beyond the {groups} that there are.")
@@ -66,7 +92,7 @@ def _add(derived: Derived, stored: Stored, layer: str, bits: int, group_size: in
 
     def make_grouped(read: Read) -> GroupedWeight:
         codes = unpack(read(packed).T.contiguous(), 4, in_size).to(torch.uint8)
-        zero, scale = (unpack(read(zeros), 4, out_size) + minus).T, read(scales).float().T
+        zero, scale = _zeros(read(zeros), bits, out_size, fields).T, read(scales).float().T
         return GroupedWeight(codes, scale, (8 - zero) * scale)
 
     used = [packed, zeros, scales, *([order] if order else [])]

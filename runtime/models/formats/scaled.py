@@ -3,11 +3,13 @@
 The names and dtypes of the tensors say what they are, whatever the configuration calls the scheme:
 
     weight fp8 or int8 [O, I]      with weight_scale or weight_scale_inv, of the tensor, rows, groups or blocks
-    weight_packed int32 [O, W]     whole numbers of 2 to 8 bits, dense, offset by half their range; weight_shape
+    weight_packed int32 [O, W]     whole numbers of 1 to 8 bits, offset by half their range; weight_shape. Dense, or by
+                                   older versions as many in a word as fit
     weight_packed uint8 [O, I / 2] e2m1, two in a byte, with a scale for each 16 (e4m3; weight_global_scale divides it)
-                                   or each 32 (e8m0)
+                                   or each 32 (e8m0); so has e2m3, four in three bytes
     weight uint8 [O, I / 2]        ModelOpt's e2m1, with weight_scale (e4m3) and weight_scale_2 (float32)
 
+The configuration says how wide they are and which part shares a scale, where that is not a whole share of the weight.
 Static scales of activations are not needed: activations are not rounded.
 
 Source: the compressors of compressed-tensors, ModelOpt's unified checkpoint export, DeepSeek-V3's model card.
@@ -16,8 +18,8 @@ Source: the compressors of compressed-tensors, ModelOpt's unified checkpoint exp
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +27,7 @@ from torch import Tensor
 from ops.matmul.grouped import GroupedWeight
 from runtime.config.fields import Fields
 from runtime.errors import CheckpointError
-from runtime.models.formats.bits import E2M1, look_up, nibbles, power_of_two, spread, unpack
+from runtime.models.formats.bits import E2M1, E2M3, look_up, nibbles, power_of_two, spread, unpack
 from runtime.models.formats.stored import Derived, Read, Stored, first_of, require
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -42,26 +44,66 @@ _CACHE_SCALE = re.compile(
     r"(.*\.)(?:(?:(k|v)_proj\.output_scale)|(?:[kv]_proj\.(k|v)_scale)|(?:attn\.(k|v)_scale))"
 )
 
+_CACHE_SCALES = re.compile(r".*\.self_attn\.[kv]_scale")
+
 
 def derive(stored: Stored, fields: Fields) -> Derived:
     """See `runtime.models.formats`."""
     _check(fields)
     derived = Derived()
-    blocks = fields.values.get("weight_block_size") or ()
+    schemes = _schemes(fields.values)
     for name, dtype in stored.dtypes.items():
         if name.endswith("_packed"):
             weight = name.removesuffix("_packed")
-            (_add_whole_numbers if dtype == torch.int32 else _add_floats4)(derived, stored, weight, blocks)
+            (_add_whole_numbers if dtype == torch.int32 else _add_floats)(derived, stored, weight, schemes)
         elif dtype == torch.uint8 and f"{name}_scale_2" in stored.shapes:
             _add_modelopt4(derived, stored, name)
         elif dtype in NARROW and not name.endswith(("_scale", "_zero_point", "_scale_inv")):
-            _add_scaled(derived, stored, name, blocks)
+            _add_scaled(derived, stored, name, schemes)
         elif _UNNEEDED.fullmatch(name):
             derived.used.add(name)
         elif found := _CACHE_SCALE.fullmatch(name):
             part = next(each for each in found.groups()[1:] if each)
-            derived.renamed[name] = f"{found[1]}{part}_scale"
+            _add_cache_scale(derived, stored, name, f"{found[1]}{part}_scale")
+        elif _CACHE_SCALES.fullmatch(name):
+            _add_cache_scale(derived, stored, name, name)
     return derived
+
+
+def _add_cache_scale(derived: Derived, stored: Stored, name: str, ours: str) -> None:
+    """One number for all heads: of a number for each the largest, with which no head's keys or values are too large."""
+    if stored.shapes[name] in ((), (1,)):
+        derived.renamed[name] = ours
+    else:
+        derived.add(ours, (1,), [name], lambda read: read(name).float().amax().reshape(1))
+
+
+class Schemes(NamedTuple):
+    """What a configuration says of its weights, of all groups of layers together: a weight's shapes choose."""
+
+    bits: tuple[int, ...]
+    blocks: tuple[tuple[int, int], ...]  # outputs and inputs that share a scale
+
+
+def _schemes(values: Mapping[str, Any]) -> Schemes:
+    groups = values.get("config_groups")
+    stated = (
+        [each.get("weights") for each in groups.values() if isinstance(each, Mapping)]
+        if (isinstance(groups, Mapping))
+        else []
+    )
+    weights = [each for each in stated if isinstance(each, Mapping)]
+    blocks = [values.get("weight_block_size"), *(each.get("block_structure") for each in weights)]
+    pairs = [tuple(each) for each in blocks if isinstance(each, list | tuple) and len(each) == 2]
+    pairs += [(1, each.get("group_size")) for each in weights]
+    return Schemes(
+        tuple(dict.fromkeys(each["num_bits"] for each in weights if each.get("num_bits") in range(1, 9))),
+        tuple((a, b) for a, b in pairs if _is_size(a) and _is_size(b)),
+    )
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _check(fields: Fields) -> None:
@@ -81,7 +123,7 @@ def _check(fields: Fields) -> None:
         raise CheckpointError(f"{fields.path}transform_config: rotated weights are not supported.")
 
 
-def _add_scaled(derived: Derived, stored: Stored, name: str, blocks: Any) -> None:
+def _add_scaled(derived: Derived, stored: Stored, name: str, schemes: Schemes) -> None:
     """One number of 8 bits for each weight, times its scale."""
     scale = first_of(stored, f"{name}_scale_inv", f"{name}_scale")
     if scale is None:
@@ -92,13 +134,13 @@ def _add_scaled(derived: Derived, stored: Stored, name: str, blocks: Any) -> Non
     def make(read: Read) -> Tensor:
         numbers = read(name).float()
         if zero is not None:
-            numbers = numbers - _spread(read(zero).float(), shape, blocks, zero)
-        return numbers * _spread(_scales(read(scale)), shape, blocks, scale)
+            numbers = numbers - _spread(read(zero).float(), shape, schemes, zero)
+        return numbers * _spread(_scales(read(scale)), shape, schemes, scale)
 
     derived.add(name, shape, [name, scale, *([zero] if zero else [])], make)
 
 
-def _add_whole_numbers(derived: Derived, stored: Stored, name: str, blocks: Any) -> None:
+def _add_whole_numbers(derived: Derived, stored: Stored, name: str, schemes: Schemes) -> None:
     """Numbers of `bits` bits, as many as fit in the words of a row; order of columns by `weight_g_idx` if there."""
     packed, scale, shape_name = f"{name}_packed", f"{name}_scale", f"{name}_shape"
     zero, order = (
@@ -109,36 +151,33 @@ def _add_whole_numbers(derived: Derived, stored: Stored, name: str, blocks: Any)
     rows, words = stored.shapes[packed][-2:]
     if len(shape) != 2 or rows != shape[0] or not 0 < shape[1] <= 2**24:
         raise CheckpointError(f"{shape_name} is {list(shape)}, which does not fit {packed}.")
-    bits = next((b for b in range(2, 9) if -(-shape[1] * b // 32) == words), None)
-    if bits is None:
-        raise CheckpointError(f"{packed} of {words} words does not hold {shape[1]} numbers of 2 to 8 bits.")
+    bits, dense = _packing(schemes.bits or tuple(range(1, 9)), words, shape[1])
+    if bits == 0:
+        raise CheckpointError(f"{packed} of {words} words does not hold {shape[1]} numbers of 1 to 8 bits.")
     offset = 1 << (bits - 1)
 
+    def read_zeros(read: Read) -> Tensor | None:
+        """[O, G], or none."""
+        zeros = None if zero is None else read(zero)
+        if zeros is not None and zeros.dtype == torch.int32:  # packed along the outputs
+            zeros = unpack(zeros.T.contiguous(), bits, shape[0], dense=dense).T - offset
+        return None if zeros is None else zeros.float()
+
     def make(read: Read) -> Tensor:
-        numbers = unpack(read(packed), bits, shape[1]) - offset
-        scales = _scales(read(scale))
-        zeros = None
-        if zero is not None:
-            zeros = read(zero)
-            if zeros.dtype == torch.int32:  # packed along the outputs
-                zeros = unpack(zeros.T.contiguous(), bits, shape[0]).T - offset
-            zeros = zeros.float()
+        numbers = unpack(read(packed), bits, shape[1], dense=dense) - offset
+        scales, zeros = _scales(read(scale)), read_zeros(read)
         if order is not None and bool((read(order) >= 0).all()):
             group = read(order).long()
             scales = scales[:, group]
             zeros = None if zeros is None else zeros[:, group]
         else:
-            scales = _spread(scales, shape, blocks, scale)
-            zeros = None if zeros is None else _spread(zeros, shape, blocks, str(zero))
+            scales = _spread(scales, shape, schemes, scale)
+            zeros = None if zeros is None else _spread(zeros, shape, schemes, str(zero))
         return (numbers.float() - (0 if zeros is None else zeros)) * scales
 
     def make_grouped(read: Read) -> GroupedWeight:
-        scales, shifts = _scales(read(scale)), None
-        if zero is not None:
-            zeros = read(zero)
-            if zeros.dtype == torch.int32:
-                zeros = unpack(zeros.T.contiguous(), bits, shape[0]).T - offset
-            shifts = -zeros.float() * scales
+        scales, zeros = _scales(read(scale)), read_zeros(read)
+        shifts = None if zeros is None else -zeros * scales
         return GroupedWeight(unpack(read(packed), 4, shape[1]).to(torch.uint8), scales, shifts)
 
     grid = stored.shapes[scale]
@@ -147,20 +186,35 @@ def _add_whole_numbers(derived: Derived, stored: Stored, name: str, blocks: Any)
     derived.add(name, shape, used, make, make_grouped if kept else None, shape[1] // grid[1] if kept else 0)
 
 
-def _add_floats4(derived: Derived, stored: Stored, name: str, blocks: Any) -> None:
-    """e2m1 with a scale for each 16 or 32, and for the former one that divides those of the whole tensor."""
+def _packing(candidates: Sequence[int], words: int, count: int) -> tuple[int, bool]:
+    """How many bits the numbers of a row have, and whether they run on over words; 0 for none that fit."""
+    for dense in (True, False):
+        for bits in candidates:
+            if words == (-(-count * bits // 32) if dense else -(-count // (32 // bits))):
+                return bits, dense
+    return 0, True
+
+
+def _add_floats(derived: Derived, stored: Stored, name: str, schemes: Schemes) -> None:
+    """e2m1 with a scale for each 16 or 32, for the former one that divides those of the whole tensor; or e2m3."""
     packed, scale = f"{name}_packed", f"{name}_scale"
     whole = f"{name}_global_scale"
     whole = whole if whole in stored.shapes else None
     require(stored, scale)
-    *rows, half = stored.shapes[packed]
-    shape = (*rows, 2 * half)
+    *rows, size = stored.shapes[packed]
+    of_6_bits = size == stored.shapes[scale][-1] * 24
+    shape = (*rows, size * 8 // (6 if of_6_bits else 4))
 
     def make(read: Read) -> Tensor:
         scales = _scales(read(scale))
         if whole is not None:
             scales = scales / read(whole).float()
-        return look_up(nibbles(read(packed)), E2M1) * _spread(scales, shape, blocks, scale)
+        if of_6_bits:
+            codes = unpack(read(packed).contiguous().flatten(0, -2).view(torch.int32), 6, shape[-1])
+            numbers = look_up(codes, E2M3).view(shape)
+        else:
+            numbers = look_up(nibbles(read(packed)), E2M1)
+        return numbers * _spread(scales, shape, schemes, scale)
 
     derived.add(name, shape, [packed, scale, *([whole] if whole else [])], make)
 
@@ -173,7 +227,7 @@ def _add_modelopt4(derived: Derived, stored: Stored, name: str) -> None:
 
     def make(read: Read) -> Tensor:
         scales = _scales(read(scale)) * read(whole).float()
-        return look_up(nibbles(read(name)), E2M1) * _spread(scales, shape, (), scale)
+        return look_up(nibbles(read(name)), E2M1) * _spread(scales, shape, Schemes((), ()), scale)
 
     derived.add(name, shape, [name, scale, whole], make)
 
@@ -183,14 +237,27 @@ def _scales(stored: Tensor) -> Tensor:
     return power_of_two(stored) if stored.dtype == torch.uint8 else stored.float()
 
 
-def _spread(scales: Tensor, shape: tuple[int, ...], blocks: Any, name: str) -> Tensor:
+def _spread(scales: Tensor, shape: tuple[int, ...], schemes: Schemes, name: str) -> Tensor:
+    """Scales out to the shape of their weight: by blocks that the configuration names, if any of them fits."""
     if scales.numel() == 1:
         return scales.reshape(())
     if scales.dim() == len(shape) - 1:
         scales = scales.unsqueeze(-1)
     if scales.dim() != len(shape):
         raise CheckpointError(f"{name} has the shape {list(scales.shape)} for a weight {list(shape)}.")
-    try:
-        return spread(scales, shape, tuple(blocks))
-    except ValueError as error:
-        raise CheckpointError(f"{name}: {error}.") from error
+    block = next((each for each in schemes.blocks if _covers(scales.shape, shape, each)), None)
+    if block is None and (
+        schemes.blocks or any(size % found for found, size in zip(scales.shape, shape, strict=True))
+    ):
+        stated = " or ".join(f"{rows} by {columns}" for rows, columns in schemes.blocks) or "equal size"
+        raise CheckpointError(
+            f"{name}: {list(scales.shape)} scales in blocks of {stated} do not cover {list(shape)}."
+        )
+    return spread(scales, shape, block or ())
+
+
+def _covers(grid: Sequence[int], shape: Sequence[int], block: tuple[int, int]) -> bool:
+    return all(
+        found in (1, size) or found == -(-size // part)
+        for found, size, part in zip(grid[-2:], shape[-2:], block, strict=True)
+    )

@@ -1,15 +1,19 @@
-"""What torchao writes through transformers: each tensor of a quantised weight under a name of its own.
+"""What torchao writes through transformers: each tensor of a quantised parameter under a name of its own.
 
-    NAME._weight_qdata       int8 or float8 [O, I]; or int8 [O, I / 2], two signed numbers of 4 bits, low half first
-    NAME._weight_scale       float [O, 1], [1, 1] or [O, G]; of 4 bits [G, O]
-    NAME._weight_zero_point  whole numbers as the scale, or none; of 4 bits floats [G, O]
+    LAYER._NAME_qdata       of the parameter LAYER.NAME: int8 or float8 [..., O, I]; or int8 [..., O, I / 2], two signed
+                            numbers of 4 bits, low half first
+    LAYER._NAME_scale       float [..., O, 1], [1, 1] or [O, G]; of 4 bits [..., G, O]
+    LAYER._NAME_zero_point  whole numbers as the scale, or none; of 4 bits floats [..., G, O]
 
 weight = (q - zero) * scale, of 4 bits q * scale + zero. What else there is concerns activations, but for
-`act_pre_scale`, by which their columns are multiplied first. Source: torchao's tensor subclasses and
-flatten_tensor_state_dict.
+`act_pre_scale`, by which their columns are multiplied first. A parameter may hold all experts of a layer. Source:
+torchao's tensor subclasses and flatten_tensor_state_dict.
 """
 
 from __future__ import annotations
+
+import re
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -20,40 +24,45 @@ from runtime.errors import CheckpointError
 from runtime.models.formats.bits import nibbles, spread
 from runtime.models.formats.stored import Derived, Read, Stored, require
 
-DATA = "._weight_qdata"
+DATA = re.compile(r"(.+)\._(\w+)_qdata")
+OF_ACTIVATIONS = re.compile(r".+\._\w+_(act_quant_scale|act_quant_zero_point|act_per_tensor_scale)")
 WIDE = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
+FOR_A_KERNEL = ("scale_and_zero", "per_tensor_scale")  # parts that other layouts have
 
 
 def derive(stored: Stored, fields: Fields) -> Derived:
     """See `runtime.models.formats`."""
-    derived = Derived()
-    for name in stored.shapes:
-        if name.endswith(DATA):
-            _add(derived, stored, name.removesuffix(DATA))
-        elif "._weight_" in name:
+    derived, dtypes = Derived(), stored.dtypes
+    for name in dtypes:
+        if found := DATA.fullmatch(name):
+            _add(derived, stored, dtypes, f"{found[1]}.{found[2]}", f"{found[1]}._{found[2]}")
+        elif OF_ACTIVATIONS.fullmatch(name):
             derived.used.add(name)
     return derived
 
 
-def _add(derived: Derived, stored: Stored, layer: str) -> None:
+def _add(derived: Derived, stored: Stored, dtypes: Mapping[str, torch.dtype], name: str, prefix: str) -> None:
     data, scale, zero, before = (
-        f"{layer}._weight_{part}" for part in ("qdata", "scale", "zero_point", "act_pre_scale")
+        f"{prefix}_{part}" for part in ("qdata", "scale", "zero_point", "act_pre_scale")
     )
-    require(stored, scale)
-    shape, dtype = stored.shapes[data], stored.dtypes[data]
-    if dtype not in WIDE or len(shape) != 2:
+    shape, dtype = stored.shapes[data], dtypes[data]
+    foreign = any(f"{prefix}_{part}" in dtypes for part in FOR_A_KERNEL)
+    if foreign or dtype not in WIDE or len(shape) not in (2, 3) or dtypes.get(scale) == torch.float8_e8m0fnu:
         raise CheckpointError(
-            f"{data} is {dtype} of {len(shape)} dimensions, which is packed for a GPU's kernel; have torchao write "
-            "int8, float8, or 4 bits with the packing format PLAIN."
+            f"{data} is {dtype} of {len(shape)} dimensions, packed for a GPU's kernel or in a microscaling format; "
+            "have torchao write int8, float8, or 4 bits with the packing format PLAIN."
         )
-    of_4_bits = zero in stored.shapes and stored.dtypes[zero].is_floating_point
-    scaled_before = before in stored.shapes
+    require(stored, scale)
+    of_4_bits = zero in dtypes and dtypes[zero].is_floating_point and stored.shapes[scale][-1] == shape[-2]
+    scaled_before = before in dtypes
 
     def whole(read: Read) -> Tensor:
         if of_4_bits:
-            return grouped(read).dequantised()
+            scales, shifts = (read(each).float().mT for each in (scale, zero))
+            codes = (nibbles(read(data).view(torch.uint8)) ^ 8).float() - 8
+            return codes * spread(scales, codes.shape) + spread(shifts, codes.shape)
         numbers = read(data).float()
-        if zero in stored.shapes:
+        if zero in dtypes:
             numbers = numbers - spread(read(zero).float(), shape)
         return numbers * spread(read(scale).float(), shape)
 
@@ -64,17 +73,13 @@ def _add(derived: Derived, stored: Stored, layer: str) -> None:
     def make(read: Read) -> Tensor:
         return whole(read) * read(before).float() if scaled_before else whole(read)
 
-    used = [data, scale, *(each for each in (zero, before) if each in stored.shapes)]
+    used = [data, scale, *(each for each in (zero, before) if each in dtypes)]
     if not of_4_bits:
-        derived.add(f"{layer}.weight", shape, used, make)
+        derived.add(name, shape, used, make)
         return
-    out_size, in_size = shape[0], 2 * shape[1]
-    groups = stored.shapes[scale][0]
-    if (
-        stored.shapes[scale] != (groups, out_size)
-        or stored.shapes[zero] != (groups, out_size)
-        or in_size % groups
-    ):
+    *outer, groups, out_size = stored.shapes[scale]
+    in_size = 2 * shape[-1]
+    if (*outer, out_size) != shape[:-1] or stored.shapes[zero] != stored.shapes[scale] or in_size % groups:
         raise CheckpointError(f"{data} and {scale} do not fit each other.")
-    kept = (None, 0) if scaled_before else (grouped, in_size // groups)
-    derived.add(f"{layer}.weight", (out_size, in_size), used, make, *kept)
+    kept = (None, 0) if scaled_before or outer else (grouped, in_size // groups)
+    derived.add(name, (*shape[:-1], in_size), used, make, *kept)

@@ -55,6 +55,9 @@ FORMS = [
     ("torchao", {"kind": "int8 dynamic"}),
     ("torchao", {"kind": "fp8"}),
     ("torchao", {"kind": "int4"}),
+    ("gptq", {"by_gptqmodel": True}),
+    ("gptq", {"by_gptqmodel": True, "bits": 3}),
+    ("awq", {"zero_point": False}),
 ]
 IDS = torch.randint(3, 128, (3, 40), generator=torch.Generator().manual_seed(0)).tolist()
 
@@ -166,6 +169,19 @@ def test_a_form_is_found_in_the_files_of_older_tools(tmp_path: Path) -> None:
         (Path(quantized) / name).write_text(json.dumps(settings))
         assert read_facts(quantized).quantization == {"fp8": "modelopt"}.get(form, form)
         check_same_tensors(read_whole(opened(quantized)), plain)
+
+
+def test_layers_of_gptq_may_have_bits_and_groups_of_their_own(tmp_path: Path) -> None:
+    quantized, plain = quantized_checkpoints.write(tmp_path / "4", "gptq")
+    other, plain_other = quantized_checkpoints.write(tmp_path / "8", "gptq", bits=8, group_size=16)
+    stored, wanted = (load_file(Path(path) / "model.safetensors") for path in (other, plain_other))
+    taken = {name: each for name, each in stored.items() if ".down_proj." in name}
+    without_order = {name: None for name in stored if name.endswith(".g_idx")}
+    dynamic = {r"+:.*\.down_proj": {"bits": 8, "group_size": 16}}
+    mixed = changed(tmp_path / "mixed", quantized, {"dynamic": dynamic}, taken | without_order)
+    found = read_whole(opened(mixed))
+    for name, tensor in load_file(Path(plain) / "model.safetensors").items():
+        torch.testing.assert_close(found[name], wanted[name] if ".down_proj." in name else tensor, msg=name)
 
 
 def test_biases_that_are_zero_and_not_the_models_are_left_out(tmp_path: Path) -> None:
@@ -314,6 +330,8 @@ def test_a_rank_keeps_whole_groups_and_dequantises_others(
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("gptq", {"bits": 5}, {}, "bits must be one of 2, 3, 4, 8"),
     ("gptq", {"group_size": 0}, {}, "group_size"),
+    ("gptq", {}, {"model.layers.0.mlp.up_proj.qweight": torch.zeros(16, 128).short()}, "pack_dtype is int32"),
+    ("gptq", {}, {"model.layers.0.mlp.up_proj.qweight": torch.zeros(7, 128).int()}, "do not fit each other"),
     ("gptq", {"quant_method": "hqq"}, {}, r"quantized \(hqq\)"),
     ("gptq", {"checkpoint_format": "marlin"}, {}, r"quantized \(marlin\)"),
     ("gptq", {}, {"model.layers.0.mlp.up_proj.scales": None}, "lacks model.layers.0.mlp.up_proj.scales"),
@@ -328,6 +346,12 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
         {},
         {"model.layers.0.mlp.up_proj._weight_qdata": torch.zeros(2, 2, 2, 2).int()},
         "a GPU's kernel",
+    ),
+    (
+        "torchao",
+        {},
+        {"model.layers.0.mlp.up_proj._weight_scale": torch.ones(128, 2).to(torch.float8_e8m0fnu)},
+        "microscaling",
     ),
     ("compressed-tensors", {"format": "marlin-24"}, {}, "marlin-24"),
     ("compressed-tensors", {"transform_config": {"config_groups": {"a": {}}}}, {}, "rotated"),

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import re
 import shutil
-from collections import defaultdict
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -15,17 +12,17 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType as Kind
-from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import cpp_kernels
 import paged_forward
 import tiny_checkpoints
 from bench.accuracy import prompts
+from gguf_files import SHAPE, by_llama_cpp, convert, write
 from ops.matmul.with_cpp import PackedWeight4
 from ops.select import select
+from runtime.config.fields import Fields
 from runtime.config.gguf_header import KINDS, read_header
 from runtime.errors import CheckpointError
 from runtime.models.checkpoint import locate
@@ -35,168 +32,6 @@ from runtime.models.formats.stored import QuantizedTensors
 from runtime.models.quantization import quantization_fields
 from serve import Engine
 from serve.demo import demo_path
-
-NAMES = {  # model_type -> llama.cpp's architecture
-    "llama": "llama",
-    "mistral": "llama",
-    "mixtral": "llama",
-    "qwen2": "qwen2",
-    "qwen2_moe": "qwen2moe",
-    "qwen3": "qwen3",
-    "qwen3_moe": "qwen3moe",
-    "gemma": "gemma",
-    "gemma2": "gemma2",
-    "gemma3_text": "gemma3",
-}
-SHAPE = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
-MOE = {
-    "qwen3_moe": {"moe_intermediate_size": 64},
-    "qwen2_moe": {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64},
-}
-VECTOR = "shared_expert_gate.weight"  # whose one row is a vector there
-_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
-
-
-def write(directory: Path, family: str, kind: str, **config: Any) -> tuple[str, str]:
-    """A GGUF file of a tiny model with matrices of a kind, and an ordinary checkpoint of what it holds: paths."""
-    values = {**SHAPE, **MOE.get(family, {}), **config}
-    return convert(Path(tiny_checkpoints.cached(family, **values)), directory, kind)
-
-
-def convert(source: Path, directory: Path, kind: str, *, split: bool = False) -> tuple[str, str]:
-    """As `write`, of a checkpoint in one file. With a tokenizer.json of byte-level tokens there, that too."""
-    config = json.loads((source / "config.json").read_text())
-    directory.mkdir(parents=True, exist_ok=True)
-    path, architecture = directory / "model.gguf", NAMES[config["model_type"]]
-    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=12 if split else 0)
-    _describe(writer, config, architecture)
-    if (source / "tokenizer.json").is_file():
-        _add_tokenizer(writer, source, config)
-    tensors = load_file(source / "model.safetensors")
-    plain = {name: _held(name, tensor, kind) for name, tensor in tensors.items()}
-    for name, stored in _gguf_tensors(tensors, config, architecture).items():
-        if stored.ndim == 1:
-            writer.add_tensor(name, stored)
-        else:
-            number = Kind[kind]
-            writer.add_tensor(name, gguf.quantize(stored, number), raw_dtype=number)
-    if (config.get("rope_scaling") or config.get("rope_parameters") or {}).get("rope_type") == "llama3":
-        writer.add_tensor("rope_freqs.weight", _divisors(source))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    made = directory / "plain"
-    made.mkdir()
-    for file in source.glob("*.json"):
-        shutil.copy(file, made)
-    save_file(plain, made / "model.safetensors", {"format": "pt"})
-    (made / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
-    return str(directory / "model-00001-of-00003.gguf" if split else path), str(made)
-
-
-def _held(name: str, tensor: torch.Tensor, kind: str) -> torch.Tensor:
-    if tensor.dim() == 1 or name.endswith(VECTOR):
-        return tensor.float()
-    number = Kind[kind]
-    return torch.from_numpy(gguf.dequantize(gguf.quantize(tensor.float().numpy(), number), number).copy())
-
-
-def _gguf_tensors(
-    tensors: dict[str, torch.Tensor], config: dict[str, Any], architecture: str
-) -> dict[str, np.ndarray]:
-    names = gguf.get_tensor_name_map(
-        next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture),
-        config["num_hidden_layers"],
-    )
-    experts: dict[str, dict[int, np.ndarray]] = defaultdict(dict)
-    found = {}
-    for name, tensor in tensors.items():
-        values = tensor.float().numpy()
-        if expert := _EXPERT.fullmatch(name):
-            experts[f"{expert[1]}.{expert[3]}.weight"][int(expert[2])] = values
-            continue
-        if architecture == "llama" and (part := re.search(r"\.([qk])_proj\.", name)):
-            heads = config["num_attention_heads" if part[1] == "q" else "num_key_value_heads"]
-            values = values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
-        if architecture.startswith("gemma") and name.endswith("norm.weight"):
-            values = values + 1
-        found[_name(names, name)] = values[0] if name.endswith(VECTOR) else values
-    for name, each in experts.items():
-        found[_name(names, name)] = np.stack([each[number] for number in range(len(each))])
-    return found
-
-
-def _name(names: gguf.TensorNameMap, name: str) -> str:
-    found = names.get_name(name, try_suffixes=(".weight", ".bias"))
-    if found is None:
-        raise ValueError(f"llama.cpp has no name for {name}")
-    return found
-
-
-def _describe(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: str) -> None:
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
-    whole = rope.get("full_attention", rope)
-    writer.add_rope_freq_base(whole.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    if whole.get("rope_type") == "linear":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(whole["factor"])
-    if config.get("sliding_window") and architecture.startswith("gemma"):
-        writer.add_sliding_window(config["sliding_window"])
-    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if config.get(name):
-            getattr(writer, f"add_{name}")(config[name])
-    experts = config.get("num_experts") or config.get("num_local_experts")
-    if experts:
-        writer.add_expert_count(experts)
-        writer.add_expert_used_count(config["num_experts_per_tok"])
-        if config.get("moe_intermediate_size"):
-            writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
-        if config.get("shared_expert_intermediate_size"):
-            writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
-
-
-def _divisors(source: Path) -> np.ndarray:
-    config = AutoConfig.from_pretrained(source)
-    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
-    size, base = len(scaled) * 2, config.rope_parameters["rope_theta"]
-    plain = 1.0 / base ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
-    return (plain / scaled).numpy()
-
-
-def _add_tokenizer(writer: gguf.GGUFWriter, source: Path, config: dict[str, Any]) -> None:
-    described = json.loads((source / "tokenizer.json").read_text())
-    settings = json.loads((source / "tokenizer_config.json").read_text())
-    tokens: dict[int, tuple[str, gguf.TokenType]] = {
-        number: (token, gguf.TokenType.NORMAL) for token, number in described["model"]["vocab"].items()
-    }
-    for each in described["added_tokens"]:
-        kind = gguf.TokenType.CONTROL if each["special"] else gguf.TokenType.USER_DEFINED
-        tokens[each["id"]] = (each["content"], kind)
-    absent = (f"[PAD{number}]" for number in range(config["vocab_size"]))
-    ordered = [tokens.get(number, (text, gguf.TokenType.UNUSED)) for number, text in enumerate(absent)]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list([token for token, _ in ordered])
-    writer.add_token_types([kind for _, kind in ordered])
-    merges = described["model"]["merges"]
-    writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in merges])
-    writer.add_eos_token_id(config["eos_token_id"])
-    writer.add_add_bos_token(False)
-    if isinstance(settings.get("chat_template"), str):
-        writer.add_chat_template(settings["chat_template"])
-
 
 DEMO = str(demo_path())
 IDS = torch.randint(3, 128, (3, 40), generator=torch.Generator().manual_seed(0)).tolist()
@@ -219,7 +54,20 @@ FILES = [
         },
     ),
     ("mistral", "BF16", {}),
-    ("qwen2", "Q5_0", {}),
+    (
+        "qwen2",
+        "Q5_0",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "attention_factor": 1.4,
+                "beta_fast": 16.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
+    ),
     ("qwen3", "Q4_1", {}),
     ("mixtral", "Q4_0", {"intermediate_size": 64}),
     ("qwen2_moe", "Q8_0", {}),
@@ -306,6 +154,34 @@ async def test_a_file_is_served_as_the_checkpoint_of_its_weights(
     for ids, answer in zip(IDS, made, strict=True):
         output = model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=None)
         assert answer["output_ids"] == output[0, len(ids) :].tolist()
+
+
+@pytest.mark.parametrize(("family", "experts"), [("qwen3_moe", "fused"), ("mixtral", "apart")])
+def test_experts_stand_together_or_apart(family: str, experts: str, tmp_path: Path) -> None:
+    source = Path(
+        tiny_checkpoints.cached(family, **{**SHAPE, "intermediate_size": 64, "moe_intermediate_size": 64})
+    )
+    path, plain = convert(source, tmp_path, "Q4_0", experts=experts)
+    found, wanted = read_whole(path), load_file(Path(plain) / "model.safetensors")
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name].float(), tensor) for name, tensor in wanted.items())
+
+
+def test_a_number_beside_a_weight_multiplies_it(tmp_path: Path) -> None:
+    path, rows = tmp_path / "model.gguf", random_rows("NVFP4")
+    writer = gguf.GGUFWriter(path, "qwen3")
+    kind = gguf.GGMLQuantizationType.NVFP4
+    writer.add_tensor("blk.0.attn_q.weight", rows, raw_dtype=kind)
+    writer.add_tensor("blk.0.attn_q.scale", np.array([0.37], dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    tensors = QuantizedTensors(GgufFiles(path), Fields({"quant_method": "gguf"}, ""))
+    [name] = tensors.shapes
+    found: list[torch.Tensor] = []
+    tensors.read_all(lambda name, number, part: found.append(part), {name: ((),)})
+    torch.testing.assert_close(found[0], torch.from_numpy(gguf.dequantize(rows, kind)) * 0.37)
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1"])
@@ -400,17 +276,35 @@ async def test_the_tokenizer_the_template_and_the_ends_are_the_files_own(tmp_pat
     assert answers[0] == answers[1]
 
 
-@pytest.mark.slow
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What llama.cpp answers as: the demo model, and a Qwen3 whose numbers are drawn, with the demo's tokens."""
+    folder = tmp_path_factory.mktemp("models")
+    drawn = tiny_checkpoints.write(
+        folder / "drawn",
+        "qwen3",
+        vocab_size=4096,
+        hidden_size=256,
+        intermediate_size=512,
+        head_dim=64,
+        max_position_embeddings=2048,
+    )
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(DEMO) / name, drawn)
+    return {
+        name: convert(Path(source), folder / name, "BF16")[0]
+        for name, source in (("demo", DEMO), ("qwen3", drawn))
+    }
+
+
+@pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("kind", "file_type"), [("Q8_0", 7), ("Q4_0", 2), ("Q4_K_M", 15)])
-async def test_the_demo_model_answers_as_llama_cpp_does(kind: str, file_type: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_K_M"])
+@pytest.mark.parametrize("model", ["demo", "qwen3"])
+async def test_answers_are_llama_cpps(model: str, kind: str, models: dict[str, str], tmp_path: Path) -> None:
     """The files are llama.cpp's own quantiser's; 50 prompts, of whose tokens 95 % are to be the same."""
     llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
-    source, _ = convert(Path(DEMO), tmp_path, "BF16")
-    path = str(tmp_path / f"{kind}.gguf")
-    options = llama_cpp.llama_model_quantize_default_params()
-    options.ftype = file_type
-    assert llama_cpp.llama_model_quantize(source.encode(), path.encode(), options) == 0
+    path = by_llama_cpp(models[model], tmp_path / f"{kind}.gguf", kind)
     asked = prompts(AutoTokenizer.from_pretrained(DEMO), 50)
     sampling = {"temperature": 0, "max_new_tokens": 48}
     async with Engine(path) as engine:
@@ -425,5 +319,5 @@ async def test_the_demo_model_answers_as_llama_cpp_does(kind: str, file_type: in
                 break
         same += sum(one == other for one, other in zip(answer["output_ids"], generated, strict=False))
         total += max(len(answer["output_ids"]), len(generated))
-    print(f"{kind}: {same} of {total} tokens")
+    print(f"{model} in {kind}: {same} of {total} tokens")
     assert same >= 0.95 * total
