@@ -102,6 +102,14 @@ KNOWN_GPUS: Mapping[str, Gpu] = {
 }
 
 
+def cache_folder(name: str) -> Path:
+    """Where this user's things of one kind are kept between runs that can be made anew, whether it is there or not.
+
+    `$XDG_CACHE_HOME/penstock/NAME`, by default under `~/.cache`. Raises RuntimeError for a user without a home.
+    """
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock" / name
+
+
 def _num_cpus() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

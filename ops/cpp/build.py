@@ -20,6 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO
 
+from ops.machine import cache_folder
+
 logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).with_name("source")
@@ -52,18 +54,9 @@ class BuildError(RuntimeError):
     """The kernels cannot be compiled here; the message says why."""
 
 
-def cache_directory() -> Path:
-    """Where libraries are kept: `$XDG_CACHE_HOME/penstock/cpp`, by default under `~/.cache`.
-
-    Raises RuntimeError for a user without a home.
-    """
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "penstock" / "cpp"
-
-
 def library_path(compiler: str, processor: Collection[str], flags: Sequence[str] = FLAGS) -> Path:
     """Where the library for this compiler and a processor of these flags is, or will be."""
-    return cache_directory() / _name(SOURCES, compiler, processor, flags)
+    return cache_folder("cpp") / _name(SOURCES, compiler, processor, flags)
 
 
 def build(compiler: str, processor: Collection[str], flags: Sequence[str] = FLAGS) -> Path:
@@ -74,7 +67,7 @@ def build(compiler: str, processor: Collection[str], flags: Sequence[str] = FLAG
     """
     name = _name(SOURCES, compiler, processor, flags)
     try:
-        path = cache_directory() / name
+        path = cache_folder("cpp") / name
         if _is_whole(path):
             return path
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from ops.machine import cache_folder
+
 logger = logging.getLogger("penstock.grammar")
 
 MAX_FILE_BYTES = 256 * 1024 * 1024
@@ -23,8 +25,7 @@ class AutomatonCache:
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-        self._folder = folder or Path(home).expanduser() / "penstock" / "automata"
+        self._folder = folder or cache_folder("automata")
 
     def get(self, key: Iterable[bytes]) -> bytes | None:
         """What was kept for this key; None: nothing."""

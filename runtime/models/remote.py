@@ -9,6 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from ops.machine import cache_folder
 from runtime.config.pooling import module_folders
 from runtime.errors import CheckpointError
 
@@ -61,8 +62,8 @@ def download(
     wanted = _wanted(found, descriptions, weights)
     if "config.json" not in wanted and not any(name.endswith(".gguf") for name in wanted):
         raise CheckpointError(f"{url} holds no model: it has no config.json.")
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock" / "remote"
-    folder = (base if download_dir is None else Path(download_dir)) / _folder_name(url)
+    base = cache_folder("remote") if download_dir is None else Path(download_dir)
+    folder = base / _folder_name(url)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _copy(files, root, wanted, found, folder)

@@ -18,7 +18,6 @@ from bench.cpu.engines import (
     OURS,
     PEERS,
     Peer,
-    cache_directory,
     checkpoint,
     chosen_peers,
     converted,
@@ -33,6 +32,7 @@ from bench.cpu.result import Part, Result, join, limits_text, render, sitting
 from bench.cpu.streams import stream_all
 from bench.cpu.turns import Contest, Failure, Stream
 from bench.cpu.work import FIGURES, ROWS, measures_of
+from ops.machine import cache_folder
 from runtime.errors import ConfigurationError
 from serve.bench import report
 from serve.bench.options import new_parser
@@ -54,8 +54,8 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--without-ours", action="store_true")
     options.add_argument("--ours", default="", metavar="OPTIONS", help="options of our engine, in one word")
     options.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    options.add_argument("--peers", default=str(cache_directory() / "peers"), metavar="DIR")
-    options.add_argument("--models", default=str(cache_directory() / "models"), metavar="DIR")
+    options.add_argument("--peers", default=str(cache_folder("peers")), metavar="DIR")
+    options.add_argument("--models", default=str(cache_folder("models")), metavar="DIR")
     options.add_argument("--logs", metavar="DIR", help="keep what the engines print")
     options.add_argument("--seed", type=int, default=1)
     options.add_argument(

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from bench import PROGRAM
 from bench.checkpoints import SHAPES, write_checkpoint
+from ops.machine import cache_folder
 from runtime.errors import ConfigurationError
 from serve.bench import report
 from serve.bench.options import new_parser
@@ -89,11 +90,6 @@ PEERS: Mapping[str, Peer] = {
         ),
     )
 }
-
-
-def cache_directory() -> Path:
-    """Where environments and models are kept between runs."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
 
 
 def checkpoint(models: Path, shape: str) -> Path:
@@ -176,7 +172,7 @@ def parser() -> argparse.ArgumentParser:
         "cpu-peers", "Install the engines that `cpu` compares with, each in its own venv.", program=PROGRAM
     )
     options.add_argument("names", nargs="*", metavar="PEER", help=f"of {', '.join(PEERS)}; default: all")
-    options.add_argument("--peers", default=str(cache_directory() / "peers"), metavar="DIR")
+    options.add_argument("--peers", default=str(cache_folder("peers")), metavar="DIR")
     return options
 
 

@@ -15,9 +15,9 @@ import pytest
 
 from cpp_kernels import library
 from ops.cpp import build as building
-from ops.cpp.build import DIGEST_BYTES, FLAGS, BuildError, build, cache_directory, library_path
+from ops.cpp.build import DIGEST_BYTES, FLAGS, BuildError, build, library_path
 from ops.cpp.library import load
-from ops.machine import Machine
+from ops.machine import Machine, cache_folder
 from ops.select import select
 
 Fake = Callable[[str], str]
@@ -58,7 +58,7 @@ def compiled(path: Path) -> str:
 
 def libraries() -> list[Path]:
     """All that is left in the cache, but for the lock."""
-    return [path for path in cache_directory().iterdir() if path.name != "lock"]
+    return [path for path in cache_folder("cpp").iterdir() if path.name != "lock"]
 
 
 def test_the_second_time_nothing_is_compiled(fake: Fake, tmp_path: Path) -> None:

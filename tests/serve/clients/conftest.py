@@ -7,7 +7,6 @@ Where a registry cannot be reached, the tests are skipped and say so.
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -16,6 +15,8 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
+
+from ops.machine import cache_folder
 
 NODE_CLIENTS = ("openai@6", "ai@6", "@ai-sdk/openai-compatible@2", "zod@4")
 INSTALL_TIMEOUT_S = 900
@@ -41,8 +42,7 @@ def client_python(request: pytest.FixtureRequest, tmp_path: Path, made_pythons: 
 @pytest.fixture
 def kept_python(request: pytest.FixtureRequest) -> Path:
     """As `client_python`, kept for the next run: a folder of the user's cache, named after the packages."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock" / "clients"
-    folder = cache / sha256(f"{sys.version} {request.param}".encode()).hexdigest()[:16]
+    folder = cache_folder("clients") / sha256(f"{sys.version} {request.param}".encode()).hexdigest()[:16]
     python = folder / "bin" / "python"
     if not (folder / "complete").exists():
         _install([sys.executable, "-m", "venv", "--clear", str(folder)], Path.cwd())
