@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
+import stat
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -35,6 +38,7 @@ BUSY = (429, 503)  # statuses of a server that asks to come again
 MAX_TRIES = 1000  # of a line, in two hours and a half
 MAX_WAIT_S = 10.0  # between two of them
 LINE_EXTRA_BYTES = 8192  # of a line, over the body of its request
+FILE_BYTES = 1024**2  # of a file's lines that are read at once
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,18 +71,26 @@ async def answer_lines(
     num_at_once: int,
     max_line_bytes: int,
     url: str | None = None,
+    ahead_bytes: int = 1,
 ) -> None:
     """Answer every line that is not blank, and write a line for each in the order in which they are done.
 
     `client` sends to the application; with `url` all lines must be for that route. `write` gets the line and whether
-    the request succeeded; what is wrong with a line stands in its answer. A busy engine is asked again.
+    the request succeeded; what is wrong with a line stands in its answer. A busy engine is asked again. Lines are read
+    in threads, `ahead_bytes` of them at a time (and one at least): of a source whose next line may be long in coming,
+    ask for one.
     """
     numbered = iter(enumerate(lines, start=1))
     turn = asyncio.Lock()
+    ahead: deque[tuple[int, bytes]] = deque()
 
     async def following() -> tuple[int, bytes]:
         async with turn:  # each line goes to one worker
-            return await run_in_daemon(partial(next, numbered, (0, b"")))  # a line may be long in coming
+            if not ahead:
+                ahead.extend(
+                    await run_in_daemon(partial(_some, numbered, ahead_bytes))
+                )  # may be long in coming
+            return ahead.popleft() if ahead else (0, b"")
 
     async def work() -> None:
         while (found := await following())[0]:
@@ -97,6 +109,17 @@ async def answer_lines(
     async with asyncio.TaskGroup() as workers:
         for _ in range(num_at_once):
             workers.create_task(work())
+
+
+def _some(numbered: Iterator[tuple[int, bytes]], num_bytes: int) -> list[tuple[int, bytes]]:
+    """The next lines, until they have so many bytes; none at the end."""
+    found: list[tuple[int, bytes]] = []
+    for number, line in numbered:
+        found.append((number, line))
+        num_bytes -= len(line)
+        if num_bytes <= 0:
+            break
+    return found
 
 
 def _read(
@@ -213,6 +236,7 @@ async def _run(args: Args, source: BinaryIO, target: BinaryIO, at_once: int | No
                 counts,
                 num_at_once=max(1, at_once or plan.scheduler.max_running),
                 max_line_bytes=longest,
+                ahead_bytes=FILE_BYTES if stat.S_ISREG(os.fstat(source.fileno()).st_mode) else 1,
             )
             async with background_tasks(work, engine.wait()) as (answering, living):
                 await asyncio.wait((answering, living), return_when=asyncio.FIRST_COMPLETED)

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 
 from runtime.errors import InvalidRequest, NotFound, Overloaded, RequestError, first_error
 from serve.access import CLIENT
-from serve.batch import BatchCounts, answer_lines, max_line_bytes, read_lines
+from serve.batch import FILE_BYTES, BatchCounts, answer_lines, max_line_bytes, read_lines
 from serve.decode import Length, NotBuilt, decode
 from serve.endpoint import json_response, list_page, parse_object, read_body
 from serve.openai.file_store import FileObject, FileStore
@@ -245,6 +245,7 @@ async def _answer(
                 num_at_once=limits.num_at_once,
                 max_line_bytes=limits.line_bytes,
                 url=batch.shown["endpoint"],
+                ahead_bytes=FILE_BYTES,
             )
 
 
