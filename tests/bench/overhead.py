@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,19 +14,22 @@ from serve.bench.options import add_output_options, new_parser
 
 if TYPE_CHECKING:
     from bench.scheduling_cost import SchedulingCost
-    from bench.streaming_cost import StreamingCost
+    from bench.streaming_cost import MetricsCost, StreamingCost
 
 PAGE_SIZES = (1, 16)
 
 
 def parser() -> argparse.ArgumentParser:
     options = new_parser("overhead", "Measure the engine's own costs, without a model.", program=PROGRAM)
-    options.add_argument("figure", nargs="?", choices=("all", "scheduling", "streaming"), default="all")
+    options.add_argument(
+        "figure", nargs="?", choices=("all", "scheduling", "streaming", "metrics"), default="all"
+    )
     options.add_argument("--running", type=int, default=256, help="decoding sequences, for scheduling")
     options.add_argument("--steps", type=int, default=1000, help="measured steps of scheduling")
     options.add_argument("--streams", type=int, nargs="+", default=[64, 256], help="clients, for streaming")
     options.add_argument("--tokens", type=int, default=256, help="streamed to each client")
     options.add_argument("--repetitions", type=int, default=1, help="of streaming; the cheapest counts")
+    options.add_argument("--turns", type=int, default=5, help="without metrics and with them, for metrics")
     options.add_argument("--check", action="store_true", help="exit with 1 when a budget is exceeded")
     add_output_options(options)
     return options
@@ -43,6 +47,9 @@ def main(argv: Sequence[str]) -> int:
         kept = kept and all(cost.within_budget for cost in costs)
     if options.figure in ("all", "streaming"):
         results["streaming"] = costs = _stream(options)
+        kept = kept and all(cost.within_budget for cost in costs)
+    if options.figure in ("all", "metrics"):
+        results["metrics"] = costs = _metrics(options)
         kept = kept and all(cost.within_budget for cost in costs)
     if options.output_file:
         content = report.document("overhead", vars(options), results, argv=argv, program=PROGRAM)
@@ -88,4 +95,24 @@ def _stream(options: argparse.Namespace) -> list[StreamingCost]:
             ("  loop busy", f"{cost.cpu_s / cost.duration_s:.0%}"),
         ]
     report.say(report.table("streaming", rows))
+    return costs
+
+
+def _metrics(options: argparse.Namespace) -> list[MetricsCost]:
+    from bench.streaming_cost import METRICS_BUDGET_US, measure_metrics
+
+    costs = [
+        measure_metrics(streams=streams, output_tokens=options.tokens, turns=options.turns)
+        for streams in options.streams
+    ]
+    rows: list[report.Row] = [("turns", options.turns), ("budget (us/token)", METRICS_BUDGET_US)]
+    for cost in costs:
+        rows += [
+            (f"{cost.streams} streams: added (us/token)", cost.added_us),
+            ("  without metrics, least (us/token)", min(cost.off_us)),
+            ("  with metrics, least (us/token)", min(cost.on_us)),
+            ("  without metrics, median (us/token)", statistics.median(cost.off_us)),
+            ("  with metrics, median (us/token)", statistics.median(cost.on_us)),
+        ]
+    report.say(report.table("metrics", rows))
     return costs

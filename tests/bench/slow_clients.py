@@ -1,7 +1,7 @@
 """`just slow-clients`: what well-behaved streams notice of slow clients (R10 of docs/reliability.md), and what the
-event loop notices of long prompts and large schemas (R11). The demo model in a real server's process; the healthy
-clients are in this process, the others in one of their own, and an idle event loop in a third tells what the machine
-itself adds.
+event loop notices of long prompts, large bodies and large schemas (R11). The demo model in a real server's process; the
+healthy clients are in this process, the others in one of their own, and an idle event loop in a third tells what the
+machine itself adds.
 
 Exit status 1 where R10 or R11 is not kept.
 """
@@ -38,6 +38,7 @@ BYTE_S = 1.0  # between two bytes of a slow sender, and between two reads
 READ_BYTES = 64
 PROBE_S = 0.05  # as the server's own probe
 SETTLE_S = 300.0
+LARGE_BYTES, MAX_BODY_BYTES = 10_000_000, 12_000_000
 MAX_LONGER, MAX_P99_S, MAX_LAG_S = 0.1, 0.005, 0.05
 _BUCKET = re.compile(r'^penstock:event_loop_lag_seconds_bucket\{.*le="([^"]+)".*\} (\S+)$', re.MULTILINE)
 _SPAWN = multiprocessing.get_context("spawn")
@@ -52,16 +53,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--rounds", type=int, default=3, help="of R10: alone and beside, in turns (%(default)s)"
     )
+    parser.add_argument("--only", choices=("R10", "R11"), help="one of the two parts (default: both)")
     asked = parser.parse_args(argv)
     options = [
         f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items() if name != "log_level"
     ]
-    with serving("--enable-metrics", *options) as server:
+    with serving("--enable-metrics", f"--max-body-bytes={MAX_BODY_BYTES}", *options) as server:
         port = int(server.url.rsplit(":", 1)[1])
         asyncio.run(ask(port, large_schema(), 60))  # the library of grammars is loaded
         asyncio.run(healthy(port, 1.0))
-        slow = notice_slow_clients(port, asked.clients, asked.seconds, asked.rounds)
-        late = notice_large_requests(port, asked.seconds)
+        slow = late = False
+        if asked.only != "R11":
+            slow = notice_slow_clients(port, asked.clients, asked.seconds, asked.rounds)
+        if asked.only != "R10":
+            late = notice_large_requests(port, asked.seconds)
         return int(slow or late)
 
 
@@ -254,6 +259,32 @@ def long_prompt() -> bytes:
     return request("POST", "/generate", orjson.dumps(body))
 
 
+def many_ids() -> bytes:
+    """10 MB of token ids: more than the context takes."""
+    body = (
+        b'{"input_ids": ['
+        + b"12345, " * (LARGE_BYTES // 7)
+        + b'1], "sampling_params": {"max_new_tokens": 1}}'
+    )
+    return request("POST", "/generate", body)
+
+
+def many_messages() -> bytes:
+    """10 MB of a conversation in ten thousand messages."""
+    messages = [{"role": ("user", "assistant")[i % 2], "content": "word " * 195} for i in range(9999)]
+    return request("POST", "/v1/chat/completions", orjson.dumps({"messages": messages, "max_tokens": 1}))
+
+
+def deep_fields() -> bytes:
+    """10 MB of small objects, of which the route knows none."""
+    body = {
+        "text": "Hi",
+        "sampling_params": {"max_new_tokens": 1},
+        "unknown": [{"a": [1, 2], "b": "c"}] * 420_000,
+    }
+    return request("POST", "/generate", orjson.dumps(body))
+
+
 def large_schema() -> bytes:
     """A schema of about 60 KiB, another one each time it is made."""
     properties: dict[str, Any] = {
@@ -268,6 +299,9 @@ def large_schema() -> bytes:
 LARGE: Mapping[str, Callable[[], bytes] | None] = {
     "nothing else": None,
     "1 M-character prompts": long_prompt,
+    "10 MB of token ids": many_ids,
+    "10 MB of messages": many_messages,
+    "10 MB of objects": deep_fields,
     "64 KiB schemas": large_schema,
 }
 

@@ -3,18 +3,22 @@
 The server runs in this process, the client in another. A step yields its tokens after a fixed time, long
 enough for the loop to be idle in between: so every token is an event of its own, as it would be behind a
 model that is slower than the loop, and nothing is merged that would make the figure look better.
+
+What metrics add is found in turns: two servers in one process, one with metrics and one without, are read from one
+after the other, so that what disturbs the machine disturbs both.
 """
 
 from __future__ import annotations
 
 import asyncio
+import statistics
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import thread_time
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import anyio
 
@@ -35,11 +39,14 @@ from runtime.tokenizer.tokenizer import Tokenizer
 from serve.server import tune_interpreter
 
 BUDGET_US = 25.0
+METRICS_BUDGET_US = 1.0
 STEP_S_PER_STREAM = 80e-6  # three times the budget: the loop is idle between steps
 MIN_STEP_S = 0.005
 PROMPT_TOKENS = 32
 PAGE_SIZE = 16
 BASE_TOKENS = 16
+
+T = TypeVar("T")
 
 
 class StreamingCost(NamedTuple):
@@ -69,6 +76,24 @@ class StreamingCost(NamedTuple):
     @property
     def within_budget(self) -> bool:
         return self.token_us <= BUDGET_US
+
+
+class MetricsCost(NamedTuple):
+    """What a streamed token costs the loop without metrics and with them, in the same turns."""
+
+    streams: int
+    output_tokens: int
+    off_us: list[float]
+    on_us: list[float]
+
+    @property
+    def added_us(self) -> float:
+        """Median of what a turn with metrics took more than the one beside it without."""
+        return statistics.median(on - off for on, off in zip(self.on_us, self.off_us, strict=True))
+
+    @property
+    def within_budget(self) -> bool:
+        return self.added_us <= METRICS_BUDGET_US
 
 
 class ScriptedRunner:
@@ -113,7 +138,21 @@ def measure_streaming(*, streams: int, output_tokens: int, repetitions: int = 1)
 
     Raises `EngineFailure` when a stream failed.
     """
-    if streams < 1 or repetitions < 1:
+    return _in_loop(_measure, streams, output_tokens, repetitions)
+
+
+def measure_metrics(*, streams: int, output_tokens: int, turns: int) -> MetricsCost:
+    """As `measure_streaming`, without metrics and with them, `turns` times each. Raises the same."""
+    return _in_loop(_compare, streams, output_tokens, turns)
+
+
+def _in_loop(
+    measure: Callable[[Path, int, int, int], Coroutine[Any, Any, T]],
+    streams: int,
+    output_tokens: int,
+    times: int,
+) -> T:
+    if streams < 1 or times < 1:
         raise ConfigurationError("There must be at least one stream and one repetition.")
     if output_tokens <= BASE_TOKENS:
         raise ConfigurationError(f"--tokens must be more than {BASE_TOKENS}.")
@@ -121,7 +160,23 @@ def measure_streaming(*, streams: int, output_tokens: int, repetitions: int = 1)
         directory = Path(name)
         write_description(SHAPES["T"], directory)
         uvloop = {"use_uvloop": sys.platform != "win32"}
-        return anyio.run(_measure, directory, streams, output_tokens, repetitions, backend_options=uvloop)
+        return anyio.run(measure, directory, streams, output_tokens, times, backend_options=uvloop)
+
+
+async def _compare(directory: Path, streams: int, output_tokens: int, turns: int) -> MetricsCost:
+    cores = [make_core(directory, streams, output_tokens, metrics=metrics) for metrics in (False, True)]
+    found: tuple[list[float], list[float]] = [], []
+    async with serving(cores[0]) as off, serving(cores[1]) as on:
+        servers = [(off, found[0]), (on, found[1])]
+        for url, _ in servers:
+            await _timed_read(directory, url, streams, BASE_TOKENS)  # not counted: everything is cold
+        for _ in range(turns):
+            for url, costs in servers:
+                base_s, _ = await _timed_read(directory, url, streams, BASE_TOKENS)
+                cpu_s, _ = await _timed_read(directory, url, streams, output_tokens)
+                costs.append((cpu_s - base_s) / (streams * (output_tokens - BASE_TOKENS)) * 1e6)
+            servers.reverse()
+    return MetricsCost(streams, output_tokens, *found)
 
 
 async def _measure(directory: Path, streams: int, output_tokens: int, repetitions: int) -> StreamingCost:
@@ -158,7 +213,7 @@ async def _timed_read(
     return cpu_s, result
 
 
-def make_core(directory: Path, streams: int, output_tokens: int) -> EngineCore:
+def make_core(directory: Path, streams: int, output_tokens: int, *, metrics: bool = False) -> EngineCore:
     """A core over a scripted runner, with the plan that a real engine would have, for `streams` sequences."""
     pages = streams * (-(-(PROMPT_TOKENS * 2 + output_tokens) // PAGE_SIZE) + 1)
     args = Args.of(
@@ -167,6 +222,7 @@ def make_core(directory: Path, streams: int, output_tokens: int) -> EngineCore:
         page_size=PAGE_SIZE,
         max_running_requests=streams,
         max_total_tokens=pages * PAGE_SIZE,
+        enable_metrics=metrics,
     )
     plan, facts = prepare(args, Machine.probe())
     schedule = Scheduler(

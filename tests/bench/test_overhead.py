@@ -11,7 +11,7 @@ import pytest
 from bench import scheduling_cost
 from bench.__main__ import main
 from bench.scheduling_cost import measure_scheduling
-from bench.streaming_cost import ScriptedRunner, StreamingCost, measure_streaming
+from bench.streaming_cost import MetricsCost, ScriptedRunner, StreamingCost, measure_streaming
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -46,6 +46,21 @@ def test_streams_come_back_whole_from_the_real_application() -> None:
     assert 0 < cost.events <= 60
     assert cost.base_cpu_s > 0
     assert cost.duration_s >= 20 * 0.005
+
+
+@pytest.mark.slow
+def test_metrics_are_compared_in_turns(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    options = ["--streams", "2", "--tokens", "20", "--turns", "2", "--output-file", str(path)]
+    assert main(["overhead", "metrics", *options]) == 0
+    [cost] = json.loads(path.read_text())["results"]["metrics"]
+    assert len(cost["off_us"]) == len(cost["on_us"]) == 2
+
+
+def test_the_middle_turn_says_what_metrics_add() -> None:
+    cost = MetricsCost(2, 20, off_us=[20.0, 30.0, 25.0], on_us=[20.5, 40.0, 25.8])
+    assert cost.added_us == pytest.approx(0.8)
+    assert cost.within_budget
 
 
 def test_two_runs_tell_tokens_from_requests() -> None:

@@ -11,12 +11,17 @@ from pathlib import Path
 import pytest
 
 import http_server
+import tiny_models
+from bench.cpu.engines import PEERS
+from ops.machine import cache_folder
 from serve import Engine
 from serve.app import build_app
+from serve.connection import Connection
 from serve.demo import demo_path
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 BENCH_NEEDS = "aiohttp numpy requests tqdm transformers datasets pillow pybase64"
+NUM_CASES = 20_000
 SGLANG = f"{BENCH_NEEDS} then --no-deps sglang==0.5.2"  # its bench_serving needs nothing else of it
 TASKS = {
     "generation": "output_type: generate_until\ndoc_to_target: '{{a}}'\n"
@@ -91,6 +96,30 @@ async def test_bench_serving_of_sglang_with_four_backends(
         assert int(found[1]) == 4, output
 
 
+@pytest.mark.parametrize(
+    ("backend", "route"),
+    [
+        ("openai-chat", "/v1/chat/completions"),
+        ("openai", "/v1/completions"),
+        ("openai-embeddings", "/v1/embeddings"),
+    ],
+)
+async def test_vllm_bench_serve(url: str, tmp_path: Path, backend: str, route: str) -> None:
+    peer, peers = PEERS["vllm"], cache_folder("peers")
+    if not peer.installed(peers):
+        pytest.skip("it takes more than 3 GB: `just bench-cpu-peers vllm` installs it")
+    await run(
+        *(peer.python(peers).with_name("vllm"), "bench", "serve", "--backend", backend),
+        *("--base-url", url, "--endpoint", route, "--model", "penstock-demo"),
+        *("--tokenizer", str(demo_path()), "--dataset-name", "random", "--random-input-len", "16"),
+        *("--random-output-len", "8", "--num-prompts", "4"),
+        *("--save-result", "--result-filename", str(tmp_path / "result.json")),
+        cwd=tmp_path,
+    )
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["completed"] == 4
+
+
 @pytest.mark.parametrize("kept_python", ["guidellm"], indirect=True)
 async def test_guidellm_benchmarks_every_api(url: str, kept_python: Path, tmp_path: Path) -> None:
     for number, route in enumerate(
@@ -114,3 +143,27 @@ async def test_guidellm_benchmarks_every_api(url: str, kept_python: Path, tmp_pa
         [benchmark] = json.loads(report.read_text())["benchmarks"]
         totals = benchmark["metrics"]["request_totals"]
         assert (totals["successful"], totals["errored"]) == (4, 0), route
+
+
+@pytest.mark.parametrize("kept_python", ["schemathesis"], indirect=True)
+async def test_what_schemathesis_sends_is_answered_as_documented(kept_python: Path, tmp_path: Path) -> None:
+    """And streams beside it go on as alone."""
+    options = {"max_total_tokens": 4096, "max_queued_requests": 256, "file_storage_path": str(tmp_path)}
+    never_ends = {"max_new_tokens": 64, "sampling_seed": 5, "ignore_eos": True}
+    async with (
+        Engine(tiny_models.cached(), **options) as engine,
+        http_server.serving(build_app(engine.core), http=Connection) as address,
+    ):
+        alone = await engine.generate("Once upon", never_ends)
+        script = Path(__file__).parent / "scripts" / "with_schemathesis.py"
+        asking = asyncio.create_task(run(kept_python, script, address, str(NUM_CASES), cwd=tmp_path))
+        num_whole = 0
+        while not asking.done():
+            beside = await engine.generate("Once upon", never_ends)
+            if beside["meta_info"]["finish_reason"]["type"] == "length":  # else a case aborted everything
+                num_whole += 1
+                assert beside["output_ids"] == alone["output_ids"]
+            await asyncio.sleep(0.5)
+        await asking
+        assert num_whole
+        engine.core.check()
