@@ -28,10 +28,6 @@ if TYPE_CHECKING:
     from runtime.config.plan import Plan
 
 HEALTH_TIMEOUT_S = 20.0
-FLUSHED = (
-    "Cache flushed.\nPlease check backend logs for more details. "
-    "(When there are running or waiting requests, the operation will not be performed.)\n"
-)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,8 +158,10 @@ async def freeze_collector(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 
 async def flush_cache(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """400, and nothing done, while requests run or wait."""
-    return PlainTextResponse(FLUSHED, 200 if core.flush_cache() else 400)
+    """Empty the prefix cache. Raises `InvalidRequest`, and nothing is done, while requests run or wait."""
+    if not core.flush_cache():
+        raise InvalidRequest("The cache is flushed only while no request runs or waits; nothing was done.")
+    return PlainTextResponse("Cache flushed.\n")
 
 
 async def abort_request(http: HttpRequest, core: EngineCore) -> ASGIApp:

@@ -24,7 +24,8 @@ def check_model(core: EngineCore, model: str | None) -> str:
     serve = core.plan.serve
     if model is None:
         return serve.served_model_name
-    if model not in (serve.served_model_name, core.plan.model.path, core.facts.path, ANY_MODEL):
+    known = (serve.served_model_name, core.plan.model.path, core.facts.path, ANY_MODEL)
+    if model not in known and not serve.ignore_model_name:
         raise NotFound(_missing(core, model), param="model")
     return model
 

@@ -123,6 +123,12 @@ class HttpArgs:
         "logged once.",
         plan=ServePlan.refuse_unknown_fields,
     )
+    ignore_model_name: bool = option(
+        False,
+        "Answer OpenAI requests whatever model they name, as SGLang does. Default: a name that is not served is "
+        "answered with status 404.",
+        plan=ServePlan.ignore_model_name,
+    )
     warmups: str | None = inert(
         None,
         "Names of warm-up functions, separated by commas, that run before the server is ready.",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ops.backends import ATTENTION
-from runtime.config.option_spec import inert, option, planned
+from runtime.config.option_spec import always, inert, option, planned
 from runtime.config.plan import KernelPlan
 
 _LATENT = "a model with multi-head latent attention, which other backends compute here, and"
@@ -83,14 +83,20 @@ class KernelArgs:
         "Add up attention in float32.",
         reason="sums are always in float32, and only double sparsity read it where it comes from",
     )
-    flashinfer_mla_disable_ragged: bool = planned(
-        False, "Compute prompts of MLA models from the paged cache in FlashInfer, not from plain tensors."
+    flashinfer_mla_disable_ragged: bool = always(
+        False,
+        "Compute prompts of MLA models from the paged cache in FlashInfer, not from plain tensors.",
+        reason="every backend computes them from the paged cache",
+        sglang="off: prompts without a cached prefix are computed from plain tensors",
     )
     enable_flashinfer_mla: bool = planned(
         False, "Old spelling of --attention-backend flashinfer for MLA models.", instead="drop it"
     )
-    disable_chunked_prefix_cache: bool = planned(
-        False, "For MLA models: read a cached prefix in one piece instead of chunk by chunk."
+    disable_chunked_prefix_cache: bool = always(
+        False,
+        "For MLA models: read a cached prefix in one piece instead of chunk by chunk.",
+        reason="it is read in one piece, as latent vectors",
+        sglang="off: prompts after a long cached prefix read it chunk by chunk",
     )
     enable_double_sparsity: bool = planned(
         False, "Attend in long sequences only to the tokens that a few channels mark as important."

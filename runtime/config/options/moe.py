@@ -91,8 +91,11 @@ class MoeArgs:
     moe_dense_tp_size: int | None = planned(
         None, "Tensor parallelism of the dense layers in such models.", low=1
     )
-    disable_shared_experts_fusion: bool = planned(
-        False, "Compute the shared expert on its own and not as one of the routed experts."
+    disable_shared_experts_fusion: bool = always(
+        False,
+        "Compute the shared expert on its own and not as one of the routed experts.",
+        reason="it is computed on its own on every machine",
+        sglang="off: on some GPUs the shared expert of DeepSeek models is one of the routed ones",
     )
     disable_flashinfer_cutlass_moe_fp4_allgather: bool = planned(
         False, "Gather tokens before, not after, they are rounded to FP4."

@@ -172,6 +172,7 @@ def serve_plan(builder: PlanBuilder, model_path: str, demo_path: str | None) -> 
         max_open_calls=builder.follow("max_open_calls_per_client"),
         max_body_bytes=builder.follow("max_body_bytes"),
         refuse_unknown_fields=builder.follow("refuse_unknown_fields"),
+        ignore_model_name=builder.follow("ignore_model_name"),
     )
 
 

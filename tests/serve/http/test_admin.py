@@ -71,6 +71,7 @@ async def test_cache_is_flushed_only_when_idle(serve: Serve) -> None:
         await asyncio.sleep(0)
     refused = await served.http.get("/flush_cache")
     assert refused.status_code == 400
+    assert "no request runs" in refused.json()["error"]["message"]
     assert served.core.num_flushes == 1
     served.core.abort_all()
     await asked

@@ -321,3 +321,9 @@ async def test_unknown_field_is_refused_on_demand(serve: Serve) -> None:
     with pytest.raises(openai.BadRequestError, match="did you mean temperature") as caught:
         await chat(served, extra_body={"temprature": 1})
     assert caught.value.param == "temprature"
+
+
+async def test_another_models_name_is_answered_on_demand(serve: Serve) -> None:
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        await chat(await serve(), model="gpt-4o")
+    assert (await chat(await serve(ignore_model_name=True), model="gpt-4o")).model == "gpt-4o"
