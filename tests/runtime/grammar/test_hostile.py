@@ -41,6 +41,14 @@ def test_expressions_that_take_others_exponential_time_work(regex: str) -> None:
     assert grammars.accepts(matcher, "a" * 100 + ("b" if "b" in regex else ""))
 
 
+@pytest.mark.parametrize("kind", ["regex", "json_schema"])
+def test_a_pattern_that_is_too_long_is_refused_with_the_limit(kind: str) -> None:
+    pattern = "|".join(f"{number:x}" for number in range(28_000))
+    assert 128 * 1024 < len(pattern) < 256 * 1024
+    with pytest.raises(InvalidGrammar, match=r"131072 characters, not \d+"):
+        grammars.compiled(kind, pattern if kind == "regex" else {"pattern": pattern})
+
+
 def test_an_enum_of_ten_thousand_values_works() -> None:
     matcher = grammars.compiled("choice", [f"value {index}" for index in range(10_000)])
     assert grammars.accepts(matcher, "value 9999")
