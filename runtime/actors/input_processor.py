@@ -11,7 +11,7 @@ from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import Plan
 from runtime.constraint import AllowedTokens
 from runtime.errors import ContextOverflow, InvalidRequest
-from runtime.grammar.constraint import Ends
+from runtime.grammar.position import Ends
 from runtime.request import Request
 from runtime.sampling_params import SamplingParams
 from runtime.sequence import Sequence

@@ -9,12 +9,12 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from runtime.constraint import Constraint
+from runtime.constraint import Constraint, HostData, Output
 from runtime.errors import InvalidRequest, Overloaded
 from runtime.grammar.backend import Backend, Matcher
-from runtime.grammar.constraint import Ends, GrammarConstraint
 from runtime.grammar.marker import MAX_BYTES, Marker
 from runtime.grammar.masks import MaskThread
+from runtime.grammar.position import Ends, Position
 from runtime.grammar.spec import Grammar, InvalidGrammar, ThinkingLimit
 from runtime.grammar.thinking import LimitedThinking
 from runtime.tokenizer.tokenizer import Tokenizer
@@ -151,6 +151,37 @@ class GrammarCompiler:
             if len(self._markers) > MAX_MARKERS:
                 self._markers.popitem(last=False)
         return marker
+
+
+class GrammarConstraint:
+    """See `runtime.constraint.Constraint`. The choices of a request begin with copies of the same matcher.
+
+    `position` of a choice is where its last asked output has come; it is owned by the mask thread.
+    """
+
+    def __init__(
+        self,
+        compiled: Matcher,
+        thread: MaskThread,
+        ends: Ends,
+        marker: Marker | None = None,
+        opened_by: int | None = None,
+    ) -> None:
+        self._compiled = compiled
+        self._thread = thread
+        self._positions: dict[int, Position] = {}
+        self.ends = ends
+        self.marker = marker
+        self.opened_by = opened_by  # the token that begins the free part; None: it begins with the output
+
+    def host_data_after(self, choice: int, output: Output, answer: Future[HostData]) -> None:
+        """The mask of the next token, or none before the constraint begins."""
+        position = self._positions.get(choice)
+        if position is None:
+            position = self._positions[choice] = Position(
+                self._compiled, self.ends, self.marker, self.opened_by
+            )
+        self._thread.ask(position, output, answer)
 
 
 class _Cache:

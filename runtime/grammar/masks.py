@@ -9,13 +9,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from runtime.constraint import HostData, Output, give, refuse
-from runtime.grammar.backend import Backend, Matcher
+from runtime.grammar.backend import Backend
+from runtime.grammar.position import Position
 
 logger = logging.getLogger("penstock.grammar")
 
@@ -24,28 +25,6 @@ BATCH_SLOW_S, ROW_SLOW_S = (
     0.01,
     0.0005,
 )  # of a whole batch, and more for each row: then each of them is measured
-
-
-class Position(Protocol):
-    """Where an output is in its grammar; see `runtime.grammar.constraint`."""
-
-    matcher: Matcher | None
-    slow: bool
-    num_asked: int
-    num_answered: int
-    lane: _Lane | None
-    forced: list[int]
-    kept: NDArray[np.int32] | None
-
-    def advance(self, output: Output) -> bool: ...
-
-    def only_token(self, mask: NDArray[np.int32]) -> int | None: ...
-
-    def force(self, token_id: int) -> bool: ...
-
-    def free_mask(self, num_words: int) -> NDArray[np.int32] | None: ...
-
-    def finish_mask(self, mask: NDArray[np.int32]) -> None: ...
 
 
 class Ask(NamedTuple):
@@ -71,12 +50,10 @@ class MaskThread:
 
     def ask(self, position: Position, output: Output, answer: Future[HostData]) -> None:
         """What applies to the token after these. Returns at once."""
-        if position.lane is None or position.num_asked == position.num_answered:
-            position.lane = (
-                self._slow if position.slow else self._fast
-            )  # else behind what it was asked before
+        if position.num_asked == position.num_answered:  # else behind what it was asked before
+            position.on_slow_thread = position.slow
         position.num_asked += 1
-        position.lane.put(Ask(position, output, answer))
+        (self._slow if position.on_slow_thread else self._fast).put(Ask(position, output, answer))
 
     def close(self) -> None:
         """End the threads, when what they compute now is done."""

@@ -12,8 +12,8 @@ import pytest
 
 from runtime.constraint import HostData, Output
 from runtime.grammar import with_llguidance
-from runtime.grammar.constraint import Ends, Position
 from runtime.grammar.masks import MaskThread
+from runtime.grammar.position import Ends, Position
 from serve import Engine
 
 ENDS = Ends(frozenset(), frozenset(), 0, avoid=False)

@@ -1,18 +1,16 @@
-"""The constraint of a request whose output must match a grammar."""
+"""How far an output has come in its grammar, and when it may end."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.constraint import HostData, Output
+from runtime.constraint import Output
 from runtime.grammar.backend import Matcher
 from runtime.grammar.marker import Marker
-from runtime.grammar.masks import MaskThread
 
 
 class Ends(NamedTuple):
@@ -26,43 +24,12 @@ class Ends(NamedTuple):
     avoid: bool
 
 
-class GrammarConstraint:
-    """See `runtime.constraint.Constraint`. The choices of a request begin with copies of the same matcher.
-
-    `position` of a choice is where its last asked output has come; it is owned by the mask thread.
-    """
-
-    def __init__(
-        self,
-        compiled: Matcher,
-        thread: MaskThread,
-        ends: Ends,
-        marker: Marker | None = None,
-        opened_by: int | None = None,
-    ) -> None:
-        self._compiled = compiled
-        self._thread = thread
-        self._positions: dict[int, Position] = {}
-        self.ends = ends
-        self.marker = marker
-        self.opened_by = opened_by  # the token that begins the free part; None: it begins with the output
-
-    def host_data_after(self, choice: int, output: Output, answer: Future[HostData]) -> None:
-        """The mask of the next token, or none before the constraint begins."""
-        position = self._positions.get(choice)
-        if position is None:
-            position = self._positions[choice] = Position(
-                self._compiled, self.ends, self.marker, self.opened_by
-            )
-        self._thread.ask(position, output, answer)
-
-
 class Position:
     """How far one choice has come. Belongs to the mask thread but for its making."""
 
     __slots__ = (
-        "_compiled", "_ends", "_is_free", "_marked", "_marker", "_num_seen", "_opened_by", "forced", "kept", "lane",
-        "matcher", "num_answered", "num_asked", "slow",
+        "_compiled", "_ends", "_is_free", "_marked", "_marker", "_num_seen", "_opened_by", "forced", "kept",
+        "matcher", "num_answered", "num_asked", "on_slow_thread", "slow",
     )  # fmt: skip
 
     def __init__(
@@ -77,7 +44,7 @@ class Position:
         # What it was asked: with forced tokens twice at a time, which one thread has to answer, in order. The event
         # loop counts what it asks, and that thread what it has answered.
         self.num_asked = self.num_answered = 0
-        self.lane: Any = None
+        self.on_slow_thread = False  # the thread that answers what is asked now
 
     def _start(self) -> None:
         self.forced: list[int] = []  # tokens that the matcher has taken and the output must go on with
