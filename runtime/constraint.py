@@ -13,7 +13,7 @@ has not arrived by then yields no token in that step and is computed again once 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -34,6 +34,53 @@ class HostData(NamedTuple):
     bitmask: NDArray[np.int32] | None = None
     # The only token that `bitmask` allows, and those behind it of which the same is known; (): there is a choice.
     forced: tuple[int, ...] = ()
+
+
+def allow(bitmask: NDArray[np.int32], token_ids: Iterable[int]) -> None:
+    """Set the bits of these tokens in place, in the int32 [words] of `HostData`."""
+    import numpy as np
+
+    words, bits = _places(token_ids)
+    np.bitwise_or.at(bitmask.view(np.uint32), words, bits)
+
+
+def forbid(bitmask: NDArray[np.int32], token_ids: Iterable[int]) -> None:
+    """Clear the bits of these tokens in place, in the int32 [words] of `HostData`."""
+    import numpy as np
+
+    words, bits = _places(token_ids)
+    np.bitwise_and.at(bitmask.view(np.uint32), words, ~bits)
+
+
+def allows(bitmask: NDArray[np.int32], token_id: int) -> bool:
+    """Whether the bit of this token is set."""
+    return bool(int(bitmask[token_id // 32]) >> token_id % 32 & 1)
+
+
+def allowing_only(token_ids: Iterable[int], num_words: int) -> NDArray[np.int32]:
+    """int32 [num_words] with the bits of these tokens alone."""
+    import numpy as np
+
+    bitmask = np.zeros(num_words, np.int32)
+    allow(bitmask, token_ids)
+    return bitmask
+
+
+def allowing_all_but(token_ids: Iterable[int], num_words: int) -> NDArray[np.int32]:
+    """int32 [num_words] with all bits but those of these tokens."""
+    import numpy as np
+
+    bitmask = np.full(num_words, -1, np.int32)
+    forbid(bitmask, token_ids)
+    return bitmask
+
+
+def _places(token_ids: Iterable[int]) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
+    """The words that the bits of these tokens are in, and words with only those bits."""
+    import numpy as np
+
+    ids = np.fromiter(token_ids, np.int64)
+    return ids // 32, np.left_shift(np.uint32(1), (ids % 32).astype(np.uint32))
 
 
 class Output(NamedTuple):
@@ -144,12 +191,7 @@ class AllowedTokens:
     """A `Constraint` that allows the same token ids, all below `vocab_size`, at every position of an output."""
 
     def __init__(self, token_ids: Collection[int], vocab_size: int) -> None:
-        import numpy as np
-
-        allowed = np.zeros(-(-vocab_size // 32) * 32, np.bool_)
-        allowed[list(token_ids)] = True
-        bitmask = np.packbits(allowed, bitorder="little").view("<i4").astype(np.int32)
-        self._data = HostData(bitmask=bitmask)
+        self._data = HostData(bitmask=allowing_only(token_ids, -(-vocab_size // 32)))
 
     def host_data_after(self, choice: int, output: Output, answer: Future[HostData]) -> None:
         """The mask, which is there already."""

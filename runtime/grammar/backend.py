@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -64,3 +64,9 @@ class Backend(Protocol):
     def close(self) -> None:
         """End its threads. Waits for what they compute now."""
         ...
+
+
+def refused(token_ids: Iterable[int], accept: Callable[[int], bool]) -> str:
+    """The error of the first of these that a library does not accept, one by one; empty where it accepts all."""
+    token_id = next((each for each in token_ids if not accept(each)), None)
+    return "" if token_id is None else f"token {token_id} is not allowed"

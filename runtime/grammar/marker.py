@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.constraint import allowing_all_but
+
 MAX_BYTES = 256
 
 
@@ -37,13 +39,7 @@ class Marker:
         """int32 [num_words] without the forbidden tokens; None where there are none."""
         if matched not in self._masks:
             forbidden = [token_id for token_id in self._completing() if self._overruns(matched, token_id)]
-            mask = None
-            if forbidden:
-                words = np.full(num_words, 0xFFFF_FFFF, np.uint32)
-                for token_id in forbidden:
-                    words[token_id // 32] &= np.uint32(0xFFFF_FFFF ^ (1 << token_id % 32))
-                mask = words.view(np.int32)
-            self._masks[matched] = mask
+            self._masks[matched] = allowing_all_but(forbidden, num_words) if forbidden else None
         return self._masks[matched]
 
     def _completing(self) -> list[int]:

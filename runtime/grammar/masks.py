@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.constraint import HostData, Output, give, refuse
+from runtime.constraint import HostData, Output, allowing_only, give, refuse
 from runtime.grammar.backend import Backend
 from runtime.grammar.position import Position
 
@@ -152,9 +152,7 @@ class MaskThread:
         return False
 
     def _forced(self, ids: Sequence[int]) -> HostData:
-        mask = np.zeros(self._num_words, np.uint32)
-        mask[ids[0] // 32] = np.uint32(1 << ids[0] % 32)
-        return HostData(bitmask=mask.view(np.int32), forced=tuple(ids))
+        return HostData(bitmask=allowing_only(ids[:1], self._num_words), forced=tuple(ids))
 
 
 class _Lane:

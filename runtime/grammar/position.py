@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.constraint import Output
+from runtime.constraint import Output, allow, allows, forbid
 from runtime.grammar.backend import Matcher
 from runtime.grammar.marker import Marker
 
@@ -121,35 +120,23 @@ class Position:
             return None
         mask = self._marker.mask(self._marked, num_words)
         mask = np.full(num_words, -1, np.int32) if mask is None else mask.copy()
-        _clear(mask, self._ends.model)
+        forbid(mask, self._ends.model)
         return mask
 
     def finish_mask(self, mask: NDArray[np.int32]) -> None:
         """Apply in place what the request says about its end, to the int32 [words] of the backend."""
         num_seen = self._num_seen + len(self.forced)
         if self._opened_by is not None and num_seen == 0:
-            mask.view(np.uint32)[self._opened_by // 32] |= np.uint32(1 << self._opened_by % 32)
+            allow(mask, [self._opened_by])
         ends = self._ends
         if not (ends.request or ends.avoid or num_seen < ends.min_tokens):
             return
-        if not any(_is_set(mask, token_id) for token_id in ends.model):
+        if not any(allows(mask, token_id) for token_id in ends.model):
             return
         if ends.avoid or num_seen < ends.min_tokens:
             others = mask.copy()
-            _clear(others, ends.model)
+            forbid(others, ends.model)
             if others.any():
                 mask[:] = others
                 return
-        words = mask.view(np.uint32)
-        for token_id in ends.request:
-            words[token_id // 32] |= np.uint32(1 << token_id % 32)
-
-
-def _is_set(mask: NDArray[np.int32], token_id: int) -> bool:
-    return bool(int(mask[token_id // 32]) >> token_id % 32 & 1)
-
-
-def _clear(mask: NDArray[np.int32], token_ids: Iterable[int]) -> None:
-    words = mask.view(np.uint32)
-    for token_id in token_ids:
-        words[token_id // 32] &= np.uint32(0xFFFF_FFFF ^ (1 << token_id % 32))
+        allow(mask, ends.request)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 
-import numpy as np
-
-from runtime.constraint import Constraint, HostData, Output, give
+from runtime.constraint import Constraint, HostData, Output, allowing_only, give
 from runtime.grammar.marker import Marker
 from runtime.grammar.spec import ThinkingLimit
 
@@ -42,11 +40,9 @@ class LimitedThinking:
         block = self._blocks[choice]
         over = block.advance(output.new_ids) - self._limit.max_tokens
         if 0 <= over < len(self._close_ids):
-            mask = np.zeros(self._num_words, np.uint32)
-            mask[self._close_ids[over] // 32] = np.uint32(1 << self._close_ids[over] % 32)
-            give(
-                answer, HostData(bitmask=mask.view(np.int32), forced=block.closed_by(self._close_ids[over:]))
-            )
+            ids = self._close_ids[over:]
+            bitmask = allowing_only(ids[:1], self._num_words)
+            give(answer, HostData(bitmask=bitmask, forced=block.closed_by(ids)))
         elif self._inner is None:
             give(answer, HostData())
         else:

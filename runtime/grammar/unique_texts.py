@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.constraint import allowing_all_but, allows, forbid
 from runtime.grammar.unique_items import MAX_LISTED, UniqueArrays
 
 QUOTE, BACKSLASH = 0x22, 0x5C
@@ -51,10 +52,10 @@ class QuotingTokens:
                 beginning[quotes].append(token_id)
                 self.by_tail.setdefault(token.rpartition(b'"')[2], []).append(token_id)
         num_words = -(-vocab_size // 32)
-        self.without_quotes = {least: _words_without(ids, num_words) for least, ids in counted.items()}
-        self.without_ending = _words_without(ending, num_words)
-        self.not_closing = _words_without(self._by_first.get(b'"', []), num_words)
-        self.not_into_text = {quotes: _words_without(ids, num_words) for quotes, ids in beginning.items()}
+        self.without_quotes = {least: allowing_all_but(ids, num_words) for least, ids in counted.items()}
+        self.without_ending = allowing_all_but(ending, num_words)
+        self.not_closing = allowing_all_but(self._by_first.get(b'"', []), num_words)
+        self.not_into_text = {quotes: allowing_all_but(ids, num_words) for quotes, ids in beginning.items()}
 
     def equal(self, text: bytes) -> list[int]:
         """The ids of tokens that are this text."""
@@ -159,20 +160,19 @@ class UniqueTexts:
                 at = bisect_left(unused, text)
                 shared = max((_num_shared(text, each) for each in unused[max(at - 1, 0) : at + 1]), default=0)
                 end = min(max(shared, len(begun)) + 1, end)
-            mask &= _words_without(tokens.starting(text[len(begun) : end]), len(mask))
+            forbid(mask, tokens.starting(text[len(begun) : end]))
 
     def repeating(self, mask: NDArray[np.int32]) -> list[int]:
         """The allowed tokens with which the present text is one of those before: it must be able to go on then."""
         values, before = self._unique_here() or (None, ())
         if values != ():
             return []
-        begun, words = bytes(self._text), mask.view(np.uint32)
+        begun = bytes(self._text)
         found = [token_id for seen in before for token_id in self._tokens.by_tail.get(seen, ())]
         if self._in_text:
             ends = [seen[len(begun) :] for seen in before if seen.startswith(begun) and seen != begun]
             found += [token_id for end in ends[:MAX_COMPARED] for token_id in self._tokens.equal(end)]
-        allowed = [token_id for token_id in found if int(words[token_id // 32]) >> token_id % 32 & 1]
-        return allowed[:MAX_COMPARED]
+        return [token_id for token_id in found if allows(mask, token_id)][:MAX_COMPARED]
 
     @property
     def goes_on(self) -> NDArray[np.int32]:
@@ -234,11 +234,3 @@ def _num_shared(one: bytes, other: bytes) -> int:
 def _spelled(text: str) -> bytes:
     """As a grammar writes it, without the first quote."""
     return json.dumps(text, ensure_ascii=False).encode()[1:]
-
-
-def _words_without(token_ids: Sequence[int], num_words: int) -> NDArray[np.int32]:
-    """Of a mask, int32, that allows all but these."""
-    words = np.full(num_words, 0xFFFF_FFFF, np.uint32)
-    ids = np.array(token_ids, np.int64)
-    np.bitwise_and.at(words, ids // 32, ~np.left_shift(np.uint32(1), (ids % 32).astype(np.uint32)))
-    return words.view(np.int32)

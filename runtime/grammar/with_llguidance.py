@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.constraint import forbid
 from runtime.grammar.backend import Matcher
 from runtime.grammar.llguidance_text import for_llguidance
 from runtime.grammar.spec import Grammar, InvalidGrammar
@@ -204,7 +205,7 @@ def _forbid_dead_ends(inner: LLMatcher, unique: UniqueTexts, mask: NDArray[np.in
         behind.consume_token(token_id)
         allowed = np.frombuffer(behind.compute_bitmask(), np.int32)[: len(mask)]
         if not (allowed & unique.goes_on).any():
-            mask.view(np.uint32)[token_id // 32] &= np.uint32(0xFFFF_FFFF ^ (1 << token_id % 32))
+            forbid(mask, [token_id])
 
 
 def _let_others_go_first() -> None:

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.constraint import allow
 from runtime.grammar import json_text
 from runtime.grammar.automaton_cache import AutomatonCache
-from runtime.grammar.backend import Matcher
+from runtime.grammar.backend import Matcher, refused
 from runtime.grammar.plain_schema import Enforced, plain_schema
 from runtime.grammar.references import Unsupported
 from runtime.grammar.spec import Grammar, InvalidGrammar, check_whitespace
@@ -58,12 +59,9 @@ class OutlinesMatcher:
         self.error = ""
 
     def consume(self, token_ids: Sequence[int]) -> bool:
-        for token_id in token_ids:
-            if self.error or not self._advance(token_id):
-                self.error = self.error or f"token {token_id} is not allowed"
-                return False
-            self._token_ids.append(token_id)
-        return True
+        self.error = self.error or refused(token_ids, self._advance)
+        self._token_ids += token_ids  # where one is refused, a copy is as well
+        return not self.error
 
     def _advance(self, token_id: int) -> bool:
         if token_id in self._eos_ids:  # the library knows one of them
@@ -168,7 +166,6 @@ class OutlinesBackend:
         return build_regex_from_schema(json.dumps(schema), whitespace_pattern=blanks), size
 
     def fill_masks(self, matchers: Sequence[Matcher], masks: NDArray[np.int32]) -> None:
-        words = masks.view(np.uint32)
         for row, matcher in enumerate(matchers):
             if not isinstance(matcher, OutlinesMatcher) or matcher.error:
                 masks[row] = 0
@@ -178,8 +175,7 @@ class OutlinesBackend:
             else:
                 matcher.inner.write_mask_into(masks[row].ctypes.data, masks.shape[1], 4)
             if matcher.inner.is_finished():
-                for token_id in self._eos_ids:
-                    words[row, token_id // 32] |= np.uint32(1 << token_id % 32)
+                allow(masks[row], self._eos_ids)
 
     def close(self) -> None:
         """It has no threads."""

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.grammar.backend import Matcher
+from runtime.constraint import allow
+from runtime.grammar.backend import Matcher, refused
 from runtime.grammar.plain_schema import Enforced, plain_schema
 from runtime.grammar.references import Unsupported
 from runtime.grammar.spec import Grammar, InvalidGrammar
@@ -49,11 +50,8 @@ class XGrammarMatcher:
         self.error = ""
 
     def consume(self, token_ids: Sequence[int]) -> bool:
-        for token_id in token_ids:
-            if self.error or not self.inner.accept_token(token_id):
-                self.error = self.error or f"token {token_id} is not allowed"
-                return False
-        return True
+        self.error = self.error or refused(token_ids, self.inner.accept_token)
+        return not self.error
 
     def copy(self) -> XGrammarMatcher:
         found = XGrammarMatcher(self.inner.fork(), self.num_bytes)
@@ -107,14 +105,12 @@ class XGrammarBackend:
 
     def fill_masks(self, matchers: Sequence[Matcher], masks: NDArray[np.int32]) -> None:
         # One by one: the library's matcher of batches must not be used by two threads, and here two lanes call.
-        words = masks.view(np.uint32)
         for row, matcher in enumerate(matchers):
             if not isinstance(matcher, XGrammarMatcher) or matcher.error:
                 masks[row] = 0
             elif matcher.inner.is_terminated():
                 masks[row] = 0
-                for token_id in self._eos_ids:
-                    words[row, token_id // 32] |= np.uint32(1 << token_id % 32)
+                allow(masks[row], self._eos_ids)
             else:
                 matcher.inner.fill_next_token_bitmask(masks, row)
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from runtime.config.plan import TokenizerPlan
+from runtime.constraint import allows
 from runtime.errors import ConfigurationError
 from runtime.grammar.json_schema import Unsupported
 from runtime.grammar.spec import Grammar, InvalidGrammar
@@ -185,9 +186,8 @@ class SchemaBench:
         began_s = perf_counter()
         self._backend.fill_masks([matcher], self._mask)
         found.masks_us.append(1e6 * (perf_counter() - began_s))
-        words = self._mask[0]
         ids = self._ends if token_id is None else (token_id,)
-        return any(int(words[each // 32]) >> each % 32 & 1 for each in ids)
+        return any(allows(self._mask[0], each) for each in ids)
 
 
 def summary(reports: Sequence[SchemaReport]) -> dict[str, Any]:
