@@ -10,7 +10,7 @@ from uuid import uuid4
 
 from runtime.constraint import Constraint
 from runtime.errors import InvalidRequest
-from runtime.grammar.spec import Grammar, ThinkingLimit
+from runtime.grammar_spec import Grammar, ThinkingLimit
 from runtime.sampling_params import MAX_BIASES, SamplingParams, grammars_of
 
 MAX_TOP_LOGPROBS = 128

@@ -15,7 +15,7 @@ from functools import cache
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from runtime.errors import InvalidRequest
-from runtime.grammar.spec import Grammar, Kind
+from runtime.grammar_spec import Grammar, Kind
 
 MAX_CHOICES = 128
 MAX_STOPS = 64

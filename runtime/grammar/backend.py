@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.grammar.spec import Grammar
+from runtime.grammar_spec import Grammar
 
 
 class Matcher(Protocol):

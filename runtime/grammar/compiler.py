@@ -15,8 +15,8 @@ from runtime.grammar.backend import Backend, Matcher
 from runtime.grammar.marker import MAX_BYTES, Marker
 from runtime.grammar.masks import MaskThread
 from runtime.grammar.position import Ends, Position
-from runtime.grammar.spec import Grammar, InvalidGrammar, ThinkingLimit
 from runtime.grammar.thinking import LimitedThinking
+from runtime.grammar_spec import Grammar, InvalidGrammar, ThinkingLimit
 from runtime.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger("penstock.grammar")

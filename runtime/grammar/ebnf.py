@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from runtime.grammar import patterns
 from runtime.grammar.lark import quoted
-from runtime.grammar.spec import InvalidGrammar
+from runtime.grammar_spec import InvalidGrammar
 
 MAX_DEPTH = 64
 MAX_RULES = 2_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from runtime.grammar.spec import InvalidGrammar
+from runtime.grammar_spec import InvalidGrammar
 
 MAX_DEPTH = 96  # of brackets
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from runtime.grammar import json_text
-from runtime.grammar.spec import InvalidGrammar
+from runtime.grammar_spec import InvalidGrammar
 
 MAX_DEPTH = 64  # of brackets outside texts and JSON
 

@@ -8,7 +8,7 @@ from typing import Any
 from runtime.grammar import json_schema, json_text, patterns
 from runtime.grammar.ebnf import ebnf_to_lark
 from runtime.grammar.lark import check_lark, quoted
-from runtime.grammar.spec import WHITESPACE, Grammar, InvalidGrammar, check_whitespace
+from runtime.grammar_spec import WHITESPACE, Grammar, InvalidGrammar, check_whitespace
 from runtime.grammar.unique_items import UniqueArrays
 
 MAX_SOURCE = 512 * 1024  # characters of a grammar

@@ -14,7 +14,7 @@ from runtime.config.plan import Plan
 from runtime.grammar.backend import Backend, Matcher
 from runtime.grammar.compiler import GrammarCompiler
 from runtime.grammar.references import Unsupported
-from runtime.grammar.spec import Grammar
+from runtime.grammar_spec import Grammar
 from runtime.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger("penstock.grammar")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 from urllib.parse import unquote
 
-from runtime.grammar.spec import InvalidGrammar
+from runtime.grammar_spec import InvalidGrammar
 
 MAX_COMPARED = 100_000  # looks behind references, for comparing schemas and for their opposites
 MAX_STEPS = 16  # of references that lead to references alone

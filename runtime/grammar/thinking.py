@@ -6,7 +6,7 @@ from concurrent.futures import Future
 
 from runtime.constraint import Constraint, HostData, Output, allowing_only, give
 from runtime.grammar.marker import Marker
-from runtime.grammar.spec import ThinkingLimit
+from runtime.grammar_spec import ThinkingLimit
 
 BEFORE_OPEN = 4  # tokens, such as line breaks, that may stand before the block opens
 

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from runtime.grammar.spec import InvalidGrammar
+from runtime.grammar_spec import InvalidGrammar
 from runtime.tokenizer.backend import FastBackend
 from runtime.tokenizer.token_bytes import TokenBytes
 from runtime.tokenizer.tokenizer import Tokenizer

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from runtime.constraint import forbid
 from runtime.grammar.backend import Matcher
 from runtime.grammar.llguidance_text import for_llguidance
-from runtime.grammar.spec import Grammar, InvalidGrammar
+from runtime.grammar_spec import Grammar, InvalidGrammar
 from runtime.grammar.unique_items import UniqueArrays
 from runtime.grammar.unique_texts import QuotingTokens, UniqueTexts
 from runtime.grammar.vocabulary import load_vocabulary

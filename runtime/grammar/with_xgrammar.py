@@ -12,8 +12,8 @@ from runtime.constraint import allow
 from runtime.grammar.backend import Matcher, refused
 from runtime.grammar.plain_schema import Enforced, plain_schema
 from runtime.grammar.references import Unsupported
-from runtime.grammar.spec import Grammar, InvalidGrammar
 from runtime.grammar.vocabulary import text_tokens
+from runtime.grammar_spec import Grammar, InvalidGrammar
 from runtime.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

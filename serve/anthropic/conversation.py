@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import orjson
 
 from runtime.errors import InvalidRequest
-from runtime.grammar.spec import Grammar
+from runtime.grammar_spec import Grammar
 from serve.anthropic.schema import (
     CountBody,
     MessagesBody,

@@ -21,8 +21,8 @@ from runtime.config.plan import TokenizerPlan
 from runtime.constraint import allows
 from runtime.errors import ConfigurationError
 from runtime.grammar.json_schema import Unsupported
-from runtime.grammar.spec import Grammar, InvalidGrammar
 from runtime.grammar.with_llguidance import LLGuidanceBackend, LLGuidanceMatcher
+from runtime.grammar_spec import Grammar, InvalidGrammar
 from runtime.tokenizer.backend import read_tokenizer
 from runtime.tokenizer.tokenizer import Tokenizer
 from serve.bench import report

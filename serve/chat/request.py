@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from runtime.errors import InvalidRequest
-from runtime.grammar.spec import Grammar
+from runtime.grammar_spec import Grammar
 from runtime.request import Chunk, Finish, LogprobParams, Request
 from runtime.sampling_params import grammars_of
 from serve.chat.events import AssistantMessage, collect

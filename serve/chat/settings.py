@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from runtime.config.plan import TokenizerPlan
 from runtime.errors import InvalidRequest
-from runtime.grammar.spec import Grammar, ThinkingLimit
+from runtime.grammar_spec import Grammar, ThinkingLimit
 from serve.chat.harmony import MARKS as HARMONY_MARKS
 from serve.chat.harmony import THOUGHT_CLOSE, THOUGHT_OPEN
 from serve.chat.parser import ParserSettings

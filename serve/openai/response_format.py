@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from runtime.errors import InvalidRequest
-from runtime.grammar.spec import Grammar
+from runtime.grammar_spec import Grammar
 
 # vLLM's `structured_outputs`: its keys and ours. What else it may hold is about backends, and changes no output.
 _STRUCTURED = {

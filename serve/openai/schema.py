@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
-from runtime.grammar.spec import Grammar
+from runtime.grammar_spec import Grammar
 from runtime.request import MAX_TOP_LOGPROBS
 from runtime.sampling_params import MAX_INT32, Api
 from serve.decode import Length, NotBuilt, Range

@@ -157,8 +157,8 @@ def time_masks(path: str, num_rows: int, num_steps: int) -> dict[str, Summary | 
 
     Twice: requests with the same schema share what the library learns about it.
     """
-    from runtime.grammar.spec import Grammar
     from runtime.grammar.with_llguidance import LLGuidanceBackend
+    from runtime.grammar_spec import Grammar
     from serve.bench.schemas import read
 
     tokenizer = read(path)

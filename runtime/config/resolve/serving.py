@@ -15,7 +15,7 @@ from runtime.config.plan import ServePlan, TokenizerPlan
 from runtime.config.resolve.plan_builder import Decision, PlanBuilder, build
 from runtime.config.template_files import read_json, read_templates
 from runtime.errors import ConfigurationError, InvalidRequest
-from runtime.grammar.spec import InvalidGrammar, check_whitespace
+from runtime.grammar_spec import InvalidGrammar, check_whitespace
 from runtime.sampling_params import SamplingParams
 
 MIN_ENCODER_THREADS = 2

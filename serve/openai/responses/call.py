@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from runtime.errors import InvalidRequest
-from runtime.grammar.spec import Grammar
+from runtime.grammar_spec import Grammar
 from runtime.request import LogprobParams
 from serve.chat.request import ChatRequest, PreparedChat, prepare, render, thinking_switch
 from serve.native.schema import namespaces_of

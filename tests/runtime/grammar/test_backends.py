@@ -20,8 +20,8 @@ from runtime.grammar.backend import Backend
 from runtime.grammar.load import FirstOf
 from runtime.grammar.plain_schema import Enforced, plain_schema
 from runtime.grammar.references import Unsupported
-from runtime.grammar.spec import Grammar, InvalidGrammar
 from runtime.grammar.with_llguidance import LLGuidanceMatcher
+from runtime.grammar_spec import Grammar, InvalidGrammar
 
 VALIDATOR = jsonschema.Draft202012Validator
 PERSON = {

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import grammars
-from runtime.grammar.spec import InvalidGrammar
+from runtime.grammar_spec import InvalidGrammar
 
 NAMES = {f"p{index}": {"type": "string"} for index in range(5000)}
 LOOP = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}

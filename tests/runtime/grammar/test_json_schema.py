@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field
 
 import grammars
 from runtime.grammar.json_schema import UNSUPPORTED, Unsupported, for_backend
-from runtime.grammar.spec import InvalidGrammar
+from runtime.grammar_spec import InvalidGrammar
 
 VALUES: list[Any] = [
     None, True, False, 0, 1, -1, 2, 3, 5, 7, 10, 100, 1.5, 0.5, -0.25, 2.0, 1e3, 12345678901,

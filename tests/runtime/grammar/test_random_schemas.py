@@ -15,7 +15,7 @@ import pytest
 
 import grammars
 from random_schemas import SchemaWriter, instances
-from runtime.grammar.spec import InvalidGrammar
+from runtime.grammar_spec import InvalidGrammar
 from serve.bench.property_order import in_schema_order
 
 NOT_WRITTEN = ("Infinity", "e+", "e-", "\\u00", "\\ud", "-0.0")  # spellings that outputs do not have

@@ -8,8 +8,8 @@ import numpy as np
 
 from runtime.constraint import HostData, Output
 from runtime.grammar.marker import Marker
-from runtime.grammar.spec import ThinkingLimit
 from runtime.grammar.thinking import LimitedThinking
+from runtime.grammar_spec import ThinkingLimit
 
 TEXTS = ("<think>", "</think>", "a", "b", "</", "think>")
 OPEN, CLOSE, A, B, SLASH, THINK = range(6)
