@@ -64,12 +64,15 @@ CONDITIONS: Mapping[str, str] = {
 Schema = dict[str, Any]
 
 
-def for_backend(schema: Any, unique: UniqueArrays | None = None) -> Schema | bool:
+def for_backend(
+    schema: Any, unique: UniqueArrays | None = None, room: patterns.Room | None = None
+) -> Schema | bool:
     """The schema with nothing in it but what is enforced exactly. Raises `Unsupported`.
 
-    With `unique`, arrays of texts that must not repeat any are named there, for others to enforce.
+    With `unique`, arrays of texts that must not repeat any are named there, for others to enforce. `room` is what the
+    patterns of other schemas in the same grammar leave.
     """
-    writer = _Writer(schema, References(schema), keeps_unique=unique is not None)
+    writer = _Writer(schema, References(schema), room or patterns.Room(), keeps_unique=unique is not None)
     written = writer.write()
     if unique is not None and writer.has_unique:
         unique.update(unique_names(schema, writer.references.peek))
@@ -82,6 +85,7 @@ class _Writer:
 
     root: Any
     references: References
+    room: patterns.Room
     num_nodes: int = 0
     num_items: int = 0
     keeps_unique: bool = False  # whether somebody else keeps texts from being repeated
@@ -248,7 +252,16 @@ class _Writer:
         return {keyword: value}
 
     def pattern(self, value: Any, pointer: str, schema: Schema) -> Schema:
-        return {"pattern": _pattern(value, "pattern", pointer)}
+        return {"pattern": self._pattern(value, "pattern", pointer)}
+
+    def _pattern(self, value: Any, keyword: str, pointer: str) -> str:
+        if not isinstance(value, str):
+            raise Unsupported(keyword, pointer, "it must be a string")
+        try:
+            self.room.take(value)
+            return f"^(?:{patterns.search(value)})$"
+        except patterns.PatternError as error:
+            raise Unsupported(keyword, pointer, str(error)) from None
 
     def format_(self, value: Any, pointer: str, schema: Schema) -> Schema:
         if value in INTEGER_BITS:
@@ -275,7 +288,7 @@ class _Writer:
 
     def pattern_properties(self, value: Any, pointer: str, schema: Schema) -> Schema:
         named = self._named(value, pointer)
-        patterns_ = [_pattern(key, "patternProperties", f"{pointer}/{_escaped(key)}") for key in named]
+        patterns_ = [self._pattern(key, "patternProperties", f"{pointer}/{_escaped(key)}") for key in named]
         if len(set(patterns_)) < len(patterns_):
             raise Unsupported("patternProperties", pointer, "two patterns are the same")
         return {"patternProperties": dict(zip(patterns_, named.values(), strict=True))}
@@ -459,15 +472,6 @@ _WRITERS: Mapping[str, Writer] = {
 }
 SUPPORTED = tuple(_WRITERS)
 _NO_NUMBER: Schema = {"type": ["null", "boolean", "string", "array", "object"]}
-
-
-def _pattern(value: Any, keyword: str, pointer: str) -> str:
-    if not isinstance(value, str):
-        raise Unsupported(keyword, pointer, "it must be a string")
-    try:
-        return f"^(?:{patterns.search(value)})$"
-    except patterns.PatternError as error:
-        raise Unsupported(keyword, pointer, str(error)) from None
 
 
 def _check_text(text: str, pointer: str) -> None:

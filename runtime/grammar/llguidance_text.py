@@ -8,8 +8,8 @@ from typing import Any
 from runtime.grammar import json_schema, json_text, patterns
 from runtime.grammar.ebnf import ebnf_to_lark
 from runtime.grammar.lark import check_lark, quoted
-from runtime.grammar_spec import WHITESPACE, Grammar, InvalidGrammar, check_whitespace
 from runtime.grammar.unique_items import UniqueArrays
+from runtime.grammar_spec import WHITESPACE, Grammar, InvalidGrammar, check_whitespace
 
 MAX_SOURCE = 512 * 1024  # characters of a grammar
 MAX_CHOICES = 10_000
@@ -63,11 +63,17 @@ def _lark(grammar: Grammar, options: dict[str, Any]) -> str:
         return ebnf_to_lark(grammar.source)
     if grammar.kind == "structural_tag":
         return structural_tag_to_lark(grammar.source, options)
-    return check_lark(grammar.source, lambda schema: json_text.dumps(_schema(schema, options)))
+    room = patterns.Room()
+    return check_lark(grammar.source, lambda schema: json_text.dumps(_schema(schema, options, room=room)))
 
 
-def _schema(schema: Any, options: dict[str, Any], unique: UniqueArrays | None = None) -> dict[str, Any]:
-    written = json_schema.for_backend(schema, unique)
+def _schema(
+    schema: Any,
+    options: dict[str, Any],
+    unique: UniqueArrays | None = None,
+    room: patterns.Room | None = None,
+) -> dict[str, Any]:
+    written = json_schema.for_backend(schema, unique, room)
     return {"x-guidance": options, **({"allOf": [written]} if isinstance(written, bool) else written)}
 
 
@@ -104,6 +110,7 @@ def structural_tag_to_lark(source: str, options: dict[str, Any]) -> str:
     ):
         raise InvalidGrammar("triggers must be a list of texts that are not empty")
     by_trigger: dict[str, list[str]] = {}
+    room = patterns.Room()
     for index, each in enumerate(structures):
         if not isinstance(each, dict) or not isinstance(each.get("begin"), str):
             raise InvalidGrammar(f"structures/{index} must be an object with begin, schema and end")
@@ -113,7 +120,7 @@ def structural_tag_to_lark(source: str, options: dict[str, Any]) -> str:
         trigger = next((trigger for trigger in triggers if each["begin"].startswith(trigger)), None)
         if trigger is None:
             raise InvalidGrammar(f"no trigger begins structures/{index}")
-        schema = json_text.dumps(_schema(each.get("schema", True), options))
+        schema = json_text.dumps(_schema(each.get("schema", True), options, room=room))
         parts = [quoted(each["begin"][len(trigger) :]), f"%json {schema}", quoted(end)]
         by_trigger.setdefault(trigger, []).append(" ".join(part for part in parts if part != '""'))
     if any(one != other and one.startswith(other) for one in by_trigger for other in by_trigger):

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 MAX_DEPTH = 64
-MAX_PATTERN = 128 * 1024  # characters: alternations of twice as many take up to a second
+MAX_PATTERN = (
+    128 * 1024
+)  # characters, of all patterns of a grammar together: of four times as many, 2 s of compiling
 MAX_REPEAT = 65_535
 MAX_LEAST = 20_000  # characters of the shortest text that matches: a grammar spells out what it leaves no choice about
 MAX_AMBIGUOUS = (
@@ -31,6 +33,19 @@ _CONTROLS = {"t": "\t", "n": "\n", "r": "\r", "f": "\f", "v": "\v"}
 
 class PatternError(ValueError):
     """The pattern is no regular expression, or one that cannot be enforced exactly."""
+
+
+@dataclass(slots=True)
+class Room:
+    """How many characters the patterns of one grammar may still have."""
+
+    left: int = MAX_PATTERN
+
+    def take(self, pattern: str) -> None:
+        """Raises `PatternError`."""
+        self.left -= len(pattern)
+        if self.left < 0:
+            raise PatternError(f"all patterns together may have up to {MAX_PATTERN} characters")
 
 
 class Text(NamedTuple):
