@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from runtime.grammar_spec import InvalidGrammar
 from runtime.tokenizer.backend import FastBackend
@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 NUM_COMPARED = (
     512  # tokens whose bytes are compared with ours; tokenizers that differ do so in classes of tokens
 )
+# Classes of tokens that are allowed together where a text may go on with so many characters, of those that JSON
+# and `.` in patterns allow. All other tokens are tried one by one: with the library's own classes (up to 10, 30 and
+# any number of characters) most of them near the end of a text of limited length.
+_CHARACTER = r'[^"\\\x00-\x1F\x7F\x{2028}\x{2029}]'
+SLICES = [*(f"{_CHARACTER}{{1,{length}}}" for length in (1, 3, 5, 8, 12, 18, 30)), f"{_CHARACTER}+"]
 
 
 def load_vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int]) -> LLTokenizer:
@@ -30,12 +35,15 @@ def load_vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int
     size = max(tokenizer.vocab_size, vocab_size)
     if isinstance(tokenizer.backend, FastBackend):
         try:
-            found = LLTokenizer(tokenizer.backend.library.to_str(), n_vocab=size, eos_token=ends)
+            found = LLTokenizer(
+                tokenizer.backend.library.to_str(), n_vocab=size, eos_token=ends, slices=SLICES
+            )
         except ValueError:  # a kind of tokenizer that the library does not read itself
             found = None
         if found is not None and _agrees(found, tokenizer, table):
             return found
-    return LLTokenizer(_Tokens(tokenizer, table, size, ends), n_vocab=size, eos_token=ends)  # pyright: ignore[reportArgumentType]
+    tokens: Any = _Tokens(tokenizer, table, size, ends)
+    return LLTokenizer(tokens, n_vocab=size, eos_token=ends, slices=SLICES)
 
 
 def text_tokens(

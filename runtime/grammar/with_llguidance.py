@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from runtime.constraint import forbid
 from runtime.grammar.backend import Matcher
 from runtime.grammar.llguidance_text import for_llguidance
-from runtime.grammar_spec import Grammar, InvalidGrammar
 from runtime.grammar.unique_items import UniqueArrays
 from runtime.grammar.unique_texts import QuotingTokens, UniqueTexts
 from runtime.grammar.vocabulary import load_vocabulary
+from runtime.grammar_spec import Grammar, InvalidGrammar
 from runtime.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -183,19 +183,23 @@ class LLGuidanceBackend:
         ours = [matcher for matcher in matchers if isinstance(matcher, LLGuidanceMatcher)]
         self._compute([(matcher.inner, row) for row, matcher in enumerate(ours)], masks)
         for row, matcher in enumerate(ours):
-            if matcher.inner.is_error() and matcher.renew():
-                self._compute([(matcher.inner, row)], masks)
-            if matcher.inner.is_error():  # the library then allows the end, as if the output were whole
-                logger.warning("A grammar can go no further: %s", _first_line(matcher.error))
-                masks[row] = 0
-        for matcher, mask in zip(ours, masks, strict=True):
+            if matcher.inner.is_error():
+                self._compute_anew(matcher, row, masks)
             if matcher.unique is not None:
-                matcher.unique.restrict(mask)
-                _forbid_dead_ends(matcher.inner, matcher.unique, mask)
+                matcher.unique.restrict(masks[row])
+                _forbid_dead_ends(matcher.inner, matcher.unique, masks[row])
 
-    def _compute(self, rows: Sequence[tuple[LLMatcher, int]], masks: NDArray[np.int32]) -> None:
-        words = masks.shape[1] * masks.itemsize
-        self._executor.unsafe_compute_mask_ptr(list(rows), masks.ctypes.data, words, len(masks))
+    def _compute(self, rows: list[tuple[LLMatcher, int]], masks: NDArray[np.int32]) -> None:
+        num_bytes = masks.shape[1] * masks.itemsize
+        self._executor.unsafe_compute_mask_ptr(rows, masks.ctypes.data, num_bytes, len(masks))
+
+    def _compute_anew(self, matcher: LLGuidanceMatcher, row: int, masks: NDArray[np.int32]) -> None:
+        """With a lexer of its own. Where that fails too, nothing is allowed."""
+        if matcher.renew():
+            self._compute([(matcher.inner, row)], masks)
+        if matcher.inner.is_error():  # the library then allows the end, as if the output were whole
+            logger.warning("A grammar can go no further: %s", _first_line(matcher.error))
+            masks[row] = 0
 
 
 def _forbid_dead_ends(inner: LLMatcher, unique: UniqueTexts, mask: NDArray[np.int32]) -> None:
