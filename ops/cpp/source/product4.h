@@ -265,53 +265,64 @@ struct Rounded4 {
 
 // Rows of a tile of which whole numbers and sums stay in registers: groups are short, and end often.
 constexpr int MAX_ROUNDED_ROWS = std::min(MAX_TILE_ROWS, 7);
+constexpr int USUAL_DEPTH = 32;  // of which groups are multiples
 
-// result[r] = rounded row `row` + r . panel.
-template <class T, int ROWS, bool DECODED>
+// Four bytes in each lane.
+inline Words fill_quad(const int8_t* from) {
+    uint32_t four;
+    std::memcpy(&four, from, sizeof(four));
+    return Words{} + four;
+}
+
+// result[r] = rounded row `row` + r . panel. Groups are multiples of DEPTH, which the compiler unrolls.
+template <class T, int ROWS, int DEPTH, bool DECODED>
 inline void multiply_rounded4(const Product4Operands& o, const ByteTable& table, const Rounded4& rounded, int64_t row,
                               const uint8_t* panel, const Words* decoded, Floats (*result)[2]) {
     typedef typename ScaleOf<T>::Type Scale;
     constexpr int64_t STEP = PANEL * sizeof(uint32_t);
-    const int64_t stride = rounded.stride();
+    const int64_t stride = rounded.stride(), groups = rounded.groups(), group = o.group;
+    const bool shifted = o.shifted;
     const int8_t* x = rounded.row(row);
+    const int8_t* offsets = x + o.plain.in_size;
     Floats sums[ROWS][2];
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++) sums[r][0] = sums[r][1] = Floats{};
-    for (int64_t g = 0; g < rounded.groups(); g++, x += o.group) {
+    for (int64_t g = 0; g < groups; g++, offsets += sizeof(int32_t)) {
         const Scale* scales = reinterpret_cast<const Scale*>(panel);
-        panel += (1 + o.shifted) * PANEL * sizeof(Scale);
+        panel += (1 + shifted) * PANEL * sizeof(Scale);
         Ints parts[ROWS][2];
 #pragma GCC unroll 16
-        for (int r = 0; r < ROWS; r++) parts[r][0] = parts[r][1] = Ints{} + rounded.offsets(row + r)[g];
-        for (int64_t k = 0; k < o.group; k += WORD_CODES, panel += STEP) {
-            if constexpr (ROWS == 1) {  // it waits for memory
-                __builtin_prefetch(panel + PANEL_AHEAD);
-                __builtin_prefetch(panel + PANEL_AHEAD + STEP / 2);
-            }
-            Words codes[2] = {};
-            if constexpr (!DECODED) std::memcpy(codes, panel, sizeof(codes));
+        for (int r = 0; r < ROWS; r++) parts[r][0] = parts[r][1] = cast<Ints>(fill_quad(offsets + r * stride));
+        for (int64_t k = 0; k < group; k += DEPTH) {
+#pragma GCC unroll 8
+            for (int n = 0; n < DEPTH; n += WORD_CODES, panel += STEP) {
+                if constexpr (!DECODED) {  // few rows wait for memory
+                    __builtin_prefetch(panel + PANEL_AHEAD);
+                    __builtin_prefetch(panel + PANEL_AHEAD + STEP / 2);
+                }
+                Words codes[2] = {};
+                if constexpr (!DECODED) std::memcpy(codes, panel, sizeof(codes));
 #pragma GCC unroll 2
-            for (int shift = 0; shift < 8; shift += 4, decoded += 2) {
-                const Words first = DECODED ? decoded[0] : table.look_up(codes[0] >> shift & BYTE_CODES);
-                const Words second = DECODED ? decoded[1] : table.look_up(codes[1] >> shift & BYTE_CODES);
+                for (int shift = 0; shift < 8; shift += 4, decoded += 2, x += QUAD) {
+                    const Words first = DECODED ? decoded[0] : table.look_up(codes[0] >> shift & BYTE_CODES);
+                    const Words second = DECODED ? decoded[1] : table.look_up(codes[1] >> shift & BYTE_CODES);
 #pragma GCC unroll 16
-                for (int r = 0; r < ROWS; r++) {
-                    uint32_t four;
-                    std::memcpy(&four, x + r * stride + k + shift, sizeof(four));
-                    const Words values = Words{} + four;
-                    parts[r][0] = dot_quads(parts[r][0], first, values);
-                    parts[r][1] = dot_quads(parts[r][1], second, values);
+                    for (int r = 0; r < ROWS; r++) {
+                        const Words values = fill_quad(x + r * stride);
+                        parts[r][0] = dot_quads(parts[r][0], first, values);
+                        parts[r][1] = dot_quads(parts[r][1], second, values);
+                    }
                 }
             }
         }
 #pragma GCC unroll 2
         for (int half = 0; half < 2; half++) {
             const Floats scale = load(scales + half * LANES);
-            const Floats shift = o.shifted ? load(scales + PANEL + half * LANES) : Floats{};
+            const Floats shift = shifted ? load(scales + PANEL + half * LANES) : Floats{};
 #pragma GCC unroll 16
             for (int r = 0; r < ROWS; r++) {
                 sums[r][half] = fused(__builtin_convertvector(parts[r][half], Floats), scale, sums[r][half]);
-                if (o.shifted)
+                if (shifted)
                     sums[r][half] = fused(shift, fill(float(rounded.offsets(row + r)[g] / -128)), sums[r][half]);
             }
         }
@@ -328,9 +339,13 @@ inline void multiply_rounded_rows4(const Product4Operands& o, const ByteTable& t
     if constexpr (ROWS > 0) {
         if (height != ROWS)
             return multiply_rounded_rows4<T, ROWS - 1>(o, table, rounded, row, height, panel, numbers, sums);
+        const bool usual = o.group % USUAL_DEPTH == 0;
         if constexpr (ROWS <= MAX_ROUNDED_ROWS)
-            if (numbers) return multiply_rounded4<T, ROWS, true>(o, table, rounded, row, panel, numbers, sums);
-        multiply_rounded4<T, ROWS, false>(o, table, rounded, row, panel, nullptr, sums);
+            if (numbers)
+                return usual ? multiply_rounded4<T, ROWS, USUAL_DEPTH, true>(o, table, rounded, row, panel, numbers, sums)
+                             : multiply_rounded4<T, ROWS, WORD_CODES, true>(o, table, rounded, row, panel, numbers, sums);
+        usual ? multiply_rounded4<T, ROWS, USUAL_DEPTH, false>(o, table, rounded, row, panel, nullptr, sums)
+              : multiply_rounded4<T, ROWS, WORD_CODES, false>(o, table, rounded, row, panel, nullptr, sums);
     }
 }
 
@@ -364,11 +379,10 @@ template <class T, class Share, class Put>
 inline void multiply4_over(const Product4Operands& o, ThreadGroup& team, int64_t rows, const Share& share, const Put& put) {
     const int64_t bytes = panel_bytes4<T>(o.plain.in_size, o.group, o.shifted);
     if (o.rounded) {
-        const Rounded4 rounded(o);
-        team.share(rows, [&](int64_t row) {
+        Rounded4 rounded(o);
+        round_rows(team, rows, rounded.stride(), rounded.lines, [&](int64_t row) {
             rounded.round(row, static_cast<const T*>(o.plain.x) + row * o.plain.x_stride);
         });
-        team.barrier();
         const ByteTable table(o.table);
         return share([&](int64_t first, int64_t end, int64_t panel) {
             const uint8_t* weight = static_cast<const uint8_t*>(o.plain.weight) + panel * bytes;

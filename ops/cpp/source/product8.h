@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <vector>
 
 #include "product.h"
 
@@ -20,6 +21,7 @@ static_assert(MAX_DEPTH8 * 127 * 255 < int64_t(1) << 31);
 
 constexpr int64_t MIN_UNIT_ROWS = 2;    // for fewer a matrix unit is slower where weights are in the cache
 constexpr int64_t PANEL_AHEAD = 4096;   // bytes asked for before they are needed
+constexpr int FEW_ROWS = 8;             // of a tile that is as often the only one of its panel
 
 inline int64_t padded_depth(int64_t in_size) { return round_up(in_size, UNIT_BYTES); }
 
@@ -34,6 +36,20 @@ struct RowFacts {
     float scale;
     int32_t offset;  // -128 times the sum of its bytes
 };
+
+// Calls round(row) for all rows, each on one thread, and lets none go on before all are done. A single row every thread
+// rounds for itself instead, to memory of its own, which is what `lines` points to then: it would wait for it as long.
+template <class Round>
+inline void round_rows(ThreadGroup& threads, int64_t rows, int64_t stride, int8_t*& lines, const Round& round) {
+    if (rows == 1) {
+        thread_local std::vector<int8_t> own;
+        if (int64_t(own.size()) < stride) own.resize(stride);
+        lines = own.data();
+        return round(0);
+    }
+    threads.share(rows, round);
+    threads.barrier();
+}
 
 // Rows of x in 8 bits: the padded depth, then a line of RowFacts, which also keeps rows of 4 KiB from displacing each
 // other in the cache.
@@ -97,7 +113,7 @@ inline void multiply_tile8(const int8_t* x, int64_t stride, const uint8_t* panel
     Ints parts[ROWS][2] = {};
 #pragma GCC unroll 2
     for (int64_t k = 0; k < depth; k += QUAD, panel += PANEL * QUAD) {
-        if constexpr (ROWS == 1) {  // it waits for memory
+        if constexpr (ROWS <= FEW_ROWS) {  // they wait for memory
             __builtin_prefetch(panel + PANEL_AHEAD);
             __builtin_prefetch(panel + PANEL_AHEAD + LANES * QUAD);
         }
@@ -135,14 +151,13 @@ inline Floats scaled(const int32_t* sums, const RowFacts& facts, Floats scales) 
 // Rounds the rows, then calls put(row, panel, sums) for those and the panels that share(work) gives to this thread.
 template <class T, class Share, class Put>
 inline void multiply8_over(const Product8Operands& o, ThreadGroup& threads, int64_t rows, const Share& share, const Put& put) {
-    const Rounded rounded(o);
+    Rounded rounded(o);
     const int64_t in_size = o.plain.in_size, steps = rounded.depth / UNIT_BYTES;
-    threads.share(rows, [&](int64_t row) {
+    round_rows(threads, rows, rounded.stride(), rounded.bytes, [&](int64_t row) {
         int8_t* bytes = rounded.row(row);
         rounded.facts(row) = round_row(static_cast<const T*>(o.plain.x) + row * o.plain.x_stride, in_size, bytes);
         std::memset(bytes + in_size, 0, rounded.depth - in_size);
     });
-    threads.barrier();
     const auto put_scaled = [&o, &put, rounded](int64_t row, int64_t panel, const int32_t* sums) {
         const RowFacts facts = rounded.facts(row);
         const float* scales = o.scales + panel * PANEL;
