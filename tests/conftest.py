@@ -21,10 +21,9 @@ settings.load_profile("penstock")
 @pytest.fixture(autouse=True)
 def _logging_left_alone() -> Iterator[None]:
     """Fails a test that leaves the log configured, as a server does in its process: later tests would see no line."""
-    loggers = [logging.getLogger(name) for name in ("penstock", "uvicorn")]
-    before = [(log.propagate, log.level, list(log.handlers)) for log in loggers]
+    log = logging.getLogger("penstock")
+    before = log.propagate, log.level, list(log.handlers)
     yield
-    after = [(log.propagate, log.level, list(log.handlers)) for log in loggers]
-    for log, (propagate, level, handlers) in zip(loggers, before):
-        log.propagate, log.level, log.handlers = propagate, level, handlers
+    after = log.propagate, log.level, list(log.handlers)
+    log.propagate, log.level, log.handlers = before
     assert after == before
