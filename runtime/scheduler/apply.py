@@ -24,6 +24,9 @@ class RowFailed(Exception):
         super().__init__(f"The row of request {request_id} could not be applied.")
 
 
+_new = (
+    tuple.__new__
+)  # two named tuples for every row of a step: this takes 0.17 us for both, their own names 0.39
 Retire = Callable[[Sequence, Finish, bool], None]  # the last value: whether its KV is to be trusted
 Rewind = Callable[[Sequence], None]
 
@@ -76,45 +79,36 @@ def _apply_tokens(
     if len(tokens) > 1:
         tokens = _up_to_end(sequence, tokens)
     sequence.ids += tokens
-    num_tokens, num_prompt = len(sequence.ids), sequence.num_prompt
     finish = None
     if tokens[-1] in sequence.stop_ids:
         finish = Finish("stop", matched=tokens[-1])
-    elif num_tokens >= sequence.max_tokens:
-        finish = Finish("length", length=sequence.max_tokens - num_prompt)
+    elif len(sequence.ids) >= sequence.max_tokens:
+        finish = Finish("length", length=sequence.max_tokens - sequence.num_prompt)
     if finish is not None:
         retire(sequence, finish, True)
     logprobs = None if output.logprobs is None else output.logprobs[row]
     if logprobs is not None:
         logprobs = first_logprobs(logprobs, len(tokens))
-    if sequence.num_unsent:
-        return _delta(sequence, tokens, finish, logprobs)
-    prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
-    usage = Usage(num_prompt, num_tokens - num_prompt, sequence.num_cached)
-    return Delta(sequence.request.id, sequence.index, tokens, finish, usage, logprobs, prompt_logprobs)
+    return _delta(sequence, tokens, finish, logprobs)
 
 
 def _delta(
     sequence: Sequence, tokens: list[int], finish: Finish | None = None, logprobs: Logprobs | None = None
 ) -> Delta:
     """These tokens, the last of the sequence, and before them those that were forced and not sent yet."""
-    num_unsent, sequence.num_unsent = sequence.num_unsent, 0
-    ids = sequence.ids
+    request, num_prompt, num_known = sequence.request, sequence.num_prompt, len(sequence.ids)
+    num_unsent = sequence.num_unsent
     if num_unsent:
-        end = len(ids) - len(tokens)
-        forced = ids[end - num_unsent : end]
-        logprobs = _with_forced(forced, logprobs, sequence.request.logprobs)
+        sequence.num_unsent = 0
+        end = num_known - len(tokens)
+        forced = sequence.ids[end - num_unsent : end]
+        logprobs = _with_forced(forced, logprobs, request.logprobs)
         tokens = forced + tokens
-    prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
-    return Delta(
-        sequence.request.id,
-        sequence.index,
-        tokens,
-        finish,
-        Usage(sequence.num_prompt, len(ids) - sequence.num_prompt, sequence.num_cached),
-        logprobs,
-        prompt_logprobs,
-    )
+    prompt_logprobs = sequence.prompt_logprobs
+    if prompt_logprobs is not None:
+        sequence.prompt_logprobs = None
+    usage = _new(Usage, (num_prompt, num_known - num_prompt, sequence.num_cached))
+    return _new(Delta, (request.id, sequence.index, tokens, finish, usage, logprobs, prompt_logprobs, None))
 
 
 def _with_forced(

@@ -67,8 +67,8 @@ class FastForward:
     def _candidates(self) -> Iterable[Sequence]:
         """Who has a constraint and lacks one token, which is in no more than one step."""
         stalled = self._running.stalled
-        for sequence in self._running:
-            if sequence.constraint is None or sequence in stalled:
+        for sequence in self._running.constrained:
+            if sequence in stalled:
                 continue
             lacking = len(sequence.ids) + sequence.num_pending - sequence.num_computed
             if lacking == 1 and sequence.num_pending <= 1:

@@ -112,6 +112,7 @@ class Running:
         self._vocab_size = vocab_size
         self.full = False
         self.stalled: set[Sequence] = set()  # in no further step until their host data has come
+        self.constrained: dict[Sequence, None] = {}  # those with a constraint, in order of admission
         self._sequences: dict[Sequence, None] = {}  # an ordered set
 
     def __len__(self) -> int:
@@ -124,10 +125,13 @@ class Running:
         """Start a sequence to which the cache already gave its shared prefix."""
         self.tables.enter(sequence)
         self._sequences[sequence] = None
+        if sequence.constraint is not None:
+            self.constrained[sequence] = None
 
     def leave(self, sequence: Sequence, *, trusted: bool = True) -> None:
         """Free row and pages. What was computed stays in the prefix tree, unless it is not to be trusted."""
         self.stalled.discard(sequence)
+        self.constrained.pop(sequence, None)
         self.tables.leave(sequence)
         if trusted:
             self.cache.release(sequence)
@@ -174,6 +178,7 @@ class Running:
         for sequence in sequences:
             self.tables.leave(sequence)
         self._sequences.clear()
+        self.constrained.clear()
         self.stalled.clear()
         self.cache.reset(sequences)
         self.full = False
@@ -189,6 +194,7 @@ class Running:
         for sequence in sequences:
             sequence.sequence_index = -1
         self._sequences.clear()
+        self.constrained.clear()
         self.stalled.clear()
         self.cache.reset(sequences)
         self.full = False
@@ -198,6 +204,8 @@ class Running:
         sequences = list(self._sequences)
         self.tables.check(sequences)
         self.cache.check(sequences)
+        if list(self.constrained) != [sequence for sequence in sequences if sequence.constraint is not None]:
+            raise ValueError("The constrained sequences are not those that run.")
         for sequence in sequences:
             if len(sequence.pages) != -(-sequence.num_computed // self.cache.page_size):
                 raise ValueError(f"{sequence!r} has {len(sequence.pages)} pages.")
