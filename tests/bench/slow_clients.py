@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import random
 import re
 import socket
 import statistics
 import sys
 import time
 from argparse import ArgumentParser
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
@@ -29,13 +30,10 @@ from bench.soak import OPTIONS, quantile
 from server_process import serving
 
 HEALTHY = 4
-SLOW_TOKENS, SLOW_TOP = (
-    24,
-    20,
-)  # some 200 KB of events for each slow reader: more than the system's buffers take
+SLOW_TOKENS, SLOW_TOP = 64, 20  # a megabyte of events for each slow reader, were each token told by itself
 RECEIVE_BYTES = 4096  # of a slow reader's socket
 BYTE_S = 1.0  # between two bytes of a slow sender, and between two reads
-READ_BYTES = 64
+READ_BYTES = 512
 PROBE_S = 0.05  # as the server's own probe
 SETTLE_S = 300.0
 LARGE_BYTES, MAX_BODY_BYTES = 10_000_000, 12_000_000
@@ -199,36 +197,59 @@ def slow_clients(told: Any, port: int, count: int) -> None:
 
 
 async def _slow_clients(told: Any, port: int, count: int) -> None:
-    loop = asyncio.get_running_loop()
     sampling = {"max_new_tokens": SLOW_TOKENS, "ignore_eos": True}
     body = {"text": "Once", "stream": True, "sampling_params": sampling, "return_logprob": True}
     whole = request("POST", "/generate", orjson.dumps({**body, "top_logprobs_num": SLOW_TOP}))
+    served = 0
+    everybody = asyncio.Event()
 
-    async def connect() -> socket.socket:
-        made = socket.socket()
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BYTES)
-        made.setblocking(False)
-        await loop.sock_connect(made, ("127.0.0.1", port))
-        return made
+    async def send() -> None:
+        """Byte by byte, until the server has had enough of it."""
+        with await _connected(port) as sock:
+            for i in range(len(whole)):
+                await asyncio.get_running_loop().sock_sendall(sock, whole[i : i + 1])
+                await _about(BYTE_S)
 
-    async def dribble(to: socket.socket) -> None:
-        for i in range(len(whole)):
-            await loop.sock_sendall(to, whole[i : i + 1])
-            await asyncio.sleep(BYTE_S)
+    async def read() -> None:
+        """A stream, a little of it at a time. Where too many wait already, another time."""
+        nonlocal served
+        loop = asyncio.get_running_loop()
+        with await _connected(port) as sock:
+            await loop.sock_sendall(sock, whole)
+            if b" 200 " not in await loop.sock_recv(sock, READ_BYTES):
+                return
+            served += 1
+            if served >= count:
+                everybody.set()
+            while await loop.sock_recv(sock, READ_BYTES):
+                await _about(BYTE_S)
 
-    async def sip(from_: socket.socket) -> None:
-        while await loop.sock_recv(from_, READ_BYTES):
-            await asyncio.sleep(BYTE_S)
+    async def again_and_again(work: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            with suppress(ConnectionError):
+                await work()
+            await _about(BYTE_S)
 
-    tasks: list[asyncio.Task[None]] = []
-    for _ in range(count):
-        reader, sender = await connect(), await connect()
-        await loop.sock_sendall(reader, whole)
-        tasks += [asyncio.create_task(sip(reader)), asyncio.create_task(dribble(sender))]
-        await asyncio.sleep(BYTE_S / count)
-    told.put(sum(not task.done() for task in tasks))
-    await asyncio.gather(*tasks, return_exceptions=True)
-    await asyncio.sleep(SETTLE_S)
+    async with asyncio.TaskGroup() as tasks:
+        for work in [send, read] * count:
+            tasks.create_task(again_and_again(work))
+            await asyncio.sleep(BYTE_S / count)
+        await everybody.wait()
+        told.put(2 * count)
+
+
+async def _connected(port: int) -> socket.socket:
+    """With a small buffer, so that what is not read stays with the server."""
+    made = socket.socket()
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BYTES)
+    made.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(made, ("127.0.0.1", port))
+    return made
+
+
+async def _about(seconds: float) -> None:
+    """So long on average; clients do not keep time with each other."""
+    await asyncio.sleep(random.uniform(0.5, 1.5) * seconds)
 
 
 def large_requests(told: Any, port: int, name: str) -> None:
