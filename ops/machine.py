@@ -208,12 +208,14 @@ def _torch_cuda() -> str | None:
 
 
 def _packages() -> dict[str, str]:
+    """The versions of those that are installed, without parsing all of their descriptions (5 ms each)."""
     versions = {}
     for name in PACKAGES:
         try:
-            versions[name] = metadata.version(name)
+            lines = (metadata.distribution(name).read_text("METADATA") or "").splitlines()
         except metadata.PackageNotFoundError:
             continue
+        versions[name] = next((line[9:] for line in lines if line.startswith("Version: ")), "")
     return versions
 
 
