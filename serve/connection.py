@@ -12,12 +12,13 @@ from typing import cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from serve.sse import BODY_WRITER
+
 MAX_HEAD_BYTES = 64 * 1024
 HEAD_S = 10.0  # in which a request's head must arrive, from its first byte or from the connection's start
 BODY_S = 30.0  # for which the body may stay away; each megabyte that arrived gives as long again
 BODY_BYTES = 1_000_000
 STALL_S = 30.0  # for which a client may leave an answer unread without taking any of it
-BODY_WRITER = "penstock.body_writer"  # in the scope of every request
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 from weakref import finalize
 
 import anyio
@@ -20,7 +20,6 @@ from runtime.actors.engine_core import EngineCore, Status
 from runtime.actors.scrape import exposition
 from runtime.config import Args
 from runtime.errors import ConfigurationError, EngineClosed, InvalidRequest, WrongEventLoop
-from serve import python_chat
 from serve.background import BackgroundTask
 from serve.decode import decode
 from serve.demo import demo_path
@@ -38,7 +37,9 @@ from serve.openai.ranking import (
     rank_documents,
 )
 from serve.output_streams import read_all
-from serve.python_chat import Answer, Messages
+
+if TYPE_CHECKING:
+    from serve.python_chat import Answer, Messages
 
 Prompt = str | Sequence[str]
 Ids = Sequence[int] | Sequence[Sequence[int]]
@@ -198,6 +199,8 @@ class Engine:
         object as a dict with attributes. `response_format` may be a pydantic model: its object is then `parsed`, None
         where the output was cut off. Raises `InvalidRequest` naming the keyword.
         """
+        from serve import python_chat  # imports all that parses tool calls and thoughts
+
         return await python_chat.chat(self.core, messages, options)
 
     async def chat_stream(self, messages: Messages, **options: Any) -> AsyncGenerator[Answer, None]:
@@ -205,6 +208,8 @@ class Engine:
 
         Leaving the loop frees the request.
         """
+        from serve import python_chat
+
         async with aclosing(python_chat.chat_stream(self.core, messages, options)) as pieces:
             async for piece in pieces:
                 yield piece

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import orjson
-from sse_starlette.event import ServerSentEvent
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -147,6 +146,8 @@ class ErrorFormat:
         failure = self.failure(error)
         if self.stream_event is not None:
             return self.stream_event(failure)
+        from sse_starlette.event import ServerSentEvent  # imports uvicorn: not before a server has
+
         event = {"error": self.body(failure)["error"]}
         return ServerSentEvent(orjson.dumps(event).decode(), sep="\n").encode()
 

@@ -11,7 +11,6 @@ import numpy as np
 from runtime.errors import InvalidRequest
 from runtime.request import Chunk, LogprobParams, Request
 from runtime.sampling_params import SamplingParams
-from serve.chat.request import ChatRequest, render
 from serve.native.encode import vector_requests
 
 if TYPE_CHECKING:
@@ -148,6 +147,8 @@ def _prompt(core: EngineCore, pair: tuple[str, str], instruction: str) -> str:
     query, document = pair
     asked = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
     messages = [{"role": "system", "content": TASK}, {"role": "user", "content": asked}]
+    from serve.chat.request import ChatRequest, render  # imports all that parses chats
+
     return render(core, ChatRequest(messages=messages, template_kwargs={"enable_thinking": False}))
 
 

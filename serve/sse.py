@@ -4,7 +4,7 @@ server-sent events.
 The first chunk, and chunks that arrive while something is being sent, take the usual way: they wake this response's
 task, which awaits ASGI's `send`. While the client keeps up, a chunk is written to the connection at once, during
 the detokenizer's turn, without a task or a coroutine for it. A stream begins with its first chunk, so that an error
-before it still has its own status. Of sse-starlette only `ServerSentEvent` is used, for pings and errors: its
+before it still has its own status. Of sse-starlette only `ServerSentEvent` is used, for errors (`serve/errors.py`): its
 response costs several microseconds more for each token.
 """
 
@@ -16,23 +16,25 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import anyio.to_thread
-from sse_starlette.event import ServerSentEvent
 from starlette.types import Receive, Scope, Send
 
 from runtime.actors.output_stream import OutputStream
 from runtime.errors import first_error
 from runtime.request import Chunk
 from serve.background import background_tasks
-from serve.connection import BODY_WRITER, BodyWriter
 from serve.endpoint import until_disconnect
 from serve.errors import ErrorFormat
 from serve.output_streams import close_all, run_each
 
+if TYPE_CHECKING:
+    from serve.connection import BodyWriter  # with uvicorn, which only a server needs
+
+BODY_WRITER = "penstock.body_writer"  # in the scope of every request
 PING_S = 15.0
-PING = ServerSentEvent(comment="ping", sep="\n").encode()
+PING = b": ping\n\n"  # a comment
 DONE = b"data: [DONE]\n\n"
 MAX_UNREAD_BYTES = 512 * 1024  # in memory, about 14,000 tokens, for each stream whose client does not keep up
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import ExitStack
 from functools import partial
 from inspect import isawaitable
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 from weakref import finalize
 
 import anyio
@@ -17,7 +17,9 @@ from runtime.actors.engine_core import Status
 from runtime.errors import ConfigurationError, EngineClosed
 from serve.background import event_loop_thread
 from serve.engine import Engine
-from serve.python_chat import Answer, Messages
+
+if TYPE_CHECKING:
+    from serve.python_chat import Answer, Messages
 
 Piece = TypeVar("Piece")
 

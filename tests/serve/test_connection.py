@@ -11,7 +11,8 @@ from urllib.parse import urlsplit
 import pytest
 
 import http_server
-from serve.connection import BODY_WRITER, MAX_HEAD_BYTES, BodyWriter, Connection
+from serve.connection import MAX_HEAD_BYTES, BodyWriter, Connection
+from serve.sse import BODY_WRITER
 
 NUM_PIECES, PIECE_BYTES = 400, 50_000
 HEAD = b"POST / HTTP/1.1\r\nhost: x\r\n"

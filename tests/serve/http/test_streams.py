@@ -20,9 +20,8 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 import fake_core
 from runtime.request import Chunk, LogprobParams, Request
 from runtime.tokenizer.tokenizer import Tokenizer
-from serve.connection import BODY_WRITER
 from serve.errors import NATIVE
-from serve.sse import DONE, PING, EventStream
+from serve.sse import BODY_WRITER, DONE, PING, EventStream
 from served_core import Serve, Served
 
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 200}
