@@ -85,14 +85,15 @@ def row(name: str) -> Row | None:
     entry = find(name)
     if entry is not None:
         return _of_family(name, entry)
-    from runtime.models.by_transformers.facts import is_causal
+    from runtime.models.by_transformers.facts import gives
 
-    if not is_causal(name):
+    given = gives(name)
+    if given is None:
         return None
     return Row(
         architecture=name,
         computed_by="transformers",
-        gives=TEXT,
+        gives={"text": TEXT, "scores": SCORES}.get(given, VECTORS),
         ranks="one",
         cpu_graph=False,
         cuda_graph=False,

@@ -66,6 +66,7 @@ def read_facts(
     stated = _stated_dtype(Fields(values, "config.json: "))
     sentences = read_sentence_files(directory)
     known = None if by_transformers else entry(_architecture(values))
+    whole = _whole_texts(_architecture(values)) if by_transformers else None
     if sentences is not None and sentences.max_tokens is not None:
         numbers["context_length"] = min(numbers["context_length"], sentences.max_tokens)
     return ModelFacts(
@@ -80,7 +81,7 @@ def read_facts(
         preferred_sampling=_preferred_sampling(generation),
         quantization=stored_quantization(values),
         by_transformers=by_transformers,
-        **_of_vectors(values, sentences, known),
+        **_of_vectors(values, sentences, known, whole=whole),
         config=values,
     )
 
@@ -89,16 +90,23 @@ def _has_family(architecture: str) -> bool:
     return find(architecture) is not None
 
 
+def _whole_texts(architecture: str) -> str | None:
+    """What a model gives that transformers computes text by text; None where it writes tokens. Imports torch."""
+    from runtime.models.by_transformers.facts import TEXT, gives
+
+    found = gives(architecture)
+    return None if found == TEXT else found
+
+
 def _of_vectors(
-    values: Mapping[str, Any], found: SentenceFiles | None, known: Entry | None
+    values: Mapping[str, Any], found: SentenceFiles | None, known: Entry | None, *, whole: str | None = None
 ) -> dict[str, Any]:
     """How vectors or scores are made. An encoder without files that say it gives the mean of its tokens."""
-    is_encoder = known is not None and known.encoder
-    if known is not None and known.scores:
-        fields = Fields(values, "config.json: ")
-        pooling = (
-            fields.choice("classifier_pooling", ("cls", "mean"), default="cls") if is_encoder else "last"
-        )
+    is_encoder = whole is not None or (known is not None and known.encoder)
+    if whole == "scores" or (known is not None and known.scores):
+        fields, pooling = Fields(values, "config.json: "), "last"
+        if is_encoder and whole is None:
+            pooling = fields.choice("classifier_pooling", ("cls", "mean"), default="cls")
         labels = _labels(fields)
         return {
             "is_encoder": is_encoder,

@@ -17,6 +17,7 @@ from runtime.layers.forward_batch import ForwardBatch, KindInputs
 from runtime.layers.recurrent import KIND
 from runtime.models.by_transformers.held import WAYS, HoldingDecoder, Way
 from runtime.models.by_transformers.model import TransformersDecoder
+from runtime.models.by_transformers.whole import WholeTexts
 from runtime.models.decoder import Decoder
 
 logger = logging.getLogger("penstock.core")
@@ -33,6 +34,8 @@ def tried(model: Decoder, facts: ModelFacts, device: torch.device, context_lengt
 
     Raises CheckpointError where neither does: the model mixes tokens in ways that no cache remembers.
     """
+    if isinstance(model, WholeTexts):
+        return model  # nothing of ours takes part
     if not isinstance(model, TransformersDecoder):
         raise TypeError(f"{type(model).__name__} is not computed by transformers.")
     try:

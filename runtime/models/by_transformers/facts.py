@@ -16,7 +16,12 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
+)
 
 from runtime.errors import CheckpointError
 from runtime.models.by_transformers import attention
@@ -28,7 +33,9 @@ SERVED_LAYERS = frozenset({"full_attention", "sliding_attention", "attention", "
 TOKENS = 3  # of the trial
 LATER = "attention to later tokens"
 CONTEXTS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "context_length", "n_ctx")
+NO_TOKEN = -1
 UNBOUNDED = 8192  # positions of a model that does not say
+TEXT, SCORES, VECTORS = "text", "scores", "vectors"  # what a model gives
 
 logger = logging.getLogger("penstock.core")
 
@@ -67,18 +74,18 @@ class Numbers:
 def config_of(values: Mapping[str, Any]) -> Any:
     """transformers' configuration of these values of config.json. Raises CheckpointError where it has none."""
     kind, [name, *_] = str(values.get("model_type")), values["architectures"]
-    if not is_causal(name) or kind not in CONFIG_MAPPING:
+    if gives(name) is None or kind not in CONFIG_MAPPING:
         own = " The code that comes with the checkpoint is not run." if "auto_map" in values else ""
         raise CheckpointError(
-            f"{unsupported(name)} transformers {transformers.__version__} has no causal language model of that "
-            f"name either.{own}"
+            f"{unsupported(name)} transformers {transformers.__version__} has no causal language model, classifier "
+            f"or encoder of that name either.{own}"
         )
     try:
         with quiet():
             config = CONFIG_MAPPING[kind].from_dict(_with_infinities(deepcopy(dict(values))))
     except Exception as error:  # what its validators raise is of many kinds
         raise CheckpointError(f"config.json: transformers refuses it: {error}") from error
-    if getattr(config, "is_encoder_decoder", False):
+    if gives(name) == TEXT and getattr(config, "is_encoder_decoder", False):
         raise CheckpointError(f"{name} has an encoder, which this route does not serve.")
     return config
 
@@ -92,16 +99,34 @@ def _with_infinities(value: Any) -> Any:
     return [_with_infinities(each) for each in value] if isinstance(value, list) else value
 
 
-def is_causal(name: str) -> bool:
-    """Whether transformers has a causal language model of this name."""
-    return name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+def gives(name: str) -> str | None:
+    """What transformers' model of this name gives: text, scores of labels, or vectors; None: no such model."""
+    if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        return TEXT
+    if name in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values():
+        return SCORES
+    of_words = MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    encoders = [MODEL_MAPPING_NAMES.get(kind) for kind in of_words]
+    return VECTORS if name in of_words.values() or name in encoders else None
+
+
+def class_of(name: str) -> Any:
+    """transformers' class of a model that gives something. Raises CheckpointError where it cannot be imported."""
+    try:
+        return getattr(transformers, name)
+    except Exception as error:  # a library that only this model needs
+        raise CheckpointError(f"{name} cannot be served by transformers' code: {error}") from error
 
 
 def forget_padding(config: Any) -> None:
-    """Nothing is padded; some models would look for the padding token in every batch."""
-    for part in (config, config.get_text_config()):
+    """Nothing is padded; some models would look for the padding token in every batch.
+
+    Those that also see or hear put it in the place of what they see, so that there it is a token that nobody has.
+    """
+    text = config.get_text_config()
+    for part in (config, text):
         with suppress(Exception):  # some configurations cannot be without
-            part.pad_token_id = None
+            part.pad_token_id = None if text is config else NO_TOKEN
 
 
 def numbers(values: Mapping[str, Any]) -> Numbers:
@@ -115,9 +140,11 @@ def numbers(values: Mapping[str, Any]) -> Numbers:
 @lru_cache(maxsize=1)
 def _numbers(encoded: str) -> Numbers:
     values = json.loads(encoded)
-    config = config_of(values)
+    config, name = config_of(values), values["architectures"][0]
+    text = config.get_text_config()
+    if gives(name) != TEXT:
+        return _of_whole_texts(name, config, text)
     forget_padding(config)
-    name, text = values["architectures"][0], config.get_text_config()
     try:
         return _paged(name, config, text)
     except Unservable:
@@ -134,6 +161,38 @@ def _numbers(encoded: str) -> Numbers:
         context_length=_context(text) or UNBOUNDED,
         has_sinks=False,
         recurrent=True,
+    )
+
+
+def _of_whole_texts(name: str, config: Any, text: Any) -> Numbers:
+    """Of a classifier or an encoder, which needs nothing of a cache."""
+    sizes = {each: getattr(text, each, None) for each in ("hidden_size", "vocab_size")}
+    if not all(isinstance(size, int) for size in sizes.values()):
+        raise CheckpointError(f"config.json: {name} must have a hidden_size and a vocab_size.")
+    context = _context(text) or UNBOUNDED
+    try:
+        with quiet(), torch.device("meta"):
+            model = class_of(name)(config)
+    except CheckpointError:
+        raise
+    except Exception as error:  # its own code, of which anything may come
+        raise CheckpointError(f"{name} cannot be served by transformers' code: {error}") from error
+    for where, module in model.named_modules():
+        # Positions are counted from behind the padding's where that has a place in their table.
+        table, padding = getattr(module, "weight", None), getattr(module, "padding_idx", None)
+        if "position" in where and isinstance(table, Tensor) and padding is not None:
+            context = min(context, len(table) - padding - 1)
+    if getattr(config, "is_encoder_decoder", False):
+        context -= 1  # the token that ends a text is put behind one that has none
+    return Numbers(
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=1,
+        context_length=context,
+        has_sinks=False,
+        hidden_size=sizes["hidden_size"] or 0,
+        vocab_size=sizes["vocab_size"] or 0,
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.recurrent import KIND
@@ -24,6 +25,7 @@ PAST = ("past_key_values", "cache_params", "state", "mems")  # how models call w
 MEASURED = (1, 9)  # tokens of two texts whose caches tell what one takes
 LINES_AT_LEAST = 3
 ZEROS = 0
+GROWING = (DynamicLayer.update, DynamicSlidingWindowLayer.update)  # concatenate
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +142,16 @@ class HoldingDecoder(TransformersDecoder):
 
 
 def _copy(cache: Any) -> Any:
-    """What can be changed without changing the original; configurations are shared."""
+    """What can be changed without changing the original. Shared are configurations, and keys and values to which tokens
+    are added by making new tensors: to copy those too would read all of a text for every token.
+    """
     memo: dict[int, Any] = {}
-    for part in (cache, *getattr(cache, "layers", ())):
-        if (config := getattr(part, "config", None)) is not None:
-            memo[id(config)] = config
+    inner = getattr(cache, "self_attention_cache", cache)  # of an encoder's decoder
+    for part in (cache, inner, *(getattr(inner, "layers", None) or ())):
+        grown = (part.keys, part.values) if getattr(type(part), "update", None) in GROWING else ()
+        for shared in (getattr(part, "config", None), *grown):
+            if shared is not None:
+                memo[id(shared)] = shared
     return copy.deepcopy(cache, memo)
 
 

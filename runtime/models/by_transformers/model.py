@@ -20,7 +20,7 @@ from runtime.layers.forward_batch import ForwardBatch, KVSpec, LayerSpec
 from runtime.layers.pooler import Pooler
 from runtime.layers.sharding import Stage
 from runtime.models.by_transformers import attention
-from runtime.models.by_transformers.facts import config_of, forget_padding, numbers
+from runtime.models.by_transformers.facts import class_of, config_of, forget_padding, numbers
 from runtime.models.by_transformers.quiet import quiet
 from runtime.models.checkpoint import find_weights
 from runtime.models.decoder import Decoder
@@ -31,39 +31,52 @@ DUMMY_SEED = 1234
 MAX_NAMED = 20
 
 
-def load(facts: ModelFacts, plan: ModelPlan, kernels: Kernels) -> TransformersDecoder:
+def load(facts: ModelFacts, plan: ModelPlan, kernels: Kernels) -> Decoder:
     """The model on plan.device in plan.dtype, its weights read and converted by transformers.
 
     Raises CheckpointError for tensors that are missing, left over or misshapen.
     """
     from runtime.models.by_transformers.held import HoldingDecoder
+    from runtime.models.by_transformers.whole import WholeTexts
 
     attention.register()
-    implementation = "eager" if facts.recurrent else attention.NAME
+    made_by: Any = class_of(facts.architecture) if facts.is_encoder else AutoModelForCausalLM
+    implementation = None if facts.is_encoder else "eager" if facts.recurrent else attention.NAME
     config, dtype = config_of(facts.config), getattr(torch, plan.dtype)
     with quiet():
         if plan.load_format == "dummy":
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(DUMMY_SEED)
-                model = AutoModelForCausalLM.from_config(
-                    config, dtype=dtype, attn_implementation=implementation
+                model = (
+                    made_by._from_config(config, dtype=dtype)
+                    if facts.is_encoder
+                    else (made_by.from_config(config, dtype=dtype, attn_implementation=implementation))
                 )
         else:
-            model = _read(facts, config, dtype, plan, implementation)
-    forget_padding(model.config)  # not before: transformers gives its embedding zeros
+            model = _read(facts, config, dtype, plan, made_by, implementation)
     model.eval().requires_grad_(False).to(plan.device)
+    if facts.is_encoder:
+        return WholeTexts(model, len(facts.labels))
+    forget_padding(model.config)  # not before: transformers gives its embedding zeros
     if facts.recurrent:
         return HoldingDecoder(model)
     return TransformersDecoder(model, _Attention(kernels, facts))
 
 
-def _read(facts: ModelFacts, config: Any, dtype: torch.dtype, plan: ModelPlan, implementation: str) -> Any:
+def _read(
+    facts: ModelFacts,
+    config: Any,
+    dtype: torch.dtype,
+    plan: ModelPlan,
+    made_by: Any,
+    implementation: str | None,
+) -> Any:
     files = TensorFiles(find_weights(Path(facts.path), plan.load_format))
     if not plan.any_dtype:
         weights = {name: dtype for name, dtype in files.dtypes.items() if name.endswith(".weight")}
         check_dtypes(weights, files.where)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = made_by.from_pretrained(
             facts.path,
             config=config,
             dtype=dtype,

@@ -18,93 +18,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import tiny_checkpoints
+import tiny_foreign
 from runtime.errors import CheckpointError, ConfigurationError
 from runtime.models.config import read_facts
 from runtime.models.registry import find
 from serve import Engine
 from tiny_checkpoints import redraw
 
-# Whatever of these a configuration has.
-SMALL: dict[str, Any] = {
-    "vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 96, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-    "head_dim": 16, "sliding_window": 9,
-    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_topk": 2,
-    "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1,
-    "n_embd": 64, "n_layer": 2, "n_head": 4, "n_inner": 96, "n_positions": 256, "rotary_dim": 8,
-    "d_model": 64, "n_layers": 2, "n_heads": 4, "ffn_dim": 96, "word_embed_proj_dim": 64, "num_layers": 2,
-    "embedding_size": 64,
-    "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "kv_lora_rank": 16, "q_lora_rank": 24,
-}  # fmt: skip
-FULL = "full_attention"
-_DECODER = {"is_decoder": True}
-_HALVES = {"decoder_layers": 2, "decoder_ffn_dim": 96, "decoder_attention_heads": 4, "encoder_ffn_dim": 96}
-SLIDING = "sliding_attention"
-_GEMMA_3N = {
-    "num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": [SLIDING, FULL, SLIDING, FULL],
-    "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128,
-}  # fmt: skip
-_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 16}
-OWN: dict[str, dict[str, Any]] = {  # of a kind, over SMALL; a value of None is left out
-    **dict.fromkeys(
-        ("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert",
-         "rembert", "roberta", "roformer", "xlm-roberta", "xlm-roberta-xl"),
-        _DECODER,
-    ),
-    **dict.fromkeys(
-        ("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp", "pegasus", "plbart",
-         "whisper", "trocr"),
-        _HALVES,
-    ),
-    "dbrx": {
-        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
-        "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
-    },
-    "cpmant": {"dim_ff": 96},
-    "ctrl": {"dff": 96},
-    "dots1": {"n_shared_experts": 1},
-    "falcon": {"head_dim": None},
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 9, "num_layers": 2},
-    "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2, "mamba_dt_rank": 4},
-    "bamba": {**_MAMBA, "attn_layer_indices": [1]},
-    "falcon_h1": {**_MAMBA, "mamba_d_ssm": 128},
-    "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 16, "chunk_size": 16},
-    "bailing_hybrid": {"layer_types": ["linear_attention", FULL]},
-    "lfm2_moe": {"layer_types": ["conv", FULL]},
-    "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1, "state_size": 16, "expand": 2, "chunk_size": 16},
-    "roc_bert": {**_DECODER, "pronunciation_embed_dim": 16, "pronunciation_vocab_size": 20, "shape_embed_dim": 16,
-                 "shape_vocab_size": 20},
-    "gemma3n_text": {
-        **_GEMMA_3N, "laurel_rank": 8, "intermediate_size": [96] * 4, "activation_sparsity_pattern": [0.0] * 4,
-    },
-    "gemma4_text": {**_GEMMA_3N, "global_head_dim": 16},
-    "gemma4_unified_text": {
-        **_GEMMA_3N, "global_head_dim": 16, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0,
-    },
-    "git": {
-        "vision_config": {
-            "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32, "patch_size": 16,
-            "intermediate_size": 16,
-        }
-    },
-    "prophetnet": {
-        "num_hidden_layers": None, "num_encoder_layers": 1, "num_decoder_layers": 2, "num_decoder_attention_heads": 4,
-        "decoder_ffn_dim": 96, "encoder_ffn_dim": 96, "num_encoder_attention_heads": 4,
-    },
-    "qwen4_exp_text": {"ngram_vocab_size_base": 500, "layer_types": ["linear_attention", FULL]},
-    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
-    "xmod": {**_DECODER, "default_language": "en_XX"},
-    "xlnet": {"max_position_embeddings": None},
-    "xlstm": {"v_head_dim": None},
-    "roberta-prelayernorm": {**_DECODER, "pad_token_id": 126},  # positions are not counted where that is written
-    "kimi_linear": {"layer_types": ["linear_attention", FULL]},
-    "reformer": {
-        **_DECODER, "axial_pos_embds": False, "attn_layers": ["local", "local"], "feed_forward_size": 96,
-        "attention_head_size": 16, "local_attn_chunk_length": 64,
-    },
-    "zamba": {"num_hidden_layers": 6, "attn_layer_offset": 2, "attn_layer_period": 3},
-    "zaya": {"num_experts_per_tok": 1},
-}  # fmt: skip
 PROMPTS = [[3 + 2 * index + row for index in range(5 + 6 * row)] for row in range(4)]
 NEW_TOKENS = 10
 
@@ -113,29 +33,10 @@ NEW_TOKENS = 10
 def checkpoint(model_type: str) -> str:
     """A checkpoint of this kind in a folder that goes with the process."""
     folder = str(Path(_scratch().name) / model_type)
-    model = AutoModelForCausalLM.from_config(config(model_type), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(tiny_foreign.config(model_type), dtype=torch.float32)
     redraw(model, seed=0)
     model.save_pretrained(folder)
     return folder
-
-
-def config(model_type: str) -> Any:
-    kind = CONFIG_MAPPING[model_type]
-    usual = kind()
-    values = {name: value for name, value in SMALL.items() if _has(usual, name)}
-    if getattr(usual, "sliding_window", None) is None:
-        values.pop("sliding_window", None)
-    if "kv_lora_rank" in values:  # latent attention has a key for each head, of two parts
-        values |= {"num_key_value_heads": 4} | ({"head_dim": 8} if "head_dim" in values else {})
-    values |= OWN.get(model_type, {})
-    return kind(**{name: value for name, value in values.items() if value is not None})
-
-
-def _has(usual: Any, name: str) -> bool:
-    try:
-        return hasattr(usual, name)
-    except RuntimeError:  # it differs by layer
-        return False
 
 
 def greedy(model_type: str) -> list[list[int]]:
@@ -176,16 +77,20 @@ HELD = (
     "lfm2_moe", "llama4_text", "mamba", "minimax", "mpt", "nemotron_h", "openai-gpt", "recurrent_gemma", "xglm",
 )  # fmt: skip
 RARE_PAGED = (
-    "axk1", "bert", "bert-generation", "electra", "ernie", "flint", "gpt-sw3", "granite_swa", "granitemoe_swa",
-    "hrm_text", "hy_v3", "kolibri1", "minimax_m3_vl_text", "roc_bert",
+    "axk1", "bert", "bert-generation", "electra", "ernie", "flint", "fuyu", "gemma4", "gemma4_unified", "got_ocr2",
+    "gpt-sw3", "granite_swa", "granitemoe_swa",
+    "hrm_text", "hy_v3", "kolibri1", "minimax_m3_vl_text",
+    "phi4_multimodal", "roc_bert",
 )  # fmt: skip
 RARE_HELD = (
     "axk2", "bailing_hybrid", "bamba", "big_bird", "bigbird_pegasus", "blenderbot", "blenderbot-small",
-    "camembert", "data2vec-text", "deepseek_v4", "doge", "gemma4_unified_text", "git", "glm_moe_dsa",
-    "gpt_neox_japanese", "hy_v4", "inkling2_text", "inkling_text", "jetmoe", "kimi_linear", "lfm3",
+    "camembert", "data2vec-text", "deepseek_v4", "doge", "dots3_note_text", "gemma4_unified_text", "git", "glm_moe_dsa",
+    "gpt_neox_japanese", "hy_v4", "inkling2_text", "inkling_text", "jetmoe", "kimi_linear", "lfm3", "llama4",
     "longcat_flash", "marian", "mbart", "megatron-bert", "mimo_v2_flash", "mvp", "olmo_hybrid", "pegasus",
-    "plbart", "reformer", "rembert", "roberta", "roberta-prelayernorm", "roformer", "rwkv", "trocr", "whisper",
-    "xlm-roberta", "xlm-roberta-xl", "xlstm", "xmod", "zamba", "zaya",
+    "plbart", "qwen4_exp", "qwen4_exp_text", "reformer", "rembert",
+    "roberta", "roberta-prelayernorm", "roformer", "rwkv", "trocr", "whisper",
+    "xlm-roberta", "xlm-roberta-xl", "xlstm", "xmod", "zamba", "zamba2",
+    "zaya",
 )  # fmt: skip
 RARE = (*RARE_PAGED, *RARE_HELD)
 NOT_SERVED = {
@@ -196,20 +101,19 @@ NOT_SERVED = {
     "xlnet": "tokens see later ones",
 }
 NOT_TRIED = {  # no small checkpoint of them could be made
-    **dict.fromkeys(
-        ("blt", "dots3_note", "emu3", "fuyu", "gemma3n", "gemma4", "gemma4_unified", "got_ocr2", "llama4", "mllama",
-         "moss_transcribe_diarize", "phi4_multimodal", "qwen4_exp"),
-        "its configuration is that of several models; not tried",
-    ),
+    "blt": "its tokens are made of patches of bytes by further models; not tried",
     "cohere_compass_text": "its configuration alone makes no model; not tried",
-    "dots3_note_text": "not tried",
+    "dots3_note": "its configuration is that of several models; not tried",
+    **dict.fromkeys(
+        ("emu3", "mllama"), "transformers does not know again what it writes of its text part; not tried"
+    ),
+    "gemma3n": "it sees through a library of its own; not tried",
     **dict.fromkeys(
         ("gemma4_assistant", "gemma4_unified_assistant"), "it drafts for another model; not tried"
     ),
+    "moss_transcribe_diarize": "its configuration is that of several models; not tried",
     **dict.fromkeys(("musicgen", "musicgen_melody"), "it writes sound; not tried"),
-    "qwen4_exp_text": "not tried",
-    "zamba2": "not tried",
-}  # fmt: skip
+}
 OPTIONS: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "random_seed": 1,

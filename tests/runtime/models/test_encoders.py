@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoTokenizer
-from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 import http_server
 import paged_forward
@@ -25,7 +23,7 @@ from runtime.errors import CheckpointError, ConfigurationError
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.models.config import read_facts
 from runtime.models.encoder import Encoder
-from runtime.models.registry import ENCODERS, find
+from runtime.models.registry import ENCODERS
 from serve import Engine
 from serve.app import build_app
 
@@ -279,14 +277,3 @@ async def test_real_vectors_are_those_of_transformers() -> None:
     for answer, text in zip(found, texts, strict=True):
         wanted = F.normalize(hidden_of(model, tokenizer(text)["input_ids"]).mean(0), dim=0)
         torch.testing.assert_close(torch.tensor(answer["embedding"]), wanted, atol=1e-5, rtol=0)
-
-
-def test_classifiers_of_transformers_that_are_refused_are_listed(tmp_path: Path) -> None:
-    names = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
-    refused = [kind for kind, name in names.items() if not (isinstance(name, str) and find(name))]
-    document = (Path(__file__).parents[3] / "docs" / "embeddings.md").read_text(encoding="utf-8")
-    assert ", ".join(f"`{kind}`" for kind in sorted(refused)) in document
-    values = {"architectures": ["DebertaV2ForSequenceClassification"], "model_type": "deberta-v2"}
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    with pytest.raises(CheckpointError, match="DebertaV2ForSequenceClassification is not supported"):
-        read_facts(str(tmp_path))

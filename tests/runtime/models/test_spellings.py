@@ -21,7 +21,7 @@ from runtime.models.registry import entry
 
 IDS = list(range(10, 40))
 FULL, SLIDING = "full_attention", "sliding_attention"
-TYPICAL = ("gemma3", "gpt_neox", "granitemoehybrid", "mixtral")
+TYPICAL = ("gemma3", "mixtral")
 FAMILIES = [
     pytest.param(family, marks=() if family in TYPICAL else pytest.mark.slow)
     for family in tiny_checkpoints.FAMILIES

@@ -1,0 +1,125 @@
+"""Small configurations of transformers' models that have no family of ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+# Whatever of these a configuration has.
+SMALL: dict[str, Any] = {
+    "vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 96, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    "head_dim": 16, "sliding_window": 9,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_topk": 2,
+    "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1,
+    "n_embd": 64, "n_layer": 2, "n_head": 4, "n_inner": 96, "n_positions": 256, "rotary_dim": 8,
+    "d_model": 64, "n_layers": 2, "n_heads": 4, "ffn_dim": 96, "word_embed_proj_dim": 64, "num_layers": 2,
+    "embedding_size": 64,
+    "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "kv_lora_rank": 16, "q_lora_rank": 24,
+}  # fmt: skip
+FULL = "full_attention"
+_DECODER = {"is_decoder": True}
+_HALVES = {"decoder_layers": 2, "decoder_ffn_dim": 96, "decoder_attention_heads": 4, "encoder_ffn_dim": 96}
+SLIDING = "sliding_attention"
+_GEMMA_3N = {
+    "num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": [SLIDING, FULL, SLIDING, FULL],
+    "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128,
+}  # fmt: skip
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 16}
+OWN: dict[str, dict[str, Any]] = {  # of a kind, over SMALL; a value of None is left out
+    **dict.fromkeys(
+        ("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert",
+         "rembert", "roberta", "roformer", "xlm-roberta", "xlm-roberta-xl"),
+        _DECODER,
+    ),
+    **dict.fromkeys(
+        ("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp", "pegasus", "plbart",
+         "whisper", "trocr"),
+        _HALVES,
+    ),
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "cpmant": {"dim_ff": 96},
+    "ctrl": {"dff": 96},
+    "dots1": {"n_shared_experts": 1},
+    "falcon": {"head_dim": None},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 9, "num_layers": 2},
+    "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2, "mamba_dt_rank": 4},
+    "bamba": {**_MAMBA, "attn_layer_indices": [1]},
+    "falcon_h1": {**_MAMBA, "mamba_d_ssm": 128},
+    "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 16, "chunk_size": 16},
+    "bailing_hybrid": {"layer_types": ["linear_attention", FULL]},
+    "lfm2_moe": {"layer_types": ["conv", FULL]},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1, "state_size": 16, "expand": 2, "chunk_size": 16},
+    "roc_bert": {**_DECODER, "pronunciation_embed_dim": 16, "pronunciation_vocab_size": 20, "shape_embed_dim": 16,
+                 "shape_vocab_size": 20},
+    "gemma3n_text": {
+        **_GEMMA_3N, "laurel_rank": 8, "intermediate_size": [96] * 4, "activation_sparsity_pattern": [0.0] * 4,
+    },
+    "gemma4_text": {**_GEMMA_3N, "global_head_dim": 16},
+    "gemma4_unified_text": {
+        **_GEMMA_3N, "global_head_dim": 16, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0,
+    },
+    "git": {
+        "vision_config": {
+            "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32, "patch_size": 16,
+            "intermediate_size": 16,
+        }
+    },
+    "dots3_note_text": {
+        "index_head_dim": 16, "index_n_heads": 4, "index_topk": 256, "shared_experts_intermediate_size": 32,
+        "n_routed_experts": 4,
+        "layer_types": [SLIDING, "indexed_attention"],
+    },
+    "prophetnet": {
+        "num_hidden_layers": None, "num_encoder_layers": 1, "num_decoder_layers": 2, "num_decoder_attention_heads": 4,
+        "decoder_ffn_dim": 96, "encoder_ffn_dim": 96, "num_encoder_attention_heads": 4,
+    },
+    "qwen4_exp_text": {
+        "ngram_vocab_size_base": 500, "layer_types": ["linear_attention", FULL], "indexer_n_heads": 4,
+        "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 256, "indexer_compress_ratio": 4,
+    },
+    "qwen3_5_text": {"layer_types": ["linear_attention", FULL]},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
+    "xmod": {**_DECODER, "default_language": "en_XX"},
+    "xlnet": {"max_position_embeddings": None},
+    "xlstm": {"v_head_dim": None},
+    "roberta-prelayernorm": {**_DECODER, "pad_token_id": 126},  # positions are not counted where that is written
+    "kimi_linear": {"layer_types": ["linear_attention", FULL]},
+    "reformer": {
+        **_DECODER, "axial_pos_embds": False, "attn_layers": ["local", "local"], "feed_forward_size": 96,
+        "attention_head_size": 16, "local_attn_chunk_length": 64,
+    },
+    "zamba": {"num_hidden_layers": 6, "attn_layer_offset": 2, "attn_layer_period": 3},
+    "zamba2": {
+        "n_mamba_heads": 8, "mamba_d_state": 16, "chunk_size": 16, "layers_block_type": ["linear_attention", "hybrid"],
+        "head_dim": None, "num_key_value_heads": 4, "adapter_rank": 8,
+    },
+    "zaya": {"num_experts_per_tok": 1},
+}  # fmt: skip
+
+
+def config(model_type: str, **changes: Any) -> Any:
+    """A small configuration of this kind; `changes` are its fields, those of None left out."""
+    kind = CONFIG_MAPPING[model_type]
+    usual = kind()
+    values = {name: value for name, value in SMALL.items() if _has(usual, name)}
+    if getattr(usual, "sliding_window", None) is None:
+        values.pop("sliding_window", None)
+    if "kv_lora_rank" in values:  # latent attention has a key for each head, of two parts
+        values |= {"num_key_value_heads": 4} | ({"head_dim": 8} if "head_dim" in values else {})
+    for name in getattr(kind, "sub_configs_defaults", None) or {}:
+        if (part := getattr(usual, name, None)) is not None:
+            values[name] = config(part.model_type).to_dict()
+    values |= {**OWN.get(model_type, {}), **changes}
+    return kind(**{name: value for name, value in values.items() if value is not None})
+
+
+def _has(usual: Any, name: str) -> bool:
+    try:
+        return hasattr(usual, name)
+    except RuntimeError:  # it differs by layer
+        return False
