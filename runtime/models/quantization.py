@@ -12,6 +12,13 @@ from runtime.config.quantization import FORMATS
 from runtime.errors import CheckpointError
 
 SPELLINGS = {"compressed_tensors": "compressed-tensors", "gptq_v2": "gptq", "modelopt_fp8": "modelopt"}
+AUTO_ROUND = {  # part of what AutoRound calls a packing -> the form it is
+    "awq": "awq",
+    "gptq": "gptq",
+    "llm_compressor": "compressed-tensors",
+    "fp8": "fp8",
+    "auto_round": "gptq",
+}
 MAX_FILE_BYTES = 16 * 2**20
 
 
@@ -27,7 +34,7 @@ def with_quantization(values: Mapping[str, Any], directory: Path) -> dict[str, A
         return found
     if not isinstance(stated, Mapping):
         raise CheckpointError(f"config.json: quantization_config must be an object, not {stated!r}.")
-    found["quantization_config"] = {**stated, "quant_method": _method(stated)}
+    found["quantization_config"] = {**stated, **_form(stated)}
     return found
 
 
@@ -42,13 +49,18 @@ def quantization_fields(values: Mapping[str, Any]) -> Fields:
     return Fields(values, "config.json: ").child("quantization_config")
 
 
-def _method(stated: Mapping[str, Any]) -> str:
+def _form(stated: Mapping[str, Any]) -> dict[str, Any]:
+    """The form's name in FORMATS, and what else its reader has to be told."""
     name = stated.get("quant_method")
     if name is None and "config_groups" in stated:
         name = "compressed-tensors"
     name = SPELLINGS.get(str(name), str(name))
+    more: dict[str, Any] = {}
     if name == "auto-round":  # writes the forms of others
-        name = "awq" if "awq" in str(stated.get("packing_format")) else "gptq"
+        packed = str(stated.get("packing_format") or "gptq").removeprefix("auto_round:")
+        name = next((form for part, form in AUTO_ROUND.items() if part in packed), f"auto-round, {packed}")
+        if packed in ("auto_round", "gptqmodel"):
+            more["checkpoint_format"] = "gptq_v2"  # zeros as they are
     if name == "gptq" and stated.get("checkpoint_format") == "marlin":
         name = "marlin"
     if name not in FORMATS:
@@ -56,7 +68,7 @@ def _method(stated: Mapping[str, Any]) -> str:
             f"The checkpoint is quantized ({name}), which is not supported; use the unquantized model or one in "
             f"another form: {', '.join(FORMATS)}."
         )
-    return name
+    return {"quant_method": name, **more}
 
 
 def _beside(directory: Path) -> dict[str, Any]:

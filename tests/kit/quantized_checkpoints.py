@@ -145,13 +145,20 @@ def bitsandbytes(kind: str, *, nested: bool = False) -> tuple[Quantize, dict]:
     }
 
 
-GPTQMODEL_OF_3_BITS = (0x24924924, 0x92492492, 0x49249249)
-
-
 def gptq(
-    *, bits: int = 4, group_size: int = 32, order: bool = False, version: int = 1, by_gptqmodel: bool = False
+    *,
+    bits: int = 4,
+    group_size: int = 32,
+    order: bool = False,
+    version: int = 1,
+    by_gptqmodel: bool = False,
+    planes: bool = False,
 ) -> tuple[Quantize, dict]:
-    """As AutoGPTQ packs, number by number; or as GPTQModel makes the first version of the second, some zeros 0."""
+    """As AutoGPTQ packs, number by number; or as GPTQModel makes the first version of the second, some zeros 0.
+
+    Or as GPTQModel packs in planes, which has the second version's zeros.
+    """
+    pack, version = (planar_words, 2) if planes else (words, version)
 
     def quantize(weight: Tensor) -> tuple[Tensors, Tensor]:
         out_size, in_size = weight.shape
@@ -174,10 +181,8 @@ def gptq(
         numbers = (weight.T / scales[group] + zeros[group]).round().clamp(0, top).long()  # [I, O]
         plain = ((numbers - zeros[group]) * scales[group]).T
         stored = {
-            "qweight": words(numbers.T, bits).T,
-            "qzeros": _without_ones(words(zeros, bits), bits)
-            if by_gptqmodel
-            else words(zeros - int(version == 1), bits),
+            "qweight": pack(numbers.T, bits).T,
+            "qzeros": _without_ones(zeros, bits) if by_gptqmodel else pack(zeros - int(version == 1), bits),
             "scales": scales.half(),
             "g_idx": group.int(),
         }
@@ -188,16 +193,29 @@ def gptq(
         "bits": bits,
         "group_size": group_size,
         "desc_act": order,
-        "checkpoint_format": "gptq" if version == 1 else "gptq_v2",
-        "meta": {"quantizer": ["gptqmodel:5.0.0"]} if by_gptqmodel else {},
+        "checkpoint_format": "gptq_p" if planes else "gptq" if version == 1 else "gptq_v2",
     }
 
 
-def _without_ones(packed: Tensor, bits: int) -> Tensor:
-    """Words, each as one number less what GPTQModel takes away."""
-    ones = GPTQMODEL_OF_3_BITS if bits == 3 else (sum(1 << place for place in range(0, 32, bits)),)
-    less = torch.tensor(ones).repeat(packed.shape[1])[: packed.shape[1]]
-    return (packed.to(torch.int64) - less).to(torch.int32)
+def _without_ones(zeros: Tensor, bits: int) -> Tensor:
+    """Words, each as one number less a 1 in every place; of 3 bits each zero less 1."""
+    if bits == 3:
+        return words((zeros - 1) % 8, bits)
+    return (words(zeros, bits).to(torch.int64) - sum(1 << place for place in range(0, 32, bits))).to(
+        torch.int32
+    )
+
+
+def planar_words(numbers: Tensor, bits: int) -> Tensor:
+    """Rows of numbers, of each 32 first their lowest 4 bits (of 3 bits 2), then the next 2 and the last."""
+    planes = {3: (2, 1), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1)}.get(bits, (bits,))
+    blocks = []
+    for block in numbers.split(32, dim=1):
+        place = 0
+        for width in planes:
+            blocks.append(words(block >> place & ((1 << width) - 1), width))
+            place += width
+    return torch.cat(blocks, dim=1)
 
 
 def words(numbers: Tensor, bits: int) -> Tensor:
@@ -209,11 +227,13 @@ def words(numbers: Tensor, bits: int) -> Tensor:
     return torch.tensor(packed, dtype=torch.int64).to(torch.int32)
 
 
-def awq(*, group_size: int = 32, zero_point: bool = True) -> tuple[Quantize, dict]:
+def awq(*, group_size: int = 32, zero_point: bool = True, bits: int = 4) -> tuple[Quantize, dict]:
     """As AutoAWQ packs for its gemm kernel; without zeros each is 8."""
 
     def interleaved(numbers: Tensor) -> Tensor:
         places = [0, 2, 4, 6, 1, 3, 5, 7]
+        if bits != 4:
+            return words(numbers, bits)
         return words(torch.cat([part[:, places] for part in numbers.split(8, dim=1)], dim=1), 4)
 
     def quantize(weight: Tensor) -> tuple[Tensors, Tensor]:
@@ -221,9 +241,10 @@ def awq(*, group_size: int = 32, zero_point: bool = True) -> tuple[Quantize, dic
         low, high = groups.amin(1).clamp_max(0), groups.amax(1).clamp_min(0)
         if not zero_point:
             low, high = -(groups.abs().amax(1)), groups.abs().amax(1)
-        scales = ((high - low) / 15).half().float()
-        zeros = (-low / scales).round().clamp(0, 15).long() if zero_point else torch.full_like(low, 8).long()
-        numbers = (groups / scales[:, None] + zeros[:, None]).round().clamp(0, 15).long()
+        top = 2**bits - 1
+        scales = ((high - low) / top).half().float()
+        zeros = (-low / scales).round().clamp(0, top).long() if zero_point else torch.full_like(low, 8).long()
+        numbers = (groups / scales[:, None] + zeros[:, None]).round().clamp(0, top).long()
         plain = ((numbers - zeros[:, None]) * scales[:, None]).flatten(0, 1).T
         stored = {
             "qweight": interleaved(numbers.flatten(0, 1)),
@@ -233,7 +254,7 @@ def awq(*, group_size: int = 32, zero_point: bool = True) -> tuple[Quantize, dic
 
     return quantize, {
         "quant_method": "awq",
-        "bits": 4,
+        "bits": bits,
         "group_size": group_size,
         "zero_point": zero_point,
         "version": "gemm",

@@ -1,11 +1,11 @@
-"""AWQ: whole numbers of 4 bits in words along the outputs, groups of inputs with a scale and a zero.
+"""AWQ: whole numbers of 2 to 8 bits in words along the outputs, groups of inputs with a scale and a zero.
 
-    qweight int32 [I, O / 8]   eight outputs in a word, lowest bits first: 0, 2, 4, 6, 1, 3, 5, 7
-    qzeros  int32 [G, O / 8]   likewise
+    qweight int32 [I, O * bits / 32]   lowest bits first, dense; of 4 bits in the order 0, 2, 4, 6, 1, 3, 5, 7
+    qzeros  int32 [G, O * bits / 32]   likewise
     scales  float [G, O]
 
 weight[o, i] = scales[i / group_size, o] * (q[i, o] - zero[i / group_size, o]). Without zeros (`zero_point` false) each
-is 8. Source: AutoAWQ's "gemm" packing.
+is half the range. Source: AutoAWQ's "gemm" packing, GPTQModel's of other bits.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ PLACE = tuple(ORDER.index(output) for output in range(8))
 def derive(stored: Stored, fields: Fields) -> Derived:
     """See `runtime.models.formats`."""
     bits = fields.optional_integer("bits") or fields.optional_integer("w_bit") or 4
-    if bits != 4:
-        raise fields.wrong("bits", "4")
+    if not 2 <= bits <= 8:
+        raise fields.wrong("bits", "from 2 to 8")
     version = str(fields.values.get("version") or "gemm").lower()
     if version != "gemm":
         raise CheckpointError(f"{fields.path}version {version} is not supported; use one packed for gemm.")
@@ -38,40 +38,46 @@ def derive(stored: Stored, fields: Fields) -> Derived:
                 derived,
                 stored,
                 name.removesuffix(".qweight"),
+                bits,
                 symmetric=fields.values.get("zero_point") is False,
             )
     return derived
 
 
-def _add(derived: Derived, stored: Stored, layer: str, *, symmetric: bool) -> None:
+def _add(derived: Derived, stored: Stored, layer: str, bits: int, *, symmetric: bool) -> None:
     packed, zeros, scales = f"{layer}.qweight", f"{layer}.qzeros", f"{layer}.scales"
     without_zeros = symmetric and zeros not in stored.shapes
     require(stored, scales, *(() if without_zeros else (zeros,)))
     in_size, words = stored.shapes[packed]
     groups, out_size = stored.shapes[scales]
-    if words * 8 != out_size or in_size % groups:
+    if words != -(-out_size * bits // 32) or in_size % groups:
         raise CheckpointError(f"{packed} and {scales} do not fit each other.")
 
     def read_zeros(read: Read) -> Tensor:
-        return torch.full((groups, out_size), 8) if without_zeros else _unpack(read(zeros))
+        return (
+            torch.full((groups, out_size), 1 << (bits - 1))
+            if without_zeros
+            else _unpack(read(zeros), bits, out_size)
+        )
 
     def make(read: Read) -> Tensor:
         size = in_size // groups
         scale, zero = (
             each.repeat_interleave(size, dim=0) for each in (read(scales).float(), read_zeros(read))
         )
-        return ((_unpack(read(packed)) - zero).float() * scale).T
+        return ((_unpack(read(packed), bits, out_size) - zero).float() * scale).T
 
     def make_grouped(read: Read) -> GroupedWeight:
         scale = read(scales).float().T
-        codes = _unpack(read(packed)).T.to(torch.uint8)
+        codes = _unpack(read(packed), bits, out_size).T.to(torch.uint8)
         return GroupedWeight(codes, scale, (8 - read_zeros(read).T) * scale)
 
     used = [packed, scales, *(() if without_zeros else (zeros,))]
-    derived.add(f"{layer}.weight", (out_size, in_size), used, make, make_grouped, in_size // groups)
+    kept = (make_grouped, in_size // groups) if bits == 4 else (None, 0)
+    derived.add(f"{layer}.weight", (out_size, in_size), used, make, *kept)
 
 
-def _unpack(words: Tensor) -> Tensor:
-    """int32 [n, O / 8] -> [n, O], the outputs in order."""
-    count = words.shape[1] * 8
-    return unpack(words, 4, count).unflatten(1, (-1, 8))[:, :, PLACE].flatten(1)
+def _unpack(words: Tensor, bits: int, count: int) -> Tensor:
+    """int32 [n, W] -> [n, count], the outputs in order."""
+    numbers = unpack(words, bits, count)
+    return numbers.unflatten(1, (-1, 8))[:, :, PLACE].flatten(1) if bits == 4 else numbers

@@ -30,6 +30,21 @@ def unpack(words: Tensor, bits: int, count: int, *, dense: bool = True) -> Tenso
     return (low & ((1 << bits) - 1)).to(torch.int32)
 
 
+def unpack_planes(words: Tensor, bits: int, count: int) -> Tensor:
+    """As `unpack`, of numbers whose lowest 4 (of 3 bits 2), next 2 and last bit stand in words of their own.
+
+    Each 32 numbers take `bits` words.
+    """
+    found, word = torch.zeros(len(words), count, dtype=torch.int32), 0
+    place = 0
+    while place < bits:
+        width = next(each for each in (4, 2, 1) if each <= bits - place)
+        plane = words.unflatten(1, (-1, bits))[:, :, word : word + width].flatten(1)
+        found |= unpack(plane, width, count) << place
+        word, place = word + width, place + width
+    return found
+
+
 def nibbles(packed: Tensor, *, high_first: bool = False) -> Tensor:
     """uint8 [..., n] -> uint8 [..., 2n]: the two halves of each byte, one after the other."""
     low, high = packed & 15, packed >> 4

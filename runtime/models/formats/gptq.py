@@ -1,7 +1,7 @@
-"""GPTQ: whole numbers of 2, 3, 4 or 8 bits in words along the inputs, groups of inputs with a scale and a zero.
+"""GPTQ: whole numbers of 2 to 8 bits in words along the inputs, groups of inputs with a scale and a zero.
 
-    qweight int32 [I * bits / 32, O]   dense, lowest bits first
-    qzeros  int32 [G, O * bits / 32]   minus 1, but not in the second version (checkpoint_format gptq_v2)
+    qweight int32 [I * bits / 32, O]   dense, lowest bits first; or in planes (gptq_p), as 5, 6 and 7 bits always are
+    qzeros  int32 [G, O * bits / 32]   likewise; minus 1 in the first version (checkpoint_format gptq)
     scales  float [G, O]
     g_idx   int32 [I]                  the group of each input: any order where weights were rounded by activation
 
@@ -17,15 +17,10 @@ from torch import Tensor
 from ops.matmul.grouped import GroupedWeight
 from runtime.config.fields import Fields
 from runtime.errors import CheckpointError
-from runtime.models.formats.bits import unpack
+from runtime.models.formats.bits import unpack, unpack_planes
 from runtime.models.formats.stored import Derived, Read, Stored, require
 
-BITS = (2, 3, 4, 8)
-OF_3_BITS = (  # what GPTQModel takes away of each three words
-    0b00100100100100100100100100100100,
-    0b10010010010010010010010010010010,
-    0b01001001001001001001001001001001,
-)
+BITS = range(2, 9)
 
 
 def derive(stored: Stored, fields: Fields) -> Derived:
@@ -33,7 +28,9 @@ def derive(stored: Stored, fields: Fields) -> Derived:
     values = fields.values
     bits = fields.integer("bits")
     if bits not in BITS:
-        raise fields.wrong("bits", f"one of {', '.join(map(str, BITS))}")
+        raise fields.wrong("bits", "from 2 to 8")
+    if _format(fields) not in ("gptq", "gptq_v2", "gptq_p"):
+        raise fields.wrong("checkpoint_format", "gptq, gptq_v2 or gptq_p")
     group_size = values.get("group_size", -1)
     if (
         isinstance(group_size, bool)
@@ -52,19 +49,30 @@ def derive(stored: Stored, fields: Fields) -> Derived:
     return derived
 
 
+def _format(fields: Fields) -> str:
+    return str(fields.values.get("checkpoint_format") or "gptq").lower()
+
+
+def _numbers(words: Tensor, bits: int, count: int, fields: Fields) -> Tensor:
+    """int32 [rows, count] of words along the last dimension."""
+    planes = bits in (5, 6, 7) or (bits == 3 and _format(fields) == "gptq_p")
+    return unpack_planes(words, bits, count) if planes else unpack(words, bits, count)
+
+
 def _zeros(words: Tensor, bits: int, count: int, fields: Fields) -> Tensor:
     """Zeros [G, O] of their words.
 
-    The first version's 1 is added to whole words: GPTQModel took it away from them, with a borrow where a zero was 0.
-    Of 3 bits it does so at other places than AutoGPTQ did, which had it right.
+    The first version's 1 is added to whole words, where numbers do not stand in two: it was taken away from them, with
+    a borrow where a zero was 0. Of 3 bits writers took it away at several places; but where rounding is symmetric a
+    zero is known.
     """
-    if fields.values.get("checkpoint_format") == "gptq_v2":
-        return unpack(words, bits, count)
-    if bits == 3 and "gptqmodel" not in str(fields.values.get("meta")).lower():
-        return unpack(words, bits, count) + 1
-    ones = OF_3_BITS if bits == 3 else (sum(1 << place for place in range(0, 32, bits)),)
-    added = torch.tensor(ones).repeat(words.shape[1])[: words.shape[1]]
-    return unpack(words.to(torch.int64) + added, bits, count)
+    if _format(fields) != "gptq":
+        return _numbers(words, bits, count, fields)
+    if bits == 3 and fields.values.get("sym") is True:
+        return torch.full((len(words), count), 4)
+    if 32 % bits:
+        return (_numbers(words, bits, count, fields) + 1) & ((1 << bits) - 1)
+    return unpack(words.to(torch.int64) + sum(1 << place for place in range(0, 32, bits)), bits, count)
 
 
 def _add(derived: Derived, stored: Stored, layer: str, bits: int, group_size: int, fields: Fields) -> None:
@@ -83,7 +91,7 @@ def _add(derived: Derived, stored: Stored, layer: str, bits: int, group_size: in
         size = -(-in_size // groups)
 
     def make(read: Read) -> Tensor:
-        numbers = unpack(read(packed).T.contiguous(), bits, in_size)  # [O, I]
+        numbers = _numbers(read(packed).T.contiguous(), bits, in_size, fields)  # [O, I]
         zero = _zeros(read(zeros), bits, out_size, fields).float()
         group = read(order).long() if order else torch.arange(in_size) // size
         if int(group.min()) < 0 or int(group.max()) >= groups:

@@ -57,7 +57,10 @@ FORMS = [
     ("torchao", {"kind": "int4"}),
     ("gptq", {"by_gptqmodel": True}),
     ("gptq", {"by_gptqmodel": True, "bits": 3}),
+    ("gptq", {"planes": True, "bits": 3}),
+    ("gptq", {"planes": True, "bits": 7}),
     ("awq", {"zero_point": False}),
+    ("awq", {"bits": 3}),
 ]
 IDS = torch.randint(3, 128, (3, 40), generator=torch.Generator().manual_seed(0)).tolist()
 
@@ -169,6 +172,23 @@ def test_a_form_is_found_in_the_files_of_older_tools(tmp_path: Path) -> None:
         (Path(quantized) / name).write_text(json.dumps(settings))
         assert read_facts(quantized).quantization == {"fp8": "modelopt"}.get(form, form)
         check_same_tensors(read_whole(opened(quantized)), plain)
+
+
+@pytest.mark.parametrize(
+    ("packing", "form", "options"),
+    [
+        ("auto_round:auto_gptq", "gptq", {}),
+        ("auto_round", "gptq", {"version": 2, "bits": 2}),
+        ("auto_round:auto_awq", "awq", {}),
+        ("auto_round:llm_compressor", "compressed-tensors", {"preset": "W8A16"}),
+    ],
+)
+def test_what_autoround_writes_is_read_as_its_packing_says(
+    packing: str, form: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    quantized, plain = quantized_checkpoints.write(tmp_path / "written", form, **options)
+    named = {"quant_method": "auto-round", "packing_format": packing, "checkpoint_format": None}
+    check_same_tensors(read_whole(opened(changed(tmp_path / "named", quantized, named))), plain)
 
 
 def test_layers_of_gptq_may_have_bits_and_groups_of_their_own(tmp_path: Path) -> None:
@@ -328,16 +348,19 @@ def test_a_rank_keeps_whole_groups_and_dequantises_others(
 
 
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
-    ("gptq", {"bits": 5}, {}, "bits must be one of 2, 3, 4, 8"),
+    ("gptq", {"bits": 9}, {}, "bits must be from 2 to 8"),
+    ("gptq", {"checkpoint_format": "bitblas"}, {}, "checkpoint_format must be gptq, gptq_v2 or gptq_p"),
     ("gptq", {"group_size": 0}, {}, "group_size"),
     ("gptq", {}, {"model.layers.0.mlp.up_proj.qweight": torch.zeros(16, 128).short()}, "pack_dtype is int32"),
     ("gptq", {}, {"model.layers.0.mlp.up_proj.qweight": torch.zeros(7, 128).int()}, "do not fit each other"),
     ("gptq", {"quant_method": "hqq"}, {}, r"quantized \(hqq\)"),
+    ("gptq", {"quant_method": "auto-round", "packing_format": "auto_round:fake"}, {}, "auto-round, fake"),
     ("gptq", {"checkpoint_format": "marlin"}, {}, r"quantized \(marlin\)"),
     ("gptq", {}, {"model.layers.0.mlp.up_proj.scales": None}, "lacks model.layers.0.mlp.up_proj.scales"),
     ("gptq", {}, {"model.layers.0.mlp.up_proj.g_idx": torch.full((64,), 9).int()}, "groups beyond"),
     ("awq", {"version": "gemv"}, {}, "version gemv"),
-    ("awq", {"bits": 8}, {}, "bits must be 4"),
+    ("awq", {"bits": 9}, {}, "bits must be from 2 to 8"),
+    ("awq", {"bits": 8}, {}, "do not fit each other"),
     ("fp8", {}, {"model.layers.0.mlp.up_proj.weight_scale_inv": None}, "lacks .*up_proj.weight_scale"),
     ("fp8", {}, {"model.layers.0.mlp.up_proj.weight_scale_inv": torch.ones(5, 2)}, "do not cover"),
     ("torchao", {}, {"model.layers.0.mlp.up_proj._weight_scale": None}, "lacks .*_weight_scale"),
