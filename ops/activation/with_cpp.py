@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from ops.cpp.kernel_launcher import KernelLauncher
-from ops.cpp.library import Gate, address
+from ops.cpp.library import address, in_line
+from ops.cpp.structures import Gate
 
 NAMES = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu", "sigmoid")  # as in `small.h`
 KINDS = {name: kind for kind, name in enumerate(NAMES)}
@@ -28,7 +29,7 @@ def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
 
     def modulate(x: Tensor, gate: Tensor, activation: str) -> Tensor:
         """Multiply x with what is activated."""
-        x, gate = (each if each.stride(1) == 1 else each.contiguous() for each in (x, gate))
+        x, gate = in_line(x), in_line(gate)
         return launch(gate, x, activation)
 
     def launch(x: Tensor, gated: Tensor | None, activation: str) -> Tensor:

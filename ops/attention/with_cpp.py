@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ops.attention import AttentionMetadata, native
 from ops.cpp.kernel_launcher import KernelLauncher, step_in
-from ops.cpp.library import TYPES, Attend, address, cache_type
+from ops.cpp.library import TYPES, address, cache_type, in_line
+from ops.cpp.structures import Attend
 
 NUM_PARTS = 2**22  # floats through which tasks give each other parts of a long row or of what rows share
 HEAD_DIM_MULTIPLE = 16
@@ -49,8 +50,7 @@ def make_attend(launcher: KernelLauncher) -> Callable[..., Tensor]:
                 k_scale=k_scale,
                 v_scale=v_scale,
             )
-        if q.stride(2) != 1 or q.stride(1) != q.shape[2]:
-            q = q.contiguous()
+        q = in_line(q)
         out = launcher.empty(q.shape, q.dtype)
         operands = Attend(
             q=address(q),

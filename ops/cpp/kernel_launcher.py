@@ -19,19 +19,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ops.attention import AttentionMetadata
-from ops.cpp.library import (
-    TYPES,
-    Attend,
-    Gate,
-    GraphNode,
-    KernelDescription,
-    Library,
-    Rotate,
-    RotateStore,
-    Step,
-    Store,
-    address,
-)
+from ops.cpp.library import TYPES, KernelDescription, Library, address
+from ops.cpp.structures import Attend, Gate, GraphNode, Rotate, RotateStore, Step, Store
 
 CACHE_LINE = 64
 

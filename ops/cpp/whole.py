@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ops.attention import AttentionMetadata
 from ops.cpp.kernel_launcher import KernelLauncher, NotCapturable
-from ops.cpp.library import Begin, Choose, Last, Product, Product8, Step, address
+from ops.cpp.library import address
+from ops.cpp.structures import Begin, Choose, Last, Product, Product8, Step
 from ops.matmul.with_cpp import PACKED, PackedWeight4, PackedWeight8, product4, scratch8
 
 SAMPLES = -1  # as the number of a kernel's rows: those of the step that sample

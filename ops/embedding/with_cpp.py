@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from ops.cpp.kernel_launcher import KernelLauncher
-from ops.cpp.library import TYPES, Embed, Step, address
+from ops.cpp.library import TYPES, address
+from ops.cpp.structures import Embed, Step
 from ops.embedding import native
 from ops.matmul.with_cpp import PackedWeight
 

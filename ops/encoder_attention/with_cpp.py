@@ -10,7 +10,8 @@ from torch import Tensor
 from ops.attention import AttentionMetadata
 from ops.attention.with_cpp import computes
 from ops.cpp.kernel_launcher import KernelLauncher, step_in
-from ops.cpp.library import AttendTexts, address
+from ops.cpp.library import address, in_line
+from ops.cpp.structures import AttendTexts
 from ops.encoder_attention import native
 
 
@@ -30,7 +31,7 @@ def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
         """Attention of each row to itself. What has a bias, or `computes` says no to, goes to `native`."""
         if bias is not None or not computes(q, k):
             return native.attend_texts(q, k, v, metadata, scale=scale, reach=reach, bias=bias)
-        q, k, v = (x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous() for x in (q, k, v))
+        q, k, v = in_line(q), in_line(k), in_line(v)
         out = launcher.empty(q.shape, q.dtype)
         operands = AttendTexts(
             q=address(q),

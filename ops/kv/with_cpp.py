@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ops.attention import AttentionMetadata
 from ops.cpp.kernel_launcher import KernelLauncher, step_in
-from ops.cpp.library import TYPES, Store, address, cache_type
+from ops.cpp.library import TYPES, address, cache_type, in_line
+from ops.cpp.structures import Store
 from ops.kv import native
 
 BYTES_AT_ONCE = 16  # of a float8 pool
@@ -33,7 +34,7 @@ def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
         if type is None or k.dtype not in TYPES or (type and k.shape[2] % BYTES_AT_ONCE):
             native.store(k, v, k_pool, v_pool, metadata, k_scale=k_scale, v_scale=v_scale)
             return
-        k, v = (x if x.stride(-1) == 1 and x.stride(1) == x.shape[2] else x.contiguous() for x in (k, v))
+        k, v = in_line(k), in_line(v)
         operands = Store(
             k=address(k),
             v=address(v),

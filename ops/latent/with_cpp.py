@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ops.cpp.kernel_launcher import KernelLauncher
-from ops.cpp.library import TYPES, CopyHeads, Pack, Product, ProductHeads, address
+from ops.cpp.library import TYPES, address
+from ops.cpp.structures import CopyHeads, Pack, Product, ProductHeads
 from ops.latent import native
 
 

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ops.cpp.kernel_launcher import KernelLauncher
-from ops.cpp.library import TYPES, Pack, Pack4, Pack8, Product, Product4, Product8, address
+from ops.cpp.library import TYPES, address, in_line
+from ops.cpp.structures import Pack, Pack4, Pack8, Product, Product4, Product8
 from ops.matmul.grouped import GroupedWeight
 
 SCALE_BYTES = 4
@@ -184,8 +185,7 @@ def _product(
 ) -> Tensor:
     out_size, in_size = weight.shape
     shape = (*x.shape[:-1], out_size)
-    x = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    x = x if x.stride(1) == 1 else x.contiguous()
+    x = in_line(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))
     if x.shape[1] != in_size:
         raise ValueError(f"A weight of {in_size} inputs cannot be multiplied with rows of {x.shape[1]}.")
     wide = "_wide" if out_dtype != x.dtype else ""

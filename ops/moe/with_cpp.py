@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ops.activation.with_cpp import KINDS
 from ops.cpp.kernel_launcher import KernelLauncher
-from ops.cpp.library import TYPES, Combine, Dispatch, Experts, PairTable, Product, Product8, Route, address
+from ops.cpp.library import TYPES, address, in_line
+from ops.cpp.structures import Combine, Dispatch, Experts, PairTable, Product, Product8, Route
 from ops.matmul import with_cpp as matmul
 from ops.matmul.grouped import GroupedWeight
 from ops.matmul.with_cpp import PACKED, PackedWeight4, PackedWeight8, product4, scratch8
@@ -52,7 +53,7 @@ def route(
             grouping=grouping,
             scale=scale,
         )
-    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    logits = in_line(logits)
     weights = launcher.empty((len(logits), top_k), torch.float32)
     experts = launcher.empty((len(logits), top_k), torch.int32)
     groups, top_groups, num_scores = grouping or (1, 1, 1)
@@ -144,7 +145,7 @@ def mix(
     gate_up, down, gate_up_bias, down_bias = mixture
     if not isinstance(gate_up, PACKED):
         return native.mix(x, mixture, weights, experts, activation)
-    x = x if x.stride(1) == 1 else x.contiguous()
+    x = in_line(x)
     (num_tokens, size), top_k, tokens = x.shape, experts.shape[1], launcher.tokens(x)
     (num_experts, twice, _), inner = gate_up.shape, gate_up.shape[1] // 2
     pairs, width = num_tokens * top_k, launcher.library.panel_width

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ops.cpp.kernel_launcher import KernelLauncher
-from ops.cpp.library import Add, Norm, address
+from ops.cpp.library import address, in_line
+from ops.cpp.structures import Add, Norm
 
 
 class Kind(NamedTuple):
@@ -66,14 +67,12 @@ def _norm(launcher: KernelLauncher, x: Tensor, kind: Kind) -> Tensor:
     shape = x.shape
     if x.dim() not in (2, 3):
         x = x.reshape(-1, shape[-1])
-    if x.stride(-1) != 1 or (x.dim() == 3 and x.stride(1) != shape[-1]):
-        x = x.contiguous()
-    return _launch(launcher, x, None, kind).view(shape)
+    return _launch(launcher, in_line(x), None, kind).view(shape)
 
 
 def _add_norm(launcher: KernelLauncher, x: Tensor, residual: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
     residual = residual.contiguous()
-    return _launch(launcher, x if x.stride(1) == 1 else x.contiguous(), residual, kind), residual
+    return _launch(launcher, in_line(x), residual, kind), residual
 
 
 def _launch(launcher: KernelLauncher, x: Tensor, residual: Tensor | None, kind: Kind) -> Tensor:

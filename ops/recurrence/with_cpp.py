@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ops.cpp.kernel_launcher import KernelLauncher
-from ops.cpp.library import TYPES, Convolve, Recur, address
+from ops.cpp.library import TYPES, address, in_line
+from ops.cpp.structures import Convolve, Recur
 from ops.recurrence import Segments, native
 
 MAX_KEY_DIM = 256
@@ -22,7 +23,7 @@ def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
         """silu of a causal convolution of each channel."""
         if x.dtype not in TYPES or pool.dtype != torch.float32 or weight.dtype != x.dtype:
             return native.convolve(x, weight, bias, pool, segments)
-        x = x if x.stride(1) == 1 else x.contiguous()
+        x = in_line(x)
         out = launcher.empty(x.shape, x.dtype)
         operands = Convolve(
             x=address(x),
@@ -53,7 +54,7 @@ def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
         """The gated delta rule."""
         if not computes(q, pool):
             return native.delta_rule(q, k, v, a, b, rate, shift, pool, segments)
-        b = b if b.stride(1) == 1 else b.contiguous()
+        b = in_line(b)
         written = Recur(b=address(b), b_stride=b.stride(0), rate=address(rate), shift=address(shift))
         return recur(written, q, k, v, a, pool, segments)
 
@@ -81,8 +82,7 @@ def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
         own: Recur, q: Tensor, k: Tensor, v: Tensor, a: Tensor, pool: Tensor, segments: Segments
     ) -> Tensor:
         """With the operands that both have, beside those of its own."""
-        q, k, v = (x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous() for x in (q, k, v))
-        a = a if a.stride(1) == 1 else a.contiguous()
+        q, k, v, a = in_line(q), in_line(k), in_line(v), in_line(a)
         out = launcher.empty(v.shape, v.dtype)
         own.q, own.k, own.v, own.a = address(q), address(k), address(v), address(a)
         own.pool, own.out, own.spans = address(pool), address(out), address(segments.spans)

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from ops.cpp.kernel_launcher import KernelLauncher
-from ops.cpp.library import Rotate, Step, address
+from ops.cpp.library import address
+from ops.cpp.structures import Rotate, Step
 
 
 def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:

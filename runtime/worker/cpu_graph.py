@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ops.cpp import whole
 from ops.cpp.kernel_launcher import KernelGraph, NotCapturable
-from ops.cpp.library import Step
+from ops.cpp.structures import Step
 from ops.select import Kernels
 from runtime.batch import Batch, Ints
 from runtime.kv_cache.pools import KVPool

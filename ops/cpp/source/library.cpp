@@ -1,6 +1,6 @@
 // What Python sees beside the kernels: the threads that run them, and what it has to know of them.
 //
-// Nothing in the library knows of Python or torch, so it compiles in a few seconds; ops/cpp/library.py describes the
+// Nothing in the library knows of Python or torch, so it compiles in a few seconds; ops/cpp/structures.py describes the
 // same operands with ctypes, which lets go of Python's lock for the whole of a call.
 
 #include "attend_texts.h"

@@ -15,7 +15,8 @@ import torch
 from cpp_kernels import DTYPES, drawn, launcher, library
 from ops.attention import AttentionMetadata
 from ops.cpp.kernel_launcher import Arena, KernelLauncher, NotCapturable, step_in
-from ops.cpp.library import Library, Step
+from ops.cpp.library import Library
+from ops.cpp.structures import Step
 from ops.kv import with_cpp as kv
 from ops.norm import with_cpp as norm
 from ops.rope import with_cpp as rope

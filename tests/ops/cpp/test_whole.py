@@ -14,7 +14,7 @@ from torch import Tensor
 from cpp_kernels import LESSER, drawn, launcher
 from ops.cpp import whole
 from ops.cpp.kernel_launcher import KernelLauncher
-from ops.cpp.library import Step
+from ops.cpp.structures import Step
 from ops.matmul import with_cpp as matmul
 from ops.sampling import native
 
