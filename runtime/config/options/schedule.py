@@ -54,7 +54,7 @@ class ScheduleArgs:
     max_prefill_tokens: int = option(
         16384,
         "Prompt tokens that one step may take on from all requests together. The first request is always "
-        "admitted, however long.",
+        "admitted, however long. Default of encoders on a CPU: 2048, or their longest text.",
         low=1,
         plan=SchedulerPlan.max_prefill_tokens,
     )

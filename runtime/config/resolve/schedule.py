@@ -12,6 +12,7 @@ MAX_FORCED = 32  # tokens that are found at a time: others wait for their masks 
 QUEUE_FACTOR = 2  # sequences that may wait for each that may run
 QUEUED_TOKENS = 2**23
 MIN_QUEUE = 2048  # or so many, if that is more: clients that send all of a benchmark at once
+ENCODER_TOKENS = 2048  # on a CPU: what passes between layers stays in its cache
 DECAY_STEPS = 600  # over which the share reserved for output falls to its minimum
 
 
@@ -30,7 +31,7 @@ def schedule_plan(
         max_queued_tokens=_max_queued_tokens(builder),
         max_queue_time_s=builder.follow("max_queue_time"),
         chunk_tokens=_chunk_tokens(builder, gpu, cache.page_size, facts),
-        max_prefill_tokens=builder.follow("max_prefill_tokens"),
+        max_prefill_tokens=_max_prefill_tokens(builder, gpu, facts),
         policy=_policy(builder, cache),
         mixed=builder.follow("enable_mixed_chunk"),
         overlap=_overlap(builder),
@@ -143,6 +144,16 @@ def _chunk_tokens(
         reason = f"by the GPU's {gibibytes:.0f} GiB of memory"
     whole = max(page_size, size // page_size * page_size)
     return Decision(whole, reason if whole == size else f"{reason}, in whole pages")
+
+
+def _max_prefill_tokens(builder: PlanBuilder, gpu: Gpu | None, facts: ModelFacts) -> Decision[int]:
+    asked = "max_prefill_tokens" in builder.args.explicitly_set
+    if gpu is not None or not facts.is_encoder or asked:
+        return builder.follow("max_prefill_tokens")
+    size = max(ENCODER_TOKENS, facts.context_length)
+    return Decision(
+        size, "what passes between an encoder's layers stays in a CPU's cache, and every text fits"
+    )
 
 
 def _policy(builder: PlanBuilder, cache: CachePlan) -> Decision[str]:

@@ -59,6 +59,14 @@ def test_defaults_without_a_gpu() -> None:
     assert made.serve.served_model_name == "/models/small"
 
 
+def test_steps_of_an_encoder_fit_into_a_cpus_cache() -> None:
+    texts = replace(FACTS, is_encoder=True, context_length=512)
+    assert plan().scheduler.max_prefill_tokens == plan(H200, texts).scheduler.max_prefill_tokens == 16384
+    assert plan(facts=texts).scheduler.max_prefill_tokens == 2048
+    assert plan(facts=replace(texts, context_length=8192)).scheduler.max_prefill_tokens == 8192
+    assert plan(facts=texts, max_prefill_tokens=100).scheduler.max_prefill_tokens == 100
+
+
 @pytest.mark.parametrize(
     ("machine", "asked", "queued"),
     [
