@@ -25,18 +25,8 @@ from ops.machine import cache_folder
 logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).with_name("source")
-_FLOAT32 = ("-DTYPE=float", "-DTYPE_NAME=float32")
-_BFLOAT16 = ("-DTYPE=BFloat16", "-DTYPE_NAME=bfloat16")
-# Each a source and its own flags; what takes longest comes first.
-UNITS = (
-    ("kernels.cpp", *_BFLOAT16),
-    ("kernels.cpp", *_FLOAT32),
-    ("experts.cpp", *_BFLOAT16),
-    ("experts.cpp", *_FLOAT32),
-    ("attention.cpp", *_FLOAT32),
-    ("attention.cpp", *_BFLOAT16),
-    ("library.cpp",),
-)
+# What takes longest comes first.
+UNITS = ("quantized.cpp", "kernels.cpp", "attention.cpp", "products.cpp", "library.cpp")
 FLAGS = (
     "-O3",
     "-march=native",
@@ -111,8 +101,7 @@ def _name(sources: Path, compiler: str, processor: Collection[str], flags: Seque
     digest = hashlib.sha256()
     for source in _sources(sources):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    units = [argument for unit in UNITS for argument in unit]
-    key = [str(program), str(facts.st_size), str(facts.st_mtime_ns), *units, *flags, *sorted(processor)]
+    key = [str(program), str(facts.st_size), str(facts.st_mtime_ns), *UNITS, *flags, *sorted(processor)]
     digest.update("\0".join(key).encode())
     return f"kernels-{digest.hexdigest()[:24]}.so"
 
@@ -173,9 +162,8 @@ def _compile(compiler: str, flags: Sequence[str], sources: Path, parallel: int) 
     """Compile the units, so many at a time, and link them -> the library, beside its sources."""
     objects = [str(sources / f"{number}.o") for number in range(len(UNITS))]
 
-    def compile_unit(unit: tuple[str, ...], made: str) -> None:
-        source, *own = unit
-        _run(compiler, [*flags, *own, "-c", str(sources / source), "-o", made])
+    def compile_unit(unit: str, made: str) -> None:
+        _run(compiler, [*flags, "-c", str(sources / unit), "-o", made])
 
     with ThreadPoolExecutor(min(len(UNITS), parallel)) as pool:
         list(pool.map(compile_unit, UNITS, objects))  # raises what the first of them raised

@@ -108,35 +108,6 @@ inline void pack_values(const T* values, int64_t head_dim, uint32_t* packed, con
     }
 }
 
-// 2 to the r for r from -0.5 to 0.5.
-inline Floats near_power(Floats r) {
-    Floats p = fill(1.326472731e-03f);
-    p = p * r + 9.671512991e-03f;
-    p = p * r + 5.550733581e-02f;
-    p = p * r + 2.402224243e-01f;
-    p = p * r + 6.931470037e-01f;
-    return p * r + 1.0f;
-}
-
-// 2 to the x for x <= 0, relative error 1e-7, exact at 0; 0 below -126, as for minus infinity. A NaN stays one.
-inline Floats power_of_two(Floats x) {
-#if defined(__AVX512F__)
-    const __m512 given = cast<__m512>(x);
-    const __mmask16 seen = _mm512_cmp_ps_mask(given, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
-    const __m512 n = _mm512_roundscale_ps(given, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    return cast<Floats>(_mm512_maskz_scalef_ps(seen, cast<__m512>(near_power(x - cast<Floats>(n))), n));
-#else
-    const Floats low = fill(-126.0f);
-    const Floats held = where_less(x, low, low, x);
-    const Floats shifted = held + 12582912.0f;  // 1.5 * 2^23: the integer part is in the lowest bits
-    const Floats r = held - (shifted - 12582912.0f);
-    const Floats result = cast<Floats>(cast<Ints>(near_power(r)) + (cast<Ints>(shifted) << 23));
-    return where_less(x, low, Floats{}, result);
-#endif
-}
-
-inline float power_of_two(float x) { return power_of_two(fill(x))[0]; }
-
 // Accurate to about 1e-7, absolutely.
 inline Floats tangent(Floats x) {
     const Floats size = x < 0.0f ? -x : x;

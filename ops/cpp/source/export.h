@@ -1,14 +1,14 @@
-// How a unit of the library shows its kernels to Python: `name_float32` for what is computed in float32. Its units are
-// compiled once for each type, as ../build.py says, all of them at the same time.
+// How a unit of the library shows its kernels to Python: `name_float32` for what is computed in float32.
 #pragma once
 
 #include "simd.h"
 #include "step.h"
 
-#define PENSTOCK_JOIN(name, type) name##_##type
-#define PENSTOCK_NAME(name, type) PENSTOCK_JOIN(name, type)
-
-#define KERNELS(name, kernel)                                                                              \
-    extern "C" void PENSTOCK_NAME(name, TYPE_NAME)(const void* operands, const Step& step, ThreadGroup& threads) { \
-        kernel<TYPE>(operands, step, threads);                                                                \
+#define PENSTOCK_KERNEL(name, kernel, type)                                            \
+    extern "C" void name(const void* operands, const Step& step, ThreadGroup& threads) { \
+        kernel<type>(operands, step, threads);                                         \
     }
+
+#define KERNELS(name, kernel)                       \
+    PENSTOCK_KERNEL(name##_float32, kernel, float) \
+    PENSTOCK_KERNEL(name##_bfloat16, kernel, BFloat16)

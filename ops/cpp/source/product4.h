@@ -125,8 +125,8 @@ inline Floats fused(Floats a, Floats b, Floats c) {
 
 // sums[row] = x[row] . panel.
 template <class T, int ROWS>
-inline void multiply_tile4(const Product4Operands& o, const Table& table, int64_t row, const uint8_t* panel,
-                           Floats (*sums)[2]) {
+[[gnu::noinline]] void multiply_tile4(const Product4Operands& o, const Table& table, int64_t row,
+                                      const uint8_t* panel, Floats (*sums)[2]) {
     typedef typename ScaleOf<T>::Type Scale;
     constexpr int N = LANE_SIZE<T>;
     constexpr int64_t STEP = PANEL * sizeof(uint32_t);
@@ -276,8 +276,9 @@ inline Words fill_quad(const int8_t* from) {
 
 // result[r] = rounded row `row` + r . panel. Groups are multiples of DEPTH, which the compiler unrolls.
 template <class T, int ROWS, int DEPTH, bool DECODED>
-inline void multiply_rounded4(const Product4Operands& o, const ByteTable& table, const Rounded4& rounded, int64_t row,
-                              const uint8_t* panel, const Words* decoded, Floats (*result)[2]) {
+[[gnu::noinline]] void multiply_rounded4(const Product4Operands& o, const ByteTable& table, const Rounded4& rounded,
+                                         int64_t row, const uint8_t* panel, const Words* decoded,
+                                         Floats (*result)[2]) {
     typedef typename ScaleOf<T>::Type Scale;
     constexpr int64_t STEP = PANEL * sizeof(uint32_t);
     const int64_t stride = rounded.stride(), groups = rounded.groups(), group = o.group;

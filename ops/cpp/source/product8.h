@@ -108,8 +108,8 @@ inline Ints dot_quads(Ints total, Words a, Words b) {
 
 // sums[row] = x[row] . panel, unsigned bytes as they are.
 template <int ROWS>
-inline void multiply_tile8(const int8_t* x, int64_t stride, const uint8_t* panel, int64_t depth,
-                           int32_t* sums) {
+[[gnu::noinline]] void multiply_tile8(const int8_t* x, int64_t stride, const uint8_t* panel, int64_t depth,
+                                      int32_t* sums) {
     Ints parts[ROWS][2] = {};
 #pragma GCC unroll 2
     for (int64_t k = 0; k < depth; k += QUAD, panel += PANEL * QUAD) {
