@@ -163,8 +163,8 @@ def write_checkpoint(shape: Shape, directory: Path, dtype: str = "bfloat16", see
 def write_description(shape: Shape, directory: Path, dtype: str = "bfloat16", seed: int = 0) -> None:
     """Write config and tokenizer: all of a checkpoint but its weights. Needs no torch."""
     directory.mkdir(parents=True, exist_ok=True)
-    _write_json(directory / "config.json", model_config(shape, dtype))
-    _write_json(directory / "generation_config.json", {"eos_token_id": [0, 2], "bos_token_id": 0})
+    write_json(directory / "config.json", model_config(shape, dtype))
+    write_json(directory / "generation_config.json", {"eos_token_id": [0, 2], "bos_token_id": 0})
     write_tokenizer(shape.vocab, directory, seed)
 
 
@@ -228,7 +228,7 @@ def write_tokenizer(vocab: int, directory: Path, seed: int = 0) -> None:
     """Train and write a byte-level tokenizer with exactly `vocab` tokens, and a chat template."""
     tokenizer = train_tokenizer(vocab, seed)
     tokenizer.save(str(directory / "tokenizer.json"))
-    _write_json(
+    write_json(
         directory / "tokenizer_config.json",
         {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -272,5 +272,5 @@ def made_up_text(num_words: int, seed: int) -> Iterator[str]:
         yield " ".join(words)
 
 
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -32,6 +32,7 @@ from bench.cpu.result import Part, Result, join, limits_text, render, sitting
 from bench.cpu.streams import stream_all
 from bench.cpu.turns import Contest, Failure, Stream
 from bench.cpu.work import FIGURES, ROWS, measures_of
+from bench.families import FAMILIES
 from ops.machine import cache_folder
 from runtime.errors import ConfigurationError
 from serve.bench import report
@@ -43,7 +44,7 @@ STREAM_ROW, START_ROW = 5, 6
 
 def parser() -> argparse.ArgumentParser:
     options = new_parser("cpu", "Compare this engine with its peers on this machine's CPU.", program=PROGRAM)
-    options.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), default=["T", "S"])
+    options.add_argument("--shapes", nargs="+", choices=(*SHAPES, *FAMILIES), default=["T", "S"])
     options.add_argument("--weights", nargs="+", choices=tuple(OUR_OPTIONS), default=["bf16"])
     options.add_argument("--rows", nargs="+", type=int, choices=ROWS, default=list(ROWS))
     options.add_argument("--figures", nargs="+", metavar="NAME", help="of the rows only these")
@@ -102,9 +103,8 @@ def run(options: argparse.Namespace) -> tuple[Limits | None, list[Part]]:
 def run_part(options: argparse.Namespace, peers: Sequence[Peer], shape: str, weights: str) -> Part:
     models = Path(options.models)
     source = checkpoint(models, shape)
-    contest = Contest(
-        seed=f"{options.seed} {shape}", vocab=SHAPES[shape].vocab, rounds=options.rounds, say=say
-    )
+    vocab = (FAMILIES if shape in FAMILIES else SHAPES)[shape].vocab
+    contest = Contest(seed=f"{options.seed} {shape}", vocab=vocab, rounds=options.rounds, say=say)
     able: list[tuple[Peer, Path]] = []
     for peer in peers:
         if weights not in peer.weights:

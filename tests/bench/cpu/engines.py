@@ -17,6 +17,7 @@ from pathlib import Path
 
 from bench import PROGRAM
 from bench.checkpoints import SHAPES, write_checkpoint
+from bench.families import FAMILIES, write_family
 from ops.machine import cache_folder
 from runtime.errors import ConfigurationError
 from serve.bench import report
@@ -96,7 +97,10 @@ def checkpoint(models: Path, shape: str) -> Path:
     """The random checkpoint of a shape, written when it is not there yet."""
     directory = models / shape / "checkpoint"
     if not (directory / "model.safetensors").is_file():
-        write_checkpoint(SHAPES[shape], directory)
+        if shape in FAMILIES:
+            write_family(FAMILIES[shape], directory)
+        else:
+            write_checkpoint(SHAPES[shape], directory)
     return directory
 
 

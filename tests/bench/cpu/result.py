@@ -118,8 +118,10 @@ def limits_text(limits: Limits) -> str:
 
 
 def render_part(limits: Limits, part: Part) -> str:
-    cost = Cost(SHAPES[part.shape], part.weights, limits)
-    best = {name: value for name in FIGURES if (value := cost.best(name)) is not None}
+    best = {}
+    if part.shape in SHAPES:  # of other families it is not known what a step must cost
+        cost = Cost(SHAPES[part.shape], part.weights, limits)
+        best = {name: value for name in FIGURES if (value := cost.best(name)) is not None}
     values = by_figure(part.turns)
     goals = GOALS_OF_4_BITS if part.weights == "int4" else {}
     lines = compare(values, best, near_limits=part.shape != TINY, goals=goals)

@@ -13,6 +13,8 @@ from safetensors.torch import load_file
 
 from bench.checkpoints import Shape, write_checkpoint
 from bench.cpu.engines import SCRIPTS
+from bench.families import write_family
+from bench.test_families import tiny
 from runtime.models.formats.bits import unpack
 
 TINY = Shape(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=48, vocab=320, tied=False)
@@ -31,7 +33,7 @@ def script(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_llama_cpp_gets_every_weight_bit_by_bit(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ours = load_file(str(checkpoint / "model.safetensors"))
-    read = dict(script("run_llama", monkeypatch).read_safetensors(checkpoint / "model.safetensors"))
+    read = dict(script("gguf_file", monkeypatch).read_safetensors(checkpoint / "model.safetensors"))
     assert read.keys() == ours.keys()
     assert all(torch.equal(torch.tensor(read[name]), ours[name].float()) for name in ours)
 
@@ -40,8 +42,8 @@ def test_llama_cpp_rotates_pairs_where_we_rotate_halves(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = json.loads((checkpoint / "config.json").read_text())
-    convert = script("run_llama", monkeypatch).tensors
-    written = {name: torch.tensor(w) for name, w in convert(checkpoint, config, permuted=True)}
+    convert = script("gguf_file", monkeypatch).tensors
+    written = {name: torch.tensor(w) for name, w in convert(checkpoint, config)}
     ours = load_file(str(checkpoint / "model.safetensors"))
     assert len(written) == len(ours)
     for name, part, heads in (("attn_q", "q_proj", 4), ("attn_k", "k_proj", 2)):
@@ -50,6 +52,25 @@ def test_llama_cpp_rotates_pairs_where_we_rotate_halves(
         assert torch.equal(pairs[:, :, 0], weight[:, 0])
         assert torch.equal(pairs[:, :, 1], weight[:, 1])
     assert torch.equal(written["blk.0.attn_v.weight"], ours["model.layers.0.self_attn.v_proj.weight"].float())
+
+
+@pytest.mark.parametrize(
+    ("family", "written"),
+    [
+        ("M", {"blk.1.ffn_gate_exps.weight": (4, 24, 64), "blk.0.ffn_gate_inp.weight": (4, 64)}),
+        ("G", {"blk.1.post_ffw_norm.weight": (64,), "blk.0.attn_q_norm.weight": (16,)}),
+        ("H", {"blk.0.ssm_a": (8, 1), "blk.0.ssm_dt.bias": (8,), "blk.0.ssm_norm.weight": (1, 128)}),
+    ],
+)
+def test_llama_cpp_gets_every_number_of_other_families(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, written: dict[str, tuple[int, ...]]
+) -> None:
+    write_family(tiny(family), tmp_path)
+    ours = load_file(str(tmp_path / "model.safetensors"))
+    config = json.loads((tmp_path / "config.json").read_text())
+    found = dict(script("gguf_file", monkeypatch).tensors(tmp_path, config))
+    assert {name: found[name].shape for name in written} == written
+    assert sum(weight.size for weight in found.values()) == sum(weight.numel() for weight in ours.values())
 
 
 def test_a_common_prefix_leaves_each_prompt_a_token_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

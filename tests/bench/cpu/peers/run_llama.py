@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import answering
+from gguf_file import write
 
 BATCH_TOKENS = 512  # in one call; llama.cpp's own default for the physical batch
 MIN_PREFIX = 64  # tokens that are worth sharing
@@ -36,108 +35,6 @@ def quantize(whole: Path, file: Path, form: str) -> None:
     params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{form.upper()}")
     if llama_cpp.llama_model_quantize(str(whole).encode(), str(file).encode(), params):
         raise RuntimeError(f"llama.cpp cannot write {form}")
-
-
-def write(source: Path, file: Path, form: str) -> None:
-    import gguf
-
-    config = json.loads((source / "config.json").read_text())
-    qwen = config["model_type"] == "qwen3"
-    writer = gguf.GGUFWriter(str(file), "qwen3" if qwen else "llama", use_temp_file=True)
-    describe(writer, config)
-    add_tokenizer(writer, source)
-    kind = gguf.GGMLQuantizationType.BF16 if form == "bf16" else gguf.GGMLQuantizationType.Q8_0
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16 if form == "bf16" else gguf.LlamaFileType.MOSTLY_Q8_0)
-    for name, weight in tensors(source, config, permuted=not qwen):
-        if weight.ndim == 1:
-            writer.add_tensor(name, weight)
-        else:
-            writer.add_tensor(name, gguf.quants.quantize(weight, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def describe(writer: Any, config: dict[str, Any]) -> None:
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
-    writer.add_rope_dimension_count(config["head_dim"])
-    writer.add_rope_freq_base(config["rope_theta"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_vocab_size(config["vocab_size"])
-
-
-def add_tokenizer(writer: Any, source: Path) -> None:
-    import gguf
-
-    described = json.loads((source / "tokenizer.json").read_text())
-    special = {token["id"] for token in described["added_tokens"]}
-    ordered = sorted(described["model"]["vocab"].items(), key=lambda pair: pair[1])
-    normal, control = gguf.TokenType.NORMAL, gguf.TokenType.CONTROL
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list([token for token, _ in ordered])
-    writer.add_token_types([control if id in special else normal for _, id in ordered])
-    merges = described["model"]["merges"]
-    writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in merges])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(0)
-    writer.add_add_bos_token(False)
-
-
-PARTS = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-
-
-def tensors(source: Path, config: dict[str, Any], *, permuted: bool) -> Iterator[tuple[str, Any]]:
-    """Weights under GGUF's names, in float32. Llama's q and k have each head's halves interleaved there."""
-    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-    for name, weight in read_safetensors(source / "model.safetensors"):
-        stem = name.removesuffix(".weight")
-        if stem in WHOLE:
-            yield f"{WHOLE[stem]}.weight", weight
-            continue
-        _, _, layer, part = stem.split(".", 3)
-        count = heads.get(part.rpartition(".")[2]) if permuted else None
-        if count is not None:
-            rows = weight.reshape(count, 2, -1, weight.shape[1])
-            weight = rows.swapaxes(1, 2).reshape(weight.shape)
-        yield f"blk.{layer}.{PARTS[part]}.weight", weight
-
-
-def read_safetensors(file: Path) -> Iterator[tuple[str, Any]]:
-    """bfloat16 tensors as float32 arrays: 16 bits, and 16 zeros below."""
-    import numpy
-
-    data = numpy.memmap(file, numpy.uint8, "r")
-    head = int.from_bytes(data[:8].tobytes(), "little")
-    for name, entry in json.loads(data[8 : 8 + head].tobytes()).items():
-        if name == "__metadata__":
-            continue
-        if entry["dtype"] != "BF16":
-            raise ValueError(f"{name} is {entry['dtype']}, not BF16")
-        first, last = entry["data_offsets"]
-        halves = data[8 + head + first : 8 + head + last].view(numpy.uint16)
-        yield name, (halves.astype(numpy.uint32) << 16).view(numpy.float32).reshape(entry["shape"])
 
 
 class Batched:

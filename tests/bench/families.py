@@ -1,0 +1,118 @@
+"""Random checkpoints of families whose layers are not Llama's, written by transformers: experts, windows, states.
+
+Like those of `checkpoints.py` they say nothing, and cost in every layer what the real ones cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.checkpoints import WEIGHT_STD, write_json, write_tokenizer
+
+END = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A configuration of transformers, and what it is like."""
+
+    about: str
+    model_type: str
+    values: Mapping[str, Any]
+
+    @property
+    def vocab(self) -> int:
+        return self.values["vocab_size"]
+
+
+FAMILIES: Mapping[str, Family] = {
+    "M": Family(
+        "Qwen3-MoE of 16 experts, 4 of them and 150M weights for each token",
+        "qwen3_moe",
+        {
+            "hidden_size": 768,
+            "num_hidden_layers": 13,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 4,
+            "head_dim": 64,
+            "intermediate_size": 768,
+            "moe_intermediate_size": 768,
+            "num_experts": 16,
+            "num_experts_per_tok": 4,
+            "norm_topk_prob": True,
+            "vocab_size": 49_152,
+            "max_position_embeddings": 8192,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "G": Family(
+        "Gemma-3-270M",
+        "gemma3_text",
+        {
+            "hidden_size": 640,
+            "num_hidden_layers": 18,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "head_dim": 256,
+            "intermediate_size": 2048,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 512,
+            "vocab_size": 262_144,
+            "max_position_embeddings": 32_768,
+        },
+    ),
+    "H": Family(
+        "Granite-4-H of 150M, 12 layers of Mamba 2 and 2 of attention",
+        "granitemoehybrid",
+        {
+            "hidden_size": 768,
+            "num_hidden_layers": 14,
+            "layer_types": ["attention" if layer in (5, 11) else "mamba" for layer in range(14)],
+            "num_attention_heads": 12,
+            "num_key_value_heads": 4,
+            "intermediate_size": 2048,
+            "shared_intermediate_size": 2048,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "mamba_n_heads": 48,
+            "mamba_d_head": 32,
+            "mamba_d_state": 128,
+            "mamba_n_groups": 1,
+            "mamba_expand": 2,
+            "position_embedding_type": "nope",
+            "attention_multiplier": 0.015625,
+            "embedding_multiplier": 12.0,
+            "logits_scaling": 3.0,
+            "residual_multiplier": 0.246,
+            "vocab_size": 49_152,
+            "max_position_embeddings": 8192,
+            "tie_word_embeddings": True,
+        },
+    ),
+}
+
+
+def write_family(family: Family, directory: Path, seed: int = 0) -> None:
+    """Write configuration, weights in bfloat16 and tokenizer of a random model.
+
+    Matrices are drawn, what is smaller (norms, the numbers by which states fade) is as transformers begins with it.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    mapping: Any = CONFIG_MAPPING
+    model: Any = AutoModelForCausalLM.from_config(
+        mapping[family.model_type](**family.values, **END), dtype=torch.float32
+    )
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(0, WEIGHT_STD, generator=generator)
+    directory.mkdir(parents=True, exist_ok=True)
+    model.to(torch.bfloat16).save_pretrained(directory)
+    write_json(directory / "generation_config.json", {"eos_token_id": [0, 2], "bos_token_id": 0})
+    write_tokenizer(family.vocab, directory, seed)
