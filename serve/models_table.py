@@ -107,17 +107,11 @@ def _of_family(name: str, entry: Entry) -> Row:
         architecture=name,
         computed_by=f"{entry.family}.py",
         gives=SCORES if entry.scores else TEXT if generates else VECTORS,
-        ranks=_ranks(entry),
+        ranks="one" if entry.encoder else "tp, pp",
         cpu_graph=entry.captured or not entry.encoder,
         cuda_graph=generates and entry.captured and not entry.recurrent,
         quantised="when loaded" if entry.encoder else "yes",
     )
-
-
-def _ranks(entry: Entry) -> str:
-    if entry.encoder:
-        return "one"
-    return "tp, pp" if entry.cuttable else "pp"
 
 
 def as_text(found: Sequence[Row]) -> str:

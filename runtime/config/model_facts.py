@@ -27,7 +27,6 @@ class ModelFacts:
     bos_id: int | None = None
     has_sinks: bool = False  # of attention: learned scores without values
     recurrent: bool = False  # some layers keep a state instead of keys and values
-    cuttable: bool = True  # over tensor-parallel ranks
     weight_bytes: int = 0  # on disk
     preferred_sampling: Mapping[str, Any] = field(default_factory=dict)  # generation_config's values
     quantization: str | None = (

@@ -95,12 +95,7 @@ class Attention(Weighted):
         self.sinks = parameter(self.num_heads) if self.has_sinks else None  # [H]
 
     def split(self, group: TensorParallelGroup) -> None:
-        """Keep this rank's heads; the linear layers are cut by themselves.
-
-        Raises CheckpointError where a norm is taken over the heads of all ranks.
-        """
-        if self.q_norm is not None and self.q_norm.weight.shape[-1] != self.head_dim:
-            raise CheckpointError("This model normalises all heads together: it cannot be cut (--tp-size 1).")
+        """Keep this rank's heads; the linear layers and norms are cut by themselves."""
         self._heads = shard_range("heads", self.num_heads, 1, group.rank, group.size)
         self.num_heads = self._heads.size
         self.allocate()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor, nn
 
 from runtime.layers.build import Build
@@ -12,20 +13,48 @@ from runtime.layers.weight import Shard, Weighted, frozen, parameter, whole
 
 
 class RMSNorm(Weighted):
-    """Root mean square normalisation of the last dimension; `unit_offset` scales by 1 + weight."""
+    """Root mean square normalisation of the last dimension; `unit_offset` scales by 1 + weight.
 
-    def __init__(self, name: str, size: int, eps: float, build: Build, *, unit_offset: bool = False) -> None:
+    With an `axis` ranks share the dimension in units of `unit`, and the norm is over that of all ranks.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        size: int,
+        eps: float,
+        build: Build,
+        *,
+        unit_offset: bool = False,
+        axis: str | None = None,
+        unit: int = 1,
+    ) -> None:
         super().__init__()
         self.name = name
         self.eps = eps
         self.unit_offset = unit_offset
         self.kernels = build.kernels
-        self.weight = parameter(size)
+        self._axis, self._unit = axis, unit
+        self._rows = whole_range(size)
+        self._summed_over: TensorParallelGroup | None = None
+        self.allocate()
+
+    def allocate(self) -> None:
+        self.weight = parameter(self._rows.size)
+
+    def split(self, group: TensorParallelGroup) -> None:
+        """Keep this rank's part of the weight, if the dimension is cut."""
+        if self._axis is not None:
+            self._rows = shard_range(self._axis, self._rows.full, self._unit, group.rank, group.size)
+            self._summed_over = group
+            self.allocate()
 
     def shards(self) -> Iterator[Shard]:
-        yield whole(f"{self.name}.weight", self.weight, (None,))
+        yield whole(f"{self.name}.weight", self.weight, (self._axis,), self._rows)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self._summed_over is not None:
+            return norm_of_ranks(x, self.weight, self.eps, self._summed_over)
         return self.kernels.rms_norm(x, self.weight, self.eps, unit_offset=self.unit_offset)
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -120,3 +149,10 @@ class NoNorm(nn.Module):
 
 
 Norm = RMSNorm | LayerNorm
+
+
+def norm_of_ranks(x: Tensor, weight: Tensor, eps: float, group: TensorParallelGroup) -> Tensor:
+    """Root mean square normalisation of a dimension of which every rank has as large a part: x [..., D / ranks]."""
+    wide = x.float()
+    mean = group.all_reduce(wide.square().mean(-1, keepdim=True)) / group.size
+    return (wide * torch.rsqrt(mean + eps) * weight).to(x.dtype)

@@ -15,7 +15,7 @@ from runtime.errors import CheckpointError
 from runtime.layers.build import Build
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.linear import Linear, from_heads
-from runtime.layers.norm import RMSNorm
+from runtime.layers.norm import RMSNorm, norm_of_ranks
 from runtime.layers.sharding import ShardRange, TensorParallelGroup, shard_range, whole_range
 from runtime.layers.weight import Shard, SubLayer, Weighted, frozen, in_one_tensor, parameter, whole
 
@@ -302,10 +302,7 @@ class Mamba2(Weighted):
     def _normed(self, x: Tensor) -> Tensor:
         """x [T, H * P], normalised group by group; a group of all ranks' heads by the squares of all."""
         if self._summed_over is not None:
-            wide = x.float()
-            squares = self._summed_over.all_reduce(wide.square().sum(-1, keepdim=True))
-            mean = squares / (self._heads.full * self.head_dim)
-            return (wide * torch.rsqrt(mean + self.eps) * self.norm_weight).to(x.dtype)
+            return norm_of_ranks(x, self.norm_weight, self.eps, self._summed_over)
         if self.groups == 1:
             return self.kernels.rms_norm(x, self.norm_weight, self.eps)
         weight = self.norm_weight.view(self.groups, -1)

@@ -76,7 +76,6 @@ def read_facts(
         dtype=stated or stored_dtype(directory) or "float32",
         eos_ids=_eos_ids(values, generation, numbers["vocab_size"]),
         bos_id=min(bos_ids, default=None),
-        cuttable=not by_transformers and entry(_architecture(values)).cuttable,
         weight_bytes=weight_bytes(directory),
         preferred_sampling=_preferred_sampling(generation),
         quantization=stored_quantization(values),

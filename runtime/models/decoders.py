@@ -350,13 +350,10 @@ ARCHITECTURES: Mapping[str, Entry] = {
         renamed={"norm_eps": "rms_norm_eps", "rope_percent": "partial_rotary_factor"},
     ),
     "OlmoForCausalLM": Entry("olmo", {"max_position_embeddings": 2048}),
-    "Olmo2ForCausalLM": Entry(
-        "olmo2", {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}, cuttable=False
-    ),
+    "Olmo2ForCausalLM": Entry("olmo2", {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}),
     "Olmo3ForCausalLM": Entry(
         "olmo3",
         {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "sliding_window": 4096},
-        cuttable=False,
         spelling="olmo3",
     ),
     "OlmoeForCausalLM": Entry(
@@ -367,7 +364,6 @@ ARCHITECTURES: Mapping[str, Entry] = {
             "num_experts_per_tok": 8,
             "rms_norm_eps": 1e-5,
         },
-        cuttable=False,
         renamed={"num_local_experts": "num_experts"},
     ),
     "PhiForCausalLM": Entry(

@@ -20,7 +20,6 @@ def _bert(prefix: str, *, spelling: str | None = None, scores: bool = False) -> 
         "bert",
         _BERT,
         encoder=True,
-        cuttable=False,
         renamed=_LAYER_NORM,
         tensors={
             rf"({prefix}\.)?embeddings\.position_ids": None,
@@ -49,7 +48,6 @@ def _modernbert(*, scores: bool = False) -> Entry:
             "rms_norm_eps": 1e-5,
         },
         encoder=True,
-        cuttable=False,
         renamed={"norm_eps": "rms_norm_eps", "hidden_activation": "hidden_act"},
         tensors={
             r"model\.(layers\.\d+\.mlp\.)Wo\.": r"\1down_proj.",
@@ -80,7 +78,6 @@ def _distilbert(*, scores: bool = False) -> Entry:
         "bert",
         {**_BERT, "type_vocab_size": 0},
         encoder=True,
-        cuttable=False,
         renamed={
             "activation": "hidden_act",
             "dim": "hidden_size",
@@ -102,7 +99,6 @@ _MPNET = Entry(
     {**_BERT, "relative_attention_num_buckets": 32, "type_vocab_size": 0},
     captured=False,  # torch computes attention with a bias
     encoder=True,
-    cuttable=False,
     renamed=_LAYER_NORM,
     tensors={
         r"(mpnet\.)?embeddings\.position_ids": None,
@@ -121,7 +117,6 @@ _NOMIC = Entry(
     "nomic_bert",
     {"max_position_embeddings": 2048, "rms_norm_eps": 1e-12, "rope_theta": 1000.0, "type_vocab_size": 2},
     encoder=True,
-    cuttable=False,
     renamed={
         **_LAYER_NORM,
         "layer_norm_epsilon": "rms_norm_eps",

@@ -27,7 +27,6 @@ class Entry:
     encoder: bool = False  # sees each text whole and writes no token
     scores: bool = False  # a classifier: its vectors are scores of labels
     headless: bool = False  # a decoder without a head, which writes no token
-    cuttable: bool = True  # over ranks; not where a norm is taken over all heads together
     # Its single tokens, in a CUDA graph: not where no backend of attention takes its heads there. Of an encoder, its
     # steps in the CPU graph, which every decoder of ours has.
     captured: bool = True

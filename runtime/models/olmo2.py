@@ -25,12 +25,12 @@ def decoder(config: Config, build: Build) -> Decoder:
 def wide_normed(config: Config, index: int, build: Build, **options: Any) -> Attention:
     """Attention with norms over all heads of q and of k."""
 
-    def norm(part: str, num_heads: int) -> RMSNorm:
-        name = f"model.layers.{index}.self_attn.{part}_norm"
-        return RMSNorm(name, num_heads * config.head_dim, config.norm_eps, build)
+    def norm(part: str, num_heads: int, axis: str) -> RMSNorm:
+        name, size = f"model.layers.{index}.self_attn.{part}_norm", num_heads * config.head_dim
+        return RMSNorm(name, size, config.norm_eps, build, axis=axis, unit=config.head_dim)
 
     bias = config.flag("attention_bias")
-    qk_norm = norm("q", config.num_heads), norm("k", config.num_kv_heads)
+    qk_norm = norm("q", config.num_heads, "heads"), norm("k", config.num_kv_heads, "kv_heads")
     return attention(config, index, build, bias=bias, out_bias=bias, qk_norm=qk_norm, **options)
 
 

@@ -35,7 +35,7 @@ def write_shares(source: str, output: str, tp_size: int, pp_size: int, dtype: st
     facts, target = read_facts(source, model_impl="native"), Path(output)
     if facts.quantization is not None:
         raise CheckpointError(f"{source} is quantized ({facts.quantization}), which shares cannot be.")
-    if tp_size > 1 and not facts.cuttable:
+    if tp_size > 1 and facts.is_encoder:
         raise CheckpointError(f"{facts.architecture} cannot be cut over ranks: leave --tp-size out.")
     if pp_size > facts.num_layers or tp_size > facts.num_heads:
         raise CheckpointError(

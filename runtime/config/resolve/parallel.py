@@ -74,12 +74,6 @@ def _check_heads(builder: PlanBuilder, facts: ModelFacts) -> None:
         return
     if facts.is_encoder:
         builder.refuse("tp_size", f"--tp-size {size}: an encoder is computed on one device; use --dp-size.")
-    elif not facts.by_transformers and not facts.cuttable:
-        builder.refuse(
-            "tp_size",
-            f"--tp-size {size}: {facts.architecture} normalises all heads together and cannot be cut over ranks; "
-            "--pp-size shares its layers.",
-        )
     elif facts.num_heads % size:
         builder.refuse(
             "tp_size", f"--tp-size {size}: the model's {facts.num_heads} query heads cannot be shared evenly."

@@ -286,12 +286,6 @@ def test_heads_are_shared_or_repeated_evenly(heads: int, kv_heads: int, size: in
     assert ("tp_size" not in builder.refusals) == fits
 
 
-def test_models_that_normalise_all_heads_together_are_not_cut() -> None:
-    facts = replace(FACTS, path="/m", architecture="Olmo2ForCausalLM", cuttable=False)
-    _, builder = decide(Args.of(model_path="/m", tp_size=2), CPU, facts)
-    assert "normalises all heads together" in str(builder.refusals["tp_size"])
-
-
 def test_ranks_need_a_gpu_each() -> None:
     args = Args.of(model_path="m", tp_size=2, device="cuda")
     with pytest.raises(
