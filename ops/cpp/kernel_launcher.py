@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
 from threading import Lock
@@ -23,10 +25,20 @@ from ops.cpp.library import TYPES, KernelDescription, Library, address
 from ops.cpp.structures import Attend, Gate, GraphNode, Rotate, RotateStore, Step, Store
 
 CACHE_LINE = 64
+BLOCK_BYTES = 64 << 20  # of weights, at least
 
 
 class NotCapturable(RuntimeError):
     """A step does something that no graph can repeat: torch computes a part of it."""
+
+
+def _large_pages(size: int) -> memoryview:
+    """Memory of zeros in large pages, where the system has some; what is never written takes none."""
+    block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            block.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(block)
 
 
 class KernelLauncher:
@@ -44,6 +56,7 @@ class KernelLauncher:
         self._graph: KernelGraph | None = None
         self._captured: Step | None = None  # what captured kernels may read of rows
         self._own_pages: Sequence[Step] = ()  # and those whose pools have pages of their own
+        self._block = memoryview(b"")  # where further weights go
 
     def close(self) -> None:
         """End the threads, after the run that another thread is in; nothing can be run any more."""
@@ -71,6 +84,19 @@ class KernelLauncher:
         if self._graph is None:
             return torch.empty(*shape, dtype=dtype)
         return self._graph.arena.empty(shape, dtype)
+
+    def weight_memory(self, size: int) -> Tensor:
+        """So many bytes for a weight, uint8, that begin at a cache line and at the beginning of their storage.
+
+        Weights stand one after the other in blocks of large pages: a step reads all of them once, and to find a small
+        page takes a good part of the time of reading it. A block lasts as long as any weight in it.
+        """
+        if size == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        if size > len(self._block):
+            self._block = _large_pages(max(size, BLOCK_BYTES))
+        taken, self._block = self._block[:size], self._block[-(-size // CACHE_LINE) * CACHE_LINE :]
+        return torch.frombuffer(taken, dtype=torch.uint8)
 
     def tokens(self, x: Tensor) -> int:
         """The number of tokens of x [T, ...] as operands say it: in a graph it is the step's."""

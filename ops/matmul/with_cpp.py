@@ -11,7 +11,6 @@ from ctypes import Structure, c_float, c_int64, sizeof
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -96,16 +95,6 @@ def product4(
 PACKED = (PackedWeight, PackedWeight8, PackedWeight4)
 
 
-def aligned_bytes(count: int) -> Tensor:
-    """So many bytes that begin at a cache line, at the beginning of their storage."""
-    memory = torch.empty(count, dtype=torch.uint8)
-    if memory.data_ptr() % CACHE_LINE == 0:
-        return memory
-    room = np.empty(count + CACHE_LINE, np.uint8)
-    first = -room.ctypes.data % CACHE_LINE
-    return torch.frombuffer(room[first : first + count].data, dtype=torch.uint8)
-
-
 def scratch8(launcher: KernelLauncher, rows: int, in_size: int) -> Tensor:
     """Memory for so many rows in 8 bits: each has its depth in whole steps, and one more for its scale and sum."""
     step = launcher.library.byte_step
@@ -130,13 +119,13 @@ def prepare(launcher: KernelLauncher, weight: Tensor, *, bits: int | None = None
     plain = weight.detach().contiguous()
     if bits == 8 and in_size <= launcher.library.max_byte_depth:
         scales, depth = padded * SCALE_BYTES, -(-in_size // step) * step
-        memory = torch.empty(scales + padded * depth, dtype=torch.uint8)
+        memory = launcher.weight_memory(scales + padded * depth)
         first = memory.data_ptr()
         launcher.launch("pack8", dtype, Pack8(address(plain), first + scales, first, in_size, out_size))
         return memory.as_strided((out_size, in_size), (in_size, 1), scales).as_subclass(PackedWeight8)
     if in_size * dtype.itemsize % 4:
         return weight
-    memory = torch.empty(padded * in_size, dtype=dtype)
+    memory = launcher.weight_memory(padded * in_size * dtype.itemsize).view(dtype)
     launcher.launch("pack", dtype, Pack(address(plain), address(memory), in_size, out_size))
     return memory.as_strided((out_size, in_size), (in_size, 1)).as_subclass(PackedWeight)
 
@@ -150,7 +139,7 @@ def prepare_grouped(launcher: KernelLauncher, weight: GroupedWeight, dtype: torc
     padded, shifted = -(-out_size // width) * width, weight.shifts is not None
     scale_bytes = 2 if dtype == torch.bfloat16 else 4
     panels = padded * (in_size // group * scale_bytes * (1 + shifted) + in_size // 2)
-    memory = aligned_bytes(sizeof(Header4) + panels)
+    memory = launcher.weight_memory(sizeof(Header4) + panels)
     codes, scales = weight.codes.contiguous(), weight.scales.float().contiguous()
     shifts = None if weight.shifts is None else weight.shifts.float().contiguous()
     packed = memory.data_ptr() + sizeof(Header4)

@@ -14,7 +14,7 @@ import torch
 
 from cpp_kernels import DTYPES, drawn, launcher, library
 from ops.attention import AttentionMetadata
-from ops.cpp.kernel_launcher import Arena, KernelLauncher, NotCapturable, step_in
+from ops.cpp.kernel_launcher import BLOCK_BYTES, Arena, KernelLauncher, NotCapturable, step_in
 from ops.cpp.library import Library
 from ops.cpp.structures import Step
 from ops.kv import with_cpp as kv
@@ -121,6 +121,20 @@ def test_memory_is_used_again_only_when_nobody_holds_a_view_of_it() -> None:
     assert arena.empty((4, 8), torch.float32).data_ptr() == address
     assert arena.nbytes == 2 * 4 * 8 * 4
     assert arena.empty((100, 8), torch.bfloat16).data_ptr() % 64 == 0
+
+
+def test_weights_begin_at_cache_lines_and_share_nothing() -> None:
+    kernels = launcher()
+    sizes = (100, 1, BLOCK_BYTES - 64, 64, 0)
+    weights = [kernels.weight_memory(size) for size in sizes]
+    for number, weight in enumerate(weights):
+        assert not weight[-1000:].any()
+        weight.fill_(number + 1)
+    for number, (weight, size) in enumerate(zip(weights, sizes)):
+        assert weight.untyped_storage().nbytes() == size
+        assert weight.untyped_storage().data_ptr() % 64 == 0
+        assert (weight == number + 1).all()
+    assert weights[1].data_ptr() - weights[0].data_ptr() == 128
 
 
 @pytest.mark.parametrize(
