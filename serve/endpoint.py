@@ -21,7 +21,7 @@ from runtime.errors import InvalidRequest, PayloadTooLarge, RequestError, TakesL
 from runtime.request import Chunk
 from serve.access import CALLER, CLIENT, Access, Client, RouteScope, caller_of
 from serve.background import background_tasks
-from serve.body_limit import check_containers
+from serve.body_limit import check_values, loads
 from serve.errors import NATIVE, ErrorFormat, refusal_response
 from serve.open_calls import OpenCalls
 from serve.output_streams import close_all, read_all
@@ -144,9 +144,9 @@ def parse_object(body: bytes) -> dict[str, Any]:
     """Raises `InvalidRequest` when `body` is not one JSON object in UTF-8, `PayloadTooLarge` when it holds too much."""
     if not body:
         raise InvalidRequest("The body is empty; a JSON object is expected.")
-    check_containers(body)
+    check_values(body)
     try:
-        value = orjson.loads(body)
+        value = loads(body)
     except orjson.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         raise InvalidRequest(f"The body is not valid JSON: the trouble is at {where}.") from None
