@@ -109,7 +109,7 @@ async def test_vllm_bench_serve(url: str, tmp_path: Path, backend: str, route: s
     if not peer.installed(peers):
         pytest.skip("it takes more than 3 GB: `just bench-cpu-peers vllm` installs it")
     await run(
-        *(peer.python(peers).with_name("vllm"), "bench", "serve", "--backend", backend),
+        *(peer.python(peers), Path(__file__).parent / "scripts" / "with_vllm_bench.py", "--backend", backend),
         *("--base-url", url, "--endpoint", route, "--model", "penstock-demo"),
         *("--tokenizer", str(demo_path()), "--dataset-name", "random", "--random-input-len", "16"),
         *("--random-output-len", "8", "--num-prompts", "4"),
