@@ -29,6 +29,7 @@ from runtime.sampling_params import SamplingParams
 from serve.access import is_loopback, read_key_file
 from serve.app import build_app
 from serve.background import background_tasks
+from serve.cli import GC_THRESHOLDS
 from serve.connection import Connection
 from serve.demo import demo_path
 from serve.engine import Engine
@@ -43,7 +44,6 @@ LAST_STALL_S = 5.0  # at the end: an answer of which its client takes nothing fo
 FORCED_STALL_S = 0.3  # the same after a second signal
 WARM_UP_TOKENS = 8
 MAX_OPEN_FILES = 65536
-GC_ALLOCATIONS = 20_000
 SWITCH_S = 0.001
 
 
@@ -282,7 +282,7 @@ def tune_interpreter() -> None:
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(GC_ALLOCATIONS, 20, 50)
+    gc.set_threshold(*GC_THRESHOLDS)
     sys.setswitchinterval(SWITCH_S)
 
 

@@ -389,7 +389,7 @@ class SchedulerActor:
             self._detokenizer.inbox.put(deltas)
         duration_s, num_tokens = self.progress.note_applied(batch, deltas)
         if batch.stats.num_prompt_tokens:
-            self.scheduler.limit_steps(self.progress.times.enough_tokens)
+            self.scheduler.limit_steps(*(self.progress.times.enough_tokens or (None, None)))
         if self._series is not None:
             self._series.applied(batch, duration_s, num_tokens)
 

@@ -16,6 +16,7 @@ PATIENCE = 10  # times as long as predicted a step may take
 LEAST_PATIENCE_S = 5.0
 OVERHEAD = 1 / 20  # of a step with prompts, that what every step costs may be
 LEAST_ENOUGH_TOKENS = 256
+PAUSE_STEPS = 2  # of single tokens, that prompts beside them may take
 
 
 class StepTimes:
@@ -52,14 +53,18 @@ class StepTimes:
         return (self._decode_s or 0.0) + tokens * (self._prompt_token_s or 0.0)
 
     @property
-    def enough_tokens(self) -> int | None:
-        """Of prompts in one step: so many that a further step in between costs little; None where that is not known.
+    def enough_tokens(self) -> tuple[int, int] | None:
+        """Of prompts in a step of prompts alone, and in one beside single tokens; None where that is not known.
 
-        With more, the first tokens of all would wait for the last prompt, and gain nothing.
+        Alone: so many that a further step costs little. With more, the first tokens of all would wait for the last
+        prompt, and gain nothing. Beside single tokens fewer: streams that have begun wait for no more than some of
+        their own steps, each of which they would take anyway.
         """
         if not self._short_decode_s or not self._short_prompt_token_s:
             return None
-        return max(LEAST_ENOUGH_TOKENS, int(self._short_decode_s / (OVERHEAD * self._short_prompt_token_s)))
+        step_tokens = self._short_decode_s / self._short_prompt_token_s  # that take as long as single tokens
+        alone = max(LEAST_ENOUGH_TOKENS, int(step_tokens / OVERHEAD))
+        return alone, min(alone, max(LEAST_ENOUGH_TOKENS, int(step_tokens * PAUSE_STEPS)))
 
     def patience_s(self, batch: Batch, longest_s: float) -> float:
         """After how long this step counts as hanging; `longest_s` where nothing is known about its kind."""

@@ -41,7 +41,8 @@ class BatchBuilder:
     ) -> None:
         self.new_token_ratio = NewTokenRatio(plan)
         self.num_retracted = 0  # since the start
-        self.enough_tokens: int | None = None  # of prompts in a step; None: as many as the plan allows
+        # Of prompts in a step without and with decode rows; None: as many as the plan allows.
+        self.enough_tokens: tuple[int | None, int | None] = (None, None)
         self._plan = plan
         self._cache = cache
         self._running = running
@@ -177,7 +178,8 @@ class BatchBuilder:
 
     def _add_prompts(self, step: _StepRows, prompts: list[Sequence]) -> None:
         """Continue cut prompts, then admit waiting sequences, while budgets and pages last."""
-        budget = PromptBudget(self._plan, self._cache.page_size, step.num_decodes, self.enough_tokens)
+        enough = self.enough_tokens[step.num_decodes > 0]
+        budget = PromptBudget(self._plan, self._cache.page_size, step.num_decodes, enough)
         for sequence in prompts:
             if sequence.sequence_index < 0 or budget.exhausted or step.full:
                 continue

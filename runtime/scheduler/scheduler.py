@@ -62,9 +62,12 @@ class Scheduler:
         self._num_filled = 0
         self._num_applied = 0
 
-    def limit_steps(self, enough_tokens: int | None) -> None:
-        """After how many prompt tokens a step takes no further prompt; None: as many as the plan allows."""
-        self._builder.enough_tokens = enough_tokens
+    def limit_steps(self, alone: int | None, beside: int | None) -> None:
+        """After how many prompt tokens a step takes no further prompt; None: as many as the plan allows.
+
+        `beside` holds for steps in which others get their next token.
+        """
+        self._builder.enough_tokens = (alone, beside)
 
     @property
     def room(self) -> int:

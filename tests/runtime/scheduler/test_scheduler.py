@@ -40,13 +40,15 @@ def test_one_delta_per_sequence_and_step_with_its_usage():
 
 def test_first_tokens_come_before_the_last_prompt_is_computed():
     drive = Drive(depth=0)
-    drive.scheduler.limit_steps(20)
+    drive.scheduler.limit_steps(20, 8)
     sequences = [make_sequence(range(i, i + 12), max_new_tokens=6) for i in range(5)]
     drive.add(*sequences)
     drive.step()
     assert [sequence.num_output for sequence in sequences] == [1, 1, 0, 0, 0]
+    drive.step()  # beside these two, fewer prompts
+    assert [sequence.num_output for sequence in sequences] == [2, 2, 1, 0, 0]
     drive.step()
-    assert [sequence.num_output for sequence in sequences] == [2, 2, 1, 1, 0]
+    assert [sequence.num_output for sequence in sequences] == [3, 3, 2, 1, 0]
     drive.run()
     assert [drive.output(s) for s in sequences] == [drive.expected(s) for s in sequences]
 
