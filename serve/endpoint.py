@@ -123,6 +123,21 @@ async def read_body(
     return await off_loop(partial(decode, body), small=size <= inline_bytes)
 
 
+async def read_call(
+    request: HttpRequest,
+    core: EngineCore,
+    read: Callable[[EngineCore, bytes], T],
+    *,
+    inline_bytes: int = INLINE_BYTES,
+) -> T:
+    """`read(core, body)` of a call that is to be computed, as `read_body`.
+
+    Raises `Overloaded` before anything of the body is looked at where the queue is full for everybody.
+    """
+    core.check_room()
+    return await read_body(request, partial(read, core), inline_bytes=inline_bytes)
+
+
 async def off_loop(work: Callable[[], T], *, small: bool) -> T:
     """What `work` returns: run at once where it is small, else in a thread, where it begins anew if it takes long.
 

@@ -154,6 +154,7 @@ class Engine:
         Each holds `text`, `output_ids` and `meta_info`, as the native HTTP API returns them; `options` are
         that API's other fields (`return_logprob`, `rid`, ...). Raises `InvalidRequest` naming the parameter.
         """
+        self.core.check_room()
         body = _body(prompt, sampling_params, input_ids, options)
         requests = requests_of(body, self.core)
         single = not body.is_batch and requests[0].sampling.n == 1

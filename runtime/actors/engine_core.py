@@ -25,7 +25,7 @@ from runtime.actors.tracing import RequestTraces
 from runtime.batch import Runner
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import ObservePlan, Plan
-from runtime.errors import EngineClosed, EngineFailure, InvalidRequest, PenstockError
+from runtime.errors import EngineClosed, EngineFailure, InvalidRequest, Overloaded, PenstockError
 from runtime.grammar.load import load_grammars
 from runtime.metrics.series import EngineMetrics
 from runtime.profile import ProfileOptions
@@ -168,6 +168,20 @@ class EngineCore:
         try:
             return self._submit(request)
         except PenstockError as error:
+            if self.metrics is not None:
+                self.metrics.refused(error)
+            raise
+
+    def check_room(self) -> None:
+        """Raise `Overloaded` where any request would be refused, so that nobody reads it first.
+
+        With priorities that depends on the request: then nobody is refused here.
+        """
+        if self._state != "ready" or self.plan.scheduler.priorities:
+            return
+        try:
+            self._tokenizer.check_room()
+        except Overloaded as error:
             if self.metrics is not None:
                 self.metrics.refused(error)
             raise

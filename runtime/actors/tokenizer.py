@@ -52,16 +52,20 @@ class TokenizerActor:
         self._num_waiting = 0  # choices of requests that are not handed on yet
         self._waiting_bytes = 0
 
-    def check_room(self, request: Request) -> None:
-        """Raise `Overloaded` where those that wait to be tokenized will already fill the scheduler's queue."""
-        retry_after_s = self._scheduler.retry_after_s
-        if (
-            self._num_waiting >= self._scheduler.room
-            and not request.follows
-            and self._processor.urgency(request) <= self._scheduler.least_urgency
+    def check_room(self, request: Request | None = None) -> None:
+        """Raise `Overloaded` where those that wait to be tokenized will already fill the scheduler's queue.
+
+        None: a request of which nothing is known yet.
+        """
+        if self._num_waiting >= self._scheduler.room and (
+            request is None
+            or not (request.follows or self._processor.urgency(request) > self._scheduler.least_urgency)
         ):
-            raise Overloaded("The request queue is full.", retry_after_s=retry_after_s)
-        if self._waiting_bytes and self._waiting_bytes + num_bytes_held(request) > MAX_WAITING_BYTES:
+            raise Overloaded("The request queue is full.", retry_after_s=self._scheduler.retry_after_s)
+        if request is None or not self._waiting_bytes:
+            return
+        if self._waiting_bytes + num_bytes_held(request) > MAX_WAITING_BYTES:
+            retry_after_s = self._scheduler.retry_after_s
             raise Overloaded("Too much text is waiting to be tokenized.", retry_after_s=retry_after_s)
 
     def submit(self, live: LiveRequest) -> None:

@@ -16,7 +16,7 @@ from serve.anthropic.errors import ERROR_FORMAT
 from serve.anthropic.schema import CountBody, MessagesBody
 from serve.chat.request import PreparedChat, prepare, render
 from serve.decode import decode
-from serve.endpoint import json_response, parse_object, read_all_or_disconnect, read_body
+from serve.endpoint import json_response, parse_object, read_all_or_disconnect, read_body, read_call
 from serve.openai.models import check_model
 from serve.output_streams import of_client
 from serve.sse import EventStream
@@ -37,7 +37,7 @@ class _Call(NamedTuple):
 
 async def create(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """Messages in, a message out, whole or streamed."""
-    call = await read_body(http, partial(_read, core))
+    call = await read_call(http, core, _read)
     streams = core.submit_all(of_client(core, [call.prepared.request]))
     if call.stream:
         events = MessageEvents(call.prepared, call.model)

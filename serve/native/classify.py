@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import anyio.to_thread
@@ -15,7 +14,7 @@ from starlette.types import ASGIApp
 from runtime.errors import InvalidRequest
 from runtime.request import Chunk, Request
 from serve.decode import Length, decode
-from serve.endpoint import json_response, parse_object, read_all_or_disconnect, read_body
+from serve.endpoint import json_response, parse_object, read_all_or_disconnect, read_call
 from serve.errors import ErrorFormat, native_body
 from serve.native.encode import vector_requests
 from serve.native.generate import GenerateAnswers
@@ -45,7 +44,7 @@ class ClassifyBody:
 
 async def classify(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """Scores of the labels, the likeliest label and probabilities of one prompt, or of each of a list."""
-    is_batch, requests = await read_body(http, partial(_read, core))
+    is_batch, requests = await read_call(http, core, _read)
     answers = await read_all_or_disconnect(core.submit_all(of_client(core, requests)), http.receive)
     return await anyio.to_thread.run_sync(_response, core, requests, answers, is_batch)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 from starlette.requests import Request as HttpRequest
@@ -14,7 +13,7 @@ from runtime.errors import InvalidRequest
 from runtime.request import Request
 from runtime.sampling_params import SamplingParams
 from serve.decode import Length, NotBuilt, decode
-from serve.endpoint import json_response, parse_object, read_all_or_disconnect, read_body
+from serve.endpoint import json_response, parse_object, read_all_or_disconnect, read_call
 from serve.errors import ErrorFormat, native_body
 from serve.native.generate import GenerateAnswers
 from serve.native.schema import MAX_PROMPTS, GenerateBody, Label, requests_of
@@ -43,7 +42,7 @@ class EncodeBody:
 
 async def encode(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """`embedding` and `meta_info` of one prompt, or of each of a list."""
-    body, requests = await read_body(http, partial(_read, core))
+    body, requests = await read_call(http, core, _read)
     answers = GenerateAnswers(core, requests, indexed=False)
     found = answers.embeddings(
         await read_all_or_disconnect(core.submit_all(of_client(core, requests)), http.receive)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio.to_thread
@@ -16,7 +15,7 @@ from starlette.types import ASGIApp
 from runtime.request import Chunk, Finish, Logprobs, Request
 from runtime.sampling_params import SamplingParams
 from serve.decode import decode
-from serve.endpoint import json_response, parse_object, read_all_or_disconnect, read_body
+from serve.endpoint import json_response, parse_object, read_all_or_disconnect, read_call
 from serve.errors import ErrorFormat, native_body
 from serve.native.schema import GenerateBody, requests_of
 from serve.output_streams import of_client
@@ -36,7 +35,7 @@ TokenText = Callable[[int], str]
 
 async def generate(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """Prompt or prompts in, text and token ids out, whole or streamed."""
-    body, requests = await read_body(http, partial(_read, core))
+    body, requests = await read_call(http, core, _read)
     single = not body.is_batch and requests[0].sampling.n == 1
     if body.stream and not body.incremental:
         check_repeated(requests, core.plan.model.context_length)

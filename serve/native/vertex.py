@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 from starlette.requests import Request as HttpRequest
@@ -12,7 +11,7 @@ from starlette.types import ASGIApp
 from runtime.errors import InvalidRequest
 from runtime.request import Request
 from serve.decode import Length, decode
-from serve.endpoint import json_response, parse_object, read_all_or_disconnect, read_body
+from serve.endpoint import json_response, parse_object, read_all_or_disconnect, read_call
 from serve.native.generate import ERROR_FORMAT, GenerateAnswers
 from serve.native.schema import MAX_PROMPTS, GenerateBody, requests_of
 from serve.output_streams import of_client
@@ -36,7 +35,7 @@ class PredictBody:
 
 async def predict(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """One prediction for each instance, as `/generate` answers; none for none."""
-    body, requests = await read_body(http, partial(_read, core))
+    body, requests = await read_call(http, core, _read)
     if not requests:
         return json_response([])
     answers = GenerateAnswers(core, requests, indexed=True)

@@ -24,7 +24,7 @@ from serve.chat.events import (
 )
 from serve.chat.parser import OutputParser
 from serve.chat.request import PreparedChat, prepare
-from serve.endpoint import json_response, read_all_or_disconnect, read_body
+from serve.endpoint import json_response, read_all_or_disconnect, read_call
 from serve.errors import ErrorFormat, ended, openai_body
 from serve.openai.answers import AnswerHeader, UsageCount, event_end
 from serve.openai.logprobs import chat_logprobs
@@ -53,7 +53,7 @@ class _Call:
 
 async def create(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """Messages in, a message out, whole or streamed."""
-    call = await read_body(http, partial(_read, core))
+    call = await read_call(http, core, _read)
     request = call.prepared.request
     header = AnswerHeader.of(core, request.label, call.model)
     streams = core.submit_all(of_client(core, [request]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -17,7 +16,7 @@ from starlette.types import ASGIApp
 from runtime.config.chat_templates import MIDDLE_TEMPLATES
 from runtime.errors import InvalidRequest
 from runtime.request import Chunk, Finish, LogprobParams, Logprobs, Request
-from serve.endpoint import json_response, read_all_or_disconnect, read_body
+from serve.endpoint import json_response, read_all_or_disconnect, read_call
 from serve.errors import ErrorFormat, ended, openai_body
 from serve.native.schema import check_choices, labels_of, namespaces_of
 from serve.openai.answers import AnswerHeader, UsageCount, event_end
@@ -51,7 +50,7 @@ class _Call:
 
 async def create(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """Prompts in, their continuations out, whole or streamed."""
-    call = await read_body(http, partial(_read, core))
+    call = await read_call(http, core, _read)
     body = call.body
     label = body.rid if isinstance(body.rid, str) else call.requests[0].label
     answers = CompletionAnswers(

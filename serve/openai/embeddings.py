@@ -6,7 +6,6 @@ import base64
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 from uuid import uuid4
 
@@ -19,7 +18,7 @@ from starlette.types import ASGIApp
 from runtime.errors import InvalidRequest
 from runtime.request import Chunk, Request
 from serve.decode import Length, Range, decode
-from serve.endpoint import json_response, parse_object, read_all_or_disconnect, read_body
+from serve.endpoint import json_response, parse_object, read_all_or_disconnect, read_call
 from serve.errors import ErrorFormat, openai_body
 from serve.native.encode import vector_requests
 from serve.native.schema import MAX_PROMPTS, Label, labels_of
@@ -57,7 +56,7 @@ class EmbeddingBody:
 
 async def create(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """The vector of each prompt, in full or its first `dimensions`."""
-    body, model, requests = await read_body(http, partial(_read, core))
+    body, model, requests = await read_call(http, core, _read)
     chunks = await read_all_or_disconnect(core.submit_all(of_client(core, requests)), http.receive)
     return await anyio.to_thread.run_sync(_response, body, model, chunks)
 

@@ -17,7 +17,7 @@ from runtime.errors import InvalidRequest
 from runtime.request import Chunk, LogprobParams, Request
 from runtime.sampling_params import MAX_BIASES, SamplingParams
 from serve.decode import Length, Range, decode
-from serve.endpoint import json_response, parse_object, read_all_or_disconnect, read_body
+from serve.endpoint import json_response, parse_object, read_all_or_disconnect, read_call
 from serve.errors import ErrorFormat, openai_body
 from serve.native.generate import GenerateAnswers
 from serve.native.schema import MAX_PROMPTS
@@ -99,7 +99,7 @@ async def rerank(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 
 async def _ranked(http: HttpRequest, core: EngineCore) -> tuple[RerankBody, str, list[Ranked], Answers]:
-    body, model, requests, scores = await read_body(http, partial(_read_rerank, core), inline_bytes=0)
+    body, model, requests, scores = await read_call(http, core, _read_rerank, inline_bytes=0)
     answers = await read_all_or_disconnect(core.submit_all(of_client(core, requests)), http.receive)
     ranked = await anyio.to_thread.run_sync(order, body.texts, requests, scores, answers, body.top_n)
     return body, model, ranked, answers
@@ -159,7 +159,7 @@ class ScoreBody:
 
 async def score(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """Probabilities of tokens behind texts (SGLang's form), or how well pairs of texts fit (vLLM's)."""
-    body, model, requests, scores = await read_body(http, partial(_read_score, core), inline_bytes=0)
+    body, model, requests, scores = await read_call(http, core, _read_score, inline_bytes=0)
     answers = await read_all_or_disconnect(core.submit_all(of_client(core, requests)), http.receive)
     usage = usage_of(answers)
     if scores is None:

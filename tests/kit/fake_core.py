@@ -24,7 +24,14 @@ from runtime.config import Args
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import Plan, TokenizerPlan
 from runtime.config.resolve import resolve
-from runtime.errors import ContextOverflow, EngineClosed, EngineFailure, InvalidRequest, PenstockError
+from runtime.errors import (
+    ContextOverflow,
+    EngineClosed,
+    EngineFailure,
+    InvalidRequest,
+    Overloaded,
+    PenstockError,
+)
 from runtime.profile import ProfileOptions
 from runtime.request import Delta, Finish, LogprobParams, Logprobs, Request, Usage
 from runtime.tokenizer.tokenizer import Tokenizer
@@ -133,6 +140,10 @@ class FakeCore:
     # --- what handlers call ---
 
     submit_all: Any = EngineCore.submit_all
+
+    def check_room(self) -> None:
+        if isinstance(self.refusal, Overloaded):
+            raise self.refusal
 
     def submit(self, request: Request) -> OutputStream:
         if self.refusal is not None:

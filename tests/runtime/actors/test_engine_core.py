@@ -150,7 +150,12 @@ async def test_full_queue_refuses_the_newest_alone():
             core.submit(request(seed=seed)) for seed in range(scripted_core.NUM_SEQUENCES)
         ]
         await until(lambda: core.status().num_running == scripted_core.NUM_SEQUENCES)
-        queued = [core.submit(request(seed=seed)) for seed in (20, 21)]
+        queued = []
+        for seed in (20, 21):
+            core.check_room()
+            queued.append(core.submit(request(seed=seed)))
+        with pytest.raises(Overloaded, match="queue is full"):
+            core.check_room()
         with pytest.raises(Overloaded, match="queue is full"):
             core.submit(request())
         runner.open.set()

@@ -41,6 +41,17 @@ async def test_refused_body(served: Served, path: str, content: bytes) -> None:
     assert check(await served.http.post(path, content=content, headers=headers), 400)["code"] == 400
 
 
+@pytest.mark.parametrize(
+    "path", [*GENERATING, "/v1/messages", "/v1/embeddings", "/encode", "/classify", "/v1/rerank", "/v1/score"]
+)
+async def test_a_full_queue_refuses_before_it_reads(served: Served, path: str) -> None:
+    served.core.refusal = Overloaded("The request queue is full.", retry_after_s=3)
+    response = await served.http.post(path, content=b"{", headers={"content-type": "application/json"})
+    check(response, 503)
+    assert response.headers["retry-after"] == "3"
+    assert (await served.http.post("/v1/tokenize", json={"prompt": "Hello"})).status_code == 200
+
+
 @pytest.mark.parametrize("path", ["/v1/nothing", "/v1/models/other", "/nothing"])
 async def test_what_does_not_exist(served: Served, path: str) -> None:
     check(await served.http.get(path), 404)

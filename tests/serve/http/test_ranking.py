@@ -220,7 +220,7 @@ async def test_ranking_leaves_the_event_loop_free(serve: Serve, monkeypatch: pyt
 
         return function
 
-    monkeypatch.setattr("serve.ranking.render", noted("render", "yes or no?"))
+    monkeypatch.setattr("serve.chat.request.render", noted("render", "yes or no?"))
     monkeypatch.setattr("serve.ranking.requested_logprobs", noted("score", [-1.0, -2.0]))
     monkeypatch.setattr("serve.openai.ranking.requested_logprobs", noted("label", [-1.0]))
     served = await serve()
