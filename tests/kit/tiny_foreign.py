@@ -26,6 +26,7 @@ _GEMMA_3N = {
     "num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": [SLIDING, FULL, SLIDING, FULL],
     "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128,
 }  # fmt: skip
+_SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 16}
 OWN: dict[str, dict[str, Any]] = {  # of a kind, over SMALL; a value of None is left out
     **dict.fromkeys(
@@ -82,6 +83,14 @@ OWN: dict[str, dict[str, Any]] = {  # of a kind, over SMALL; a value of None is 
         "ngram_vocab_size_base": 500, "layer_types": ["linear_attention", FULL], "indexer_n_heads": 4,
         "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 256, "indexer_compress_ratio": 4,
     },
+    "glm4v_moe_text": {"rope_parameters": {**_SECTIONS, "mrope_section": [1, 1, 2]}},
+    "glm4v_text": {"rope_parameters": _SECTIONS},
+    "glm_ocr_text": {"rope_parameters": _SECTIONS},
+    "mistral4": {"head_dim": 16, "num_key_value_heads": 4},
+    "qwen2_5_omni_text": {"rope_parameters": _SECTIONS},
+    "qwen2_5_vl_text": {"rope_parameters": _SECTIONS},
+    "qwen2_vl_text": {"rope_parameters": _SECTIONS},
+    "qwen2_vl_vision": {"depth": 2, "embed_dim": 64, "num_heads": 4},
     "qwen3_5_text": {"layer_types": ["linear_attention", FULL]},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "xmod": {**_DECODER, "default_language": "en_XX"},

@@ -22,6 +22,12 @@ IDLE = frozenset({"dropout", "use_cache", "output_attentions", "position_ids", "
 Attend = Callable[[nn.Module, Tensor, Tensor, Tensor, dict[str, Any]], Tensor]
 
 
+def writing_part(model: Any) -> Any:
+    """The model itself, or the causal language model within one that also sees and has no head of its own."""
+    inner = getattr(model, "language_model", None)
+    return inner if type(inner).__name__.endswith("ForCausalLM") else model
+
+
 def body_name(model: Any) -> str:
     """The attribute of a causal language model that holds all but its head."""
     names = (model.base_model_prefix, "model", "transformer", "backbone", "decoder", "language_model")

@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     MODEL_MAPPING_NAMES,
@@ -101,13 +102,21 @@ def _with_infinities(value: Any) -> Any:
 
 def gives(name: str) -> str | None:
     """What transformers' model of this name gives: text, scores of labels, or vectors; None: no such model."""
-    if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+    if auto_of(name) is not None:
         return TEXT
     if name in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values():
         return SCORES
     of_words = MODEL_FOR_MASKED_LM_MAPPING_NAMES
     encoders = [MODEL_MAPPING_NAMES.get(kind) for kind in of_words]
     return VECTORS if name in of_words.values() or name in encoders else None
+
+
+def auto_of(name: str) -> Any:
+    """What makes and reads transformers' model of this name, which writes text and may also see; None for others."""
+    if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        return AutoModelForCausalLM
+    seeing = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
+    return AutoModelForImageTextToText if name in seeing else None
 
 
 def class_of(name: str) -> Any:
@@ -240,7 +249,8 @@ def _calls(name: str, config: Any) -> list[Call]:
     recorder = _Recorder()
     try:
         with quiet(), torch.device("meta"), torch.inference_mode():
-            model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
+            made = auto_of(name).from_config(config, attn_implementation=attention.NAME)
+            model = attention.writing_part(made)
             attention.give(model, recorder.attend)
             if getattr(model, "_can_set_experts_implementation", lambda: False)():
                 model.set_experts_implementation("batched_mm")  # the others look at numbers

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from transformers import AutoModelForCausalLM
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ops.select import Kernels
@@ -20,7 +19,7 @@ from runtime.layers.forward_batch import ForwardBatch, KVSpec, LayerSpec
 from runtime.layers.pooler import Pooler
 from runtime.layers.sharding import Stage
 from runtime.models.by_transformers import attention
-from runtime.models.by_transformers.facts import class_of, config_of, forget_padding, numbers
+from runtime.models.by_transformers.facts import auto_of, class_of, config_of, forget_padding, numbers
 from runtime.models.by_transformers.quiet import quiet
 from runtime.models.checkpoint import find_weights
 from runtime.models.decoder import Decoder
@@ -40,7 +39,7 @@ def load(facts: ModelFacts, plan: ModelPlan, kernels: Kernels) -> Decoder:
     from runtime.models.by_transformers.whole import WholeTexts
 
     attention.register()
-    made_by: Any = class_of(facts.architecture) if facts.is_encoder else AutoModelForCausalLM
+    made_by: Any = (class_of if facts.is_encoder else auto_of)(facts.architecture)
     implementation = None if facts.is_encoder else "eager" if facts.recurrent else attention.NAME
     config, dtype = config_of(facts.config), getattr(torch, plan.dtype)
     with quiet():
@@ -54,6 +53,7 @@ def load(facts: ModelFacts, plan: ModelPlan, kernels: Kernels) -> Decoder:
                 )
         else:
             model = _read(facts, config, dtype, plan, made_by, implementation)
+    model = model if facts.is_encoder else attention.writing_part(model)
     model.eval().requires_grad_(False).to(plan.device)
     if facts.is_encoder:
         return WholeTexts(model, len(facts.labels))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -30,26 +30,25 @@ NEW_TOKENS = 10
 
 
 @cache
-def checkpoint(model_type: str) -> str:
+def checkpoint(model_type: str, auto: Any = AutoModelForCausalLM) -> str:
     """A checkpoint of this kind in a folder that goes with the process."""
-    folder = str(Path(_scratch().name) / model_type)
-    model = AutoModelForCausalLM.from_config(tiny_foreign.config(model_type), dtype=torch.float32)
+    folder = str(Path(_scratch().name) / auto.__name__ / model_type)
+    model = auto.from_config(tiny_foreign.config(model_type), dtype=torch.float32)
     redraw(model, seed=0)
     model.save_pretrained(folder)
     return folder
 
 
-def greedy(model_type: str) -> list[list[int]]:
+def greedy(model_type: str, auto: Any = AutoModelForCausalLM) -> list[list[int]]:
     """The tokens that transformers chooses for each of `PROMPTS`, one whole pass for each."""
-    model = AutoModelForCausalLM.from_pretrained(
-        checkpoint(model_type), dtype=torch.float32, attn_implementation="eager"
-    )
+    path = checkpoint(model_type, auto)
+    model = auto.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     found = []
     for prompt in PROMPTS:
         ids = list(prompt)
         with torch.no_grad():
             for _ in range(NEW_TOKENS):
-                ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+                ids.append(int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
         found.append(ids[len(prompt) :])
     return found
 
@@ -93,6 +92,16 @@ RARE_HELD = (
     "zaya",
 )  # fmt: skip
 RARE = (*RARE_PAGED, *RARE_HELD)
+SEEING = (  # of which only the text part is served
+    "aria", "aya_vision", "cohere2_vision", "deepseek_vl", "deepseek_vl_hybrid", "exaone4_5", "glm46v", "glm4v",
+    "glm4v_moe", "glm_ocr", "glmga", "got_ocr2", "hyperclovax_vision_v2", "idefics2", "idefics3", "internvl",
+    "kimi_k25", "lfm2_vl", "lfm3_vl", "lighton_ocr", "llama4", "llava", "llava_next", "llava_next_video",
+    "llava_onevision", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "mistral3", "mistral4",
+    "mistral_large4", "mllama", "muse_glimmer", "ovis2", "paligemma", "qianfan_ocr", "qwen2_5_omni_thinker",
+    "qwen2_5_vl", "qwen2_vl", "qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe", "qwen4_exp", "smolvlm",
+    "video_llama_3", "video_llava", "vipllava",
+)  # fmt: skip
+USUAL_SEEING = ("llava", "mistral3", "qwen2_5_vl", "qwen3_vl")
 NOT_SERVED = {
     "cpmant": "the tokens of a prompt see each other",
     "moshi": "with a cache it attends to other tokens than without one",
@@ -160,6 +169,20 @@ async def test_tokens_of_rare_ones_are_those_of_transformers(model_type: str) ->
     assert await served(path, model_impl="transformers") == greedy(model_type)
 
 
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        pytest.param(kind, marks=pytest.mark.slow if kind in USUAL_SEEING else pytest.mark.long)
+        for kind in SEEING
+        if kind in CONFIG_MAPPING
+    ],
+)
+async def test_tokens_of_models_that_also_see_are_those_of_transformers(model_type: str) -> None:
+    path = checkpoint(model_type, AutoModelForImageTextToText)
+    found = await served(path, model_impl="transformers")
+    assert found == greedy(model_type, AutoModelForImageTextToText)
+
+
 def test_every_causal_model_of_transformers_is_accounted_for() -> None:
     """Those without a family are served here or listed as not, with the reason; the document lists the same."""
     names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -173,12 +196,13 @@ def test_every_causal_model_of_transformers_is_accounted_for() -> None:
 
 
 def listed(names: Mapping[str, Any]) -> list[str]:
-    """What the document says of each architecture, a line for each way."""
+    """What the document says of each architecture, a line for each way and one for models that also see."""
 
     def line(kinds: Iterable[str]) -> str:
         return ", ".join(f"`{kind}`" for kind in sorted(kinds) if kind in names)
 
     lines = [line((*COMMON_PAGED, *MORE, *RARE_PAGED)), line((*COMMON_HELD, *HELD, *RARE_HELD))]
+    lines.append(", ".join(f"`{kind}`" for kind in SEEING))
     reasons = {**NOT_SERVED, **NOT_TRIED}
     return lines + [f"| `{kind}` | {why} |" for kind, why in sorted(reasons.items()) if kind in names]
 

@@ -36,7 +36,6 @@ OWN: dict[str, dict[str, Any]] = {  # of a kind, over those of `tiny_foreign`
     "deberta-v2": {"relative_attention": True, "pos_att_type": "p2c|c2p", "position_buckets": 8},
     "esmc": {"num_key_value_heads": 4},
     "funnel": {"num_hidden_layers": None, "block_sizes": [1, 1], "d_model": 64, "n_head": 4, "d_head": 16},
-    "mistral4": {"head_dim": 16, "num_key_value_heads": 4},
     "t5": {"decoder_start_token_id": 0},
 }
 NOT_SERVED = {
