@@ -202,15 +202,21 @@ def _add(
                 found = found.unflatten(0, (pairs, -1, 2)).transpose(1, 2).flatten(0, 2)
             return found
 
-        def make(read: Read) -> Tensor:
-            numbers = dequantise(rows(read), kind).view(inner) - offset
+        def make_rows(read: Read, taken: slice) -> Tensor:
+            numbers = dequantise(rows(read)[taken], kind) - offset
             return numbers if scale is None else numbers * read(scale).flatten()[expert or 0]
+
+        def make(read: Read) -> Tensor:
+            return make_rows(read, slice(None)).view(inner)
 
         def make_grouped(read: Read) -> GroupedWeight:
             return in_groups(rows(read), kind)
 
         kept = kind in TABLES and len(inner) == 2 and scale is None
-        derived.add(ours, inner, [name], make, make_grouped if kept else None, GROUP if kept else 0)
+        grouped, group = (make_grouped, GROUP) if kept else (None, 0)
+        # Rows in pairs stand apart, and the tensor is small.
+        by_rows = make_rows if len(inner) == 2 and len(tensor.shape) > 1 and not pairs else None
+        derived.add(ours, inner, [name], make, grouped, group, by_rows)
         if kept and TABLES[kind] != WHOLE:
             derived.tables[ours] = TABLES[kind]
 

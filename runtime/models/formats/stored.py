@@ -32,13 +32,15 @@ class Stored(Tensors, Protocol):
 class Made(NamedTuple):
     """One of the model's tensors: its shape, and what makes it, in float32, of stored ones.
 
-    What holds 4 bits in groups of neighbouring inputs can also be made as such (`ops/matmul/grouped.py`).
+    What holds 4 bits in groups of neighbouring inputs can also be made as such (`ops/matmul/grouped.py`). What can be
+    made row by row is never there as a whole.
     """
 
     shape: tuple[int, ...]
     make: Callable[[Read], Tensor]
     make_grouped: Callable[[Read], GroupedWeight] | None = None
     group: int = 0  # inputs in a group, where it can be made as such
+    make_rows: Callable[[Read, slice], Tensor] | None = None
 
 
 PARTS = ("codes", "scales", "shifts")  # of a weight in groups, as tensors named NAME.codes and so on
@@ -65,8 +67,9 @@ class Derived:
         make: Callable[[Read], Tensor],
         make_grouped: Callable[[Read], GroupedWeight] | None = None,
         group: int = 0,
+        make_rows: Callable[[Read, slice], Tensor] | None = None,
     ) -> None:
-        self.made[name] = Made(tuple(shape), make, make_grouped, group)
+        self.made[name] = Made(tuple(shape), make, make_grouped, group, make_rows)
         self.used.update(used)
 
 
@@ -128,6 +131,10 @@ class QuantizedTensors:
                 shifts = torch.zeros_like(weight.scales) if weight.shifts is None else weight.shifts
                 for part, tensor in zip(PARTS, (weight.codes, weight.scales, shifts), strict=True):
                     give_parts(take, cuts, f"{name}.{part}", tensor)
+            elif made.make_rows is not None:
+                for number, cut in enumerate(cuts[name]):
+                    rows = made.make_rows(self._stored.read, cut[0] if cut else slice(None))
+                    take(name, number, rows[(slice(None), *cut[1:])])
             else:
                 tensor = made.make(self._stored.read)
                 if tuple(tensor.shape) != made.shape:

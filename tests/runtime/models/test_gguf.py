@@ -156,6 +156,25 @@ async def test_a_file_is_served_as_the_checkpoint_of_its_weights(
         assert answer["output_ids"] == output[0, len(ids) :].tolist()
 
 
+def test_only_the_rows_that_are_wanted_are_dequantised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = write(tmp_path, "qwen3", "Q8_0")
+    name, sizes = "model.embed_tokens.weight", []
+    whole = read_whole(path)[name]
+
+    def noted(rows: torch.Tensor, kind: str) -> torch.Tensor:
+        sizes.append(len(rows))
+        return dequantise(rows, kind)
+
+    monkeypatch.setattr("runtime.models.formats.gguf.dequantise", noted)
+    parts: list[torch.Tensor] = []
+    cuts = ((slice(3, 7), slice(32, 64)), (slice(7, 9), slice(0, 32)))
+    opened(path).read_all(lambda name, number, part: parts.append(part), {name: cuts})
+    assert sizes == [4, 2]
+    assert all(torch.equal(part, whole[cut]) for part, cut in zip(parts, cuts, strict=True))
+
+
 @pytest.mark.parametrize(("family", "experts"), [("qwen3_moe", "fused"), ("mixtral", "apart")])
 def test_experts_stand_together_or_apart(family: str, experts: str, tmp_path: Path) -> None:
     source = Path(
