@@ -33,17 +33,29 @@ if TYPE_CHECKING:
 MIN_ITEMS = 1_000  # so that no output ends before its tokens are spent
 
 
-class Costs(NamedTuple):
-    """Microseconds a token of the whole batch, of each turn."""
+class Took(NamedTuple):
+    clock: float
+    processors: float
 
-    free_us: tuple[float, ...]
-    constrained_us: tuple[float, ...]
+
+class Costs(NamedTuple):
+    """Microseconds a token of the whole batch, of each turn: on the clock, and of all processors."""
+
+    free_us: tuple[Took, ...]
+    constrained_us: tuple[Took, ...]
     alone: Mapping[str, Summary | None]  # compiling, and the masks of all rows of a step together
 
     @property
-    def ratio(self) -> float:
+    def ratio(self) -> Took:
         """How many times longer a token takes with grammars, by medians."""
-        return median(self.constrained_us) / median(self.free_us) if self.free_us else float("nan")
+        free, constrained = medians(self.free_us), medians(self.constrained_us)
+        return Took(constrained.clock / free.clock, constrained.processors / free.processors)
+
+
+def medians(turns: Sequence[Took]) -> Took:
+    """Of each kind of time; of no turns: not a number."""
+    clock, processors = zip(*turns) if turns else ((float("nan"),),) * 2
+    return Took(median(clock), median(processors))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -71,8 +83,8 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigurationError("Every size must be at least 1, --mask-steps at least 2.")
     if options.masks_only and options.tokenizer is None:
         raise ConfigurationError("--masks-only needs --tokenizer.")
-    free: list[float] = []
-    constrained: list[float] = []
+    free: list[Took] = []
+    constrained: list[Took] = []
     if not options.masks_only:
         free, constrained = run_with_engine(args, lambda engine: turns(engine, options))
     alone = time_masks(_tokenizer(options, args), options.batch_size, options.mask_steps)
@@ -117,10 +129,10 @@ def _record(number: int) -> dict[str, Any]:
     }
 
 
-async def turns(engine: Engine, options: argparse.Namespace) -> tuple[list[float], list[float]]:
+async def turns(engine: Engine, options: argparse.Namespace) -> tuple[list[Took], list[Took]]:
     """Microseconds a token without and with grammars, of each turn."""
     texts = [json.dumps(schema) for schema in schemas(options.batch_size)]
-    times: tuple[list[float], list[float]] = [], []
+    times: tuple[list[Took], list[Took]] = [], []
     for turn in range(1 + options.repetitions):
         for constrained in (False, True) if turn % 2 else (True, False):
             grammars = [{"json_schema": text} if constrained else {} for text in texts]
@@ -132,7 +144,7 @@ async def turns(engine: Engine, options: argparse.Namespace) -> tuple[list[float
 
 async def _one_turn(
     engine: Engine, grammars: Sequence[Mapping[str, str]], num_tokens: int, turn: int
-) -> float:
+) -> Took:
     async def one(number: int, grammar: Mapping[str, str]) -> int:
         params = {
             "max_new_tokens": num_tokens,
@@ -144,12 +156,12 @@ async def _one_turn(
         answer = await engine.generate(f"{number}: a list of records", params)
         return answer["meta_info"]["completion_tokens"]
 
-    began_s = perf_counter()
+    began_s, worked_s = perf_counter(), process_time()
     counts = await asyncio.gather(*(one(number, grammar) for number, grammar in enumerate(grammars)))
-    took_s = perf_counter() - began_s
+    took_s, work_s = perf_counter() - began_s, process_time() - worked_s
     if min(counts) < num_tokens:
         raise ConfigurationError("An output ended early; lower --new-len.")
-    return 1e6 * took_s / sum(counts)
+    return Took(1e6 * took_s / sum(counts), 1e6 * work_s / sum(counts))
 
 
 def time_masks(path: str, num_rows: int, num_steps: int) -> dict[str, Summary | None]:
@@ -213,9 +225,10 @@ def _tokenizer(options: argparse.Namespace, args: Args) -> str:
 def _render(options: argparse.Namespace, costs: Costs) -> str:
     rows: list[report.Row] = [("rows", options.batch_size)]
     if costs.free_us:
-        rows += [
-            ("without grammars (us/token)", median(costs.free_us)),
-            ("with grammars (us/token)", median(costs.constrained_us)),
+        for name, took in (
+            ("without grammars (us/token)", medians(costs.free_us)),
+            ("with grammars (us/token)", medians(costs.constrained_us)),
             ("with / without", costs.ratio),
-        ]
+        ):
+            rows += [(name, took.clock), (f"{name}, of all processors", took.processors)]
     return report.table("grammars", rows, costs.alone, heads=("mean", "median", "p90", "p99", "max"))
