@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -156,9 +156,10 @@ class SequenceConstraint:
         if future is None or not future.done():
             start, forced = self._forced
             return forced[num_output - start :]
-        if future.cancelled() or future.exception() is not None:
+        try:  # without asking what it holds: each question to a future takes a lock, and there is a future a row
+            data = future.result()
+        except (Exception, CancelledError):  # who set it has said why
             return ()
-        data = future.result()
         return data.forced if data.process is None else ()
 
     def advance(self, ids: list[int], num_prompt: int) -> None:

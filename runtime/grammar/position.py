@@ -131,7 +131,10 @@ class Position:
         ends = self._ends
         if not (ends.request or ends.avoid or num_seen < ends.min_tokens):
             return
-        if not any(allows(mask, token_id) for token_id in ends.model):
+        for token_id in ends.model:
+            if allows(mask, token_id):
+                break
+        else:
             return
         if ends.avoid or num_seen < ends.min_tokens:
             others = mask.copy()
