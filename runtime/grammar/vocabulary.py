@@ -17,11 +17,15 @@ if TYPE_CHECKING:
 NUM_COMPARED = (
     512  # tokens whose bytes are compared with ours; tokenizers that differ do so in classes of tokens
 )
-# Classes of tokens that are allowed together where a text may go on with so many characters, of those that JSON
-# and `.` in patterns allow. All other tokens are tried one by one: with the library's own classes (up to 10, 30 and
-# any number of characters) most of them near the end of a text of limited length.
+# Classes of tokens that are allowed together where a text may go on with so many characters: of those that JSON and `.`
+# in patterns allow, and letters and digits. All other tokens are tried one by one: with the library's own classes (up
+# to 10, 30 and any number of characters) most of them near the end of a text of limited length, and of identifiers.
 _CHARACTER = r'[^"\\\x00-\x1F\x7F\x{2028}\x{2029}]'
-SLICES = [*(f"{_CHARACTER}{{1,{length}}}" for length in (1, 3, 5, 8, 12, 18, 30)), f"{_CHARACTER}+"]
+SLICES = [
+    *(f"{_CHARACTER}{{1,{length}}}" for length in (1, 3, 5, 8, 12, 18, 30)),
+    f"{_CHARACTER}+",
+    "[a-zA-Z0-9]{1,20}",
+]
 
 
 def load_vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int]) -> LLTokenizer:
