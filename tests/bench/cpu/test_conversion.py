@@ -6,6 +6,7 @@ import json
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -71,6 +72,10 @@ def test_llama_cpp_gets_every_number_of_other_families(
     found = dict(script("gguf_file", monkeypatch).tensors(tmp_path, config))
     assert {name: found[name].shape for name in written} == written
     assert sum(weight.size for weight in found.values()) == sum(weight.numel() for weight in ours.values())
+    writer = Mock()
+    script("gguf_file", monkeypatch).describe(writer, config)
+    writer.add_head_count_kv.assert_called_once_with([0, 2] if family == "H" else 2)
+    assert writer.add_expert_count.call_args_list == ([call(4)] if family == "M" else [])
 
 
 def test_a_common_prefix_leaves_each_prompt_a_token_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ ARCHITECTURES = {  # by the model's type
     "gemma3_text": "gemma3",
     "granitemoehybrid": "granitehybrid",
 }
+STATES = ("mamba", "linear_attention")  # layers that keep one
 IN_FLOAT32 = ("norm", "ffn_gate_inp", "ssm_conv1d", "ssm_dt", "ssm_a", "ssm_d")
 
 
@@ -42,15 +43,13 @@ def write(source: Path, file: Path, form: str) -> None:
 def describe(writer: Any, config: dict[str, Any]) -> None:
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    kinds = config.get("layer_types") or []
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config.get("shared_intermediate_size") or config["intermediate_size"])
     writer.add_head_count(heads)
-    writer.add_head_count_kv(
-        [0 if k == "mamba" else kv_heads for k in kinds] if "mamba" in kinds else kv_heads
-    )
+    with_states = [kind in STATES for kind in config.get("layer_types") or []]
+    writer.add_head_count_kv([0 if it else kv_heads for it in with_states] if any(with_states) else kv_heads)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_rope_dimension_count(head_dim)
@@ -58,7 +57,7 @@ def describe(writer: Any, config: dict[str, Any]) -> None:
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
     if config["model_type"] == "qwen3_moe":
-        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_count(config.get("num_experts") or config["num_local_experts"])
         writer.add_expert_used_count(config["num_experts_per_tok"])
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     if config["model_type"] == "gemma3_text":
