@@ -226,5 +226,7 @@ def _num_threads() -> int:
 
 def _first_line(error: str) -> str:
     """What a client may read: without the dump of the library's state."""
+    if error.startswith("panic"):  # of the library, as beyond 65,000 symbols: what it says is for its authors
+        return "it is too large for the library that compiles it"
     lines = [line.strip() for line in error.split("\n<state>")[0].splitlines() if line.strip()]
     return " ".join(lines)[:500] or "the grammar cannot be compiled"

@@ -35,6 +35,12 @@ def test_it_is_refused(name: str) -> None:
         grammars.compiled(kind, source)
 
 
+def test_what_the_library_cannot_hold_is_refused_in_words() -> None:
+    texts = " | ".join(f'"a{number:05}"' for number in range(12_000))
+    with pytest.raises(InvalidGrammar, match="^it is too large for the library that compiles it$"):
+        grammars.compiled("ebnf", f"root ::= {texts}")
+
+
 @pytest.mark.parametrize("regex", ["(a+)+$", "(.*a.*){20}b", "(a?){100}a{100}", "a{90,9000}"])
 def test_expressions_that_take_others_exponential_time_work(regex: str) -> None:
     matcher = grammars.compiled("regex", regex)
