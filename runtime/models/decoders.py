@@ -100,6 +100,13 @@ _GRANITE_EXPERTS: dict[str, str | None] = {  # as transformers 5 calls them
     r"(.*\.block_sparse_moe\.)router\.weight$": r"\1router.layer.weight",
 }
 
+_TEXT_PART: dict[str, str | None] = {  # of a model that also sees
+    r"(model\.)?(vision_tower|multi_modal_projector)\.": None,
+    r"language_model\.model\.": "model.",
+    r"model\.language_model\.": "model.",
+    r"language_model\.lm_head\.": "lm_head.",
+}
+
 _LINEAR_OR_FULL = ("linear_attention", "full_attention")
 
 _LAYER_NORM = {"layer_norm_eps": "rms_norm_eps"}
@@ -203,12 +210,7 @@ ARCHITECTURES: Mapping[str, Entry] = {
     "Gemma3ForConditionalGeneration": Entry(
         "gemma3",
         {**_GEMMA_3, "vocab_size": 262208},
-        tensors={  # the text part alone
-            r"(model\.)?(vision_tower|multi_modal_projector)\.": None,
-            r"language_model\.model\.": "model.",
-            r"model\.language_model\.": "model.",
-            r"language_model\.lm_head\.": "lm_head.",
-        },
+        tensors=_TEXT_PART,
         spelling="gemma3",
     ),
     "Glm4ForCausalLM": Entry("glm4", {**_GLM, "rms_norm_eps": 1.5625e-07}),
@@ -326,6 +328,12 @@ ARCHITECTURES: Mapping[str, Entry] = {
     "MistralForCausalLM": Entry(
         "mistral",
         {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+    ),
+    "Mistral3ForConditionalGeneration": Entry(
+        "mistral",
+        {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+        tensors=_TEXT_PART,
+        spelling="text_part",
     ),
     "MixtralForCausalLM": Entry(
         "mixtral",

@@ -7,7 +7,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 import tiny_checkpoints
 
@@ -57,7 +56,8 @@ def prompts() -> list[list[int]]:
 @cache
 def reference(family: str) -> list[list[int]]:
     torch.set_num_threads(1)
-    model: Any = AutoModelForCausalLM.from_pretrained(model_path(family), dtype=torch.float32)
+    path = model_path(family)
+    model: Any = tiny_checkpoints.auto_of(path).from_pretrained(path, dtype=torch.float32)
     return [
         model.generate(
             torch.tensor([prompt]), do_sample=False, max_new_tokens=NUM_NEW, eos_token_id=None, pad_token_id=0

@@ -35,6 +35,17 @@ def deepseek_v3(**values: Any) -> Any:
     return CONFIG_MAPPING["deepseek_v3"](**{**values, "head_dim": values["qk_rope_head_dim"]})
 
 
+def seeing_mistral(**text: Any) -> Any:
+    """Mistral Small 3.1, which sees, of which only the text part is served."""
+    eyes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return CONFIG_MAPPING["mistral3"](
+        text_config={"model_type": "mistral", **text},
+        vision_config={"model_type": "pixtral", **eyes, "head_dim": 8, "image_size": 28, "patch_size": 14},
+        tie_word_embeddings=False,
+        **{name: text[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
+    )
+
+
 def seeing_qwen3_5(**text: Any) -> Any:
     """Qwen 3.5 with eyes, of which only the text part is served."""
     eyes = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 14}
@@ -55,6 +66,7 @@ NAMED_OTHERWISE: dict[str, Any] = {  # than transformers names their configurati
     "deepseek_v3": deepseek_v3,
     "gemma3": CONFIG_MAPPING["gemma3_text"],
     "gemma3_seeing": seeing_gemma3,
+    "mistral_seeing": seeing_mistral,
     "qwen3_5": CONFIG_MAPPING["qwen3_5_text"],
     "qwen3_5_moe": CONFIG_MAPPING["qwen3_5_moe_text"],
     "qwen3_5_moe_seeing": seeing_qwen3_5_moe,
@@ -63,10 +75,10 @@ NAMED_OTHERWISE: dict[str, Any] = {  # than transformers names their configurati
 FAMILIES = (
     "arcee", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "ernie4_5", "ernie4_5_moe", "exaone4", "gemma",
     "gemma2", "gemma3", "gemma3_seeing", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_neox", "gpt_oss", "granite",
-    "granitemoe", "granitemoehybrid", "hunyuan_v1_dense", "internlm3", "llama", "ministral", "mistral", "mixtral",
-    "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5",
-    "qwen3_5_moe", "qwen3_5_moe_seeing", "qwen3_5_seeing", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3",
-    "stablelm", "starcoder2",
+    "granitemoe", "granitemoehybrid", "hunyuan_v1_dense", "internlm3", "llama", "ministral", "mistral",
+    "mistral_seeing", "mixtral", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "phi", "phi3", "qwen2", "qwen2_moe",
+    "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_seeing", "qwen3_5_seeing", "qwen3_moe", "qwen3_next", "seed_oss",
+    "smollm3", "stablelm", "starcoder2",
 )  # fmt: skip
 CONFIGS: dict[str, Any] = {
     family: NAMED_OTHERWISE.get(family) or CONFIG_MAPPING[family] for family in FAMILIES
@@ -85,7 +97,7 @@ SHAPE = {
     "pad_token_id": 0,
     "sliding_window": None,
 }
-SEEING = {"qwen3_5_seeing", "qwen3_5_moe_seeing"}  # whose text part is a class of its own
+SEEING = {"mistral_seeing", "qwen3_5_seeing", "qwen3_5_moe_seeing"}  # whose text part is a class of its own
 PUBLISHED_AS = {"internlm3": "InternLM3ForCausalLM"}  # which transformers saves as Llama
 FULL, SLIDING = "full_attention", "sliding_attention"
 WIDE = {"hidden_size": 64, "head_dim": 16}  # for families whose heads always fill the hidden size
@@ -268,8 +280,14 @@ def redraw(model: PreTrainedModel, seed: int) -> None:
                 buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
 
 
+def auto_of(path: str) -> Any:
+    """What of transformers reads a checkpoint as a model that writes."""
+    kind = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))["model_type"]
+    return AutoModelForImageTextToText if kind == "mistral3" else AutoModelForCausalLM
+
+
 def reference(path: str, token_ids: list[int]) -> torch.Tensor:
     """What transformers computes: float32 logits [T, V] of one sequence, in one pass."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    model = auto_of(path).from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
-        return model(torch.tensor([token_ids]), use_cache=False).logits[0].float()
+        return model(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0].float()

@@ -596,6 +596,7 @@ VARIANTS = {
     "llama-longrope-long": Variant("llama", longrope(16), overrides=UNSCALED),
     "mistral": Variant("mistral"),
     "mistral-window": Variant("mistral", {"sliding_window": 7}, {"window": no_window}),
+    "mistral-seeing": Variant("mistral_seeing", {"sliding_window": 7}, {"window": no_window}),
     "mistral-tied": Variant("mistral", {"tie_word_embeddings": True}, {"tie": turned_head}),
     "qwen2": Variant("qwen2", mutations={"qkv bias": no_qkv_bias}),
     "qwen2-tied": Variant("qwen2", {"tie_word_embeddings": True}, {"tie": turned_head}),
