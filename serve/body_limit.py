@@ -29,8 +29,8 @@ PIECE_BYTES = 65_536  # of a list of numbers that are read at once, in half a mi
 SHORT_BYTES = 64  # of a list of numbers that is no trouble: there are not that many lists
 
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
-_NUMBERS = re.compile(rb"\[[-+.\deE, \t\r\n]{%d,}+\]" % SHORT_BYTES)
-_STRING_OR_NUMBERS = re.compile(_STRING.pattern + b"|" + _NUMBERS.pattern, re.DOTALL)
+_BEGINNING = re.compile(rb"%b|\[[-+.\deE, \t\r\n]{%d}" % (_STRING.pattern, SHORT_BYTES), re.DOTALL)
+_NUMBERS = re.compile(rb"[-+.\deE, \t\r\n]{0,%d}+" % PIECE_BYTES)
 
 
 def max_body_bytes(plan: Plan, *, takes_ids: bool) -> int:
@@ -69,12 +69,15 @@ def loads(body: bytes) -> Any:
     rest: list[bytes] = []
     start = at = 0
     try:
-        for found in _STRING_OR_NUMBERS.finditer(body):  # what looks like a list may be within a text
-            if body.startswith(b"[", found.start()):
+        for found in _BEGINNING.finditer(body):  # what looks like a list may be within a text
+            if not body.startswith(b"[", found.start()):
+                continue
+            stop = _end_of_numbers(body, found.end())
+            if body.startswith(b"]", stop):
                 at, name = found.start(), f"{mark}{len(lists)}"
-                lists[name] = _numbers(found[0])
+                lists[name] = _numbers(body, at + 1, stop)
                 rest += (body[start:at], b'"%b"' % name.encode())
-                start = at = found.end()
+                start = at = stop + 1
         root = [orjson.loads(b"".join([*rest, body[start:]]))]
     except orjson.JSONDecodeError as error:  # it is near, but the place in the whole is not known
         raise orjson.JSONDecodeError(error.msg, body[:at].decode("latin-1"), at) from None
@@ -89,14 +92,20 @@ def loads(body: bytes) -> Any:
     return root[0]
 
 
-def _numbers(text: bytes) -> list[Any]:
-    """The numbers of `[...]`, in pieces that end at a comma. Raises `orjson.JSONDecodeError` as for the whole."""
+def _end_of_numbers(body: bytes, at: int) -> int:
+    """The first place from `at` on with what belongs to no number."""
+    while (found := _NUMBERS.match(body, at)) is not None and found.end() > at:
+        at = found.end()
+    return at
+
+
+def _numbers(body: bytes, start: int, end: int) -> list[Any]:
+    """The numbers between, in pieces that end at a comma. Raises `orjson.JSONDecodeError` as for the whole."""
     values: list[Any] = []
-    start, end = 1, len(text) - 1
     while start <= end:
-        comma = text.find(b",", start + PIECE_BYTES, end)
+        comma = body.find(b",", start + PIECE_BYTES, end)
         stop = end if comma < 0 else comma
-        piece = orjson.loads(b"[%b]" % text[start:stop])
+        piece = orjson.loads(b"[%b]" % body[start:stop])
         if not piece and (values or stop < end):
             raise orjson.JSONDecodeError("no number between commas", "", 0)
         values += piece

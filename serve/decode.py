@@ -31,6 +31,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 from runtime.errors import InvalidRequest
 
 MAX_DEPTH = 64  # of values declared Any
+AT_ONCE = 16_384  # items of a list whose types are looked at, in a fifth of a millisecond
 MAX_EXACT = 2**63  # larger numbers have lost digits in JSON
 
 T = TypeVar("T")
@@ -253,6 +254,13 @@ def _refuse(value: Any) -> None:
         raise _MismatchError("is not supported yet; leave it out")
 
 
+def _all_are(kind: type, values: list[Any]) -> bool:
+    """Whether all are of this very type. Other threads get the interpreter in between."""
+    return all(
+        set(map(type, values[start : start + AT_ONCE])) <= {kind} for start in range(0, len(values), AT_ONCE)
+    )
+
+
 def _is_unset(value: Any) -> bool:
     """Whether clients send this for "nothing": null, false, an empty string, list or object, [null]."""
     if type(value) is list:
@@ -300,7 +308,7 @@ def _list(item: Any) -> Decoder:
     def decode_list(value: Any) -> list[Any]:
         if type(value) is not list:
             raise _expected("a list", value)
-        if only is not None and set(map(type, value)) <= {only}:  # token ids by the ten thousand
+        if only is not None and _all_are(only, value):  # token ids by the ten thousand
             return value
         result = []
         for index, element in enumerate(value):

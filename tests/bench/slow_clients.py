@@ -290,8 +290,8 @@ def many_ids() -> bytes:
 
 
 def many_messages() -> bytes:
-    """10 MB of a conversation in ten thousand messages."""
-    messages = [{"role": ("user", "assistant")[i % 2], "content": "word " * 195} for i in range(9999)]
+    """10 MB of a conversation in 4,096 messages."""
+    messages = [{"role": ("user", "assistant")[i % 2], "content": "word " * 480} for i in range(4096)]
     return request("POST", "/v1/chat/completions", orjson.dumps({"messages": messages, "max_tokens": 1}))
 
 

@@ -32,6 +32,9 @@ def main(url: str, num_cases: int, first_round: int = 0) -> None:
             ask(operation, url, PER_ROUND, round_number, found, wrong)
             if found.total() - before == PER_ROUND:  # else there is nothing else to ask it
                 varied.append(operation)
+            sys.stderr.write(
+                f"round {round_number}: {found.total()} cases, {len(wrong)} wrong: {operation.path}\n"
+            )
             if found.total() >= num_cases:
                 varied = []
                 break
