@@ -12,7 +12,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import cpp_kernels
@@ -297,7 +297,11 @@ async def test_the_tokenizer_the_template_and_the_ends_are_the_files_own(tmp_pat
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What llama.cpp answers as: the demo model, and a Qwen3 whose numbers are drawn, with the demo's tokens."""
+    """What llama.cpp answers as: the demo model, and a Qwen3 with a head of its own and the demo's tokens.
+
+    Its numbers are drawn, but each token is followed by one that the head knows, unless the layers say otherwise: what
+    noise alone says next changes with every rounding.
+    """
     folder = tmp_path_factory.mktemp("models")
     drawn = tiny_checkpoints.write(
         folder / "drawn",
@@ -307,6 +311,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         intermediate_size=512,
         head_dim=64,
         max_position_embeddings=2048,
+    )
+    tensors = load_file(Path(drawn) / "model.safetensors")
+    tensors |= {name: 0.33 * each for name, each in tensors.items() if name.endswith("proj.weight")}
+    embedding = 5 * tensors["model.embed_tokens.weight"]
+    head = embedding[torch.randperm(4096, generator=torch.Generator().manual_seed(5))] / 16
+    save_file(
+        tensors | {"model.embed_tokens.weight": embedding, "lm_head.weight": head},
+        Path(drawn) / "model.safetensors",
+        {"format": "pt"},
     )
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(DEMO) / name, drawn)
