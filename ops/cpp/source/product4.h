@@ -171,15 +171,6 @@ template <class T, int ROWS>
     }
 }
 
-template <class T, int ROWS = MAX_TILE_ROWS>
-inline void multiply_rows4(const Product4Operands& o, const Table& table, int64_t row, int64_t height,
-                           const uint8_t* panel, Floats (*sums)[2]) {
-    if constexpr (ROWS > 0) {
-        if (height != ROWS) return multiply_rows4<T, ROWS - 1>(o, table, row, height, panel, sums);
-        multiply_tile4<T, ROWS>(o, table, row, panel, sums);
-    }
-}
-
 // The sixteen whole numbers that codes stand for, each 128 more, as bytes.
 struct ByteTable {
     alignas(64) uint8_t numbers[64];  // four times
@@ -333,6 +324,25 @@ template <class T, int ROWS, int DEPTH, bool DECODED>
         for (int half = 0; half < 2; half++) result[r][half] = sums[r][half] * fill(rounded.scale(row + r));
 }
 
+}  // namespace penstock
+
+#include "product4_octets.h"  // of what stands above
+
+namespace penstock {
+
+template <class T, int ROWS = MAX_TILE_ROWS>
+inline void multiply_rows4(const Product4Operands& o, const Table& table, int64_t row, int64_t height,
+                           const uint8_t* panel, Floats (*sums)[2]) {
+    if constexpr (ROWS > 0) {
+        if (height != ROWS) return multiply_rows4<T, ROWS - 1>(o, table, row, height, panel, sums);
+#if defined(PENSTOCK_OCTETS)
+        multiply_octets4<T, ROWS>(o, table, row, panel, sums);
+#else
+        multiply_tile4<T, ROWS>(o, table, row, panel, sums);
+#endif
+    }
+}
+
 template <class T, int ROWS = MAX_TILE_ROWS>
 inline void multiply_rounded_rows4(const Product4Operands& o, const ByteTable& table, const Rounded4& rounded,
                                    int64_t row, int64_t height, const uint8_t* panel, const Words* numbers,
@@ -340,6 +350,10 @@ inline void multiply_rounded_rows4(const Product4Operands& o, const ByteTable& t
     if constexpr (ROWS > 0) {
         if (height != ROWS)
             return multiply_rounded_rows4<T, ROWS - 1>(o, table, rounded, row, height, panel, numbers, sums);
+#if defined(PENSTOCK_OCTETS)
+        return numbers ? multiply_rounded_octets4<T, ROWS, true>(o, table, rounded, row, panel, numbers, sums)
+                       : multiply_rounded_octets4<T, ROWS, false>(o, table, rounded, row, panel, nullptr, sums);
+#else
         const bool usual = o.group % USUAL_DEPTH == 0;
         if constexpr (ROWS <= MAX_ROUNDED_ROWS)
             if (numbers)
@@ -347,6 +361,7 @@ inline void multiply_rounded_rows4(const Product4Operands& o, const ByteTable& t
                              : multiply_rounded4<T, ROWS, WORD_CODES, true>(o, table, rounded, row, panel, numbers, sums);
         usual ? multiply_rounded4<T, ROWS, USUAL_DEPTH, false>(o, table, rounded, row, panel, nullptr, sums)
               : multiply_rounded4<T, ROWS, WORD_CODES, false>(o, table, rounded, row, panel, nullptr, sums);
+#endif
     }
 }
 
