@@ -403,6 +403,12 @@ ARCHITECTURES: Mapping[str, Entry] = {
         renamed={"num_local_experts": "num_experts"},
     ),
     "Qwen3ForCausalLM": Entry("qwen3", {**_QWEN, "head_dim": 128}),
+    "Qwen3VLForConditionalGeneration": Entry(
+        "qwen3",
+        {**_QWEN, "head_dim": 128, "max_position_embeddings": 128000, "rope_theta": 5000000.0},
+        tensors={r"model\.visual\.": None, r"model\.language_model\.": "model."},
+        spelling="text_part",
+    ),
     "Qwen3NextForCausalLM": Entry(
         "qwen3_next",
         {

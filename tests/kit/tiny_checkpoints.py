@@ -46,6 +46,19 @@ def seeing_mistral(**text: Any) -> Any:
     )
 
 
+def seeing_qwen3(**text: Any) -> Any:
+    """Qwen3-VL, of which only the text part is served."""
+    eyes = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 14}
+    eighth = text["head_dim"] // 8
+    sections = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2 * eighth, eighth, eighth]}
+    return CONFIG_MAPPING["qwen3_vl"](
+        text_config={"rope_parameters": sections, **text},
+        vision_config={**eyes, "out_hidden_size": text["hidden_size"], "deepstack_visual_indexes": [0]},
+        tie_word_embeddings=text.get("tie_word_embeddings", False),
+        **{name: text[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
+    )
+
+
 def seeing_qwen3_5(**text: Any) -> Any:
     """Qwen 3.5 with eyes, of which only the text part is served."""
     eyes = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 14}
@@ -68,6 +81,7 @@ NAMED_OTHERWISE: dict[str, Any] = {  # than transformers names their configurati
     "gemma3_seeing": seeing_gemma3,
     "mistral_seeing": seeing_mistral,
     "qwen3_5": CONFIG_MAPPING["qwen3_5_text"],
+    "qwen3_seeing": seeing_qwen3,
     "qwen3_5_moe": CONFIG_MAPPING["qwen3_5_moe_text"],
     "qwen3_5_moe_seeing": seeing_qwen3_5_moe,
     "qwen3_5_seeing": seeing_qwen3_5,
@@ -77,8 +91,8 @@ FAMILIES = (
     "gemma2", "gemma3", "gemma3_seeing", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_neox", "gpt_oss", "granite",
     "granitemoe", "granitemoehybrid", "hunyuan_v1_dense", "internlm3", "llama", "ministral", "mistral",
     "mistral_seeing", "mixtral", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "phi", "phi3", "qwen2", "qwen2_moe",
-    "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_seeing", "qwen3_5_seeing", "qwen3_moe", "qwen3_next", "seed_oss",
-    "smollm3", "stablelm", "starcoder2",
+    "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_seeing", "qwen3_5_seeing", "qwen3_moe", "qwen3_next",
+    "qwen3_seeing", "seed_oss", "smollm3", "stablelm", "starcoder2",
 )  # fmt: skip
 CONFIGS: dict[str, Any] = {
     family: NAMED_OTHERWISE.get(family) or CONFIG_MAPPING[family] for family in FAMILIES
@@ -97,7 +111,12 @@ SHAPE = {
     "pad_token_id": 0,
     "sliding_window": None,
 }
-SEEING = {"mistral_seeing", "qwen3_5_seeing", "qwen3_5_moe_seeing"}  # whose text part is a class of its own
+SEEING = {
+    "mistral_seeing",
+    "qwen3_seeing",
+    "qwen3_5_seeing",
+    "qwen3_5_moe_seeing",
+}  # whose text part is a class of its own
 PUBLISHED_AS = {"internlm3": "InternLM3ForCausalLM"}  # which transformers saves as Llama
 FULL, SLIDING = "full_attention", "sliding_attention"
 WIDE = {"hidden_size": 64, "head_dim": 16}  # for families whose heads always fill the hidden size
@@ -283,7 +302,7 @@ def redraw(model: PreTrainedModel, seed: int) -> None:
 def auto_of(path: str) -> Any:
     """What of transformers reads a checkpoint as a model that writes."""
     kind = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))["model_type"]
-    return AutoModelForImageTextToText if kind == "mistral3" else AutoModelForCausalLM
+    return AutoModelForImageTextToText if kind in ("mistral3", "qwen3_vl") else AutoModelForCausalLM
 
 
 def reference(path: str, token_ids: list[int]) -> torch.Tensor:

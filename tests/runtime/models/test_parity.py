@@ -619,6 +619,7 @@ VARIANTS = {
         "qwen3", {"attention_bias": True}, {"qkv bias": no_qkv_bias, "out bias": no_out_bias}
     ),
     "qwen3-windows": Variant("qwen3", {**WINDOWS, "max_window_layers": 2}, {"window": no_window}),
+    "qwen3-seeing": Variant("qwen3_seeing", {}, {"qk norm": no_qk_norm}),
     "qwen3_5": Variant("qwen3_5", mutations=NETS, overrides={"partial rotation": PARTIAL}),
     "qwen3_5_moe": Variant("qwen3_5_moe", mutations={"shared expert": put("mlp", shared=None)}),
     "qwen3_5_moe_seeing": Variant("qwen3_5_moe_seeing"),
