@@ -30,19 +30,19 @@ inline Eight words_of(const T* from) {
     return x;
 }
 
-// 16 keys [16, D] side by side: word w of key i goes to packed[w * 16 + i]. Meanwhile as many are fetched from `ahead`,
-// line by line, as the processor can only wait for some at a time.
+// 16 keys of D numbers, `stride` elements apart, side by side: word w of key i goes to packed[w * 16 + i]. Meanwhile as
+// many are fetched from `ahead` if there is any, line by line, as the processor can only wait for some at a time.
 template <class T>
-inline void pack_keys(const T* keys, int64_t head_dim, uint32_t* packed, const T* ahead) {
+inline void pack_keys(const T* keys, int64_t stride, int64_t head_dim, uint32_t* packed, const T* ahead) {
     constexpr int64_t STEP = 8 * PER_WORD<T>;
     for (int64_t d = 0; d < head_dim; d += STEP, packed += 8 * LANES) {
-        fetch(ahead + d * LANES, STEP * LANES);
+        if (ahead) fetch(ahead + d * LANES, STEP * LANES);
 #if defined(__AVX512F__)
         __m512i a[8], b[8];
         for (int i = 0; i < 8; i++) {  // key 0 and 4, 1 and 5, .. 8 and 12, ..
-            const T* const key = keys + (i + (i & 4)) * head_dim + d;
+            const T* const key = keys + (i + (i & 4)) * stride + d;
             a[i] = _mm512_inserti64x4(_mm512_castsi256_si512(cast<__m256i>(words_of(key))),
-                                      cast<__m256i>(words_of(key + 4 * head_dim)), 1);
+                                      cast<__m256i>(words_of(key + 4 * stride)), 1);
         }
         for (int i = 0; i < 8; i += 2) {
             b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
@@ -62,7 +62,7 @@ inline void pack_keys(const T* keys, int64_t head_dim, uint32_t* packed, const T
         for (int i = 0; i < LANES; i += 4) {
             Four halves[2][4];
             for (int k = 0; k < 4; k++) {
-                const Eight x = words_of(keys + (i + k) * head_dim + d);
+                const Eight x = words_of(keys + (i + k) * stride + d);
                 halves[0][k] = Four{x[0], x[1], x[2], x[3]}, halves[1][k] = Four{x[4], x[5], x[6], x[7]};
             }
             for (int half = 0; half < 2; half++) {
@@ -82,12 +82,12 @@ inline void pack_keys(const T* keys, int64_t head_dim, uint32_t* packed, const T
     }
 }
 
-// 16 values [16, D], those of one word of weights lane by lane: packed is [16 / PER_WORD, D].
+// 16 values likewise, those of one word of weights lane by lane: packed is [16 / PER_WORD, D].
 template <class T>
-inline void pack_values(const T* values, int64_t head_dim, uint32_t* packed, const T* ahead) {
+inline void pack_values(const T* values, int64_t stride, int64_t head_dim, uint32_t* packed, const T* ahead) {
     for (int key = 0; key < LANES; key += PER_WORD<T>, packed += head_dim) {
-        const T *const first = values + key * head_dim, *const second = first + head_dim;
-        fetch(ahead + key * head_dim, PER_WORD<T> * head_dim);
+        const T *const first = values + key * stride, *const second = first + stride;
+        if (ahead) fetch(ahead + key * head_dim, PER_WORD<T> * head_dim);
         int64_t d = 0;
 #if defined(__AVX512BF16__)
         if constexpr (PER_WORD<T> == 2) {
@@ -143,19 +143,25 @@ struct Mass {
     float total;
 };
 
-template <bool CAPPED, class Weight>
-Mass weigh(float* scores, const Scoring& scoring, int64_t low, int64_t high, int64_t first, int64_t last,
-           Weight* weights) {
-    const int64_t begin = low < high ? low / LANES * LANES : last, end = low < high ? high : last;
+// The two halves of `weigh`: for many queries one half of all goes before the other, so that none waits for its own.
+template <bool CAPPED>
+inline float top_score(float* scores, const Scoring& scoring, int64_t low, int64_t high) {
     Floats largest_of = fill(CAPPED ? NO_SCORE : NO_SCORE / scoring.factor);
-    for (int64_t i = begin; i < end; i += LANES) {
+    for (int64_t i = low / LANES * LANES; low < high && i < high; i += LANES) {
         Floats x = load(scores + i);
         if (CAPPED) x = scoring(x);
         if (i < low || i + LANES > high) x = hide_outside(x, i, low, high);
         if (CAPPED || i < low || i + LANES > high) store(scores + i, x);
         largest_of = larger(x, largest_of);
     }
-    const float factor = CAPPED ? 1.0f : scoring.factor, top = largest(largest_of) * factor;
+    return largest(largest_of) * (CAPPED ? 1.0f : scoring.factor);
+}
+
+template <bool CAPPED, class Weight>
+inline float weigh_below(float top, const float* scores, const Scoring& scoring, int64_t low, int64_t high, int64_t first,
+                         int64_t last, Weight* weights) {
+    const int64_t begin = low < high ? low / LANES * LANES : last, end = low < high ? high : last;
+    const float factor = CAPPED ? 1.0f : scoring.factor;
     Floats total{};
     for (int64_t i = first; i < begin; i += LANES) store(weights + i, Floats{});
     int64_t i = begin;
@@ -165,9 +171,15 @@ Mass weigh(float* scores, const Scoring& scoring, int64_t low, int64_t high, int
         store(weights + i, weight);
     }
     for (; i < last; i += LANES) store(weights + i, Floats{});
-    return {top, sum(total)};
+    return sum(total);
 }
 
+template <bool CAPPED, class Weight>
+Mass weigh(float* scores, const Scoring& scoring, int64_t low, int64_t high, int64_t first, int64_t last,
+           Weight* weights) {
+    const float top = top_score<CAPPED>(scores, scoring, low, high);
+    return {top, weigh_below<CAPPED>(top, scores, scoring, low, high, first, last, weights)};
+}
 // Adds what a later block gave to the sum over those before it: out[0 .. head_dim) and its mass.
 [[gnu::noinline]] inline void merge(float* out, Mass& mass, const float* part, const Mass& later, int64_t head_dim) {
     const float largest = mass.largest > later.largest ? mass.largest : later.largest;

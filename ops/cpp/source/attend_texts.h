@@ -87,18 +87,24 @@ private:
     // The keys and values low .. high - 1 from position `base` on, and zeros around them to whole grains.
     void pack(int64_t base, int64_t low, int64_t high) {
         const int64_t begin = low / grain() * grain(), end = round_up(high, grain());
-        T *keys = reinterpret_cast<T*>(workspace_.few), *values = keys + LANES * head_dim_;
+        T *few_keys = reinterpret_cast<T*>(workspace_.few), *few_values = few_keys + LANES * head_dim_;
         for (int64_t i = begin; i < end; i += LANES) {
-            if (i < low || i + LANES > high) std::memset(workspace_.few, 0, 2 * LANES * head_dim_ * sizeof(T));
-            for (int64_t key = std::max(i, low); key < std::min(i + LANES, high); key++) {
-                const int64_t token = row_start_ + base + key, to = (key - i) * head_dim_, head = head_ * head_dim_;
-                std::memcpy(keys + to, static_cast<const T*>(given_.k) + token * given_.k_stride + head, head_dim_ * sizeof(T));
-                std::memcpy(values + to, static_cast<const T*>(given_.v) + token * given_.v_stride + head, head_dim_ * sizeof(T));
+            const int64_t token = row_start_ + base + i, head = head_ * head_dim_;
+            const T* keys = static_cast<const T*>(given_.k) + token * given_.k_stride + head;
+            const T* values = static_cast<const T*>(given_.v) + token * given_.v_stride + head;
+            int64_t k_stride = given_.k_stride, v_stride = given_.v_stride;
+            if (i < low || i + LANES > high) {
+                std::memset(workspace_.few, 0, 2 * LANES * head_dim_ * sizeof(T));
+                for (int64_t key = std::max(i, low) - i; key < std::min<int64_t>(LANES, high - i); key++) {
+                    std::memcpy(few_keys + key * head_dim_, keys + key * k_stride, head_dim_ * sizeof(T));
+                    std::memcpy(few_values + key * head_dim_, values + key * v_stride, head_dim_ * sizeof(T));
+                }
+                keys = few_keys, values = few_values, k_stride = v_stride = head_dim_;
             }
             uint32_t* const packed = workspace_.keys + i * words_;
-            pack_keys(keys, head_dim_, packed, keys);
+            pack_keys<T>(keys, k_stride, head_dim_, packed, nullptr);
             std::fill(packed + LANES * filled_, packed + LANES * words_, 0u);
-            pack_values(values, head_dim_, workspace_.values + i / PER_WORD<T> * head_dim_, values);
+            pack_values<T>(values, v_stride, head_dim_, workspace_.values + i / PER_WORD<T> * head_dim_, nullptr);
         }
     }
 
@@ -117,12 +123,19 @@ private:
         dot_all<T>(workspace_.unit, scores, rows, (last - first) / LANES, workspace_.scores + first, KEY_BLOCK);
         constexpr int64_t weight_words = KEY_BLOCK / PER_WORD<T>;
         using Weight = std::conditional_t<PER_WORD<T> == 2, BFloat16, float>;
+        const auto low_of = [&](int64_t r) {
+            return std::clamp<int64_t>(first_seen(first_ + row + r) - base, 0, KEY_BLOCK);
+        };
+        const auto high_of = [&](int64_t r) {
+            return std::clamp<int64_t>(end_seen(first_ + row + r) - base, 0, KEY_BLOCK);
+        };
+        float* const scored = workspace_.scores;
+        for (int64_t r = 0; r < rows; r++)
+            part.masses[r].largest = top_score<false>(scored + r * KEY_BLOCK, scoring_, low_of(r), high_of(r));
         for (int64_t r = 0; r < rows; r++) {
-            const int64_t position = first_ + row + r;
-            const int64_t low = std::clamp<int64_t>(first_seen(position) - base, 0, KEY_BLOCK);
-            const int64_t high = std::clamp<int64_t>(end_seen(position) - base, 0, KEY_BLOCK);
             Weight* const weights = reinterpret_cast<Weight*>(workspace_.weights + r * weight_words);
-            part.masses[r] = weigh<false>(workspace_.scores + r * KEY_BLOCK, scoring_, low, high, first, last, weights);
+            part.masses[r].total = weigh_below<false>(part.masses[r].largest, scored + r * KEY_BLOCK, scoring_, low_of(r),
+                                                      high_of(r), first, last, weights);
         }
         const Factors values{workspace_.weights + first / PER_WORD<T>, weight_words,
                              workspace_.values + first / PER_WORD<T> * head_dim_, head_dim_, LANES,

@@ -251,10 +251,10 @@ private:
             if (few_) {
                 score(keys, workspace_.scores + i, in_pool(given_.k_pool, ahead));
             } else {
-                pack_keys(keys, head_dim, packed_keys, in_pool(given_.k_pool, ahead));
+                pack_keys(keys, head_dim, head_dim, packed_keys, in_pool(given_.k_pool, ahead));
                 std::fill(packed_keys + LANES * filled_, packed_keys + LANES * words_, 0u);
             }
-            pack_values(values, head_dim, packed_values, in_pool(given_.v_pool, ahead));
+            pack_values(values, head_dim, head_dim, packed_values, in_pool(given_.v_pool, ahead));
             packed_keys += LANES * words_;
             packed_values += LANES / PER_WORD<T> * head_dim;
         }
