@@ -39,6 +39,8 @@ def main(url: str, num_cases: int, first_round: int = 0) -> None:
                 varied = []
                 break
         operations = varied
+        if not operations:
+            break
     print(sum(found.values()), dict(found), "last round", round_number)
     for name, text in wrong.items():
         print(name, text)
