@@ -21,7 +21,7 @@ import torch
 
 import tiny_models
 from runtime.constraint import HostData, Output, give, refuse
-from runtime.errors import EngineFailure, InvalidRequest, OutOfMemory, StepFailed
+from runtime.errors import EngineFailure, InvalidRequest, NotFinite, OutOfMemory, StepFailed
 from runtime.request import Request
 from runtime.sampling_params import SamplingParams
 from runtime.tokenizer.chat_template import ChatTemplate
@@ -318,7 +318,8 @@ def fault_points() -> list[FaultPoint]:
         "breaks in a processor",
     ):
         for at in (0, 3):
-            add(f"a constraint {kind} at token {at}", None, constraint_breaks, kind, at)
+            error = NotFinite if kind == "breaks logits" else None
+            add(f"a constraint {kind} at token {at}", error, constraint_breaks, kind, at)
     for name in ("allocate", "lock", "insert"):
         add(f"the cache's {name} has no memory", None, scheduler_raises, name, 0)
     # The second time is where what was computed is kept, at the end of its output.
