@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, ParamSpec, TypeVar
 
 import anyio
 
@@ -25,7 +25,7 @@ from runtime.actors.tracing import RequestTraces
 from runtime.batch import Runner
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import ObservePlan, Plan
-from runtime.errors import EngineClosed, EngineFailure, InvalidRequest, Overloaded, PenstockError
+from runtime.errors import EngineClosed, EngineFailure, InvalidRequest, PenstockError
 from runtime.grammar.load import load_grammars
 from runtime.metrics.series import EngineMetrics
 from runtime.profile import ProfileOptions
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from runtime.actors.replica import Replica
 
 logger = logging.getLogger("penstock.core")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 State = Literal["starting", "ready", "draining", "failed", "closed"]
 
@@ -165,12 +167,7 @@ class EngineCore:
 
         Raises `InvalidRequest`, `Overloaded` or `EngineClosed` at once; what is found later reaches the output.
         """
-        try:
-            return self._submit(request)
-        except PenstockError as error:
-            if self.metrics is not None:
-                self.metrics.refused(error)
-            raise
+        return self._counted(self._submit, request)
 
     def check_room(self) -> None:
         """Raise `Overloaded` where any request would be refused, so that nobody reads it first.
@@ -179,12 +176,7 @@ class EngineCore:
         """
         if self._state != "ready" or self.plan.scheduler.priorities:
             return
-        try:
-            self._tokenizer.check_room()
-        except Overloaded as error:
-            if self.metrics is not None:
-                self.metrics.refused(error)
-            raise
+        self._counted(self._tokenizer.check_room)
 
     def submit_all(self, requests: Seq[Request]) -> list[OutputStream]:
         """Take the requests of one call in: where there is room for the first, all are taken.
@@ -200,6 +192,15 @@ class EngineCore:
                 stream.close()
             raise
         return streams
+
+    def _counted(self, take: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What `take` returns; what it refuses is counted."""
+        try:
+            return take(*args, **kwargs)
+        except PenstockError as error:
+            if self.metrics is not None:
+                self.metrics.refused(error)
+            raise
 
     def _submit(self, request: Request) -> OutputStream:
         if self._state != "ready":
