@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 MAX_DEPTH = 64
-MAX_PATTERN = (
-    128 * 1024
-)  # characters, of all patterns of a grammar together: of four times as many, 2 s of compiling
+# Characters, of all patterns of a grammar together: four times as many take 2 s to compile.
+MAX_PATTERN = 128 * 1024
 MAX_REPEAT = 65_535
 MAX_LEAST = 20_000  # characters of the shortest text that matches: a grammar spells out what it leaves no choice about
 MAX_AMBIGUOUS = (

@@ -49,7 +49,7 @@ def load(facts: ModelFacts, plan: ModelPlan, kernels: Kernels) -> Decoder:
                 model = (
                     made_by._from_config(config, dtype=dtype)
                     if facts.is_encoder
-                    else (made_by.from_config(config, dtype=dtype, attn_implementation=implementation))
+                    else made_by.from_config(config, dtype=dtype, attn_implementation=implementation)
                 )
         else:
             model = _read(facts, config, dtype, plan, made_by, implementation)
