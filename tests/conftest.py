@@ -1,9 +1,10 @@
-"""Settings for every test: one torch thread, no network, hypothesis without deadlines, logging left alone."""
+"""Settings for every test: one torch thread, no network, the same random numbers, no deadlines, logging left alone."""
 
 from __future__ import annotations
 
 import logging
 import os
+import random
 from collections.abc import Iterator
 
 import pytest
@@ -16,6 +17,27 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 settings.register_profile("penstock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("penstock")
+
+
+def _seed() -> None:
+    """The same random tensors in every run, whichever tests run: torch begins each process with a seed of its own."""
+    import numpy as np
+    import torch
+
+    torch.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
+
+
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    if isinstance(collector, pytest.Module):
+        _seed()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    del item
+    _seed()
 
 
 @pytest.fixture(autouse=True)
