@@ -22,11 +22,23 @@ from serve.anthropic import messages
 from serve.body_limit import max_body_bytes
 from serve.endpoint import Endpoint, Handler
 from serve.errors import NATIVE, OPENAI, ErrorFormat, refusal_response
-from serve.native import admin, classify, encode, generate, live, metrics, parsing, profile, tokens, vertex
+from serve.native import (
+    admin,
+    classify,
+    encode,
+    generate,
+    live,
+    metrics,
+    parsing,
+    profile,
+    ranking,
+    tokens,
+    vertex,
+)
 from serve.ollama import handlers as ollama
 from serve.ollama import models as ollama_models
 from serve.open_calls import OpenCalls
-from serve.openai import batches, chat, completions, embeddings, files, models, ranking
+from serve.openai import batches, chat, completions, embeddings, files, models
 from serve.openai.file_store import FileStore
 from serve.openai.responses import handlers as responses
 from serve.openai.responses.store import ResponseStore

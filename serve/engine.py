@@ -24,11 +24,9 @@ from serve.background import BackgroundTask
 from serve.decode import decode
 from serve.demo import demo_path
 from serve.native.classify import ClassifyBody, classified, classify_requests
-from serve.native.encode import vector_requests
 from serve.native.generate import GenerateAnswers
 from serve.native.profile import ProfileBody, profile_options
-from serve.native.schema import GenerateBody, requests_of
-from serve.openai.ranking import (
+from serve.native.ranking import (
     RerankBody,
     ScoreBody,
     label_requests,
@@ -36,7 +34,9 @@ from serve.openai.ranking import (
     order,
     rank_documents,
 )
+from serve.native.schema import GenerateBody, requests_of
 from serve.output_streams import read_all
+from serve.prompts import vector_requests
 
 if TYPE_CHECKING:
     from serve.python_chat import Answer, Messages

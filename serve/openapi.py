@@ -35,13 +35,13 @@ from serve.native.classify import ClassifyBody
 from serve.native.encode import EncodeBody
 from serve.native.parsing import ParseBody, SeparateBody
 from serve.native.profile import ProfileBody
+from serve.native.ranking import RerankBody, ScoreBody
 from serve.native.schema import GenerateBody
 from serve.native.tokens import DetokenizeBody, TokenizeBody, TokenizeChatBody
 from serve.native.vertex import PredictBody
 from serve.ollama import schema as ollama
 from serve.openai.batches import BatchBody
 from serve.openai.embeddings import EmbeddingBody
-from serve.openai.ranking import RerankBody, ScoreBody
 from serve.openai.responses.schema import ResponsesBody
 from serve.openai.schema import ChatBody, CompletionBody
 
@@ -64,9 +64,9 @@ BODIES: Mapping[str, tuple[type, ...]] = {
     "serve.native.generate.generate": (GenerateBody,),
     "serve.native.encode.encode": (EncodeBody,),
     "serve.native.classify.classify": (ClassifyBody,),
-    "serve.openai.ranking.rerank": (RerankBody,),
-    "serve.openai.ranking.rerank_list": (RerankBody,),
-    "serve.openai.ranking.score": (ScoreBody,),
+    "serve.native.ranking.rerank": (RerankBody,),
+    "serve.native.ranking.rerank_list": (RerankBody,),
+    "serve.native.ranking.score": (ScoreBody,),
     "serve.native.vertex.predict": (PredictBody,),
     "serve.native.profile.start": (ProfileBody,),
     "serve.native.admin.abort_request": (AbortBody,),

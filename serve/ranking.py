@@ -11,7 +11,7 @@ import numpy as np
 from runtime.errors import InvalidRequest
 from runtime.request import Chunk, LogprobParams, Request
 from runtime.sampling_params import SamplingParams
-from serve.native.encode import vector_requests
+from serve.prompts import vector_requests
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore

@@ -16,10 +16,10 @@ from runtime.request import Chunk, Request
 from serve.decode import Length, decode
 from serve.endpoint import json_response, parse_object, read_all_or_disconnect, read_call
 from serve.errors import ErrorFormat, native_body
-from serve.native.encode import vector_requests
 from serve.native.generate import GenerateAnswers
-from serve.native.schema import MAX_PROMPTS, GenerateBody, Label, requests_of
+from serve.native.schema import GenerateBody, requests_of
 from serve.output_streams import of_client
+from serve.prompts import MAX_PROMPTS, Label, vector_requests
 from serve.ranking import probabilities
 
 if TYPE_CHECKING:

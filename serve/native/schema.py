@@ -9,19 +9,24 @@ from uuid import uuid4
 
 from runtime.errors import InvalidRequest
 from runtime.request import LogprobParams, Request
-from runtime.sampling_params import MAX_INT32, SamplingParams
-from serve.decode import Length, NotBuilt, Range
+from runtime.sampling_params import SamplingParams
+from serve.decode import Length, NotBuilt
 from serve.errors import renamed
+from serve.prompts import (
+    MAX_PROMPTS,
+    Label,
+    Priority,
+    Salt,
+    check_choices,
+    check_length,
+    labels_of,
+    namespaces_of,
+    spread,
+)
 from serve.sampling import read_sampling, sampling_params
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
-
-MAX_PROMPTS = 1024
-MAX_CHOICES_IN_ALL = 4096  # prompts times n
-Label = Annotated[str, Length(1, 256)]
-Salt = Annotated[str, Length(1, 256)]
-Priority = Annotated[int, Range(-MAX_INT32, MAX_INT32)]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,7 +80,7 @@ def requests_of(body: GenerateBody, core: EngineCore) -> list[Request]:
     check_choices(count, sampling[0].n)
     labels, logprobs = _labels(body, count), _logprobs(body, count)
     namespaces = namespaces_of(body.cache_salt, body.extra_key, count)
-    priorities = _spread(body.priority, count, "priority")
+    priorities = spread(body.priority, count, "priority")
     return [
         Request(
             text=prompt if isinstance(prompt, str) else None,
@@ -89,15 +94,6 @@ def requests_of(body: GenerateBody, core: EngineCore) -> list[Request]:
         )
         for index, prompt in enumerate(prompts)
     ]
-
-
-def check_choices(num_prompts: int, n: int) -> None:
-    if num_prompts * n > MAX_CHOICES_IN_ALL:
-        raise InvalidRequest(
-            f"{num_prompts} prompts times n = {n} make {num_prompts * n} choices; "
-            f"at most {MAX_CHOICES_IN_ALL} are accepted at once.",
-            param="n",
-        )
 
 
 def _prompts(body: GenerateBody) -> Sequence[str | list[int]]:
@@ -119,7 +115,7 @@ def _sampling(body: GenerateBody, core: EngineCore, count: int) -> list[Sampling
     preferred, asked = core.plan.serve.preferred_sampling, body.sampling_params
     if not isinstance(asked, list):
         return [_sampling_params(asked or {}, preferred, "sampling_params")] * count
-    _check_length(asked, count, "sampling_params")
+    check_length(asked, count, "sampling_params")
     return [
         _sampling_params(params, preferred, f"sampling_params.{index}") for index, params in enumerate(asked)
     ]
@@ -135,29 +131,13 @@ def _labels(body: GenerateBody, count: int) -> Sequence[str]:
     return labels_of(body.rid, count, is_batch=body.is_batch)
 
 
-def labels_of(rid: str | list[str], count: int, *, is_batch: bool) -> Sequence[str]:
-    """The client's names for its prompts: a single one is numbered in a batch."""
-    if isinstance(rid, str):
-        return [f"{rid}_{index}" for index in range(count)] if is_batch else [rid]
-    _check_length(rid, count, "rid")
-    return rid
-
-
-def namespaces_of(
-    cache_salt: str | list[str] | None, extra_key: str | list[str] | None, count: int
-) -> list[tuple[str | None, str | None] | None]:
-    """Within what each prompt shares prefixes; None: with all that have no salt and no key either."""
-    salts, keys = _spread(cache_salt, count, "cache_salt"), _spread(extra_key, count, "extra_key")
-    return [None if pair == (None, None) else pair for pair in zip(salts, keys, strict=True)]
-
-
 def _logprobs(body: GenerateBody, count: int) -> list[LogprobParams | None]:
-    wanted = _spread(body.return_logprob, count, "return_logprob")
-    starts = _spread(body.logprob_start_len, count, "logprob_start_len")
-    tops = _spread(body.top_logprobs_num, count, "top_logprobs_num")
+    wanted = spread(body.return_logprob, count, "return_logprob")
+    starts = spread(body.logprob_start_len, count, "logprob_start_len")
+    tops = spread(body.top_logprobs_num, count, "top_logprobs_num")
     requested = body.token_ids_logprob or []
     if any(isinstance(ids, list) or ids is None for ids in requested):
-        _check_length(requested, count, "token_ids_logprob")
+        check_length(requested, count, "token_ids_logprob")
     else:
         requested = [requested] * count
     found: list[LogprobParams | None] = []
@@ -179,16 +159,3 @@ def _logprobs(body: GenerateBody, count: int) -> list[LogprobParams | None]:
             param = f"{name}.{index}" if isinstance(getattr(body, name), list) and body.is_batch else name
             raise renamed(error, param) from None
     return found
-
-
-def _spread(value: Any, count: int, name: str) -> list[Any]:
-    """One value for each prompt."""
-    if not isinstance(value, list):
-        return [value] * count
-    _check_length(value, count, name)
-    return value
-
-
-def _check_length(values: Sequence[Any], count: int, name: str) -> None:
-    if len(values) != count:
-        raise InvalidRequest(f"{name} has {len(values)} items for {count} prompts.", param=name)

@@ -17,9 +17,9 @@ from runtime.tokenizer.text_limit import LARGE_TEXT_BYTES, give_back_memory
 from serve.chat.request import render
 from serve.decode import Length, decode
 from serve.endpoint import json_response, parse_object, read_body
-from serve.native.schema import MAX_PROMPTS
 from serve.openai.messages import chat_of
 from serve.openai.schema import ChatBody
+from serve.prompts import MAX_PROMPTS
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore

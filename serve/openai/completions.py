@@ -18,13 +18,13 @@ from runtime.errors import InvalidRequest
 from runtime.request import Chunk, Finish, LogprobParams, Logprobs, Request
 from serve.endpoint import json_response, read_all_or_disconnect, read_call
 from serve.errors import ErrorFormat, ended, openai_body
-from serve.native.schema import check_choices, labels_of, namespaces_of
 from serve.openai.answers import AnswerHeader, UsageCount, event_end
 from serve.openai.logprobs import CompletionLogprobs
 from serve.openai.models import check_model
 from serve.openai.requests import decode_body, keep_last_of, sampling_of
 from serve.openai.schema import NAMES, CompletionBody, StreamOptions
 from serve.output_streams import of_client
+from serve.prompts import check_choices, labels_of, namespaces_of
 from serve.sse import EventStream
 from serve.work_budget import check_joined
 

@@ -20,10 +20,9 @@ from runtime.request import Chunk, Request
 from serve.decode import Length, Range, decode
 from serve.endpoint import json_response, parse_object, read_all_or_disconnect, read_call
 from serve.errors import ErrorFormat, openai_body
-from serve.native.encode import vector_requests
-from serve.native.schema import MAX_PROMPTS, Label, labels_of
 from serve.openai.models import check_model
 from serve.output_streams import of_client
+from serve.prompts import MAX_PROMPTS, Label, labels_of, vector_requests
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore

@@ -9,9 +9,9 @@ from uuid import uuid4
 from runtime.errors import InvalidRequest
 from runtime.request import LogprobParams
 from serve.chat.request import ChatRequest, thinking_switch
-from serve.native.schema import namespaces_of
 from serve.openai.requests import keep_last_of
 from serve.openai.schema import ChatBody, Message
+from serve.prompts import namespaces_of
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 RESERVED_KWARGS = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})

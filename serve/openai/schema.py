@@ -13,7 +13,7 @@ from runtime.grammar_spec import Grammar
 from runtime.request import MAX_TOP_LOGPROBS
 from runtime.sampling_params import MAX_INT32, Api
 from serve.decode import Length, NotBuilt, Range
-from serve.native.schema import MAX_PROMPTS, Label, Priority, Salt
+from serve.prompts import MAX_PROMPTS, Label, Priority, Salt
 from serve.sampling import sampling_names
 
 MAX_MESSAGES = 4096

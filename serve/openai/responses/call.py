@@ -13,7 +13,6 @@ from runtime.errors import InvalidRequest
 from runtime.grammar_spec import Grammar
 from runtime.request import LogprobParams
 from serve.chat.request import ChatRequest, PreparedChat, prepare, render, thinking_switch
-from serve.native.schema import namespaces_of
 from serve.openai.models import check_model
 from serve.openai.response_format import grammar_of
 from serve.openai.responses.items import (
@@ -26,6 +25,7 @@ from serve.openai.responses.items import (
 )
 from serve.openai.responses.schema import FunctionTool, ResponsesBody
 from serve.openai.responses.store import StoredResponse
+from serve.prompts import namespaces_of
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore

@@ -14,8 +14,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from runtime.errors import InvalidRequest
 from serve.decode import Length, NotBuilt, Range, decode
 from serve.endpoint import parse_object
-from serve.native.schema import Priority, Salt
 from serve.openai.schema import MAX_MESSAGES
+from serve.prompts import Priority, Salt
 from serve.sampling import read_sampling, sampling_names
 
 MAX_TOP_LOGPROBS = 20

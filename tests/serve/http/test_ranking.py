@@ -222,7 +222,7 @@ async def test_ranking_leaves_the_event_loop_free(serve: Serve, monkeypatch: pyt
 
     monkeypatch.setattr("serve.chat.request.render", noted("render", "yes or no?"))
     monkeypatch.setattr("serve.ranking.requested_logprobs", noted("score", [-1.0, -2.0]))
-    monkeypatch.setattr("serve.openai.ranking.requested_logprobs", noted("label", [-1.0]))
+    monkeypatch.setattr("serve.native.ranking.requested_logprobs", noted("label", [-1.0]))
     served = await serve()
     monkeypatch.setattr("serve.ranking.WORDS", ("a", "b"))  # single tokens of the scripted core
     await served.post("/v1/rerank", query="q", documents=["a"])

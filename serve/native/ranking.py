@@ -20,9 +20,9 @@ from serve.decode import Length, Range, decode
 from serve.endpoint import json_response, parse_object, read_all_or_disconnect, read_call
 from serve.errors import ErrorFormat, openai_body
 from serve.native.generate import GenerateAnswers
-from serve.native.schema import MAX_PROMPTS
 from serve.openai.models import check_model
 from serve.output_streams import of_client
+from serve.prompts import MAX_PROMPTS
 from serve.ranking import Answers, Scores, rank, requested_logprobs
 from serve.work_budget import check_joined
 
