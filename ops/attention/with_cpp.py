@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ops.attention import AttentionMetadata, native
-from ops.cpp.kernel_launcher import KernelLauncher, step_in
+from ops.cpp.kernel_launcher import KernelLauncher
 from ops.cpp.library import TYPES, address, cache_type, in_line
-from ops.cpp.structures import Attend
+from ops.cpp.structures import Attend, Step
 
 NUM_PARTS = 2**22  # floats through which tasks give each other parts of a long row or of what rows share
 HEAD_DIM_MULTIPLE = 16
@@ -80,3 +80,21 @@ def computes(q: Tensor, k_pool: Tensor) -> bool:
     """Whether the C++ kernel takes queries [T, H, D] and pools like these."""
     known = q.dtype in TYPES and cache_type(k_pool, q.dtype) is not None
     return known and q.shape[2] % HEAD_DIM_MULTIPLE == 0
+
+
+def step_in(metadata: AttentionMetadata) -> Step:
+    """What kernels of a step's rows read, made once for all layers. It holds addresses in the metadata."""
+    key = (__name__, "step")
+    if key not in metadata.plan_cache:
+        metadata.plan_cache[key] = Step(
+            num_tokens=len(metadata.slot_mapping),
+            num_rows=len(metadata.counts_host),
+            slot_mapping=address(metadata.slot_mapping),
+            page_table=address(metadata.page_table),
+            table_width=metadata.page_table.stride(0),
+            starts=address(metadata.starts),
+            counts=address(metadata.counts),
+            query_starts=address(metadata.query_starts),
+            page_size=metadata.page_size,
+        )
+    return metadata.plan_cache[key]

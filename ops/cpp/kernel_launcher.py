@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ops.attention import AttentionMetadata
-from ops.cpp.library import TYPES, KernelDescription, Library, address
+from ops.cpp.library import TYPES, KernelDescription, Library
 from ops.cpp.structures import Attend, Gate, GraphNode, Rotate, RotateStore, Step, Store
 
 CACHE_LINE = 64
@@ -326,21 +325,3 @@ class _ViewsOnly(TorchDispatchMode):
         if not views or func._schema.is_mutable:  # before it computes on memory that nothing was written to
             raise NotCapturable(f"{func} is computed by torch")
         return func(*args, **(kwargs or {}))
-
-
-def step_in(metadata: AttentionMetadata) -> Step:
-    """What kernels of a step's rows read, made once for all layers. It holds addresses in the metadata."""
-    key = (__name__, "step")
-    if key not in metadata.plan_cache:
-        metadata.plan_cache[key] = Step(
-            num_tokens=len(metadata.slot_mapping),
-            num_rows=len(metadata.counts_host),
-            slot_mapping=address(metadata.slot_mapping),
-            page_table=address(metadata.page_table),
-            table_width=metadata.page_table.stride(0),
-            starts=address(metadata.starts),
-            counts=address(metadata.counts),
-            query_starts=address(metadata.query_starts),
-            page_size=metadata.page_size,
-        )
-    return metadata.plan_cache[key]

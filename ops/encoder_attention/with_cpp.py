@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from ops.attention import AttentionMetadata
-from ops.attention.with_cpp import computes
-from ops.cpp.kernel_launcher import KernelLauncher, step_in
+from ops.attention.with_cpp import computes, step_in
+from ops.cpp.kernel_launcher import KernelLauncher
 from ops.cpp.library import address, in_line
 from ops.cpp.structures import AttendTexts
 from ops.encoder_attention import native

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from ops.attention import AttentionMetadata
-from ops.cpp.kernel_launcher import KernelLauncher, step_in
+from ops.attention.with_cpp import step_in
+from ops.cpp.kernel_launcher import KernelLauncher
 from ops.cpp.library import TYPES, address, cache_type, in_line
 from ops.cpp.structures import Store
 from ops.kv import native

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ops.cpp import whole
+from ops import captured_step
 from ops.cpp.kernel_launcher import KernelGraph, NotCapturable
 from ops.cpp.structures import Step
 from ops.select import Kernels
@@ -54,7 +54,7 @@ class CpuGraph:
         self._head = head
         self._capacity, self._max_rows, self._context_length = capacity, max_rows, context_length
         with torch.inference_mode():
-            self._inputs = whole.Inputs.empty(capacity, max_rows)
+            self._inputs = captured_step.Inputs.empty(capacity, max_rows)
             self._hidden = torch.empty(
                 max_rows, model.hidden_size, dtype=model.dtype
             )  # of the rows asked for
@@ -151,15 +151,15 @@ class CpuGraph:
     def _compute(self, batch: ForwardBatch) -> None:
         """From the batch's arrays to the hidden states of the rows asked for."""
         for inputs in (self._inputs, *self._own_pages.values()):
-            whole.begin(self._launcher, inputs, self._model.dtype)
+            captured_step.begin(self._launcher, inputs, self._model.dtype)
         hidden = self._model(batch)
         self._hidden_of_all = hidden if self._model.pooler.pooling.needs_all else None
-        whole.last(self._launcher, hidden, self._hidden)
+        captured_step.last(self._launcher, hidden, self._hidden)
 
     def _choose(self) -> None:
         if self._head is None:
             raise RuntimeError("This model writes no tokens.")
-        self._ids, self._sound = whole.likeliest(self._launcher, self._hidden, self._head.prepared)
+        self._ids, self._sound = captured_step.likeliest(self._launcher, self._hidden, self._head.prepared)
 
     def time(self, batch: Batch, last_tokens: Tensor) -> list[tuple[str, float]]:
         """Compute a step kernel by kernel -> the name of each and the seconds that it took."""

@@ -14,7 +14,8 @@ import torch
 
 from cpp_kernels import DTYPES, drawn, launcher, library
 from ops.attention import AttentionMetadata
-from ops.cpp.kernel_launcher import BLOCK_BYTES, Arena, KernelLauncher, NotCapturable, step_in
+from ops.attention.with_cpp import step_in
+from ops.cpp.kernel_launcher import BLOCK_BYTES, Arena, KernelLauncher, NotCapturable
 from ops.cpp.library import Library
 from ops.cpp.structures import Step
 from ops.kv import with_cpp as kv

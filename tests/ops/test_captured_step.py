@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cpp_kernels import LESSER, drawn, launcher
-from ops.cpp import whole
+from ops import captured_step
 from ops.cpp.kernel_launcher import KernelLauncher
 from ops.cpp.structures import Step
 from ops.matmul import with_cpp as matmul
@@ -70,7 +70,7 @@ def load() -> Iterator[None]:
 def likeliest(run: KernelLauncher, hidden: Tensor, weight: Tensor) -> Iterator[Tensor]:
     """The ids of the largest logits [R], computed again and again."""
     results: list[tuple[Tensor, Tensor]] = []
-    graph = run.capture(len(hidden), lambda: results.append(whole.likeliest(run, hidden, weight)))
+    graph = run.capture(len(hidden), lambda: results.append(captured_step.likeliest(run, hidden, weight)))
     ids, sound = results[0]
     rows, last_tokens = np.arange(len(hidden), dtype=np.int32), torch.zeros(len(hidden), dtype=torch.int64)
     address = rows.ctypes.data
