@@ -168,13 +168,14 @@ async def test_a_closed_engine_leaves_no_threads(head_dim: int) -> None:
     path = tiny_checkpoints.cached("llama", head_dim=head_dim)
     counts = []
     for _ in range(3):
-        async with Engine(path, **PLAIN, cpu_threads=4) as engine:
+        async with Engine(path, **PLAIN, cpu_threads=8) as engine:
             await engine.generate(input_ids=[3, 4, 5], sampling_params=GREEDY)
-            assert num_os_threads() > 3
+            assert num_os_threads() > 7
         del engine
         counts.append(num_os_threads())
     gc.collect()
-    assert counts[0] == counts[1] == counts[2]
+    # Below the kernels' seven of one engine: libraries that other tests loaded start threads of theirs at will.
+    assert counts[2] - counts[0] < 7
 
 
 @pytest.mark.slow
