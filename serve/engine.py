@@ -176,6 +176,7 @@ class Engine:
         `output_ids`, and `meta_info`, whose `finish_reason` is None until the last piece. With n > 1 the
         choices interleave, distinguished by `index`. Leaving the loop frees the request.
         """
+        self.core.check_room()
         body = _body(prompt, sampling_params, input_ids, options)
         if body.is_batch:
             raise InvalidRequest("stream takes one prompt; start one stream for each.", param="text")
@@ -231,6 +232,7 @@ class Engine:
         comes the checkpoint's prompt of the name `prompt_name`; `truncate` cuts texts that are too long. Raises
         `InvalidRequest` naming the parameter.
         """
+        self.core.check_room()
         body = _body(prompt, None, input_ids, {} if rid is None else {"rid": rid})
         requests = requests_of(body, self.core)
         requests = vector_requests(requests, self.core, prompt_name=prompt_name, truncate=truncate)
@@ -255,6 +257,7 @@ class Engine:
         """
         values = {"text": prompt, "text_pair": pair, "input_ids": input_ids, "rid": rid, "truncate": truncate}
         core = self.core
+        core.check_room()
         read = partial(classify_requests, core)
         is_batch, requests = await anyio.to_thread.run_sync(
             lambda: read(decode(ClassifyBody, _given(values)))
@@ -276,6 +279,7 @@ class Engine:
 
         See `serve.ranking.rank` for how each kind of model scores. Raises `InvalidRequest` naming the parameter.
         """
+        self.core.check_room()
         values = {"query": query, "documents": documents, "top_n": top_n}
         values |= {"instruction": instruction, "truncate": truncate}
         body = decode(RerankBody, _given(values))
@@ -300,6 +304,7 @@ class Engine:
         values = {"query": query, "items": items, "label_token_ids": label_token_ids}
         values |= {"apply_softmax": apply_softmax, "item_first": item_first}
         core = self.core
+        core.check_room()
         read = partial(label_requests, core)
         requests = await anyio.to_thread.run_sync(lambda: read(decode(ScoreBody, _given(values))))
         answers = await read_all(core.submit_all(requests))

@@ -46,6 +46,7 @@ async def chat(core: EngineCore, messages: Messages, options: Mapping[str, Any])
     `parsed` is None where the output was cut off or calls tools. Raises `InvalidRequest` naming the keyword, and
     pydantic's error where the model refuses what its schema allows.
     """
+    core.check_room()
     _, model, prepared = await off_loop(
         partial(_read, core, messages, {**options, "stream": False}), small=True
     )
@@ -64,6 +65,7 @@ async def chat_stream(
     core: EngineCore, messages: Messages, options: Mapping[str, Any]
 ) -> AsyncGenerator[Answer, None]:
     """The answer's chunks as they come, as the HTTP API streams them. Leaving the loop frees the request."""
+    core.check_room()
     body, model, prepared = await off_loop(
         partial(_read, core, messages, {**options, "stream": True}), small=True
     )

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import tiny_models
-from runtime.errors import ContextOverflow, PenstockError
+from runtime.errors import ContextOverflow, Overloaded, PenstockError
 from serve import ConfigurationError, Engine, EngineClosed, InvalidRequest, SyncEngine
 
 SHORT = {"temperature": 0, "max_new_tokens": 8}
@@ -257,6 +257,30 @@ async def test_a_text_far_too_long_costs_no_tokenizing(path: str, monkeypatch: p
         assert encoded == []
         assert (await engine.generate("lorem ipsum", {"max_new_tokens": 1}))["output_ids"]
         assert encoded == ["lorem ipsum"]
+
+
+async def test_a_full_queue_refuses_before_a_call_is_read(path: str):
+    async with Engine(path, max_running_requests=1, max_queued_requests=1) as engine:
+        kept = [asyncio.create_task(engine.generate("Once", {"max_new_tokens": 400, "ignore_eos": True}))]
+        while not engine.status().num_running:
+            await asyncio.sleep(0)
+        kept.append(asyncio.create_task(engine.generate("Twice")))
+        while not engine.status().num_waiting:
+            await asyncio.sleep(0)
+        for call in (
+            engine.generate("", wrong=1),
+            anext(engine.stream("", wrong=1)),
+            engine.chat("", wrong=1),
+            anext(engine.chat_stream("", wrong=1)),
+            engine.encode(""),
+            engine.classify(""),
+            engine.rerank("", []),
+            engine.score("", [], []),
+        ):
+            with pytest.raises(Overloaded):
+                await call
+        engine.abort(abort_all=True)
+        await asyncio.gather(*kept)
 
 
 async def test_a_list_of_prompts_of_any_length_may_wait(path: str):
