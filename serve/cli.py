@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module, metadata
 
 from runtime.config import Args
@@ -14,19 +14,35 @@ from serve.usage import help_text
 GC_THRESHOLDS = 20_000, 20, 50  # of the server: what is imported stays, and requests make few cycles
 REFUSED = 2  # exit status of a command line that cannot be followed
 FAILED = 1  # of an engine that could not start
+COMMANDS: Mapping[str, str] = {  # beside serve: the module and function of each, imported when asked for
+    "explain": "serve.explain:main",
+    "bench": "serve.bench.__main__:main",
+    "batch": "serve.batch:main",
+    "quantize": "serve.checkpoints:quantize",
+    "shard": "serve.checkpoints:shard",
+    "models": "serve.models_table:main",
+    "top": "serve.top:main",
+}
 
 
 def run(words: Sequence[str]) -> int:
     """Follow a command line (without the program's name); returns the exit status."""
-    command, rest = (words[0], words[1:]) if words and words[0] in COMMANDS else ("serve", words)
     try:
-        return COMMANDS[command](rest)
+        return _follow(words)
     except ConfigurationError as error:
         sys.stderr.write(refused(error))
         return REFUSED
     except EngineFailure as error:
         sys.stderr.write(failed(error))
         return FAILED
+
+
+def _follow(words: Sequence[str]) -> int:
+    name, rest = (words[0], words[1:]) if words else ("serve", words)
+    if name in COMMANDS:
+        module, _, function = COMMANDS[name].partition(":")
+        return getattr(import_module(module), function)(rest)
+    return _serve(rest if name == "serve" else words)
 
 
 def failed(error: EngineFailure) -> str:
@@ -61,43 +77,3 @@ def _serve(words: Sequence[str]) -> int:
     args = Args.parse(words)
     gc.set_threshold(*GC_THRESHOLDS)  # before torch: a tenth of the time in which it is imported
     return import_module("serve.server").run(args) or 0
-
-
-def _explain(words: Sequence[str]) -> int:
-    return import_module("serve.explain").main(words)
-
-
-def _bench(words: Sequence[str]) -> int:
-    return import_module("serve.bench.__main__").main(words)
-
-
-def _quantize(words: Sequence[str]) -> int:
-    return import_module("serve.quantize").main(words)
-
-
-def _shard(words: Sequence[str]) -> int:
-    return import_module("serve.shard").main(words)
-
-
-def _batch(words: Sequence[str]) -> int:
-    return import_module("serve.batch").main(words)
-
-
-def _models(words: Sequence[str]) -> int:
-    return import_module("serve.models_table").main(words)
-
-
-def _top(words: Sequence[str]) -> int:
-    return import_module("serve.top").main(words)
-
-
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
-    "serve": _serve,
-    "explain": _explain,
-    "bench": _bench,
-    "batch": _batch,
-    "quantize": _quantize,
-    "shard": _shard,
-    "models": _models,
-    "top": _top,
-}

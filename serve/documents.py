@@ -1,5 +1,5 @@
-"""The tables of the documentation that are written from declarations: docs/arguments.md, docs/sampling.md, and the
-differences from SGLang in docs/migration.md.
+"""The tables of the documentation that are written from declarations: docs/arguments.md, docs/sampling.md,
+docs/monitoring/metrics.md, and the differences from SGLang in docs/migration.md.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any, get_args, get_origin
 
 from runtime.config import Option, Outcome, options, shown
+from runtime.metrics.declarations import ABSENT, METRICS, MODEL, REPLICA, Metric
 from runtime.sampling_params import APIS, NOT_BUILT, Parameter, parameters
 from serve.outcomes import counts, outcome
 from serve.usage import by_group, outcome_note, spellings, values_of
@@ -37,6 +38,23 @@ said otherwise.
 
 Order on the logits: penalties, logit_bias (and forbidden tokens), temperature, then top_k, top_p and min_p on the
 probabilities.
+"""
+_METRICS_DOCUMENT = """\
+# Metrics
+
+Every metric of `/metrics` (`--enable-metrics`), written by `python -m serve explain --table metrics`. Names that begin
+with `sglang:` are those that SGLang's dashboards ask for, those with `penstock:` are ours; beside them stand
+`process_*` of prometheus-client. A counter's name gets `_total`, a histogram's samples get `_bucket`, `_sum` and
+`_count`.
+
+*model* stands for the label `model_name`; *replica* for `model_name`, `engine_type`, `tp_rank`, `pp_rank` and, with
+`--dp-size` above 1, `dp_rank`; *request* for `model_name` and those of `--tokenizer-metrics-allowed-customer-labels`.
+"""
+_ABSENT_METRICS = """\
+Names of SGLang 0.5.2 that are not served, and why:
+
+| name | why |
+|---|---|
 """
 
 
@@ -126,3 +144,22 @@ def _default_in_words(option: Option) -> str:
     if option.default is True:
         return "on"
     return option.spec.help.partition("Default: ")[2].rstrip(".") or shown(option, option.default)
+
+
+def metrics_markdown() -> str:
+    """The whole of docs/monitoring/metrics.md."""
+    lines = ["| name | kind | labels | what it is | observed in |", "|---|---|---|---|---|"]
+    lines += [
+        f"| `{metric.name}` | {metric.kind} | {_labels(metric)} | {metric.help} | `{metric.observed}` |"
+        for metric in METRICS
+    ]
+    absent = [f"| `{name}` | {reason} |" for name, reason in ABSENT.items()]
+    return "\n".join([_METRICS_DOCUMENT, *lines, "", _ABSENT_METRICS + "\n".join(absent), ""])
+
+
+def _labels(metric: Metric) -> str:
+    if metric.per_request:
+        return "request"
+    of_replica = metric.labels[: len(REPLICA)] == REPLICA
+    more = metric.labels[len(REPLICA if of_replica else MODEL) :]
+    return ", ".join(["replica" if of_replica else "model", *(f"`{label}`" for label in more)])

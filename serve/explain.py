@@ -17,8 +17,7 @@ from runtime.config.plan import KernelPlan, Plan
 from runtime.config.resolve import ANY_MODEL, decide
 from runtime.errors import ConfigurationError
 from serve.demo import demo_path
-from serve.documents import differences, markdown, sampling_markdown
-from serve.metrics_table import metrics_markdown
+from serve.documents import differences, markdown, metrics_markdown, sampling_markdown
 
 TABLES = {
     "markdown": markdown,

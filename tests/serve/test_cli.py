@@ -17,8 +17,7 @@ from runtime.config import Args, options
 from runtime.sampling_params import parameters
 from serve import WrongPackageError, check_packages, cli, explain
 from serve.__main__ import main
-from serve.documents import differences, markdown, sampling_markdown
-from serve.metrics_table import metrics_markdown
+from serve.documents import differences, markdown, metrics_markdown, sampling_markdown
 
 ROOT = Path(__file__).parent.parent.parent
 CONFIG = {

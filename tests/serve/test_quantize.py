@@ -13,8 +13,8 @@ import paged_forward
 import tiny_checkpoints
 from quantized_checkpoints import MOE_SHAPE, SHAPE
 from runtime.models.config import read_facts
+from serve.checkpoints import METHODS
 from serve.cli import REFUSED, run
-from serve.quantize import METHODS
 
 IDS = torch.randint(3, 128, (1, 30), generator=torch.Generator().manual_seed(0)).tolist()
 
