@@ -1,19 +1,21 @@
-"""How the server's process logs: lines for people, or JSON objects for collectors of logs."""
+"""How the server's process logs: lines for people or JSON objects for collectors, and no flood of either."""
 
 from __future__ import annotations
 
 import logging
 import logging.config
 import sys
+import time
 from datetime import UTC, datetime
 from typing import Any
 
 import orjson
 
 from runtime.config import Args
-from serve.calm_log import CalmLog
 
 TRACE = 5  # uvicorn's name for all that it can say
+WINDOW_S = 10.0
+MAX_ALIKE = 5  # records of one kind in a window
 
 
 class JsonFormatter(logging.Formatter):
@@ -58,3 +60,34 @@ def configure_logging(args: Args) -> None:
             },
         }
     )
+
+
+class CalmLog(logging.Filter):
+    """Lets `MAX_ALIKE` warnings or errors with the same text before formatting pass in `WINDOW_S` seconds.
+
+    The first one after that says how many were left out.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._windows: dict[str, _Window] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno < logging.WARNING:
+            return True
+        now_s = time.monotonic()
+        window = self._windows.setdefault(str(record.msg)[:200], _Window(now_s))
+        if now_s - window.start_s >= WINDOW_S:
+            left_out, window.start_s, window.num_records = window.num_records - MAX_ALIKE, now_s, 0
+            if left_out > 0:
+                record.msg = f"{record.msg} ({left_out} more like this were left out)"
+        window.num_records += 1
+        return window.num_records <= MAX_ALIKE
+
+
+class _Window:
+    __slots__ = ("num_records", "start_s")
+
+    def __init__(self, start_s: float) -> None:
+        self.start_s = start_s
+        self.num_records = 0

@@ -1,4 +1,4 @@
-"""The server's log: levels in any case, and JSON on demand."""
+"""The server's log: levels in any case, JSON on demand, and no floods."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from runtime.config import Args
 from runtime.errors import ConfigurationError
-from serve.log_format import JsonFormatter
+from serve.log_format import MAX_ALIKE, WINDOW_S, CalmLog, JsonFormatter
 from server_process import serving
 
 
@@ -43,3 +43,25 @@ def test_server_starts_with_trace_and_logs_json() -> None:
     [choice] = json.loads(done.partition(", out=")[2])["choices"]
     assert (choice["output"], choice["text"] != "") == (8, True)  # the warm-up's
     assert all({"time", "level", "logger", "message"} <= line.keys() for line in lines)
+
+
+def record(text: str, *values: object, level: int = logging.ERROR) -> logging.LogRecord:
+    return logging.LogRecord("penstock.http", level, __file__, 1, text, values, None)
+
+
+def test_a_flood_is_a_few_lines_and_a_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr("serve.log_format.time.monotonic", lambda: now_s)
+    calm = CalmLog()
+    passed = [calm.filter(record("failed: %s", number)) for number in range(1000)]
+    assert passed == [True] * MAX_ALIKE + [False] * (1000 - MAX_ALIKE)
+    assert calm.filter(record("something else"))
+    now_s += WINDOW_S
+    late = record("failed: %s", 7)
+    assert calm.filter(late)
+    assert late.getMessage() == f"failed: 7 ({1000 - MAX_ALIKE} more like this were left out)"
+
+
+def test_what_is_no_warning_always_passes() -> None:
+    calm = CalmLog()
+    assert all(calm.filter(record("POST", level=logging.INFO)) for _ in range(100))
