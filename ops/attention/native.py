@@ -31,6 +31,21 @@ class Group(NamedTuple):
     mask: Tensor | None  # [N, 1, 1, S], 0 or -inf; None where nothing is padded
 
 
+class Sight(NamedTuple):
+    """How far back a token attends: over the last so many positions, or where `chunked` those of its own chunk."""
+
+    window: int
+    chunked: bool
+
+    def first_key(self, position: int) -> int:
+        return position - position % self.window if self.chunked else max(0, position - self.window + 1)
+
+    def hides(self, keys: Tensor, queries: Tensor) -> Tensor:
+        """Which keys are too far back for which queries; positions that broadcast."""
+        first = queries - queries % self.window if self.chunked else queries - self.window + 1
+        return keys < first
+
+
 class Scoring(NamedTuple):
     """What becomes of the products of queries and keys."""
 
@@ -50,6 +65,7 @@ def attend(
     *,
     scale: float,
     window: int | None = None,
+    chunked: bool = False,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
     k_scale: float = 1.0,
@@ -61,10 +77,11 @@ def attend(
     `attend_gathered` computes the attention of single-token rows once their keys are gathered, in place of `dense`.
     """
     attend_gathered = attend_gathered or dense
+    sight = None if window is None else Sight(window, chunked)
     out = torch.empty_like(q)
     by_kv_head = sinks.view(k_pool.shape[1], -1) if sinks is not None else None
     scoring = Scoring(scale * k_scale, soft_cap, by_kv_head)
-    for group in _groups(q, k_pool, metadata, window):
+    for group in _groups(q, k_pool, metadata, sight):
         if group.tokens is None:
             out = _attend_group(q, k_pool, v_pool, group, attend_gathered, scoring)
             break
@@ -75,7 +92,7 @@ def attend(
     for row, count in enumerate(metadata.counts_host):
         if count > 1:
             tokens = slice(first, first + count)
-            out[tokens] = _attend_row(q[tokens], k_pool, v_pool, metadata, row, window, scoring)
+            out[tokens] = _attend_row(q[tokens], k_pool, v_pool, metadata, row, sight, scoring)
         first += count
     return out if v_scale == 1.0 else out.mul_(v_scale)
 
@@ -111,13 +128,13 @@ def _attend_row(
     v_pool: Tensor,
     metadata: AttentionMetadata,
     row: int,
-    window: int | None,
+    sight: Sight | None,
     scoring: Scoring,
 ) -> Tensor:
     """Attention of one row's [N, H, D] queries -> [N, H, D]."""
     (count, num_heads, head_dim), num_kv_heads = q.shape, k_pool.shape[1]
     start, end = metadata.starts_host[row], metadata.starts_host[row] + count
-    first_page = _first_key(start, window) // metadata.page_size
+    first_page = _first_key(start, sight) // metadata.page_size
     base = first_page * metadata.page_size  # the position of the first gathered key
     pages = metadata.page_table[row, first_page : -(-end // metadata.page_size)].long()
     keys, values = (
@@ -127,7 +144,7 @@ def _attend_row(
     # The query group takes the place of the batch: keys and values are shared along it.
     queries = q.view(count, num_kv_heads, -1, head_dim).permute(2, 1, 0, 3)  # [G, K, N, D]
     is_explicit = scoring.soft_cap is not None or scoring.sinks is not None
-    if start == 0 and not is_explicit and (window is None or window >= end):
+    if start == 0 and not is_explicit and (sight is None or sight.window >= end):
         keys, values = (x.expand(len(queries), -1, -1, -1) for x in (keys, values))
         result = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scoring.scale)
         return result.permute(2, 1, 0, 3).reshape(count, num_heads, head_dim)
@@ -138,9 +155,9 @@ def _attend_row(
     results = []
     for low in range(0, count, block):
         high = min(low + block, count)
-        first_key, last_key = _first_key(start + low, window), start + high
+        first_key, last_key = _first_key(start + low, sight), start + high
         span = slice(first_key - base, last_key - base)
-        mask = _causal_mask(start + low, start + high, first_key, window, q)
+        mask = _causal_mask(start + low, start + high, first_key, sight, q)
         results.append(dense(queries[:, :, low:high], keys[:, :, span], values[:, :, span], mask, scoring))
     return torch.cat(results, dim=2).permute(2, 1, 0, 3).reshape(count, num_heads, head_dim)
 
@@ -191,37 +208,37 @@ def _take(pool: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
     return pool.index_select(0, index).to(dtype)
 
 
-def _first_key(position: int, window: int | None) -> int:
-    return 0 if window is None else max(0, position - window + 1)
+def _first_key(position: int, sight: Sight | None) -> int:
+    return 0 if sight is None else sight.first_key(position)
 
 
-def _causal_mask(first: int, end: int, first_key: int, window: int | None, like: Tensor) -> Tensor:
+def _causal_mask(first: int, end: int, first_key: int, sight: Sight | None, like: Tensor) -> Tensor:
     """[N, S] for the queries first .. end - 1 over the keys first_key .. end - 1: 0 or -inf."""
     queries = torch.arange(first, end, device=like.device).unsqueeze(1)
     keys = torch.arange(first_key, end, device=like.device)
     hidden = keys > queries
-    if window is not None:
-        hidden |= keys <= queries - window
+    if sight is not None:
+        hidden |= sight.hides(keys, queries)
     return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, -torch.inf)
 
 
-def _groups(q: Tensor, k_pool: Tensor, metadata: AttentionMetadata, window: int | None) -> list[Group]:
-    """The step's single-token rows in groups of similar length, derived once per step and window."""
-    key = (__name__, window, q.dtype, tuple(k_pool.shape))
+def _groups(q: Tensor, k_pool: Tensor, metadata: AttentionMetadata, sight: Sight | None) -> list[Group]:
+    """The step's single-token rows in groups of similar length, derived once per step and sight."""
+    key = (__name__, sight, q.dtype, tuple(k_pool.shape))
     if key not in metadata.plan_cache:
         page_bytes = k_pool[0].numel() * k_pool.element_size()
         metadata.plan_cache[key] = [
-            _group(sorted(rows), q, k_pool.shape[1], metadata, window)
-            for rows in split_rows(_pages_needed(metadata, window), MAX_GROUP_BYTES // page_bytes)
+            _group(sorted(rows), q, k_pool.shape[1], metadata, sight)
+            for rows in split_rows(_pages_needed(metadata, sight), MAX_GROUP_BYTES // page_bytes)
         ]
     return metadata.plan_cache[key]
 
 
-def _pages_needed(metadata: AttentionMetadata, window: int | None) -> list[tuple[int, int]]:
+def _pages_needed(metadata: AttentionMetadata, sight: Sight | None) -> list[tuple[int, int]]:
     """(pages to gather, row) of every single-token row."""
     size = metadata.page_size
     return [
-        (start // size - _first_key(start, window) // size + 1, row)
+        (start // size - _first_key(start, sight) // size + 1, row)
         for row, (start, count) in enumerate(zip(metadata.starts_host, metadata.counts_host))
         if count == 1
     ]
@@ -242,14 +259,14 @@ def split_rows(lengths: Sequence[tuple[int, int]], max_pages: int) -> list[list[
 
 
 def _group(
-    rows: list[int], q: Tensor, num_kv_heads: int, metadata: AttentionMetadata, window: int | None
+    rows: list[int], q: Tensor, num_kv_heads: int, metadata: AttentionMetadata, sight: Sight | None
 ) -> Group:
     size, device = metadata.page_size, q.device
     first_tokens = [0]
     for count in metadata.counts_host:
         first_tokens.append(first_tokens[-1] + count)
     starts = [metadata.starts_host[row] for row in rows]
-    first_pages = [_first_key(start, window) // size for start in starts]
+    first_pages = [_first_key(start, sight) // size for start in starts]
     num_pages = max(start // size - page + 1 for start, page in zip(starts, first_pages))
     tokens = [first_tokens[row] for row in rows]
     index = _to_device(torch.tensor([rows, starts, first_pages, tokens]), device)
@@ -261,7 +278,7 @@ def _group(
     heads = torch.arange(num_kv_heads, device=device).view(1, -1, 1)
     pages = (pages.unsqueeze(1) * num_kv_heads + heads).flatten()  # [N, K, pages]
 
-    first_keys = [_first_key(start, window) - page * size for start, page in zip(starts, first_pages)]
+    first_keys = [_first_key(start, sight) - page * size for start, page in zip(starts, first_pages)]
     last_keys = [start - page * size for start, page in zip(starts, first_pages)]
     whole = len(rows) == len(metadata.counts_host)
     tokens = None if whole else index[3]

@@ -84,6 +84,7 @@ class FlashInfer:
         *,
         scale: float,
         window: int | None = None,
+        chunked: bool = False,
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
         k_scale: float = 1.0,
@@ -93,6 +94,8 @@ class FlashInfer:
         (_, num_heads, head_dim), (_, num_kv_heads, page_size, _) = q.shape, k_pool.shape
         if sinks is not None:
             raise ValueError("FlashInfer's paged kernels have no attention sinks; use triton")
+        if chunked:
+            raise ValueError("FlashInfer's paged kernels have no chunks; use triton")
         check_heads(q)
         if self._kernels == FA3 and k_pool.dtype != q.dtype:
             raise ValueError(f"fa3 reads a cache of the query's {q.dtype}, not of {k_pool.dtype}; use triton")

@@ -37,6 +37,7 @@ def attend(
     *,
     scale: float,
     window: int | None = None,
+    chunked: bool = False,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
     k_scale: float = 1.0,
@@ -55,6 +56,7 @@ def attend(
         "scale": scale * k_scale,
         "v_scale": v_scale,
         "WINDOW": window,
+        "CHUNKED": chunked,
         "SOFT_CAP": soft_cap,
         "HAS_SINKS": sinks is not None,
         "GROUP": q.shape[1] // k_pool.shape[1],
@@ -197,6 +199,7 @@ def _decode_kernel(
     q_head_stride,
     scale,
     WINDOW: tl.constexpr,  # or None
+    CHUNKED: tl.constexpr,  # whether positions are divided into chunks of WINDOW
     SOFT_CAP: tl.constexpr,  # or None
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -223,7 +226,7 @@ def _decode_kernel(
     position = tl.load(starts + row)
     low, high = 0, position + 1
     if WINDOW is not None:
-        low = tl.maximum(high - WINDOW, 0)
+        low = position // WINDOW * WINDOW if CHUNKED else tl.maximum(high - WINDOW, 0)
     if SPLIT_TILE is not None:
         begin = tl.maximum(low, split * SPLIT_TILE)
         end = tl.minimum(high, (split + 1) * SPLIT_TILE)
@@ -245,7 +248,7 @@ def _decode_kernel(
     pages = page_table + row.to(tl.int64) * table_stride
     peak, total, summed = _over_keys(
         queries, positions, begin, end, peak, total, summed, k_pool, v_pool, pages, kv_head, scale,
-        WINDOW, SOFT_CAP, KV_HEADS, DIM, DIM_BLOCK, PAGE, KEYS_BLOCK, PRECISION,
+        WINDOW, CHUNKED, SOFT_CAP, KV_HEADS, DIM, DIM_BLOCK, PAGE, KEYS_BLOCK, PRECISION,
     )  # fmt: skip
     tl.store(parts + offset[:, None] * DIM + dims[None, :], summed / total[:, None], mask=inside)
     tl.store(masses + offset, peak + tl.log2(total), mask=in_group < GROUP)
@@ -306,6 +309,7 @@ def _prefill_kernel(
     scale,
     v_scale,
     WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -345,7 +349,8 @@ def _prefill_kernel(
     end = start + tl.minimum(first + TOKENS_BLOCK, count)
     begin = 0
     if WINDOW is not None:
-        begin = tl.maximum(start + first - WINDOW + 1, 0) // KEYS_BLOCK * KEYS_BLOCK
+        begin = (start + first) // WINDOW * WINDOW if CHUNKED else tl.maximum(start + first - WINDOW + 1, 0)
+        begin = begin // KEYS_BLOCK * KEYS_BLOCK
     peak = tl.full([ROWS_BLOCK], LOWEST, tl.float32)
     total = tl.zeros([ROWS_BLOCK], tl.float32)
     if HAS_SINKS:
@@ -355,7 +360,7 @@ def _prefill_kernel(
     pages = page_table + tl.cast(row, tl.int64) * table_stride
     peak, total, summed = _over_keys(
         queries, start + tokens, begin, end, peak, total, summed, k_pool, v_pool, pages, kv_head, scale,
-        WINDOW, SOFT_CAP, KV_HEADS, DIM, DIM_BLOCK, PAGE, KEYS_BLOCK, PRECISION,
+        WINDOW, CHUNKED, SOFT_CAP, KV_HEADS, DIM, DIM_BLOCK, PAGE, KEYS_BLOCK, PRECISION,
     )  # fmt: skip
     packed = (flat * (KV_HEADS * GROUP) + heads) * DIM
     result = summed / total[:, None] * v_scale
@@ -377,6 +382,7 @@ def _over_keys(
     kv_head,
     scale,
     WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -398,7 +404,10 @@ def _over_keys(
             scores = SOFT_CAP * (2.0 * tl.sigmoid(scores * (2.0 / SOFT_CAP)) - 1.0)  # tanh
         is_seen = (keys[None, :] <= positions[:, None]) & (keys < end)[None, :]
         if WINDOW is not None:
-            is_seen &= keys[None, :] > positions[:, None] - WINDOW
+            if CHUNKED:
+                is_seen &= keys[None, :] >= positions[:, None] // WINDOW * WINDOW
+            else:
+                is_seen &= keys[None, :] > positions[:, None] - WINDOW
         scores = tl.where(is_seen, scores * LOG2_E, float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, axis=1))
         weights, kept = tl.exp2(scores - higher[:, None]), tl.exp2(peak - higher)

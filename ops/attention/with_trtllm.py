@@ -69,6 +69,7 @@ class TensorRT:
         *,
         scale: float,
         window: int | None = None,
+        chunked: bool = False,
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
         k_scale: float = 1.0,
@@ -77,6 +78,8 @@ class TensorRT:
         """The arguments that both launches take. Raises ValueError for what the kernels lack."""
         if soft_cap is not None:
             raise ValueError("trtllm_mha has no soft cap; use triton")
+        if chunked:
+            raise ValueError("trtllm_mha has no chunks; use triton")
         if metadata.page_size not in TRTLLM_PAGE_SIZES:
             raise ValueError(
                 f"trtllm_mha reads pages of {TRTLLM_PAGE_SIZES}, not of {metadata.page_size}; use triton"

@@ -4,7 +4,7 @@ A backend file holds
 
     route(logits [T, X], top_k, *, renormalise, scoring="softmax", bias [X] | None = None, grouping=None, scale=1.0)
         -> (weights float32 [T, k], experts int32 [T, k])
-    mix(x [T, E], mixture, weights, experts, activation) -> [T, E]
+    mix(x [T, E], mixture, weights, experts, activation, *, weigh_inputs=False) -> [T, E]
     prepare_experts(mixture, *, bits=None) -> mixture
     prepare_grouped_experts(mixture: GroupedMixture, dtype) -> mixture
 
@@ -15,7 +15,8 @@ or a `grouping` experts are chosen by score + bias, and only from the best group
 
 `mix` is the sum over a token's experts of weight * down(activation(gate) * up): the rows 0 .. F - 1 of an expert's
 `gate_up` give the gate, the others what it is multiplied by. Products are rounded to x's dtype, the weighted sum is
-taken in float32 and rounded once. `activation` is one of `ops.activation.ACTIVATIONS`. `prepare_experts` is called once
+taken in float32 and rounded once. With `weigh_inputs` it is their sum over down(activation(gate) * up) of weight * x,
+which is rounded (Llama 4). `activation` is one of `ops.activation.ACTIVATIONS`. `prepare_experts` is called once
 for complete weights, as `ops.matmul` prepares its own; a backend that has nothing to gain, or that cannot round to so
 many bits, returns them as they are. `prepare_grouped_experts` is the same for weights of 4 bits and products in
 `dtype`.

@@ -59,7 +59,15 @@ def prepare_grouped_experts(mixture: GroupedMixture, dtype: torch.dtype) -> Mixt
     return Mixture(*plain, *biases)
 
 
-def mix(x: Tensor, mixture: Mixture, weights: Tensor, experts: Tensor, activation: str) -> Tensor:
+def mix(
+    x: Tensor,
+    mixture: Mixture,
+    weights: Tensor,
+    experts: Tensor,
+    activation: str,
+    *,
+    weigh_inputs: bool = False,
+) -> Tensor:
     """The weighted sum of each token's experts (see `ops.moe`)."""
     gate_up, down, gate_up_bias, down_bias = mixture
     top_k, (num_experts, size, _) = experts.shape[1], down.shape
@@ -71,7 +79,11 @@ def mix(x: Tensor, mixture: Mixture, weights: Tensor, experts: Tensor, activatio
         if count:
             pairs = order[first : first + count]
             bias, out_bias = (None if each is None else each[expert] for each in (gate_up_bias, down_bias))
-            inner = gate(F.linear(x.index_select(0, pairs // top_k), gate_up[expert], bias), activation)
+            rows = x.index_select(0, pairs // top_k)
+            if weigh_inputs:
+                rows = (rows.float() * weights.flatten()[pairs].unsqueeze(1)).to(x.dtype)
+            inner = gate(F.linear(rows, gate_up[expert], bias), activation)
             results.index_copy_(0, pairs, F.linear(inner, down[expert], out_bias))
         first += count
-    return (results.view(-1, top_k, size).float() * weights.unsqueeze(2)).sum(1).to(x.dtype)
+    found = results.view(-1, top_k, size).float()
+    return (found if weigh_inputs else found * weights.unsqueeze(2)).sum(1).to(x.dtype)

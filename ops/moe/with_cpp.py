@@ -139,12 +139,19 @@ def _bias_beside(bias: Tensor | None, more: int, half: int) -> Tensor | None:
 
 
 def mix(
-    launcher: KernelLauncher, x: Tensor, mixture: Mixture, weights: Tensor, experts: Tensor, activation: str
+    launcher: KernelLauncher,
+    x: Tensor,
+    mixture: Mixture,
+    weights: Tensor,
+    experts: Tensor,
+    activation: str,
+    *,
+    weigh_inputs: bool = False,
 ) -> Tensor:
     """The weighted sum of each token's experts."""
     gate_up, down, gate_up_bias, down_bias = mixture
     if not isinstance(gate_up, PACKED):
-        return native.mix(x, mixture, weights, experts, activation)
+        return native.mix(x, mixture, weights, experts, activation, weigh_inputs=weigh_inputs)
     x = in_line(x)
     (num_tokens, size), top_k, tokens = x.shape, experts.shape[1], launcher.tokens(x)
     (num_experts, twice, _), inner = gate_up.shape, gate_up.shape[1] // 2
@@ -155,6 +162,7 @@ def mix(
         x=address(x),
         x_stride=x.stride(0),
         experts=address(experts),
+        weights=address(weights) if weigh_inputs else None,
         table=table,
         rows=address(rows),
         tokens=tokens,
@@ -184,7 +192,15 @@ def mix(
     launcher.launch(
         "combine",
         x.dtype,
-        Combine(address(results), table.positions, address(weights), address(out), tokens, top_k, size),
+        Combine(
+            results=address(results),
+            positions=table.positions,
+            weights=None if weigh_inputs else address(weights),
+            out=address(out),
+            tokens=tokens,
+            top_k=top_k,
+            size=size,
+        ),
     )
     return out
 

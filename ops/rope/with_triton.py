@@ -40,7 +40,7 @@ def rotate(
         KV_HEADS=num_kv_heads,
         HALF=half,
         HEADS_BLOCK=triton.next_power_of_2(num_heads),
-        KV_HEADS_BLOCK=triton.next_power_of_2(num_kv_heads),
+        KV_HEADS_BLOCK=triton.next_power_of_2(max(1, num_kv_heads)),
         HALF_BLOCK=triton.next_power_of_2(half),
         INTERLEAVED=interleaved,
         num_warps=8 if num_heads * half > 2048 else 4,

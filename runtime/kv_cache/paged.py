@@ -60,6 +60,7 @@ class PagedKVCache(NamedTuple):
         *,
         scale: float,
         window: int | None,
+        chunked: bool = False,
         soft_cap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
@@ -71,6 +72,7 @@ class PagedKVCache(NamedTuple):
             self._metadata(batch),
             scale=scale,
             window=window,
+            chunked=chunked,
             soft_cap=soft_cap,
             sinks=sinks,
             **self._used(scales),

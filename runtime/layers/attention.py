@@ -13,7 +13,7 @@ from runtime.layers.build import Build
 from runtime.layers.forward_batch import ForwardBatch, KVSpec
 from runtime.layers.linear import Linear, from_heads
 from runtime.layers.norm import Norm
-from runtime.layers.rope import Rope
+from runtime.layers.rope import QueryScale, Rope
 from runtime.layers.sharding import TensorParallelGroup, shard_range, whole_range
 from runtime.layers.weight import (
     Shard,
@@ -31,11 +31,12 @@ class Attention(Weighted):
     """Grouped-query attention: project, normalise q and k if asked, rotate, store, attend, project.
 
     `index` is the layer's number in the model, by which it asks for its cache. `window` limits a token to the last so
-    many positions, `scale` is 1 / sqrt(head_dim) unless given. With `sinks` each head has a learned score that takes
-    part in its softmax. `fused` is the checkpoint's one tensor of q, k and v, where it has one; `by_group` if in it
-    the query heads of a kv head stand before its key and its value. Without `rope` nothing is rotated. `qk_norm` are
-    the norms of q and k, of each head or over all of them, which come before the rotation unless `norm_last`. If
-    `gated`, the checkpoint's tensor of q holds a gate behind each head, whose sigmoid its output is multiplied with.
+    many positions, or where `chunked` to those of its own chunk of so many. `scale` is 1 / sqrt(head_dim) unless given.
+    With `sinks` each head has a learned score that takes part in its softmax. `fused` is the checkpoint's one tensor of
+    q, k and v, where it has one; `by_group` if in it the query heads of a kv head stand before its key and its value.
+    Without `rope` nothing is rotated. `qk_norm` are the norms of q and k, of each head or over all of them, which come
+    before the rotation unless `norm_last`; `query_scale` comes behind both. If `gated`, the checkpoint's tensor of q
+    holds a gate behind each head, whose sigmoid its output is multiplied with.
     """
 
     def __init__(
@@ -54,6 +55,8 @@ class Attention(Weighted):
         qk_norm: tuple[Norm, Norm] | None = None,
         norm_last: bool = False,
         window: int | None = None,
+        chunked: bool = False,
+        query_scale: QueryScale | None = None,
         scale: float | None = None,
         soft_cap: float | None = None,
         sinks: bool = False,
@@ -66,7 +69,8 @@ class Attention(Weighted):
         self.name = name
         self.index = index
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self.window = window
+        self.window, self.chunked = window, chunked
+        self.query_scale = query_scale
         self.scale = head_dim**-0.5 if scale is None else scale
         self.soft_cap = soft_cap
         self.kernels = build.kernels
@@ -125,6 +129,8 @@ class Attention(Weighted):
             q, k = self.rope(q, k, batch)
         if self.norm_last:
             q, k = self._normed(q, k)
+        if self.query_scale is not None:
+            q = self.query_scale(q, batch)
         cache, kernels, scales = batch.cache[self.index], self.kernels, self.kv_scales.values
         cache.store(kernels, k, v, batch, scales)
         out = cache.attend(
@@ -134,6 +140,7 @@ class Attention(Weighted):
             scales,
             scale=self.scale,
             window=self.window,
+            chunked=self.chunked,
             soft_cap=self.soft_cap,
             sinks=self.sinks,
         ).flatten(1)  # [T, H * D]

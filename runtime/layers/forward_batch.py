@@ -74,6 +74,7 @@ class LayerCache(Protocol):
         *,
         scale: float,
         window: int | None,
+        chunked: bool = False,
         soft_cap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:

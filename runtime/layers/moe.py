@@ -55,6 +55,7 @@ class Routing(NamedTuple):
     scale: float = 1.0
     wide: bool = False  # logits are not rounded to the model's dtype
     bias: bool = False  # the router has one
+    weigh_inputs: bool = False  # weights multiply what experts are given, not what they give
 
 
 class KeptExperts(Weighted):
@@ -123,9 +124,15 @@ class MoE(Weighted):
         self.correction = parameter(experts, dtype=torch.float32) if self.names.correction else None
 
     def follow(self, stored: Container[str]) -> None:
-        """Take all experts from one tensor where the checkpoint has them so, instead of each from its own."""
+        """Take all experts from one tensor where the checkpoint has them so, instead of each from its own; and the
+        other way about.
+        """
         if "{}" in self.names.gate and any(f"{self.name}.{name}" in stored for name in TOGETHER.values()):
             self.names = self.names._replace(**TOGETHER)
+            self.allocate()
+        elif "{}" not in self.names.gate and f"{self.name}.{NAMES.gate.format(0)}" in stored:
+            apart = {"gate": NAMES.gate, "up": NAMES.up, "down": NAMES.down}
+            self.names = self.names._replace(**apart, interleaved=False, transposed=False)
             self.allocate()
 
     def split(self, group: TensorParallelGroup) -> None:
@@ -234,7 +241,7 @@ class MoE(Weighted):
             scale=routing.scale,
         )
         mixture = Mixture(self.gate_up, self.down, self.gate_up_bias, self.down_bias)
-        mixed = kernels.mix(x, mixture, weights, experts, self.activation)
+        mixed = kernels.mix(x, mixture, weights, experts, self.activation, weigh_inputs=routing.weigh_inputs)
         if self._summed_over is not None:
             mixed = self._summed_over.all_reduce(mixed)
         if self.shared is None:

@@ -15,6 +15,7 @@ from runtime.layers.weight import Shard, Weighted, frozen, parameter, whole
 class RMSNorm(Weighted):
     """Root mean square normalisation of the last dimension; `unit_offset` scales by 1 + weight.
 
+    Without a `weight` in the checkpoint it is 1.
     With an `axis` ranks share the dimension in units of `unit`, and the norm is over that of all ranks.
     """
 
@@ -26,6 +27,7 @@ class RMSNorm(Weighted):
         build: Build,
         *,
         unit_offset: bool = False,
+        weight: bool = True,
         axis: str | None = None,
         unit: int = 1,
     ) -> None:
@@ -35,6 +37,7 @@ class RMSNorm(Weighted):
         self.unit_offset = unit_offset
         self.kernels = build.kernels
         self._axis, self._unit = axis, unit
+        self._default = None if weight else 1.0
         self._rows = whole_range(size)
         self._summed_over: TensorParallelGroup | None = None
         self.allocate()
@@ -50,7 +53,8 @@ class RMSNorm(Weighted):
             self.allocate()
 
     def shards(self) -> Iterator[Shard]:
-        yield whole(f"{self.name}.weight", self.weight, (self._axis,), self._rows)
+        shard = whole(f"{self.name}.weight", self.weight, (self._axis,), self._rows)
+        yield shard._replace(default=self._default)
 
     def forward(self, x: Tensor) -> Tensor:
         if self._summed_over is not None:

@@ -62,6 +62,41 @@ class Rope(nn.Module):
         return torch.cat(parts, dim=-1), torch.arange(positions.shape[1], device=positions.device)
 
 
+class QueryScale(nn.Module):
+    """Multiplies queries by a number that grows with their position, so that long texts do not blur attention.
+
+    Source: arXiv 2501.19399; the number is `1 + strength * log(1 + floor(p / step))` at position p, which is counted
+    from `first`: Llama 4's from 1. It is done by the kernels that rotate: a pair whose angle is 0 is only scaled.
+    """
+
+    table: Tensor
+
+    def __init__(
+        self,
+        strength: float,
+        step: int,
+        context_length: int,
+        kernels: Kernels,
+        device: torch.device,
+        *,
+        first: int = 0,
+    ) -> None:
+        super().__init__()
+        self.kernels = kernels
+        positions = torch.arange(first, context_length + first, dtype=torch.float32, device="cpu")
+        scales = torch.log1p(torch.floor(positions / step)) * strength + 1.0
+        table = torch.stack((scales, torch.zeros_like(scales)), dim=-1)  # [N, 2]
+        self.register_buffer("table", table.to(device), persistent=False)
+
+    def forward(self, q: Tensor, batch: ForwardBatch) -> Tensor:
+        """q [T, H, D], which may be overwritten -> the same, scaled."""
+        positions = batch.positions if batch.positions.dim() == 1 else batch.positions[0]
+        pairs = q.flatten(1).unflatten(1, (-1, 2))  # [T, H * D / 2, 2]
+        cache = batch.attention.plan_cache
+        scaled, _ = self.kernels.rotate(pairs, pairs[:, :0], self.table, positions, plan_cache=cache)
+        return scaled.reshape(q.shape)
+
+
 def inverse_frequencies(parameters: RopeParameters, context_length: int) -> tuple[Tensor, float]:
     """(angle per position of each pair [R / 2], factor of cosines and sines), on the CPU in float32.
 

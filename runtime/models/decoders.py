@@ -86,6 +86,23 @@ _COHERE = {
     "tie_word_embeddings": True,
 }
 
+_LLAMA_4 = {
+    "attention_chunk_size": 8192,
+    "attn_scale": 0.1,
+    "attn_temperature_tuning": True,
+    "floor_scale": 8192,
+    "head_dim": 128,
+    "interleave_moe_layer_step": 1,
+    "intermediate_size_mlp": 16384,
+    "max_position_embeddings": 131072,
+    "num_experts_per_tok": 1,
+    "num_key_value_heads": 8,
+    "num_local_experts": 16,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "use_qk_norm": True,
+}
+
 _LATENT = {
     "kv_lora_rank": 512,
     "q_lora_rank": 1536,
@@ -101,7 +118,7 @@ _GRANITE_EXPERTS: dict[str, str | None] = {  # as transformers 5 calls them
 }
 
 _TEXT_PART: dict[str, str | None] = {  # of a model that also sees
-    r"(model\.)?(vision_tower|multi_modal_projector)\.": None,
+    r"(model\.)?(vision_tower|vision_model|multi_modal_projector)\.": None,
     r"language_model\.model\.": "model.",
     r"model\.language_model\.": "model.",
     r"language_model\.lm_head\.": "lm_head.",
@@ -320,6 +337,8 @@ ARCHITECTURES: Mapping[str, Entry] = {
         {"head_dim": 128, "max_position_embeddings": 32768, "num_key_value_heads": 2, "rms_norm_eps": 1e-5},
         renamed={"qkv_bias": "attention_bias", "bias": "mlp_bias"},
     ),
+    "Llama4ForCausalLM": Entry("llama4", _LLAMA_4, tensors=_TEXT_PART, spelling="llama4"),
+    "Llama4ForConditionalGeneration": Entry("llama4", _LLAMA_4, tensors=_TEXT_PART, spelling="llama4"),
     "LlamaForCausalLM": Entry("llama", {"max_position_embeddings": 2048}),
     "MinistralForCausalLM": Entry(
         "mistral",

@@ -26,6 +26,22 @@ def gemma3(values: Mapping[str, Any]) -> dict[str, Any]:
     return read
 
 
+def llama4(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The text part; layers that rotate see their chunk alone, which stands where others have a window."""
+    read = text_part(values)
+    count, interval = read.get("num_hidden_layers"), read.get("no_rope_layer_interval") or 4
+    if not read.get("no_rope_layers") and isinstance(count, int) and isinstance(interval, int):
+        read["no_rope_layers"] = [int((index + 1) % interval != 0) for index in range(count)]
+    if isinstance(read.get("attn_temperature_tuning"), int):  # the first files have a 4
+        read["attn_temperature_tuning"] = bool(read["attn_temperature_tuning"])
+    kinds, rotates = read.get("layer_types"), read.get("no_rope_layers")
+    if kinds is None and isinstance(rotates, list):
+        read["layer_types"] = [SLIDING if each else FULL for each in rotates]
+    elif isinstance(kinds, list):
+        read["layer_types"] = [SLIDING if each == "chunked_attention" else each for each in kinds]
+    return read
+
+
 def cohere2(values: Mapping[str, Any]) -> dict[str, Any]:
     """Windows for all but every fourth layer."""
     return windows_by_pattern(dict(values), 4)

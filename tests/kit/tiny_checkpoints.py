@@ -75,10 +75,23 @@ def seeing_qwen3_5_moe(**text: Any) -> Any:
     return CONFIG_MAPPING["qwen3_5_moe"](**values)
 
 
+def seeing_llama4(**text: Any) -> Any:
+    """Llama 4 with eyes, of which only the text part is served."""
+    eyes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    joint = {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16}
+    return CONFIG_MAPPING["llama4"](
+        text_config=text,
+        vision_config={**eyes, **joint, "image_size": 28, "patch_size": 14},
+        **{name: text[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
+    )
+
+
 NAMED_OTHERWISE: dict[str, Any] = {  # than transformers names their configuration
     "deepseek_v3": deepseek_v3,
     "gemma3": CONFIG_MAPPING["gemma3_text"],
     "gemma3_seeing": seeing_gemma3,
+    "llama4": CONFIG_MAPPING["llama4_text"],
+    "llama4_seeing": seeing_llama4,
     "mistral_seeing": seeing_mistral,
     "qwen3_5": CONFIG_MAPPING["qwen3_5_text"],
     "qwen3_seeing": seeing_qwen3,
@@ -89,9 +102,9 @@ NAMED_OTHERWISE: dict[str, Any] = {  # than transformers names their configurati
 FAMILIES = (
     "arcee", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "ernie4_5", "ernie4_5_moe", "exaone4", "gemma",
     "gemma2", "gemma3", "gemma3_seeing", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_neox", "gpt_oss", "granite",
-    "granitemoe", "granitemoehybrid", "hunyuan_v1_dense", "internlm3", "llama", "ministral", "mistral",
-    "mistral_seeing", "mixtral", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "phi", "phi3", "qwen2", "qwen2_moe",
-    "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_seeing", "qwen3_5_seeing", "qwen3_moe", "qwen3_next",
+    "granitemoe", "granitemoehybrid", "hunyuan_v1_dense", "internlm3", "llama", "llama4", "llama4_seeing", "ministral",
+    "mistral", "mistral_seeing", "mixtral", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "phi", "phi3", "qwen2",
+    "qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_seeing", "qwen3_5_seeing", "qwen3_moe", "qwen3_next",
     "qwen3_seeing", "seed_oss", "smollm3", "stablelm", "starcoder2",
 )  # fmt: skip
 CONFIGS: dict[str, Any] = {
@@ -112,6 +125,7 @@ SHAPE = {
     "sliding_window": None,
 }
 SEEING = {
+    "llama4_seeing",
     "mistral_seeing",
     "qwen3_seeing",
     "qwen3_5_seeing",
@@ -175,6 +189,17 @@ OWN: dict[str, dict[str, Any]] = {  # of a family
     "gpt_oss": {**LOCAL_EXPERTS, **MIXED},
     "granite": FACTORS,
     "granitemoe": {**LOCAL_EXPERTS, **FACTORS},
+    "llama4": {
+        "attention_chunk_size": 9,
+        "attn_scale": 0.5,
+        "floor_scale": 8,
+        "interleave_moe_layer_step": 2,
+        "intermediate_size": 20,
+        "intermediate_size_mlp": 24,
+        "no_rope_layers": [1, 0, 1],
+        "num_experts_per_tok": 2,
+        "num_local_experts": 6,
+    },
     "ministral": MIXED,
     "mixtral": LOCAL_EXPERTS,
     "nemotron": {"norm_eps": 1e-3},
@@ -227,6 +252,7 @@ OWN["glm4_moe_lite"] = {
     "kv_lora_rank": 32,
 }  # the kernels in C++ take multiples of 16, with what is rotated
 OWN["gemma3_seeing"] = OWN["gemma3"]
+OWN["llama4_seeing"] = OWN["llama4"]
 
 
 def write(
@@ -302,7 +328,7 @@ def redraw(model: PreTrainedModel, seed: int) -> None:
 def auto_of(path: str) -> Any:
     """What of transformers reads a checkpoint as a model that writes."""
     kind = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))["model_type"]
-    return AutoModelForImageTextToText if kind in ("mistral3", "qwen3_vl") else AutoModelForCausalLM
+    return AutoModelForImageTextToText if kind in ("llama4", "mistral3", "qwen3_vl") else AutoModelForCausalLM
 
 
 def reference(path: str, token_ids: list[int]) -> torch.Tensor:

@@ -17,6 +17,7 @@ struct AttendOperands {
     int64_t num_kv_heads;   // K
     int64_t head_dim;       // D, a multiple of 16
     int64_t window;         // 0: none
+    int64_t chunked;        // whether positions are divided into chunks of `window`, and each sees its own alone
     float scale;
     float soft_cap;         // 0: none
     const float* sinks;     // [H] or null

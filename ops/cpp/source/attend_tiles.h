@@ -62,7 +62,8 @@ public:
     }
 
     int64_t first_key(int64_t position) const {
-        return given_.window ? std::max<int64_t>(0, position - given_.window + 1) : 0;
+        if (!given_.window) return 0;
+        return given_.chunked ? position - position % given_.window : std::max<int64_t>(0, position - given_.window + 1);
     }
 
 private:

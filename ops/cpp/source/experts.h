@@ -116,6 +116,7 @@ struct DispatchOperands {
     const void* x;           // [T, E]
     int64_t x_stride;
     const int32_t* experts;  // [T, k]
+    const float* weights;    // [T, k] that rows are multiplied with, or null
     PairTable table;
     void* rows;              // [T * k, E], by expert
     int64_t tokens;          // 0: those of the step
@@ -144,8 +145,9 @@ void dispatch(const void* operands, const Step& step, ThreadGroup& threads) {
     if (threads.rank == 0) sort_pairs(o, pairs);
     threads.barrier();
     threads.share(pairs, [&](int64_t pair) {
-        std::memcpy(static_cast<T*>(o.rows) + o.table.positions[pair] * o.size,
-                    static_cast<const T*>(o.x) + pair / o.top_k * o.x_stride, o.size * sizeof(T));
+        T* row = static_cast<T*>(o.rows) + o.table.positions[pair] * o.size;
+        std::memcpy(row, static_cast<const T*>(o.x) + pair / o.top_k * o.x_stride, o.size * sizeof(T));
+        if (o.weights) scale_line(row, o.size, o.weights[pair]);
     });
 }
 
@@ -236,7 +238,7 @@ void experts_down(const void* operands, const Step&, ThreadGroup& threads) {
 struct CombineOperands {
     const void* results;    // [T * k, E], by expert
     const int32_t* positions;  // [T * k]
-    const float* weights;   // [T, k]
+    const float* weights;   // [T, k], or null for 1
     void* out;              // [T, E]
     int64_t tokens;         // 0: those of the step
     int64_t top_k, size;
@@ -253,7 +255,7 @@ void combine(const void* operands, const Step& step, ThreadGroup& threads) {
             Floats total{};
             for (int64_t pair = token * o.top_k; pair < (token + 1) * o.top_k; pair++) {
                 const T* result = static_cast<const T*>(o.results) + o.positions[pair] * o.size + first + k;
-                total += load(result, count) * o.weights[pair];
+                total += load(result, count) * (o.weights ? o.weights[pair] : 1.0f);
             }
             store(static_cast<T*>(o.out) + token * o.size + first + k, total, count);
         });

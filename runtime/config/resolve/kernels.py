@@ -93,6 +93,7 @@ def _shape(dtype: str, facts: ModelFacts, cache: CachePlan) -> AttentionShape:
     config = facts.config
     features = {
         "sliding window": config.get("sliding_window") and config.get("use_sliding_window", True),
+        "chunks": config.get("text_config", config).get("attention_chunk_size"),
         "soft cap": config.get("attn_logit_softcapping"),
         "sinks": facts.has_sinks,
     }

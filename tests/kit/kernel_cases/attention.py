@@ -23,6 +23,7 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.float32
     pool_dtype: torch.dtype | None = None  # None: dtype
     window: int | None = None
+    chunked: bool = False
     soft_cap: float | None = None
     sinks: bool = False
     k_scale: float = 1.0
@@ -51,6 +52,8 @@ CASES = {
     "no sharing": Case(num_heads=3, num_kv_heads=3),
     "window": Case(window=20),
     "window of one": Case(window=1),
+    "chunks": Case(window=20, chunked=True),
+    "chunks within tiles, sinks": Case(window=3, chunked=True, sinks=True),
     "soft cap": Case(soft_cap=3.0),
     "sinks": Case(sinks=True),
     "sinks, window and soft cap": Case(sinks=True, window=9, soft_cap=2.0),
@@ -100,7 +103,7 @@ def step(case: Case, seed: int = 0) -> Step:
 
 def options(case: Case) -> dict[str, Any]:
     """The keyword arguments of `attend`."""
-    names = ("window", "soft_cap", "k_scale", "v_scale")
+    names = ("window", "chunked", "soft_cap", "k_scale", "v_scale")
     sinks = torch.linspace(-1, 3, case.num_heads) if case.sinks else None
     return {"scale": SCALE, "sinks": sinks, **{name: getattr(case, name) for name in names}}
 
@@ -117,6 +120,7 @@ def dense(
     given: Step,
     scale: float,
     window: int | None = None,
+    chunked: bool = False,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
     k_scale: float = 1.0,
@@ -129,6 +133,8 @@ def dense(
     for row, (start, count) in enumerate(zip(given.inputs.starts_host, given.inputs.counts_host)):
         for position in range(start, start + count):
             first = 0 if window is None else max(0, position - window + 1)
+            if window is not None and chunked:
+                first = position // window * window
             places = [divmod(p, size) for p in range(first, position + 1)]
             seen = [(int(given.inputs.page_table[row, page]), offset) for page, offset in places]
             k, v = (

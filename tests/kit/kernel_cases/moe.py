@@ -22,6 +22,7 @@ class Case(NamedTuple):
     activation: str = "silu"
     dtype: torch.dtype = torch.float32
     levels: int | None = None  # so many different logits only: the others are equal
+    weigh_inputs: bool = False
     favourite: int | None = None  # an expert that every token takes
 
 
@@ -31,6 +32,7 @@ CASES = {
     "scores as they are": Case(renormalise=False),
     "sigmoid": Case(scoring="sigmoid"),
     "sigmoid as they are": Case(scoring="sigmoid", renormalise=False),
+    "weights of inputs": Case(scoring="sigmoid", renormalise=False, weigh_inputs=True),
     "equal logits": Case(levels=2, top_k=3),
     "one expert each": Case(top_k=1, renormalise=False),
     "all experts": Case(num_experts=4, top_k=4),
@@ -64,7 +66,7 @@ def outputs(backend: ModuleType, case: Case) -> list[Tensor]:
     logits, x, gate_up, down = inputs(case)
     weights, experts = backend.route(logits, case.top_k, renormalise=case.renormalise, scoring=case.scoring)
     mixture = backend.prepare_experts(Mixture(gate_up, down))
-    mixed = backend.mix(x, mixture, weights, experts, case.activation)
+    mixed = backend.mix(x, mixture, weights, experts, case.activation, weigh_inputs=case.weigh_inputs)
     return [weights, experts.float(), mixed]
 
 
@@ -79,7 +81,8 @@ def expected(case: Case) -> list[Tensor]:
         weights = scores / scores.sum() if case.renormalise else scores
         total = torch.zeros_like(token)
         for weight, expert in zip(weights, experts):
-            g, value = (gate_up[expert] @ token).chunk(2)
+            given, weight = (weight * token, 1) if case.weigh_inputs else (token, weight)
+            g, value = (gate_up[expert] @ given).chunk(2)
             gelu = 0.5 * g * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (g + 0.044715 * g**3)))
             active = g / (1 + torch.exp(-g)) if case.activation == "silu" else gelu
             total += weight * (down[expert] @ (active * value))

@@ -522,6 +522,46 @@ VARIANTS = {
         mutations={"norm": plain_norm, "eps": no_eps, "scale": put("attention", scale=0.3)},
         overrides={"theta": {"rope_theta": 2000.0}},
     ),
+    "llama4": Variant(
+        "llama4",
+        mutations={
+            "chunks": no_window,
+            "chunks, not windows": put("attention", chunked=False),
+            "no rotation": rotated,
+            "neighbours": lambda model: setattr(
+                model.layers[0].get_submodule("attention.rope"), "interleaved", False
+            ),
+            "qk norm": no_qk_norm,
+            "scale of queries": put("attention", query_scale=None),
+            "weights of inputs": route(weigh_inputs=False),
+            "second expert": route(top_k=1),
+            "sigmoid": route(scoring="softmax"),
+            "shared expert": unshared,
+        },
+        overrides={"plain layers": {"attention_chunk_size": 10}, "floor": {"floor_scale": 16}},
+    ),
+    "llama4-maverick": Variant(
+        "llama4",
+        {
+            "interleave_moe_layer_step": 1,
+            "use_qk_norm": False,
+            "attn_temperature_tuning": False,
+            "attention_bias": True,
+            "num_experts_per_tok": 1,
+            "no_rope_layers": None,
+            "num_hidden_layers": 4,
+            **rope(
+                "llama3",
+                factor=8.0,
+                low_freq_factor=1.0,
+                high_freq_factor=4.0,
+                original_max_position_embeddings=64,
+            ),
+        },
+        {"qkv bias": no_qkv_bias, "weights of inputs": route(weigh_inputs=False)},
+        UNSCALED,
+    ),
+    "llama4-seeing": Variant("llama4_seeing", mutations={"chunks": no_window}),
     "llama-tied": Variant("llama", {"tie_word_embeddings": True}, {"tie": turned_head}),
     "llama-biases": Variant(
         "llama",

@@ -108,3 +108,28 @@ def test_a_tensor_that_does_not_fit_is_named_with_its_file(
         assert (ours if absent else name).removesuffix(".weight") in said, (change, name, said)
         assert absent or str(file) in said, (change, name, said)
         save_file(files[file], file, metadata={"format": "pt"})
+
+
+def test_experts_in_one_tensor_may_be_in_one_each(tmp_path: Path) -> None:
+    """As Llama 4's are once they were quantised; and the first files say the scaling of queries with a number."""
+    published = tiny_checkpoints.cached("llama4")
+    shutil.copytree(published, tmp_path, dirs_exist_ok=True)
+    stored = {}
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        prefix, together, kind = name.rpartition("experts.")
+        if not together:
+            stored[name] = tensor
+            continue
+        for expert, matrix in enumerate(tensor):
+            parts = matrix.chunk(2, dim=1) if kind == "gate_up_proj" else [matrix]
+            for part, own in zip(
+                parts, ("gate_proj", "up_proj") if len(parts) == 2 else ("down_proj",), strict=True
+            ):
+                stored[f"{prefix}experts.{expert}.{own}.weight"] = part.t().contiguous()
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    values = json.loads((tmp_path / "config.json").read_text())
+    for silent in ("no_rope_layers", "layer_types", "moe_layers"):
+        assert values.pop(silent)
+    values |= {"attn_temperature_tuning": 4, "no_rope_layer_interval": 2, "no_rope_layers": []}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert torch.equal(logits(str(tmp_path)), logits(published))
