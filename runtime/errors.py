@@ -71,6 +71,15 @@ class TakesLong(InvalidRequest):
 class ContextOverflow(InvalidRequest):
     """The prompt (with what is to be generated) is longer than the model or the pool can hold."""
 
+    @classmethod
+    def of_input(cls, num_tokens: int, context_length: int, param: str) -> ContextOverflow:
+        """For a prompt that does not fit, or leaves no room for output."""
+        trouble = "is longer than" if num_tokens > context_length else "leaves no room for output in"
+        return cls(
+            f"The input ({num_tokens} tokens) {trouble} the model's context length ({context_length} tokens).",
+            param=param,
+        )
+
 
 class Unauthorized(RequestError):
     status = 401

@@ -17,12 +17,19 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from runtime.actors.output_stream import OutputStream
-from runtime.errors import InvalidRequest, PayloadTooLarge, RequestError, TakesLong, TooManyRequests
+from runtime.errors import (
+    ContextOverflow,
+    InvalidRequest,
+    PayloadTooLarge,
+    RequestError,
+    TakesLong,
+    TooManyRequests,
+)
 from runtime.request import Chunk
 from serve.access import CALLER, CLIENT, Access, Client, RouteScope, caller_of
 from serve.background import background_tasks
-from serve.body_limit import check_values, loads
 from serve.errors import NATIVE, ErrorFormat, refusal_response
+from serve.json_pieces import loads
 from serve.open_calls import OpenCalls
 from serve.output_streams import close_all, read_all
 
@@ -119,8 +126,7 @@ async def read_body(
         if size > limit:
             raise _too_large(limit)
         parts.append(part)
-    body = b"".join(parts)
-    return await off_loop(partial(decode, body), small=size <= inline_bytes)
+    return await off_loop(lambda: decode(b"".join(parts)), small=size <= inline_bytes)
 
 
 async def read_call(
@@ -135,7 +141,12 @@ async def read_call(
     Raises `Overloaded` before anything of the body is looked at where the queue is full for everybody.
     """
     core.check_room()
-    return await read_body(request, partial(read, core), inline_bytes=inline_bytes)
+    try:
+        return await read_body(request, partial(read, core), inline_bytes=inline_bytes)
+    except ContextOverflow as error:
+        if core.metrics is not None:
+            core.metrics.refused(error)
+        raise
 
 
 async def off_loop(work: Callable[[], T], *, small: bool) -> T:
@@ -159,7 +170,6 @@ def parse_object(body: bytes) -> dict[str, Any]:
     """Raises `InvalidRequest` when `body` is not one JSON object in UTF-8, `PayloadTooLarge` when it holds too much."""
     if not body:
         raise InvalidRequest("The body is empty; a JSON object is expected.")
-    check_values(body)
     try:
         value = loads(body)
     except orjson.JSONDecodeError as error:

@@ -1,4 +1,5 @@
 """How many log-probabilities one call may ask for: a short body must not cause an answer of hundreds of megabytes.
+And token ids that cannot be used, which nobody copies.
 
 Choices and tokens alone cost what the model takes for them, which the queue bounds. Each token's log-probabilities
 cost memory and time beside it: `n` 128 of 300 tokens with 128 each are 154 MB of JSON for 137 bytes of body.
@@ -8,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Sized
 
-from runtime.errors import InvalidRequest
+from runtime.config.plan import Plan
+from runtime.errors import ContextOverflow, InvalidRequest
 from runtime.request import Request
 
 MAX_LOGPROBS = 1_000_000  # of one call, over all prompts, choices and positions
@@ -16,6 +18,7 @@ MAX_REPEATED = 16_000_000  # the same, counted again in each event of a stream t
 OPEN_ENDED_TOKENS = 4096  # counted where no length was asked for
 MAX_JOINED = 16 * 1024 * 1024  # characters or token ids of the prompts that share a part: up to 128 MiB
 CHARACTERS_PER_TOKEN = 2  # of a prompt that is still text; fewer are rare
+FREED_AT_ONCE = 16_384  # token ids, in a tenth of a millisecond
 
 
 def check_logprobs(requests: Sequence[Request], context_length: int) -> None:
@@ -54,6 +57,20 @@ def check_repeated(requests: Sequence[Request], context_length: int) -> None:
             f"{MAX_REPEATED}; set incremental to true for events with the new ones only.",
             param="incremental",
         )
+
+
+def prompt_ids(ids: list[int], plan: Plan, *, cut: bool | None = None) -> tuple[int, ...]:
+    """The token ids of a prompt as a request has them. `cut`: it may be cut to the context; None: as the server's plan
+    says. Raises `ContextOverflow` as the engine would, before millions of ids are copied.
+
+    The list, which nobody else may want, is emptied then, a few ids at a time: freeing them holds the interpreter.
+    """
+    num_ids, context_length = len(ids), plan.model.context_length
+    if num_ids > context_length and not (plan.serve.allow_auto_truncate if cut is None else cut):
+        while ids:
+            del ids[-FREED_AT_ONCE:]
+        raise ContextOverflow.of_input(num_ids, context_length, "input_ids")
+    return tuple(ids)
 
 
 def check_joined(shared: Sized, parts: Iterable[Sized], param: str) -> None:

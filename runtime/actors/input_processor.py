@@ -216,12 +216,8 @@ class InputProcessor:
         return replace(request, ids=ids, sampling=sampling)
 
     def _too_long(self, request: Request, count: int) -> ContextOverflow:
-        context = self._context_length
-        trouble = "is longer than" if count > context else "leaves no room for output in"
-        return ContextOverflow(
-            f"The input ({count} tokens) {trouble} the model's context length ({context} tokens).",
-            param="text" if request.text is not None else "input_ids",
-        )
+        param = "text" if request.text is not None else "input_ids"
+        return ContextOverflow.of_input(count, self._context_length, param)
 
 
 def _suffix(tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -51,5 +51,5 @@ async def encode(http: HttpRequest, core: EngineCore) -> ASGIApp:
 def _read(core: EngineCore, raw: bytes) -> tuple[GenerateBody, list[Request]]:
     asked = decode(EncodeBody, parse_object(raw))
     body = GenerateBody(text=asked.text, input_ids=asked.input_ids, rid=asked.rid)
-    requests = requests_of(body, core)
+    requests = requests_of(body, core, cut=asked.truncate, owned=True)
     return body, vector_requests(requests, core, prompt_name=asked.prompt_name, truncate=asked.truncate)

@@ -51,7 +51,7 @@ async def generate(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 def _read(core: EngineCore, raw: bytes) -> tuple[GenerateBody, list[Request]]:
     body = decode(GenerateBody, parse_object(raw))
-    return body, requests_of(body, core)
+    return body, requests_of(body, core, owned=True)
 
 
 def _response(answers: GenerateAnswers, chunks: Sequence[Sequence[Chunk]], single: bool) -> Response:

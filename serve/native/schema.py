@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 from uuid import uuid4
 
@@ -24,6 +25,7 @@ from serve.prompts import (
     spread,
 )
 from serve.sampling import read_sampling, sampling_params
+from serve.work_budget import prompt_ids
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
@@ -70,8 +72,14 @@ class GenerateBody:
         return bool(self.input_ids) and isinstance(self.input_ids[0], list)
 
 
-def requests_of(body: GenerateBody, core: EngineCore) -> list[Request]:
-    """One request per prompt. Raises `InvalidRequest` when the lists do not fit together."""
+def requests_of(
+    body: GenerateBody, core: EngineCore, *, cut: bool | None = None, owned: bool = False
+) -> list[Request]:
+    """One request per prompt. Raises `InvalidRequest` when the lists do not fit together.
+
+    With `owned`, where nobody else wants the body's lists, ids that do not fit the context are refused here: `cut` and
+    the rest as in `prompt_ids`.
+    """
     prompts = _prompts(body)
     count = len(prompts)
     sampling = _sampling(body, core, count)
@@ -81,10 +89,11 @@ def requests_of(body: GenerateBody, core: EngineCore) -> list[Request]:
     labels, logprobs = _labels(body, count), _logprobs(body, count)
     namespaces = namespaces_of(body.cache_salt, body.extra_key, count)
     priorities = spread(body.priority, count, "priority")
+    ids_of = partial(prompt_ids, plan=core.plan, cut=cut) if owned else tuple
     return [
         Request(
             text=prompt if isinstance(prompt, str) else None,
-            ids=None if isinstance(prompt, str) else tuple(prompt),
+            ids=None if isinstance(prompt, str) else ids_of(prompt),
             sampling=sampling[index],
             logprobs=logprobs[index],
             truncate=core.plan.serve.allow_auto_truncate,

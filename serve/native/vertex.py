@@ -64,4 +64,4 @@ def _read(core: EngineCore, raw: bytes) -> tuple[GenerateBody | None, list[Reque
     for key in body.parameters.keys() & set(PROMPTS):
         raise InvalidRequest(f"parameters.{key} belongs into instances.", param=f"parameters.{key}")
     generate = decode(GenerateBody, {**body.parameters, name: [each[name] for each in body.instances]})
-    return generate, requests_of(generate, core)
+    return generate, requests_of(generate, core, owned=True)

@@ -26,7 +26,7 @@ from serve.openai.schema import NAMES, CompletionBody, StreamOptions
 from serve.output_streams import of_client
 from serve.prompts import check_choices, labels_of, namespaces_of
 from serve.sse import EventStream
-from serve.work_budget import check_joined
+from serve.work_budget import check_joined, prompt_ids
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
@@ -92,17 +92,19 @@ def _read(core: EngineCore, raw: bytes) -> _Call:
     check_choices(len(prompts), sampling.n)
     logprobs = _logprobs(body)
     rid = body.rid or uuid4().hex
+    keep_last = keep_last_of(body)
+    cut = True if keep_last is not None else None
     labels = labels_of(rid, len(prompts), is_batch=is_batch)
     namespaces = namespaces_of(body.cache_salt, body.extra_key, len(prompts))
     requests = [
         Request(
             text=prompt if isinstance(prompt, str) else None,
-            ids=None if isinstance(prompt, str) else tuple(prompt),
+            ids=None if isinstance(prompt, str) else prompt_ids(prompt, core.plan, cut=cut),
             sampling=sampling,
             grammar=body.grammar,
             logprobs=logprobs,
             truncate=core.plan.serve.allow_auto_truncate,
-            keep_last=keep_last_of(body),
+            keep_last=keep_last,
             add_special_tokens=body.add_special_tokens,
             namespace=namespace,
             priority=body.priority,

@@ -23,6 +23,7 @@ from serve.errors import ErrorFormat, openai_body
 from serve.openai.models import check_model
 from serve.output_streams import of_client
 from serve.prompts import MAX_PROMPTS, Label, labels_of, vector_requests
+from serve.work_budget import prompt_ids
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
@@ -80,7 +81,7 @@ def _read(core: EngineCore, raw: bytes) -> tuple[EmbeddingBody, str, list[Reques
     requests = [
         Request(
             text=prompt if isinstance(prompt, str) else None,
-            ids=None if isinstance(prompt, str) else tuple(prompt),
+            ids=None if isinstance(prompt, str) else prompt_ids(prompt, core.plan, cut=body.truncate),
             label=label,
         )
         for prompt, label in zip(prompts, labels, strict=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -15,11 +14,10 @@ import orjson
 import pytest
 
 import fake_core
-from runtime.errors import EngineClosed, InvalidRequest, Overloaded, PayloadTooLarge
+from runtime.errors import EngineClosed, Overloaded
 from runtime.tokenizer.tokenizer import Tokenizer
-from serve import body_limit
-from serve.body_limit import IDS_BYTES, MAX_CONTAINERS, MAX_STRINGS, TEXT_BYTES, max_body_bytes
-from serve.endpoint import parse_object
+from serve.body_limit import IDS_BYTES, TEXT_BYTES, max_body_bytes
+from serve.json_pieces import MAX_CONTAINERS, MAX_STRINGS
 from served_core import Serve, Served
 
 JSON = {"content-type": "application/json"}
@@ -200,48 +198,6 @@ async def test_body_of_many_keys_is_refused_unparsed(served: Served) -> None:
     response = await served.http.post(GENERATE, content=body, headers=JSON)
     assert (response.status_code, response.json()["error"]["type"]) == (413, "PayloadTooLargeError")
     assert "keys and texts" in response.json()["error"]["message"]
-
-
-NUMBERS = [i * (-1) ** i for i in range(200)]
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        {"input_ids": NUMBERS},
-        {"input_ids": [NUMBERS, [], [1], NUMBERS[:40] * 9], "text": str(NUMBERS), "x": [0.5, -1e9] * 50},
-        {str(NUMBERS): [{"a": NUMBERS, "b": '"' + str(NUMBERS) + "\\"}, [[NUMBERS]]]},
-        {"spaces": [], "texts": ["[" * 300, "\\", '\\"', str(NUMBERS)]},
-    ],
-)
-def test_numbers_that_are_read_in_pieces_are_the_same(
-    monkeypatch: pytest.MonkeyPatch, value: dict[str, Any]
-) -> None:
-    monkeypatch.setattr(body_limit, "PIECE_BYTES", 50)
-    for body in (
-        json.dumps(value),
-        json.dumps(value, indent=1),
-        json.dumps(value).replace("[]", f"[{' ' * 99}]"),
-    ):
-        assert parse_object(body.encode()) == value
-
-
-@pytest.mark.parametrize("wrong", ["1,,2", "1, 2,", ",1", "1 2", "1, --2", "0.5.5", "01", "1,\n,2"])
-def test_wrong_numbers_are_refused_in_pieces_too(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
-    monkeypatch.setattr(body_limit, "PIECE_BYTES", 50)
-    for before, after in ((0, 60), (60, 0), (60, 60)):
-        inside = "7, " * before + wrong + ", 7" * after
-        with pytest.raises(InvalidRequest, match="not valid JSON"):
-            parse_object(f'{{"text": "a", "input_ids": [{inside}]}}'.encode())
-
-
-def test_as_many_lists_as_the_limit_are_parsed_and_brackets_in_texts_do_not_count() -> None:
-    lists = b'{"a": [' + b"[]," * (MAX_CONTAINERS - 2) + b"1]}"
-    assert len(parse_object(lists)["a"]) == MAX_CONTAINERS - 1
-    with pytest.raises(PayloadTooLarge):
-        parse_object(lists.replace(b"1]", b"[]]"))
-    text = '[{\\"' * MAX_CONTAINERS
-    assert parse_object(orjson.dumps({"text": text, "b": [text]})) == {"text": text, "b": [text]}
 
 
 async def test_charset_beside_the_media_type_is_fine(served: Served) -> None:
