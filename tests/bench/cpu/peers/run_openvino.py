@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ from pathlib import Path
 import answering
 
 CACHE_GB = 2
+FROM_OLDER = ("gemma3_text",)  # which its exporter reads by an older transformers alone
 
 
 def convert(options: argparse.Namespace) -> None:
@@ -18,7 +21,11 @@ def convert(options: argparse.Namespace) -> None:
     form = {"bf16": "fp16"}.get(options.weights, options.weights)
     command = [str(exporter), "export", "openvino", "--model", options.checkpoint]
     command += ["--task", "text-generation-with-past", "--weight-format", form, options.output]
-    subprocess.run(command, check=True)
+    described = json.loads((Path(options.checkpoint) / "config.json").read_text())
+    variables = dict(os.environ)
+    if described["model_type"] in FROM_OLDER:
+        variables["PYTHONPATH"] = str(Path(sys.prefix) / "older")
+    subprocess.run(command, check=True, env=variables)
 
 
 class Pipeline:
