@@ -105,7 +105,7 @@ def _of_family(name: str, entry: Entry) -> Row:
     generates = not (entry.encoder or entry.headless)
     return Row(
         architecture=name,
-        computed_by=f"{entry.family}.py",
+        computed_by=entry.file,
         gives=SCORES if entry.scores else TEXT if generates else VECTORS,
         ranks="one" if entry.encoder else "tp, pp",
         cpu_graph=entry.captured or not entry.encoder,

@@ -220,12 +220,12 @@ ARCHITECTURES: Mapping[str, Entry] = {
         spelling="exaone4",
     ),
     "GemmaForCausalLM": Entry(
-        "gemma", {**_GEMMA, "hidden_act": "gelu_pytorch_tanh", "num_key_value_heads": 16}
+        "gemma:gemma", {**_GEMMA, "hidden_act": "gelu_pytorch_tanh", "num_key_value_heads": 16}
     ),
-    "Gemma2ForCausalLM": Entry("gemma2", {**_GEMMA, **_GEMMA_2}),
-    "Gemma3ForCausalLM": Entry("gemma3", _GEMMA_3, spelling="gemma3"),
+    "Gemma2ForCausalLM": Entry("gemma:gemma2", {**_GEMMA, **_GEMMA_2}),
+    "Gemma3ForCausalLM": Entry("gemma:gemma3", _GEMMA_3, spelling="gemma3"),
     "Gemma3ForConditionalGeneration": Entry(
-        "gemma3",
+        "gemma:gemma3",
         {**_GEMMA_3, "vocab_size": 262208},
         tensors=_TEXT_PART,
         spelling="gemma3",

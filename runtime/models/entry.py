@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Entry:
     """A family's file, and the values its configuration takes where config.json is silent."""
 
-    family: str  # the file in this folder; in config.json "model_type" is the same
+    family: str  # the file in this folder; "gemma:gemma2" where its function is not called decoder
     defaults: Mapping[str, Any] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)  # the family's name of a value -> the usual one
     sinks: bool = False  # its attention has learned sinks
@@ -56,10 +56,15 @@ class Entry:
         return stored
 
     @property
+    def file(self) -> str:
+        return self.family.partition(":")[0] + ".py"
+
+    @property
     def recurrent(self) -> bool:
         """Whether some layers keep a state in the place of keys and values."""
         return bool(self.layer_types)
 
     def decoder(self) -> BuildDecoder:
         """The family's function that builds the whole model, its parameters not yet filled."""
-        return import_module(f"runtime.models.{self.family}").decoder
+        file, _, function = self.family.partition(":")
+        return getattr(import_module(f"runtime.models.{file}"), function or "decoder")
