@@ -230,9 +230,9 @@ ARCHITECTURES: Mapping[str, Entry] = {
         tensors=_TEXT_PART,
         spelling="gemma3",
     ),
-    "Glm4ForCausalLM": Entry("glm4", {**_GLM, "rms_norm_eps": 1.5625e-07}),
+    "Glm4ForCausalLM": Entry("glm:glm4", {**_GLM, "rms_norm_eps": 1.5625e-07}),
     "Glm4MoeForCausalLM": Entry(
-        "glm4_moe",
+        "glm:glm4_moe",
         {
             "first_k_dense_replace": 1,
             "max_position_embeddings": 131072,
@@ -267,7 +267,7 @@ ARCHITECTURES: Mapping[str, Entry] = {
         },
         spelling="latent",
     ),
-    "GlmForCausalLM": Entry("glm", {**_GLM, "rms_norm_eps": 1.5625e-07}),
+    "GlmForCausalLM": Entry("glm:glm", {**_GLM, "rms_norm_eps": 1.5625e-07}),
     "GPTNeoXForCausalLM": Entry(
         "gpt_neox",
         {

@@ -14,7 +14,7 @@ from runtime.layers.latent_attention import LatentAttention
 from runtime.layers.rope_parameters import RopeParameters, read_rope_parameters
 from runtime.models.config import Config
 from runtime.models.decoder import Decoder, assemble
-from runtime.models.glm4_moe import experts
+from runtime.models.glm import experts
 from runtime.models.llama import block, mlp
 
 
