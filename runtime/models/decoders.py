@@ -376,15 +376,15 @@ ARCHITECTURES: Mapping[str, Entry] = {
         },
         renamed={"norm_eps": "rms_norm_eps", "rope_percent": "partial_rotary_factor"},
     ),
-    "OlmoForCausalLM": Entry("olmo", {"max_position_embeddings": 2048}),
-    "Olmo2ForCausalLM": Entry("olmo2", {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}),
+    "OlmoForCausalLM": Entry("olmo:olmo", {"max_position_embeddings": 2048}),
+    "Olmo2ForCausalLM": Entry("olmo:olmo2", {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}),
     "Olmo3ForCausalLM": Entry(
-        "olmo3",
+        "olmo:olmo3",
         {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "sliding_window": 4096},
         spelling="olmo3",
     ),
     "OlmoeForCausalLM": Entry(
-        "olmoe",
+        "olmo:olmoe",
         {
             "max_position_embeddings": 4096,
             "num_experts": 64,

@@ -7,7 +7,7 @@ from runtime.layers.build import Build
 from runtime.models.config import Config
 from runtime.models.decoder import Decoder, assemble
 from runtime.models.llama import attention
-from runtime.models.olmo2 import post_norm_block
+from runtime.models.olmo import post_norm_block
 from runtime.models.qwen3 import head_norms
 
 
