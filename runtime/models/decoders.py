@@ -86,6 +86,8 @@ _COHERE = {
     "tie_word_embeddings": True,
 }
 
+_MINISTRAL_3 = {"head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5}
+
 _LLAMA_4 = {
     "attention_chunk_size": 8192,
     "attn_scale": 0.1,
@@ -348,11 +350,12 @@ ARCHITECTURES: Mapping[str, Entry] = {
         "mistral",
         {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
     ),
+    "Ministral3ForCausalLM": Entry("mistral", _MINISTRAL_3, spelling="mistral3"),
     "Mistral3ForConditionalGeneration": Entry(
         "mistral",
         {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
         tensors=_TEXT_PART,
-        spelling="text_part",
+        spelling="mistral3",
     ),
     "MixtralForCausalLM": Entry(
         "mixtral",

@@ -26,6 +26,25 @@ def gemma3(values: Mapping[str, Any]) -> dict[str, Any]:
     return read
 
 
+def mistral3(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The text part, which is Mistral's or Ministral 3's: the latter has no window unless it says so."""
+    read = text_part(values)
+    if read.get("model_type") == "ministral3":
+        read.setdefault("sliding_window", None)
+        read.setdefault("max_position_embeddings", 262144)
+        if read.get("rope_parameters") is None and read.get("rope_scaling") is None:
+            scaled = {
+                "rope_type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 16.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            }
+            trained = {"original_max_position_embeddings": 16384, "llama_4_scaling_beta": 0.1}
+            read["rope_parameters"] = {**scaled, **trained}
+    return read
+
+
 def llama4(values: Mapping[str, Any]) -> dict[str, Any]:
     """The text part; layers that rotate see their chunk alone, which stands where others have a window."""
     read = text_part(values)

@@ -46,6 +46,11 @@ def seeing_mistral(**text: Any) -> Any:
     )
 
 
+def seeing_ministral3(**text: Any) -> Any:
+    """Ministral 3, which sees, of which only the text part is served."""
+    return seeing_mistral(**{**text, "model_type": "ministral3"})
+
+
 def seeing_qwen3(**text: Any) -> Any:
     """Qwen3-VL, of which only the text part is served."""
     eyes = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 14}
@@ -92,6 +97,7 @@ NAMED_OTHERWISE: dict[str, Any] = {  # than transformers names their configurati
     "gemma3_seeing": seeing_gemma3,
     "llama4": CONFIG_MAPPING["llama4_text"],
     "llama4_seeing": seeing_llama4,
+    "ministral3_seeing": seeing_ministral3,
     "mistral_seeing": seeing_mistral,
     "qwen3_5": CONFIG_MAPPING["qwen3_5_text"],
     "qwen3_seeing": seeing_qwen3,
@@ -102,10 +108,11 @@ NAMED_OTHERWISE: dict[str, Any] = {  # than transformers names their configurati
 FAMILIES = (
     "arcee", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "ernie4_5", "ernie4_5_moe", "exaone4", "gemma",
     "gemma2", "gemma3", "gemma3_seeing", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_neox", "gpt_oss", "granite",
-    "granitemoe", "granitemoehybrid", "hunyuan_v1_dense", "internlm3", "llama", "llama4", "llama4_seeing", "ministral",
-    "mistral", "mistral_seeing", "mixtral", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "phi", "phi3", "qwen2",
-    "qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_seeing", "qwen3_5_seeing", "qwen3_moe", "qwen3_next",
-    "qwen3_seeing", "seed_oss", "smollm3", "stablelm", "starcoder2",
+    "granitemoe", "granitemoehybrid", "hunyuan_v1_dense", "internlm3", "llama", "llama4", "llama4_seeing",
+    "ministral", "ministral3", "ministral3_seeing", "mistral", "mistral_seeing", "mixtral", "nemotron", "olmo",
+    "olmo2", "olmo3", "olmoe", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe",
+    "qwen3_5_moe_seeing", "qwen3_5_seeing", "qwen3_moe", "qwen3_next", "qwen3_seeing", "seed_oss", "smollm3",
+    "stablelm", "starcoder2",
 )  # fmt: skip
 CONFIGS: dict[str, Any] = {
     family: NAMED_OTHERWISE.get(family) or CONFIG_MAPPING[family] for family in FAMILIES
@@ -126,6 +133,7 @@ SHAPE = {
 }
 SEEING = {
     "llama4_seeing",
+    "ministral3_seeing",
     "mistral_seeing",
     "qwen3_seeing",
     "qwen3_5_seeing",
@@ -201,6 +209,17 @@ OWN: dict[str, dict[str, Any]] = {  # of a family
         "num_local_experts": 6,
     },
     "ministral": MIXED,
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.5,
+        }
+    },
     "mixtral": LOCAL_EXPERTS,
     "nemotron": {"norm_eps": 1e-3},
     "olmo": WIDE,
@@ -252,6 +271,7 @@ OWN["glm4_moe_lite"] = {
     "kv_lora_rank": 32,
 }  # the kernels in C++ take multiples of 16, with what is rotated
 OWN["gemma3_seeing"] = OWN["gemma3"]
+OWN["ministral3_seeing"] = OWN["ministral3"]
 OWN["llama4_seeing"] = OWN["llama4"]
 
 

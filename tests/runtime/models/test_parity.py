@@ -637,6 +637,10 @@ VARIANTS = {
     "mistral": Variant("mistral"),
     "mistral-window": Variant("mistral", {"sliding_window": 7}, {"window": no_window}),
     "mistral-seeing": Variant("mistral_seeing", {"sliding_window": 7}, {"window": no_window}),
+    "ministral3": Variant("ministral3", mutations={"scale of queries": put("attention", query_scale=None)}),
+    "ministral3-seeing": Variant(
+        "ministral3_seeing", {"sliding_window": 7}, {"scale of queries": put("attention", query_scale=None)}
+    ),
     "mistral-tied": Variant("mistral", {"tie_word_embeddings": True}, {"tie": turned_head}),
     "qwen2": Variant("qwen2", mutations={"qkv bias": no_qkv_bias}),
     "qwen2-tied": Variant("qwen2", {"tie_word_embeddings": True}, {"tie": turned_head}),
