@@ -1,4 +1,8 @@
-"""Command R and R+ (Cohere): attention and MLP beside each other, neighbours rotated, logits scaled."""
+"""Cohere's models: attention and MLP beside each other, neighbours rotated, logits scaled.
+
+Command R and R+ are Cohere, Command R7B, Command A and Aya of 2024 on Cohere 2: windows with rotation, and layers
+with neither.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from runtime.models.decoder import Decoder, assemble
 from runtime.models.llama import attention, mlp
 
 
-def decoder(config: Config, build: Build) -> Decoder:
+def cohere(config: Config, build: Build) -> Decoder:
     """With norms of q and k, a weight for each head, where the configuration asks for them."""
 
     def options(index: int) -> dict[str, Any]:
@@ -49,3 +53,15 @@ def beside(config: Config, build: Build, options: Callable[[int], dict[str, Any]
     return assemble(
         config, build, layer, norm=norm("model.norm"), logits_scale=config.optional_number("logit_scale")
     )
+
+
+def cohere2(config: Config, build: Build) -> Decoder:
+    """Layers without a window do not rotate."""
+    kinds, window = config.layer_types() or [], config.optional_integer("sliding_window")
+
+    def options(index: int) -> dict[str, Any]:
+        if window is not None and kinds[index] == "sliding_attention":
+            return {"window": window}
+        return {"rope": None}
+
+    return beside(config, build, options)

@@ -160,9 +160,9 @@ ARCHITECTURES: Mapping[str, Entry] = {
     "ArceeForCausalLM": Entry(
         "arcee", {"hidden_act": "relu2", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
     ),
-    "CohereForCausalLM": Entry("cohere", {**_COHERE, "rope_theta": 500000.0}, renamed=_LAYER_NORM),
+    "CohereForCausalLM": Entry("cohere:cohere", {**_COHERE, "rope_theta": 500000.0}, renamed=_LAYER_NORM),
     "Cohere2ForCausalLM": Entry(
-        "cohere2", {**_COHERE, "sliding_window": 4096}, renamed=_LAYER_NORM, spelling="cohere2"
+        "cohere:cohere2", {**_COHERE, "sliding_window": 4096}, renamed=_LAYER_NORM, spelling="cohere2"
     ),
     "DeepseekV2ForCausalLM": Entry(
         "deepseek_v2",
