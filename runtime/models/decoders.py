@@ -195,9 +195,9 @@ ARCHITECTURES: Mapping[str, Entry] = {
         },
         spelling="latent",
     ),
-    "Ernie4_5ForCausalLM": Entry("ernie4_5", _ERNIE),
+    "Ernie4_5ForCausalLM": Entry("ernie4_5:ernie4_5", _ERNIE),
     "Ernie4_5_MoeForCausalLM": Entry(
-        "ernie4_5_moe",
+        "ernie4_5:ernie4_5_moe",
         {
             "max_position_embeddings": 131072,
             "moe_layer_interval": 1,
