@@ -305,14 +305,14 @@ ARCHITECTURES: Mapping[str, Entry] = {
         },
         sinks=True,
     ),
-    "GraniteForCausalLM": Entry("granite", _GRANITE),
+    "GraniteForCausalLM": Entry("granite:granite", _GRANITE),
     "GraniteMoeForCausalLM": Entry(
-        "granitemoe",
+        "granite:granitemoe",
         {**_GRANITE, "num_experts_per_tok": 2, "num_local_experts": 8},
         tensors=_GRANITE_EXPERTS,
     ),
     "GraniteMoeHybridForCausalLM": Entry(
-        "granitemoehybrid",
+        "granite:granitemoehybrid",
         {
             **_GRANITE,
             "mamba_d_conv": 4,
