@@ -343,22 +343,22 @@ ARCHITECTURES: Mapping[str, Entry] = {
     "Llama4ForConditionalGeneration": Entry("llama4", _LLAMA_4, tensors=_TEXT_PART, spelling="llama4"),
     "LlamaForCausalLM": Entry("llama", {"max_position_embeddings": 2048}),
     "MinistralForCausalLM": Entry(
-        "mistral",
+        "mistral:mistral",
         {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
     ),
     "MistralForCausalLM": Entry(
-        "mistral",
+        "mistral:mistral",
         {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
     ),
     "Ministral3ForCausalLM": Entry("mistral", _MINISTRAL_3, spelling="mistral3"),
     "Mistral3ForConditionalGeneration": Entry(
-        "mistral",
+        "mistral:mistral",
         {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
         tensors=_TEXT_PART,
         spelling="mistral3",
     ),
     "MixtralForCausalLM": Entry(
-        "mixtral",
+        "mistral:mixtral",
         {
             "max_position_embeddings": 131072,
             "num_experts_per_tok": 2,
