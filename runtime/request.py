@@ -87,6 +87,7 @@ class Request:
     shown_special_ids: frozenset[int] = frozenset()  # special tokens that stay in the text all the same
     thinking: ThinkingLimit | None = None  # how long the model may think; it becomes part of the constraint
     constraint: Constraint | None = None  # of a grammar, or of our own making
+    counted: bool = True  # by the metrics of requests; health checks are not
     label: str = field(default_factory=lambda: uuid4().hex)
     owner: str = ""
     caller: Caller = NOBODY

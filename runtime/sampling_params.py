@@ -105,9 +105,9 @@ def _schema_text(value: str | Mapping[str, Any]) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _or_guided(name: str, guided: str) -> Mapping[Api, Taken]:
-    """By its own name everywhere, in the OpenAI APIs by that of vLLM as well."""
-    return {api: Taken() if api == "native" else Taken(names=(name, guided)) for api in APIS}
+def _also_called(name: str, *others: str) -> Mapping[Api, Taken]:
+    """By its own name everywhere, in the OpenAI APIs by those of vLLM and llama.cpp as well."""
+    return {api: Taken() if api == "native" else Taken(names=(name, *others)) for api in APIS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,7 +275,7 @@ class SamplingParams:
         ParamSpec(
             help="JSON schema, as an object or a text, that the output is an instance of; see "
             "[structured output](structured-output.md). At most one of this and the five below.",
-            apis=_or_guided("json_schema", "guided_json"),
+            apis=_also_called("json_schema", "guided_json"),
             json=str | dict[str, Any],
             read=_schema_text,
         ),
@@ -283,14 +283,15 @@ class SamplingParams:
     regex: Annotated[
         str | None,
         ParamSpec(
-            help="Regular expression that the whole output matches.", apis=_or_guided("regex", "guided_regex")
+            help="Regular expression that the whole output matches.",
+            apis=_also_called("regex", "guided_regex"),
         ),
     ] = None
     ebnf: Annotated[
         str | None,
         ParamSpec(
             help="Grammar in EBNF (GBNF) for the output, from `root` on.",
-            apis=_or_guided("ebnf", "guided_grammar"),
+            apis=_also_called("ebnf", "guided_grammar", "grammar"),
         ),
     ] = None
     structural_tag: Annotated[
@@ -305,7 +306,7 @@ class SamplingParams:
         tuple[str, ...] | None,
         ParamSpec(
             help="The texts of which the output is one.",
-            apis=_or_guided("choice", "guided_choice"),
+            apis=_also_called("choice", "guided_choice"),
             json=list[str],
             read=tuple,
         ),
@@ -318,7 +319,11 @@ class SamplingParams:
         bool, ParamSpec(help="Put spaces between special tokens in the text.")
     ] = True
     no_stop_trim: Annotated[
-        bool, ParamSpec(help="Keep the stop string or token that ended the text in the text.")
+        bool,
+        ParamSpec(
+            help="Keep the stop string or token that ended the text in the text.",
+            apis=_also_called("no_stop_trim", "include_stop_str_in_output"),
+        ),
     ] = False
     stream_interval: Annotated[
         int | None,

@@ -9,7 +9,7 @@
 
     body = decode(Body, json, path="")                # InvalidRequest: "stop.1 must be a string, ..."
 
-Annotations: bool, int, float, str, None, Any, Literal of strings, unions, list[T], dict[str, T], nested
+Annotations: bool, int, float, str, None, Any, Literal of strings and booleans, unions, list[T], dict[str, T], nested
 dataclasses, `Annotated` with `Range` or `Length`, and `NotBuilt`. Fields with `init=False` are no part of the
 schema. `Fields` reads keys that are declared elsewhere than in a dataclass.
 
@@ -226,14 +226,18 @@ _PLAIN[None] = _null
 
 
 def _literal(choices: tuple[Any, ...]) -> Decoder:
-    words = " or ".join(f'"{choice}"' for choice in choices)
+    words = " or ".join(_written(choice) for choice in choices)
 
     def check(value: Any) -> Any:
-        if type(value) is str and value in choices:
+        if any(type(value) is type(choice) and value == choice for choice in choices):
             return value
         raise _MismatchError(f"must be {words}")
 
     return check
+
+
+def _written(choice: str | bool) -> str:
+    return f'"{choice}"' if isinstance(choice, str) else str(choice).lower()
 
 
 def _annotated(annotation: Any) -> Decoder:
@@ -403,7 +407,9 @@ def _kinds(annotation: Any) -> frozenset[type]:
         return frozenset({annotation})
     if annotation is Any:
         return frozenset({type(None), bool, int, float, str, list, dict})
-    return frozenset({list if origin is list else str if origin is Literal else dict})
+    if origin is Literal:
+        return frozenset(map(type, get_args(annotation)))
+    return frozenset({list if origin is list else dict})
 
 
 # --- words ---
@@ -437,5 +443,5 @@ def _words(annotation: Any) -> str:
     if origin is list:
         return "a list"
     if origin is Literal:
-        return " or ".join(f'"{choice}"' for choice in args)
+        return " or ".join(_written(choice) for choice in args)
     return _WORDS.get(annotation, "an object")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+import dataclasses
+import difflib
+import logging
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio.to_thread
@@ -28,6 +31,7 @@ from runtime.errors import (
 from runtime.request import Chunk
 from serve.access import CALLER, CLIENT, Access, Client, RouteScope, caller_of
 from serve.background import background_tasks
+from serve.decode import decode
 from serve.errors import NATIVE, ErrorFormat, refusal_response
 from serve.json_pieces import loads
 from serve.open_calls import OpenCalls
@@ -40,6 +44,7 @@ MAX_BODY_BYTES = "penstock.max_body_bytes"  # in the scope of every request: of 
 INLINE_BYTES = 4096  # decoding that many takes up to 3 ms (a batch of many objects); more goes to a thread
 CLIENT_GONE = 499  # for access logs; the client does not read it
 
+logger = logging.getLogger("penstock.http")
 Handler = Callable[[HttpRequest, "EngineCore"], Awaitable[ASGIApp]]
 T = TypeVar("T")
 
@@ -178,6 +183,39 @@ def parse_object(body: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidRequest("The body must be a JSON object.")
     return value
+
+
+def decode_open(
+    cls: type[T], json: Mapping[str, Any], core: EngineCore, route: str, *, beside: Collection[str] = ()
+) -> T:
+    """`decode(cls, json)` for a body that may hold fields that it does not know, which are logged once.
+
+    Not of that kind: the names in `beside` and in the class's `without_effect`. Raises as `decode`, and for an unknown
+    field where --refuse-unknown-fields says so.
+    """
+    body = decode(cls, json)
+    known = _known_fields(cls).union(beside)
+    if unknown := json.keys() - known:
+        name = min(unknown)[:80]
+        if not core.plan.serve.refuse_unknown_fields:
+            _log_unknown(name, route)
+        else:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else "."
+            raise InvalidRequest(f"{name} is not a field of this route{hint}", param=name)
+    return body
+
+
+@cache
+def _known_fields(cls: type) -> frozenset[str]:
+    declared = {field.name for field in dataclasses.fields(cls) if field.init}
+    return frozenset(declared | getattr(cls, "without_effect", frozenset()))
+
+
+@lru_cache(maxsize=256)
+def _log_unknown(name: str, route: str) -> None:
+    """Logs each name once; the cache is the memory of that."""
+    logger.warning("a request to %s has a field that is ignored, since no API knows it: %r", route, name)
 
 
 def require_json(request: HttpRequest) -> None:

@@ -133,6 +133,8 @@ class RequestMetrics:
 
     def sent(self, live: LiveRequest, chunk: Chunk, now_s: float, before_s: float) -> None:
         """Count the time to the first token, or since the last one: about 0.4 us."""
+        if not live.request.counted:
+            return
         series = self._metrics.of_labels(live.request.caller.labels)
         if before_s:
             num_tokens = len(chunk.ids)
@@ -147,6 +149,8 @@ class RequestMetrics:
             self._metrics.tokenizer_s.observe(times.tokenized - times.tokenizing)
         if error is not None:
             self._metrics.refused(error)
+            return
+        if not live.request.counted:
             return
         usages = [chunk.usage for chunk in live.ends]
         series = self._metrics.of_labels(live.request.caller.labels)

@@ -192,7 +192,7 @@ class ServePlan(Section):
     api_key_file: str | None = None
     cors_allow_origins: tuple[str, ...] = ()  # other than our own
     shutdown_timeout_s: float = 30.0  # for running requests, from the first signal
-    refuse_unknown_fields: bool = False  # of OpenAI bodies; else they are ignored
+    refuse_unknown_fields: bool = False  # of bodies; else they are ignored
     ignore_model_name: bool = False  # in bodies; else only the served one's is taken
     ssl_certfile: str | None = None  # None: connections are not encrypted
     ssl_keyfile: str | None = None

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from runtime.request import Chunk
-from serve.chat.events import ChatEvent, Content
+from serve.chat.events import ChatEvent, Content, Reasoning
 from serve.chat.harmony import THOUGHT_CLOSE, THOUGHT_OPEN, read_harmony
 from serve.chat.reasoning import ReasoningFormat, read_reasoning, tokens_between
 from serve.chat.scan.output import Output
@@ -27,6 +27,7 @@ class ParserSettings:
     open_id: int | None = None
     separate_reasoning: bool = True
     stream_reasoning: bool = True
+    include_reasoning: bool = True
     calls: ToolFormat | None = None
     tools: OfferedTools = field(default_factory=OfferedTools)
     harmony: bool = False
@@ -82,7 +83,10 @@ class OutputParser:
         if final:
             self._reader = None
             self._output.end()
-        return self._output.take(final=final)
+        events = self._output.take(final=final)
+        if self._settings.include_reasoning:
+            return events
+        return [event for event in events if not isinstance(event, Reasoning)]
 
     def feed_chunk(self, chunk: Chunk) -> list[ChatEvent]:
         """`feed` for a chunk of an output stream; it also counts the tokens."""

@@ -42,6 +42,7 @@ class ChatRequest:
     continue_final_message: bool = False
     separate_reasoning: bool = True
     stream_reasoning: bool = True
+    include_reasoning: bool = True
     max_thinking_tokens: int | None = None  # then the block of reasoning is closed
     logprobs: LogprobParams | None = None
     add_special_tokens: bool = False  # the chat template writes its own

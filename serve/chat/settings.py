@@ -30,6 +30,10 @@ HARMONY = "gpt-oss"
 def parser_settings(core: EngineCore, chat: ChatRequest, choice: ToolChoice, prompt: str) -> ParserSettings:
     """For the output that follows `prompt`. Raises `InvalidRequest` for tools whose format is not known."""
     text, tokenizer = core.plan.tokenizer, core.tokenizer
+    if not (chat.include_reasoning or chat.separate_reasoning):
+        raise InvalidRequest(
+            "include_reasoning must be true where separate_reasoning is false.", param="include_reasoning"
+        )
     if choice.calls and text.tool_call_parser is None:
         raise InvalidRequest(
             "How this model writes tool calls is not known: start the server with --tool-call-parser.",
@@ -46,6 +50,7 @@ def parser_settings(core: EngineCore, chat: ChatRequest, choice: ToolChoice, pro
         close_id=ids.get(reasoning.close.strip()) if reasoning is not None else None,
         separate_reasoning=chat.separate_reasoning,
         stream_reasoning=chat.stream_reasoning,
+        include_reasoning=chat.include_reasoning,
         calls=TOOL_FORMATS.get(text.tool_call_parser or "") if choice.calls else None,
         tools=tools,
         harmony=harmony,

@@ -69,6 +69,7 @@ async def health_generate(http: HttpRequest, core: EngineCore) -> ASGIApp:
         ids=(core.facts.bos_id or 0,),
         sampling=SamplingParams(max_new_tokens=0 if is_embedding else 1, temperature=0.0),
         wants_embedding=is_embedding,
+        counted=False,
         label=f"HEALTH_CHECK_{anyio.current_time():.6f}",
     )
     with anyio.move_on_after(HEALTH_TIMEOUT_S):

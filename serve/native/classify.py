@@ -13,8 +13,8 @@ from starlette.types import ASGIApp
 
 from runtime.errors import InvalidRequest
 from runtime.request import Chunk, Request
-from serve.decode import Length, decode
-from serve.endpoint import json_response, parse_object, read_all_or_disconnect, read_call
+from serve.decode import Length, NotBuilt
+from serve.endpoint import decode_open, json_response, parse_object, read_all_or_disconnect, read_call
 from serve.errors import ErrorFormat, native_body
 from serve.native.generate import GenerateAnswers
 from serve.native.schema import GenerateBody, requests_of
@@ -40,6 +40,9 @@ class ClassifyBody:
     input_ids: list[int] | Annotated[list[list[int]], Length(1, MAX_PROMPTS)] | None = None
     rid: Label | list[Label] | None = None
     truncate: bool | None = None
+    image_data: NotBuilt = None
+    lora_path: NotBuilt = None
+    priority: NotBuilt = None
 
 
 async def classify(http: HttpRequest, core: EngineCore) -> ASGIApp:
@@ -57,7 +60,7 @@ def _response(
 
 
 def _read(core: EngineCore, raw: bytes) -> tuple[bool, list[Request]]:
-    return classify_requests(core, decode(ClassifyBody, parse_object(raw)))
+    return classify_requests(core, decode_open(ClassifyBody, parse_object(raw), core, "/classify"))
 
 
 def classify_requests(core: EngineCore, body: ClassifyBody) -> tuple[bool, list[Request]]:

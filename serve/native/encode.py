@@ -9,8 +9,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp
 
 from runtime.request import Request
-from serve.decode import Length, NotBuilt, decode
-from serve.endpoint import json_response, parse_object, read_all_or_disconnect, read_call
+from serve.decode import Length, NotBuilt
+from serve.endpoint import decode_open, json_response, parse_object, read_all_or_disconnect, read_call
 from serve.errors import ErrorFormat, native_body
 from serve.native.generate import GenerateAnswers
 from serve.native.schema import GenerateBody, requests_of
@@ -36,6 +36,10 @@ class EncodeBody:
     audio_data: NotBuilt = None
     video_data: NotBuilt = None
     lora_path: NotBuilt = None
+    input_embeds: NotBuilt = None
+    dimensions: NotBuilt = None
+    is_cross_encoder_request: NotBuilt = None
+    priority: NotBuilt = None
 
 
 async def encode(http: HttpRequest, core: EngineCore) -> ASGIApp:
@@ -49,7 +53,7 @@ async def encode(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 
 def _read(core: EngineCore, raw: bytes) -> tuple[GenerateBody, list[Request]]:
-    asked = decode(EncodeBody, parse_object(raw))
+    asked = decode_open(EncodeBody, parse_object(raw), core, "/encode")
     body = GenerateBody(text=asked.text, input_ids=asked.input_ids, rid=asked.rid)
     requests = requests_of(body, core, cut=asked.truncate, owned=True)
     return body, vector_requests(requests, core, prompt_name=asked.prompt_name, truncate=asked.truncate)

@@ -14,8 +14,7 @@ from starlette.types import ASGIApp
 
 from runtime.request import Chunk, Finish, Logprobs, Request
 from runtime.sampling_params import SamplingParams
-from serve.decode import decode
-from serve.endpoint import json_response, parse_object, read_all_or_disconnect, read_call
+from serve.endpoint import decode_open, json_response, parse_object, read_all_or_disconnect, read_call
 from serve.errors import ErrorFormat, native_body
 from serve.native.schema import GenerateBody, requests_of
 from serve.output_streams import of_client
@@ -50,7 +49,7 @@ async def generate(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 
 def _read(core: EngineCore, raw: bytes) -> tuple[GenerateBody, list[Request]]:
-    body = decode(GenerateBody, parse_object(raw))
+    body = decode_open(GenerateBody, parse_object(raw), core, "/generate")
     return body, requests_of(body, core, owned=True)
 
 

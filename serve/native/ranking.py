@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 from uuid import uuid4
 
 import anyio.to_thread
@@ -16,8 +16,8 @@ from starlette.types import ASGIApp
 from runtime.errors import InvalidRequest
 from runtime.request import Chunk, LogprobParams, Request
 from runtime.sampling_params import MAX_BIASES, SamplingParams
-from serve.decode import Length, Range, decode
-from serve.endpoint import json_response, parse_object, read_all_or_disconnect, read_call
+from serve.decode import Length, NotBuilt, Range
+from serve.endpoint import decode_open, json_response, parse_object, read_all_or_disconnect, read_call
 from serve.errors import ErrorFormat, openai_body
 from serve.native.generate import GenerateAnswers
 from serve.openai.models import check_model
@@ -55,6 +55,12 @@ class RerankBody:
     instruction: Annotated[str, Length(1, 4096)] | None = None
     truncate: bool | None = None
     user: str | None = None
+    truncate_prompt_tokens: NotBuilt = None  # these are of other servers and services
+    max_tokens_per_doc: NotBuilt = None
+    max_chunks_per_doc: NotBuilt = None
+    rank_fields: NotBuilt = None
+    use_activation: Literal[True] = True
+    priority: NotBuilt = None
 
     @property
     def texts(self) -> list[str]:
@@ -106,7 +112,7 @@ async def _ranked(http: HttpRequest, core: EngineCore) -> tuple[RerankBody, str,
 
 
 def _read_rerank(core: EngineCore, raw: bytes) -> tuple[RerankBody, str, list[Request], Scores]:
-    body = decode(RerankBody, parse_object(raw))
+    body = decode_open(RerankBody, parse_object(raw), core, "/v1/rerank")
     model = check_model(core, body.model)
     requests, scores = rank_documents(core, body)
     return body, model, requests, scores
@@ -155,6 +161,9 @@ class ScoreBody:
     truncate: bool | None = None
     model: str | None = None
     user: str | None = None
+    truncate_prompt_tokens: NotBuilt = None
+    use_activation: Literal[True] = True
+    priority: NotBuilt = None
 
 
 async def score(http: HttpRequest, core: EngineCore) -> ASGIApp:
@@ -174,7 +183,7 @@ async def score(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 
 def _read_score(core: EngineCore, raw: bytes) -> tuple[ScoreBody, str, list[Request], Scores | None]:
-    body = decode(ScoreBody, parse_object(raw))
+    body = decode_open(ScoreBody, parse_object(raw), core, "/v1/score")
     model = check_model(core, body.model)
     if body.text_1 is None and body.text_2 is None:
         return body, model, label_requests(core, body), None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from uuid import uuid4
 
 from runtime.errors import InvalidRequest
@@ -35,6 +35,11 @@ if TYPE_CHECKING:
 class GenerateBody:
     """The body of `/generate`. A list as `text`, or lists in `input_ids`, make a batch."""
 
+    # What SGLang keeps for itself, or for images, which are refused.
+    without_effect: ClassVar[frozenset[str]] = frozenset(
+        {"conversation_id", "label", "max_dynamic_patch", "min_dynamic_patch", "routing_key", "received_time"}
+    )
+
     text: str | Annotated[list[str], Length(1, MAX_PROMPTS)] | None = None
     input_ids: list[int] | Annotated[list[list[int]], Length(1, MAX_PROMPTS)] | None = None
     sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
@@ -49,7 +54,7 @@ class GenerateBody:
     cache_salt: Salt | list[Salt] | None = None  # prefixes are shared by prompts with equal ones alone
     extra_key: Salt | list[Salt] | None = None  # likewise
     priority: Priority | list[Priority | None] | None = None  # with --enable-priority-scheduling
-    log_metrics: bool = True  # there are no request metrics to leave out yet
+    log_metrics: bool = True  # false: the metrics of requests leave it out
     input_embeds: NotBuilt = None
     image_data: NotBuilt = None
     video_data: NotBuilt = None
@@ -64,6 +69,18 @@ class GenerateBody:
     bootstrap_room: NotBuilt = None
     bootstrap_pair_key: NotBuilt = None
     data_parallel_rank: NotBuilt = None
+    routed_dp_rank: NotBuilt = None
+    lora_id: NotBuilt = None
+    session_id: NotBuilt = None
+    background: NotBuilt = None
+    no_logs: NotBuilt = None
+    return_bytes: NotBuilt = None
+    return_entropy: NotBuilt = None
+    return_prompt_token_ids: NotBuilt = None
+    return_routed_experts: NotBuilt = None
+    require_reasoning: NotBuilt = None
+    custom_labels: NotBuilt = None
+    positional_embed_overrides: NotBuilt = None
 
     @property
     def is_batch(self) -> bool:
@@ -99,6 +116,7 @@ def requests_of(
             truncate=core.plan.serve.allow_auto_truncate,
             namespace=namespaces[index],
             priority=priorities[index],
+            counted=body.log_metrics,
             label=labels[index],
         )
         for index, prompt in enumerate(prompts)

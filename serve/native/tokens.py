@@ -15,11 +15,12 @@ from runtime.config.template_files import read_json
 from runtime.errors import InvalidRequest
 from runtime.tokenizer.text_limit import LARGE_TEXT_BYTES, give_back_memory
 from serve.chat.request import render
-from serve.decode import Length, decode
-from serve.endpoint import json_response, parse_object, read_body
+from serve.decode import Length
+from serve.endpoint import decode_open, json_response, parse_object, read_body
 from serve.openai.messages import chat_of
 from serve.openai.schema import ChatBody
 from serve.prompts import MAX_PROMPTS
+from serve.sampling import sampling_fields
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
@@ -80,12 +81,12 @@ def _tokenize(core: EngineCore, raw: bytes) -> dict[str, Any]:
     value = parse_object(raw)
     tokenizer = _tokenizer(core)
     if value.get("messages") is not None and value.get("prompt") is None:
-        chat = decode(TokenizeChatBody, value)
+        chat = decode_open(TokenizeChatBody, value, core, "/tokenize", beside=sampling_fields("chat"))
         asked = chat_of(chat)
         text = render(core, asked)
         texts, is_list, special, strings = [text], False, chat.add_special_tokens, chat.return_token_strs
     else:
-        body = decode(TokenizeBody, value)
+        body = decode_open(TokenizeBody, value, core, "/tokenize", beside={"model"})
         is_list, special = isinstance(body.prompt, list), body.add_special_tokens
         strings = body.return_token_strs
         texts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
@@ -108,7 +109,7 @@ def _tokenize(core: EngineCore, raw: bytes) -> dict[str, Any]:
 def _detokenize(core: EngineCore, raw: bytes) -> dict[str, Any]:
     value = parse_object(raw)
     _check_length(core, value.get("tokens"))
-    body = decode(DetokenizeBody, value)
+    body = decode_open(DetokenizeBody, value, core, "/detokenize", beside={"model"})
     tokenizer, vocab = _tokenizer(core), core.facts.vocab_size
     is_list = bool(body.tokens) and isinstance(body.tokens[0], list)
     lists: Any = body.tokens if is_list else [body.tokens]

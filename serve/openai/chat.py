@@ -74,7 +74,7 @@ def _response(
 
 
 def _read(core: EngineCore, raw: bytes) -> _Call:
-    body = decode_body(ChatBody, raw, core.plan.serve)
+    body = decode_body(ChatBody, raw, core)
     model = check_model(core, body.model)
     return _Call(body, model, prepare(core, chat_of(body)))
 

@@ -74,14 +74,12 @@ def _response(answers: CompletionAnswers, chunks: Sequence[Sequence[Chunk]]) -> 
 
 
 def _read(core: EngineCore, raw: bytes) -> _Call:
-    body = decode_body(CompletionBody, raw, core.plan.serve)
+    body = decode_body(CompletionBody, raw, core)
     tokenizer = core.tokenizer
     if tokenizer is None:
         raise InvalidRequest("This server has no tokenizer; use /generate with input_ids.", param="prompt")
     model = check_model(core, body.model)
     sampling = sampling_of(core, body)
-    if body.best_of is not None and body.best_of != sampling.n:
-        raise InvalidRequest("best_of is not supported yet; leave it out or make it n.", param="best_of")
     if body.echo and body.truncate_prompt_tokens is not None:
         raise InvalidRequest(
             "echo and truncate_prompt_tokens exclude each other.", param="truncate_prompt_tokens"

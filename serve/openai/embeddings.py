@@ -17,8 +17,8 @@ from starlette.types import ASGIApp
 
 from runtime.errors import InvalidRequest
 from runtime.request import Chunk, Request
-from serve.decode import Length, Range, decode
-from serve.endpoint import json_response, parse_object, read_all_or_disconnect, read_call
+from serve.decode import Length, NotBuilt, Range
+from serve.endpoint import decode_open, json_response, parse_object, read_all_or_disconnect, read_call
 from serve.errors import ErrorFormat, openai_body
 from serve.openai.models import check_model
 from serve.output_streams import of_client
@@ -52,6 +52,19 @@ class EmbeddingBody:
     prompt_name: str | None = None
     truncate: bool | None = None
     rid: Label | list[Label] | None = None
+    add_special_tokens: bool = True
+    embed_dtype: Literal["float32"] = "float32"  # from here on vLLM's, with the values that mean what is done
+    endianness: Literal["native", "little"] = "native"
+    normalize: Literal[True] = True
+    use_activation: Literal[True] = True
+    input_type: NotBuilt = None  # these are of other servers and services, and would change the vectors
+    task: NotBuilt = None
+    late_chunking: NotBuilt = None
+    instruction: NotBuilt = None
+    truncate_prompt_tokens: NotBuilt = None
+    priority: NotBuilt = None
+    lora_path: NotBuilt = None
+    messages: NotBuilt = None
 
 
 async def create(http: HttpRequest, core: EngineCore) -> ASGIApp:
@@ -62,7 +75,7 @@ async def create(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 
 def _read(core: EngineCore, raw: bytes) -> tuple[EmbeddingBody, str, list[Request]]:
-    body = decode(EmbeddingBody, parse_object(raw))
+    body = decode_open(EmbeddingBody, parse_object(raw), core, "/v1/embeddings")
     model = check_model(core, body.model)
     if core.facts.labels:
         raise InvalidRequest("This model gives scores of labels, not vectors: use /classify or /v1/rerank.")
@@ -82,6 +95,7 @@ def _read(core: EngineCore, raw: bytes) -> tuple[EmbeddingBody, str, list[Reques
         Request(
             text=prompt if isinstance(prompt, str) else None,
             ids=None if isinstance(prompt, str) else prompt_ids(prompt, core.plan, cut=body.truncate),
+            add_special_tokens=body.add_special_tokens,
             label=label,
         )
         for prompt, label in zip(prompts, labels, strict=True)

@@ -30,7 +30,8 @@ def chat_of(body: ChatBody) -> ChatRequest:
         continue_final_message=body.continue_final_message,
         separate_reasoning=body.separate_reasoning,
         stream_reasoning=body.stream_reasoning,
-        max_thinking_tokens=body.max_thinking_tokens,
+        include_reasoning=body.include_reasoning and not (body.reasoning and body.reasoning.exclude),
+        max_thinking_tokens=_thinking_tokens(body),
         logprobs=_logprobs(body),
         add_generation_prompt=body.add_generation_prompt,
         add_special_tokens=body.add_special_tokens,
@@ -46,7 +47,8 @@ def _message(message: Message, path: str) -> dict[str, Any]:
     if role not in ROLES:
         raise InvalidRequest(f"{path}.role must be one of {', '.join(ROLES)}.", param=f"{path}.role")
     content: Any = message.content
-    if content is None and not (role == "assistant" and (message.tool_calls or message.reasoning_content)):
+    thoughts = message.reasoning if message.reasoning_content is None else message.reasoning_content
+    if content is None and not (role == "assistant" and (message.tool_calls or thoughts)):
         raise InvalidRequest(f"{path}.content is required.", param=f"{path}.content")
     if isinstance(content, list):
         content = [{"type": "text", "text": text} for text in _texts(message, path)]
@@ -56,7 +58,7 @@ def _message(message: Message, path: str) -> dict[str, Any]:
         "name": message.name,
         "tool_calls": [_tool_call(call) for call in message.tool_calls] if message.tool_calls else None,
         "tool_call_id": message.tool_call_id,
-        "reasoning_content": message.reasoning_content,
+        "reasoning_content": thoughts,
     }
 
 
@@ -80,6 +82,16 @@ def _tool_call(call: Any) -> dict[str, Any]:
     return {"id": call.id, "type": call.type, "function": function}
 
 
+def _thinking_tokens(body: ChatBody) -> int | None:
+    """Under whatever name it was given, the one of this server first."""
+    given = (
+        body.max_thinking_tokens,
+        body.thinking_token_budget,
+        body.reasoning.max_tokens if body.reasoning is not None else None,
+    )
+    return next((each for each in given if each is not None), None)
+
+
 def _template_kwargs(body: ChatBody) -> Mapping[str, Any]:
     kwargs = dict(body.chat_template_kwargs)
     taken = RESERVED_KWARGS & kwargs.keys()
@@ -87,10 +99,13 @@ def _template_kwargs(body: ChatBody) -> Mapping[str, Any]:
         param = f"chat_template_kwargs.{min(taken)}"
         raise InvalidRequest(f"{param} is a field of the request itself.", param=param)
     effort = body.reasoning_effort
+    switches = [body.enable_thinking, None if body.thinking is None else body.thinking.type == "enabled"]
     if body.reasoning is not None:
-        enabled = body.reasoning.enable if body.reasoning.enabled is None else body.reasoning.enabled
-        if enabled is not None:
-            kwargs = thinking_switch(enabled) | kwargs
+        switches += [body.reasoning.enabled, body.reasoning.enable]
+    enabled = next((each for each in switches if each is not None), None)
+    if enabled is not None:
+        kwargs = thinking_switch(enabled) | kwargs
+    if body.reasoning is not None:
         effort = effort or body.reasoning.effort
     if effort is not None:
         kwargs.setdefault("reasoning_effort", effort)

@@ -2,36 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-import logging
-from functools import cache, lru_cache
 from typing import TYPE_CHECKING, TypeVar
 
 from runtime.errors import InvalidRequest
 from runtime.sampling_params import APIS, SamplingParams
-from serve.decode import decode
-from serve.endpoint import parse_object
+from serve.endpoint import decode_open, parse_object
 from serve.openai.response_format import grammar_of, structured_outputs_of
-from serve.openai.schema import WITHOUT_EFFECT, OpenAIBody
+from serve.openai.schema import OpenAIBody
 from serve.sampling import read_sampling, sampling_fields, sampling_params
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
-    from runtime.config.plan import ServePlan
-
-logger = logging.getLogger("penstock.http")
 
 Body = TypeVar("Body", bound=OpenAIBody)
 
 
-def decode_body(cls: type[Body], raw: bytes, serve: ServePlan) -> Body:
-    """Raises `InvalidRequest`, also for what is not supported yet, and for unknown fields where `serve` says so."""
+def decode_body(cls: type[Body], raw: bytes, core: EngineCore) -> Body:
+    """Raises `InvalidRequest`, also for what is not supported yet, and as `decode_open` does."""
     json = parse_object(raw)
-    body = decode(cls, json)
-    if unknown := json.keys() - _known_fields(cls):
-        _note_unknown(min(unknown), cls, strict=serve.refuse_unknown_fields)
+    body = decode_open(cls, json, core, APIS[cls.api], beside=sampling_fields(cls.api))
     body.sampling = read_sampling(body.api, json)
+    if body.best_of is not None and body.best_of != (body.sampling.get("n") or 1):
+        raise InvalidRequest("best_of is not supported yet; leave it out or make it n.", param="best_of")
     body.grammar = grammar_of(body.response_format)
     structured = structured_outputs_of(body.structured_outputs)
     if structured is not None:
@@ -43,26 +35,6 @@ def decode_body(cls: type[Body], raw: bytes, serve: ServePlan) -> Body:
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream to be true.", param="stream_options")
     return body
-
-
-def _note_unknown(name: str, cls: type[OpenAIBody], *, strict: bool) -> None:
-    if strict:
-        close = difflib.get_close_matches(name[:80], _known_fields(cls), n=1)
-        hint = f"; did you mean {close[0]}?" if close else "."
-        raise InvalidRequest(f"{name[:80]} is not a field of this route{hint}", param=name[:80])
-    _log_unknown(name[:80], APIS[cls.api])
-
-
-@lru_cache(maxsize=256)
-def _log_unknown(name: str, route: str) -> None:
-    """Logs each name once; the cache is the memory of that."""
-    logger.warning("a request to %s has a field that is ignored, since no API knows it: %r", route, name)
-
-
-@cache
-def _known_fields(cls: type[OpenAIBody]) -> frozenset[str]:
-    declared = {field.name for field in dataclasses.fields(cls) if field.init}
-    return frozenset(declared | sampling_fields(cls.api) | WITHOUT_EFFECT)
 
 
 def keep_last_of(body: OpenAIBody) -> int | None:

@@ -1,4 +1,5 @@
-"""Bodies of the OpenAI endpoints. Keys that are not named here are ignored, as clients expect.
+"""Bodies of the OpenAI endpoints. Keys that no API knows are ignored and logged, as clients expect; what other servers
+know is named here.
 
 Accepted without effect: `user` (an identifier for abuse reports; this server writes none), and `WITHOUT_EFFECT`.
 """
@@ -7,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from runtime.grammar_spec import Grammar
 from runtime.request import MAX_TOP_LOGPROBS
@@ -17,13 +18,16 @@ from serve.prompts import MAX_PROMPTS, Label, Priority, Salt
 from serve.sampling import sampling_names
 
 MAX_MESSAGES = 4096
-# What clients send to OpenAI, and vLLM's scheduler, that changes no answer here.
+ThinkingTokens = Annotated[int, Range(0, MAX_INT32)]
+# What clients send to OpenAI and to other servers that changes no answer here.
 WITHOUT_EFFECT = frozenset(
     {
-        "include_reasoning",
+        "cache_prompt",  # every prefix is cached
+        "early_stopping",  # this and the next but one belong to beams, which are refused
+        "guided_decoding_backend",
         "length_penalty",
+        "media_io_kwargs",  # of images, which are refused
         "metadata",
-        "modalities",
         "prompt_cache_key",
         "prompt_cache_retention",
         "request_id",
@@ -39,6 +43,7 @@ WITHOUT_EFFECT = frozenset(
 class StreamOptions:
     include_usage: bool = False
     continuous_usage_stats: bool = False
+    include_obfuscation: NotBuilt = None
 
     @property
     def in_every_event(self) -> bool:
@@ -54,6 +59,7 @@ class OpenAIBody:
     """
 
     api: ClassVar[Api]
+    without_effect: ClassVar[frozenset[str]] = WITHOUT_EFFECT
 
     sampling: dict[str, Any] = field(init=False, default_factory=dict)  # as `read_sampling` gives them
     grammar: Grammar | None = field(init=False, default=None)  # of response_format or structured_outputs
@@ -79,6 +85,9 @@ class OpenAIBody:
     return_tokens_as_token_ids: bool = False
     prompt_logprobs: NotBuilt = None
     use_beam_search: NotBuilt = None
+    best_of: int | None = None
+    logits_processors: NotBuilt = None
+    repetition_detection: NotBuilt = None
     kv_transfer_params: NotBuilt = None
     vllm_xargs: NotBuilt = None
 
@@ -100,7 +109,7 @@ class CompletionBody(OpenAIBody):
     extra_key: Salt | list[Salt] | None = None
     echo: bool = False
     logprobs: Annotated[int, Range(0, MAX_TOP_LOGPROBS)] | None = None
-    best_of: int | None = None
+    prompt_embeds: NotBuilt = None
     suffix: str | None = None  # what comes after the text to be written
     add_special_tokens: bool = True
 
@@ -136,6 +145,10 @@ class Message:
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # vLLM's newer name for it
+    function_call: NotBuilt = None
+    audio: NotBuilt = None
+    images: NotBuilt = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -143,6 +156,15 @@ class Reasoning:
     enabled: bool | None = None
     enable: bool | None = None
     effort: str | None = None
+    max_tokens: ThinkingTokens | None = None  # as max_thinking_tokens
+    exclude: bool = False  # as include_reasoning: false
+
+
+@dataclass(slots=True, kw_only=True)
+class Thinking:
+    """As DeepSeek, Z.ai and Moonshot say it."""
+
+    type: Literal["enabled", "disabled"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -166,9 +188,16 @@ class ChatBody(OpenAIBody):
     reasoning: Reasoning | None = None
     separate_reasoning: bool = True
     stream_reasoning: bool = True
-    max_thinking_tokens: Annotated[int, Range(0, MAX_INT32)] | None = None
+    include_reasoning: bool = True
+    max_thinking_tokens: ThinkingTokens | None = None
+    thinking_token_budget: ThinkingTokens | None = None  # vLLM's name for it
+    thinking: Thinking | None = None
+    enable_thinking: bool | None = None  # as chat_template_kwargs say it
+    modalities: list[Literal["text"]] | None = None
     functions: NotBuilt = None
+    function_call: NotBuilt = None
     audio: NotBuilt = None
+    n_probs: NotBuilt = None
     prediction: NotBuilt = None
     web_search_options: NotBuilt = None
     input_ids: NotBuilt = None

@@ -119,7 +119,7 @@ class HttpArgs:
     )
     refuse_unknown_fields: bool = option(
         False,
-        "Answer OpenAI requests with a field that no API knows with status 400. Default: such a field is ignored, and "
+        "Answer requests with a field that no API knows with status 400. Default: such a field is ignored, and "
         "logged once.",
         plan=ServePlan.refuse_unknown_fields,
     )

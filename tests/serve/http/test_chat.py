@@ -321,6 +321,10 @@ async def test_unknown_field_is_refused_on_demand(serve: Serve) -> None:
     with pytest.raises(openai.BadRequestError, match="did you mean temperature") as caught:
         await chat(served, extra_body={"temprature": 1})
     assert caught.value.param == "temprature"
+    for path, body in {"/generate": {"text": "a"}, "/tokenize": {"prompt": "a"}}.items():
+        assert (await served.http.post(path, json=body)).status_code == 200
+        refused = await served.http.post(path, json={**body, "strean": True})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "strean")
 
 
 async def test_another_models_name_is_answered_on_demand(serve: Serve) -> None:
