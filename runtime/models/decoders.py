@@ -144,7 +144,7 @@ _QWEN_3_5_EXPERTS = {
 def _qwen3_5(defaults: Mapping[str, Any]) -> Entry:
     """Of Qwen 3.5, which sees too; the text part alone."""
     return Entry(
-        "qwen3_5",
+        "qwen3_next:qwen3_5",
         defaults,
         layer_types=_LINEAR_OR_FULL,
         tensors={
@@ -410,9 +410,9 @@ ARCHITECTURES: Mapping[str, Entry] = {
         "phi3",
         {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
     ),
-    "Qwen2ForCausalLM": Entry("qwen2", _QWEN),
+    "Qwen2ForCausalLM": Entry("qwen2:qwen2", _QWEN),
     "Qwen2MoeForCausalLM": Entry(
-        "qwen2_moe",
+        "qwen2:qwen2_moe",
         {
             **_QWEN,
             "decoder_sparse_step": 1,
@@ -424,15 +424,15 @@ ARCHITECTURES: Mapping[str, Entry] = {
         },
         renamed={"num_local_experts": "num_experts"},
     ),
-    "Qwen3ForCausalLM": Entry("qwen3", {**_QWEN, "head_dim": 128}),
+    "Qwen3ForCausalLM": Entry("qwen3:qwen3", {**_QWEN, "head_dim": 128}),
     "Qwen3VLForConditionalGeneration": Entry(
-        "qwen3",
+        "qwen3:qwen3",
         {**_QWEN, "head_dim": 128, "max_position_embeddings": 128000, "rope_theta": 5000000.0},
         tensors={r"model\.visual\.": None, r"model\.language_model\.": "model."},
         spelling="text_part",
     ),
     "Qwen3NextForCausalLM": Entry(
-        "qwen3_next",
+        "qwen3_next:qwen3_next",
         {
             **_DELTA_NET,
             "decoder_sparse_step": 1,
@@ -451,7 +451,7 @@ ARCHITECTURES: Mapping[str, Entry] = {
     "Qwen3_5ForConditionalGeneration": _qwen3_5({**_DELTA_NET, "num_key_value_heads": 4}),
     "Qwen3_5MoeForCausalLM": _qwen3_5(_QWEN_3_5_EXPERTS),
     "Qwen3_5MoeForConditionalGeneration": _qwen3_5(_QWEN_3_5_EXPERTS),
-    "Qwen3MoeForCausalLM": Entry("qwen3_moe", {**_QWEN, **_QWEN_EXPERTS, "num_key_value_heads": 4}),
+    "Qwen3MoeForCausalLM": Entry("qwen3:qwen3_moe", {**_QWEN, **_QWEN_EXPERTS, "num_key_value_heads": 4}),
     "SeedOssForCausalLM": Entry(
         "seed_oss",
         {

@@ -1,4 +1,7 @@
-"""Qwen3-Next: gated delta nets in most layers, in the others Qwen 3's attention behind a gate; experts as in Qwen 2."""
+"""Qwen3-Next: gated delta nets in most layers, in the others Qwen 3's attention behind a gate; experts as in Qwen 2.
+
+Qwen 3.5 has the projections of delta nets in tensors of their own, and experts or an MLP in all layers.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +13,18 @@ from runtime.errors import CheckpointError
 from runtime.layers.block import PreNormBlock
 from runtime.layers.build import Build
 from runtime.layers.recurrent import GatedDeltaNet
-from runtime.layers.weight import SubLayer
+from runtime.layers.weight import SubLayer, in_one_tensor
 from runtime.models.config import LINEAR, Config
 from runtime.models.decoder import Decoder, assemble
 from runtime.models.llama import attention, block, mlp
-from runtime.models.qwen2_moe import experts
+from runtime.models.qwen2 import experts, has_experts
 from runtime.models.qwen3 import head_norms
-from runtime.models.qwen3_moe import has_experts
 
 Projections = Callable[[Config, str], list[SubLayer]]
 Inner = Callable[[Config, int, Build], nn.Module]
 
 
-def decoder(config: Config, build: Build) -> Decoder:
+def qwen3_next(config: Config, build: Build) -> Decoder:
     """Layers as `layer_types` says."""
     return hybrid(config, build, by_key_head, sparse)
 
@@ -83,3 +85,22 @@ def by_key_head(config: Config, name: str) -> list[SubLayer]:
             parts.append(part._replace(piece=piece, stride=stride))
             row += piece
     return parts
+
+
+def qwen3_5(config: Config, build: Build) -> Decoder:
+    """Layers as `layer_types` says."""
+    with_experts = config.optional_integer("num_experts") is not None
+    return hybrid(config, build, by_part, experts if with_experts else mlp)
+
+
+def by_part(config: Config, name: str) -> list[SubLayer]:
+    """q, k and v one after the other in one tensor, z, b and a each in its own."""
+    key_heads, key = config.integer("linear_num_key_heads"), config.integer("linear_key_head_dim")
+    ratio = config.integer("linear_num_value_heads") // key_heads
+    value = ratio * config.integer("linear_value_head_dim")
+
+    def part(own: str, piece: int) -> SubLayer:
+        return SubLayer(f"{name}.{own}", key_heads * piece, "heads", piece)  # cut between key heads
+
+    mixed = in_one_tensor(f"{name}.in_proj_qkv", [part("", size) for size in (key, key, value)])
+    return [*mixed, part("in_proj_z", value), part("in_proj_b", ratio), part("in_proj_a", ratio)]

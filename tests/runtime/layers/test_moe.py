@@ -15,7 +15,7 @@ from runtime.layers.moe import MoE, Routing
 from runtime.layers.sharding import TensorParallelGroup
 from runtime.models.config import Config
 from runtime.models.fill import collect_shards, split
-from runtime.models.qwen3_moe import has_experts
+from runtime.models.qwen2 import has_experts
 
 SIZE, INNER, EXPERTS = 6, 8, 5
 BATCH: Any = None  # without adapters these layers look at nothing of it
