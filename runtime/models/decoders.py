@@ -165,7 +165,7 @@ ARCHITECTURES: Mapping[str, Entry] = {
         "cohere:cohere2", {**_COHERE, "sliding_window": 4096}, renamed=_LAYER_NORM, spelling="cohere2"
     ),
     "DeepseekV2ForCausalLM": Entry(
-        "deepseek_v2",
+        "deepseek:deepseek_v2",
         captured=False,
         defaults={
             **_LATENT,
@@ -179,7 +179,7 @@ ARCHITECTURES: Mapping[str, Entry] = {
         spelling="latent",
     ),
     "DeepseekV3ForCausalLM": Entry(
-        "deepseek_v3",
+        "deepseek:deepseek_v3",
         captured=False,
         defaults={
             **_LATENT,
@@ -249,7 +249,7 @@ ARCHITECTURES: Mapping[str, Entry] = {
         },
     ),
     "Glm4MoeLiteForCausalLM": Entry(
-        "deepseek_v3",
+        "deepseek:deepseek_v3",
         captured=False,
         defaults={
             **_LATENT,

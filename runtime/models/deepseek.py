@@ -1,4 +1,7 @@
-"""DeepSeek V3 and what has its layers (Kimi K2, GLM-4.7-Flash): latent attention, experts as in GLM-4.5."""
+"""DeepSeek V2 and V3, and what has V3's layers (Kimi K2, GLM-4.7-Flash): latent attention, experts in most layers.
+
+In V2 experts are chosen by softmax, from the best groups where the model is large; in V3 as in GLM-4.5.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,45 @@ from dataclasses import replace
 
 from torch import nn
 
+from runtime.errors import CheckpointError
 from runtime.layers.block import PreNormBlock
 from runtime.layers.build import Build
 from runtime.layers.latent_attention import LatentAttention
+from runtime.layers.moe import MoE, Routing
 from runtime.layers.rope_parameters import RopeParameters, read_rope_parameters
 from runtime.models.config import Config
 from runtime.models.decoder import Decoder, assemble
 from runtime.models.glm import experts
 from runtime.models.llama import block, mlp
+from runtime.models.mixtures import beside_shared, grouping, top_k
+
+METHODS = ("greedy", "group_limited_greedy")
 
 
-def decoder(config: Config, build: Build) -> Decoder:
+def deepseek_v2(config: Config, build: Build) -> Decoder:
+    """Some layers have an MLP, most of them experts."""
+    return latent(config, build, experts_by_softmax)
+
+
+def experts_by_softmax(config: Config, index: int, build: Build) -> MoE:
+    """The mixture of layer `index`; a group is as good as its best expert (arXiv 2405.04434, section 2.2.2)."""
+    num_experts = config.integer("n_routed_experts")
+    if config.flag("norm_topk_prob"):
+        raise CheckpointError("config.json: norm_topk_prob of DeepSeek V2 is not supported.")
+    limited = config.choice("topk_method", [*METHODS], default="greedy") != "greedy"
+    routing = Routing(
+        top_k(config, num_experts),
+        renormalise=False,
+        grouping=grouping(config, num_experts, 1) if limited else None,
+        scale=config.number("routed_scaling_factor"),
+        wide=True,
+    )
+    return beside_shared(
+        config, index, build, num_experts, config.integer("n_shared_experts"), routing=routing
+    )
+
+
+def deepseek_v3(config: Config, build: Build) -> Decoder:
     """Some layers have an MLP, most of them experts."""
     return latent(config, build, experts)
 
