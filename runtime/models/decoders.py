@@ -350,7 +350,7 @@ ARCHITECTURES: Mapping[str, Entry] = {
         "mistral:mistral",
         {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
     ),
-    "Ministral3ForCausalLM": Entry("mistral", _MINISTRAL_3, spelling="mistral3"),
+    "Ministral3ForCausalLM": Entry("mistral:mistral", _MINISTRAL_3, spelling="mistral3"),
     "Mistral3ForConditionalGeneration": Entry(
         "mistral:mistral",
         {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
