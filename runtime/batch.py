@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -87,14 +86,8 @@ class Sampling:
     bias: Bias | None = None
     penalties: Penalties | None = None
     logprobs: tuple[LogprobParams | None, ...] | None = None  # [R]; None: nobody asked
-    host_data: tuple[RowHostData, ...] | None = None  # of rows with a constraint; None: there are none
-
-
-class RowHostData(NamedTuple):
-    """A row that is sampled only when its data from the host has come; see `runtime.constraint`."""
-
-    row: int  # index into Sampling.rows
-    future: Future[HostData]
+    # By index into `rows`, ascending, of rows with a constraint: what they are sampled with once it is there.
+    host_data: Mapping[int, HostData] = field(default_factory=dict)
 
 
 class Bias(NamedTuple):

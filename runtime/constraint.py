@@ -4,9 +4,9 @@ The seam for grammars and custom logits processors. A step's forward is enqueued
 needs from the host (a grammar's mask needs the token before) may arrive until the forward is done. A row whose data
 has not arrived by then yields no token in that step and is computed again once it has; other rows do not wait.
 
-    scheduler: batch n+1 is filled         -> RowHostData(row, future), for the token after one still unknown
-               the result of step n        -> Constraint.host_data_after(its tokens), answered by any thread
-    sampler:   forward n+1 is enqueued     -> waits for the futures until the forward is done and a moment longer
+    scheduler: batch n+1 is filled         -> an empty HostData for each row, for the token after one still unknown
+               the result of step n        -> Constraint.host_data_after(its tokens), which any thread fills
+    sampler:   forward n+1 is enqueued     -> waits for them until the forward is done and a moment longer
                what has arrived is applied -> token; what has not: no token, and the scheduler goes back by one
 """
 
@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable
-from concurrent.futures import CancelledError, Future, InvalidStateError
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,22 +23,62 @@ if TYPE_CHECKING:
 logger = logging.getLogger("penstock.scheduler")
 
 
-class HostData(NamedTuple):
-    """What one row does to its logits before its token is chosen: after penalties and biases, in this order."""
+class HostData:
+    """What one row does to its logits before its token is chosen: after penalties and biases, in this order.
 
+    Made empty, and filled once by any thread. It has no lock: the fields are written before `is_there`, in the order
+    that Python's own lock keeps, and mean nothing before it.
+    """
+
+    is_there = False
+    failed = False  # something broke, or nothing is left to choose: ends the choice with an error
     # Changes the row's logits, a float32 tensor [V], in place; on a device it must not wait for it.
     process: Callable[[Any], None] | None = None
-    # int32 [at least ceil(V / 32)]: bit i % 32, counted from the lowest, of word i // 32 is 1 where token i is allowed.
+    # int32 [at least ceil(V / 32)]: bit i % 32, counted from the lowest, of word i // 32 is 1 where token i is
+    # allowed. None: all are.
     bitmask: NDArray[np.int32] | None = None
     # The only token that `bitmask` allows, and those behind it of which the same is known; (): there is a choice.
+    # Known before the rest where it is a part of what was known to be forced.
     forced: tuple[int, ...] = ()
+
+    def __init__(self) -> None:  # of every row of a step: what is not set costs nothing
+        self._calls: list[Callable[[], object]] = []
+
+    def give(
+        self,
+        bitmask: NDArray[np.int32] | None = None,
+        forced: tuple[int, ...] = (),
+        process: Callable[[Any], None] | None = None,
+    ) -> None:
+        """Say what applies, unless that was done. Where logits are processed, nothing is forced."""
+        if not self.is_there:
+            self.bitmask, self.process = bitmask, process
+            self.forced = forced if process is None else ()
+            self._tell()
+
+    def fail(self) -> None:
+        """End the choice with an error. Whoever calls it says why, in the log."""
+        if not self.is_there:
+            self.failed, self.forced = True, ()
+            self._tell()
+
+    def when_there(self, call: Callable[[], object]) -> None:
+        """Call this, once or twice, on any thread, as soon as the data is there."""
+        self._calls.append(call)
+        if self.is_there:
+            call()
+
+    def _tell(self) -> None:
+        self.is_there = True
+        for call in self._calls:
+            call()
 
 
 def allow(bitmask: NDArray[np.int32], token_ids: Iterable[int]) -> None:
     """Set the bits of these tokens in place, in the int32 [words] of `HostData`."""
     import numpy as np
 
-    words, bits = _places(token_ids)
+    words, bits = places_of(token_ids)
     np.bitwise_or.at(bitmask.view(np.uint32), words, bits)
 
 
@@ -48,13 +86,33 @@ def forbid(bitmask: NDArray[np.int32], token_ids: Iterable[int]) -> None:
     """Clear the bits of these tokens in place, in the int32 [words] of `HostData`."""
     import numpy as np
 
-    words, bits = _places(token_ids)
+    words, bits = places_of(token_ids)
     np.bitwise_and.at(bitmask.view(np.uint32), words, ~bits)
 
 
 def allows(bitmask: NDArray[np.int32], token_id: int) -> bool:
     """Whether the bit of this token is set."""
     return bool(int(bitmask[token_id // 32]) >> token_id % 32 & 1)
+
+
+def rows_that_allow(bitmasks: NDArray[np.int32], places: Places) -> set[int]:
+    """Of bitmasks [n, words] those that allow one of the tokens that have these `places_of`."""
+    words, bits = places
+    rows, _ = (bitmasks.view(bits.dtype)[:, words] & bits).nonzero()
+    return set(rows.tolist())
+
+
+def only_tokens(bitmasks: NDArray[np.int32]) -> dict[int, int]:
+    """By row, of bitmasks [n, words] that allow a single token: that token."""
+    import numpy as np
+
+    together = np.bitwise_or.reduce(bitmasks.view(np.uint32), axis=1)
+    found = {}
+    for row in np.flatnonzero(together & (together - 1) == 0).tolist():  # the others have two bits at least
+        words = np.flatnonzero(bitmasks[row])
+        if len(words) == 1:
+            found[row] = 32 * int(words[0]) + int(together[row]).bit_length() - 1
+    return found
 
 
 def allowing_only(token_ids: Iterable[int], num_words: int) -> NDArray[np.int32]:
@@ -75,12 +133,15 @@ def allowing_all_but(token_ids: Iterable[int], num_words: int) -> NDArray[np.int
     return bitmask
 
 
-def _places(token_ids: Iterable[int]) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
+def places_of(token_ids: Iterable[int]) -> Places:
     """The words that the bits of these tokens are in, and words with only those bits."""
     import numpy as np
 
     ids = np.fromiter(token_ids, np.int64)
     return ids // 32, np.left_shift(np.uint32(1), (ids % 32).astype(np.uint32))
+
+
+Places: TypeAlias = "tuple[NDArray[np.int64], NDArray[np.uint32]]"
 
 
 class Output(NamedTuple):
@@ -105,95 +166,74 @@ class Output(NamedTuple):
 class Constraint(Protocol):
     """Decides, token by token, what a request may generate. One constraint serves all choices of its request."""
 
-    def host_data_after(self, choice: int, output: Output, answer: Future[HostData]) -> None:
-        """Set `answer` to what applies to the token behind this output of the choice, by `give` or `refuse`.
+    def host_data_after(self, choice: int, output: Output, data: HostData) -> None:
+        """Fill `data` with what applies to the token behind this output of the choice.
 
         Called on the event loop, once for each step that a choice goes on, so it returns at once and computes
-        elsewhere. What is refused, or raised here, ends that choice with an error.
+        elsewhere. What fails, or raises here, ends that choice with an error.
         """
         ...
-
-
-def give(answer: Future[HostData], data: HostData) -> None:
-    """What applies to a token, unless nobody waits for it any more."""
-    with suppress(InvalidStateError):
-        answer.set_result(data)
-
-
-def refuse(answer: Future[HostData], error: BaseException) -> None:
-    """Something broke, or nothing is left to choose: ends that choice with an error."""
-    with suppress(InvalidStateError):
-        answer.set_exception(error)
 
 
 class SequenceConstraint:
     """The constraint of one sequence: the host data of its next tokens, by the output length that they follow.
 
-    Belongs to the scheduler. A future may be handed out before the tokens that it depends on are known.
+    Belongs to the scheduler. Host data may be handed out before the tokens that it depends on are known.
     """
 
-    __slots__ = ("_choice", "_constraint", "_forced", "_futures", "_num_told")
+    __slots__ = ("_asked", "_choice", "_constraint", "_num_told", "next")
 
     def __init__(self, constraint: Constraint, choice: int) -> None:
         self._constraint = constraint
         self._choice = choice
-        self._futures: dict[int, Future[HostData]] = {}
-        self._forced: tuple[int, tuple[int, ...]] = (0, ())  # output length, and what was forced behind it
+        self._asked: dict[int, HostData] = {}
         self._num_told = -1  # length of the output for which the constraint was asked last
+        self.next = HostData()  # of the token behind that output
 
-    def data_after(self, num_output: int, ids: list[int], num_prompt: int) -> Future[HostData]:
+    def data_after(self, num_output: int, ids: list[int], num_prompt: int) -> HostData:
         """For the token behind `num_output` others; `ids` are the prompt and those that are known."""
-        future = self._futures.get(num_output)
-        if future is None:
-            future = self._futures[num_output] = Future()
-        if num_prompt + num_output == len(ids):
+        data = self._asked.get(num_output)
+        if data is None:
+            data = self._asked[num_output] = HostData()
+        if num_output != self._num_told and num_prompt + num_output == len(ids):
             self.advance(ids, num_prompt)
-        return future
+        return data
 
     def forced_after(self, num_output: int) -> tuple[int, ...]:
         """The tokens behind `num_output` others about which nothing is left to choose, as far as that is known."""
-        future = self._futures.get(num_output)
-        if future is None or not future.done():
-            start, forced = self._forced
-            return forced[num_output - start :]
-        try:  # without asking what it holds: each question to a future takes a lock, and there is a future a row
-            data = future.result()
-        except (Exception, CancelledError):  # who set it has said why
-            return ()
-        return data.forced if data.process is None else ()
+        return self.next.forced[num_output - self._num_told :]
 
     def advance(self, ids: list[int], num_prompt: int) -> None:
         """These are all tokens that are known now: ask for what applies to the next one, unless that was done."""
         num_output, num_before = len(ids) - num_prompt, max(self._num_told, 0)
         if self._num_told == num_output:
             return
-        if forced := self.forced_after(self._num_told):
-            self._forced = self._num_told, forced
-        self._num_told = num_output
-        for length in [length for length in self._futures if length < num_output]:
-            del self._futures[length]
-        answer = self._futures.get(num_output)
-        if answer is None:
-            answer = self._futures[num_output] = Future()
+        forced, self._num_told = self.forced_after(num_output), num_output
+        for length in [length for length in self._asked if length < num_output]:
+            del self._asked[length]
+        data = self._asked.get(num_output)
+        if data is None:
+            data = self._asked[num_output] = HostData()
+        data.forced, self.next = forced, data
         try:
             output = Output(ids, num_prompt, num_before, num_output)
-            self._constraint.host_data_after(self._choice, output, answer)
+            self._constraint.host_data_after(self._choice, output, data)
         except Exception as error:  # foreign code: it costs its own request, not the engine
             logger.error("a constraint failed", exc_info=error)
-            refuse(answer, error)
+            data.fail()
 
     def release(self) -> None:
         """The sequence ended, and its tokens of steps in flight will be dropped: let these steps not wait."""
-        for future in self._futures.values():
-            give(future, HostData())
+        for data in self._asked.values():
+            data.give()
 
 
 class AllowedTokens:
     """A `Constraint` that allows the same token ids, all below `vocab_size`, at every position of an output."""
 
     def __init__(self, token_ids: Collection[int], vocab_size: int) -> None:
-        self._data = HostData(bitmask=allowing_only(token_ids, -(-vocab_size // 32)))
+        self._bitmask = allowing_only(token_ids, -(-vocab_size // 32))
 
-    def host_data_after(self, choice: int, output: Output, answer: Future[HostData]) -> None:
+    def host_data_after(self, choice: int, output: Output, data: HostData) -> None:
         """The mask, which is there already."""
-        give(answer, self._data)
+        data.give(self._bitmask)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from collections.abc import Sequence as Seq
-from concurrent.futures import Future
 from typing import Any
 
 from runtime.constraint import HostData, SequenceConstraint
@@ -108,7 +107,7 @@ class Sequence:
         return self.ids[self.num_prompt :]
 
     @property
-    def next_host_data(self) -> Future[HostData]:
+    def next_host_data(self) -> HostData:
         """What the token behind the known ones waits for. Raises `RuntimeError` without a constraint."""
         if self.constraint is None:
             raise RuntimeError(f"{self!r} has no constraint.")

@@ -277,13 +277,14 @@ class SchedulerActor:
     async def _wait_for_masks(self) -> None:
         """While a step runs: let the masks come that may say what is forced, up to a part of the step's time."""
         masks = self.scheduler.awaited_masks
-        step_s = self.predicted_step_s if masks else None
-        left_s = (step_s or 0.0) * MASK_SHARE - self.step_age_s
-        if not masks or left_s < MIN_WAIT_S:
+        if masks is None:
+            return
+        left_s = (self.predicted_step_s or 0.0) * MASK_SHARE - self.step_age_s
+        if left_s < MIN_WAIT_S:
             return
         loop = asyncio.get_running_loop()
         came = loop.create_future()
-        masks[-1].add_done_callback(lambda _: _call_soon(loop, _set, came))  # mostly they all come together
+        masks.when_there(lambda: _call_soon(loop, _set, came))  # mostly they all come together
         timer = loop.call_later(left_s, _set, came)
         await came
         timer.cancel()
@@ -291,8 +292,8 @@ class SchedulerActor:
     def _wake_with_host_data(self) -> None:
         """Nothing can be computed: let the first host data that comes for a sequence end the wait."""
         loop = asyncio.get_running_loop()
-        for future in self.scheduler.awaited:
-            future.add_done_callback(lambda _: _call_soon(loop, self._inbox.put, WAKE))
+        for data in self.scheduler.awaited:
+            data.when_there(lambda: _call_soon(loop, self._inbox.put, WAKE))
 
     async def _gather(self) -> None:
         """Nothing is running: let those in who ask at the same moment, which takes microseconds.

@@ -135,7 +135,7 @@ class GrammarCompiler:
         with self._loading:
             if self._backend is None:
                 backend = self._load()
-                self._masks = MaskThread(backend, self._max_forced)
+                self._masks = MaskThread(backend, self._eos_ids, self._max_forced)
                 self._backend = backend
             return self._backend
 
@@ -174,14 +174,14 @@ class GrammarConstraint:
         self.marker = marker
         self.opened_by = opened_by  # the token that begins the free part; None: it begins with the output
 
-    def host_data_after(self, choice: int, output: Output, answer: Future[HostData]) -> None:
+    def host_data_after(self, choice: int, output: Output, data: HostData) -> None:
         """The mask of the next token, or none before the constraint begins."""
         position = self._positions.get(choice)
         if position is None:
             position = self._positions[choice] = Position(
                 self._compiled, self.ends, self.marker, self.opened_by
             )
-        self._thread.ask(position, output, answer)
+        self._thread.ask(position, output, data)
 
 
 class _Cache:

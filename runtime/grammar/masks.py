@@ -5,16 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from queue import SimpleQueue
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from runtime.constraint import HostData, Output, allowing_only, give, refuse
+from runtime.constraint import HostData, Output, allowing_only, only_tokens, places_of, rows_that_allow
 from runtime.grammar.backend import Backend
 from runtime.grammar.position import Position
 
@@ -30,7 +28,7 @@ BATCH_SLOW_S, ROW_SLOW_S = (
 class Ask(NamedTuple):
     position: Position
     output: Output
-    answer: Future[HostData]
+    data: HostData
 
 
 class MaskThread:
@@ -41,19 +39,20 @@ class MaskThread:
     of these tokens is told at once, and each mask is computed once, whether the run is used or not.
     """
 
-    def __init__(self, backend: Backend, max_forced: int = 0) -> None:
+    def __init__(self, backend: Backend, eos_ids: Iterable[int] = (), max_forced: int = 0) -> None:
         self._backend = backend
+        self._ends = places_of(eos_ids)  # which the backend allows where an output may end
         self._max_forced = max_forced
         self._num_words = backend.num_words
         self._slow = _Lane("penstock-masks-slow", self._compute_each)
         self._fast = _Lane("penstock-masks", self._compute)
 
-    def ask(self, position: Position, output: Output, answer: Future[HostData]) -> None:
+    def ask(self, position: Position, output: Output, data: HostData) -> None:
         """What applies to the token after these. Returns at once."""
         if position.num_asked == position.num_answered:  # else behind what it was asked before
             position.on_slow_thread = position.slow
         position.num_asked += 1
-        (self._slow if position.on_slow_thread else self._fast).put(Ask(position, output, answer))
+        (self._slow if position.on_slow_thread else self._fast).inbox.put(Ask(position, output, data))
 
     def close(self) -> None:
         """End the threads, when what they compute now is done."""
@@ -61,19 +60,12 @@ class MaskThread:
         self._slow.close()
 
     def _compute(self, asks: Sequence[Ask]) -> None:
-        """Masks for all of these, together; what a position was asked twice, one after the other."""
-        began_s = time.perf_counter()
-        rows: list[Ask] = []
-        taken: set[int] = set()
-        for ask in asks:
-            if id(ask.position) in taken:
-                self._fill(rows)
-                rows, taken = [], set()
-            if self._advance(ask):
-                rows.append(ask)
-                taken.add(id(ask.position))
-        if not rows:
+        """Masks for all of these, together; where a position was asked twice, one after the other."""
+        if len({ask.position for ask in asks}) < len(asks):
+            self._compute_each(asks)
             return
+        began_s = time.perf_counter()
+        rows = [ask for ask in asks if self._advance(ask)]
         self._fill(rows)
         if time.perf_counter() - began_s > BATCH_SLOW_S + ROW_SLOW_S * len(rows):
             for ask in rows:
@@ -87,59 +79,52 @@ class MaskThread:
             ask.position.slow = time.perf_counter() - began_s > SLOW_S
 
     def _advance(self, ask: Ask) -> bool:
-        """Whether the backend is to be asked; otherwise the future has its result."""
+        """Whether the backend is to be asked; otherwise the data is there."""
         position = ask.position
         try:
             if not position.advance(ask.output):
-                give(ask.answer, HostData(bitmask=position.free_mask(self._num_words)))
+                ask.data.give(position.free_mask(self._num_words))
             elif position.forced:
-                give(ask.answer, self._forced(position.forced))
+                self._give_forced(ask, position.forced)
             elif position.kept is not None:
-                give(ask.answer, HostData(bitmask=position.kept))
+                ask.data.give(position.kept)
             else:
                 return True
         except Exception as error:  # this output's border: foreign code, or a grammar beyond its limits
-            _fail(ask.answer, error)
+            _fail(ask.data, error)
         return False
 
     def _fill(self, asks: Sequence[Ask]) -> None:
         """Answer all of these. Who must go on by one token is asked for the next place, all together."""
-        forced: list[tuple[Ask, int]] = []
-        for ask, mask in self._masks(asks):
-            token_id = ask.position.only_token(mask) if self._max_forced else None
-            if token_id is None:
-                give(ask.answer, HostData(bitmask=mask))
-            else:
-                forced.append((ask, token_id))
-        while forced:
-            forced = self._go_on(forced)
+        while asks:
+            asks = self._fill_once(asks)
 
-    def _masks(self, asks: Sequence[Ask]) -> list[tuple[Ask, NDArray[np.int32]]]:
-        """What each of these positions allows next, int32 [words]. Where that fails, who asked knows it."""
+    def _fill_once(self, asks: Sequence[Ask]) -> list[Ask]:
+        """Those behind which there is one token, which they have taken; the others are answered."""
         masks = np.zeros((len(asks), self._num_words), np.int32)
         try:
             self._backend.fill_masks([ask.position.matcher for ask in asks if ask.position.matcher], masks)
-            for ask, mask in zip(asks, masks, strict=True):
-                ask.position.finish_mask(mask)
+            ending = rows_that_allow(masks, self._ends)
+            for row, ask in enumerate(asks):
+                if row in ending or ask.position.opened_by is not None:
+                    ask.position.finish_mask(masks[row], row in ending)
         except Exception as error:
             if len(asks) > 1:  # one of them, which the others shall not pay for
-                return [found for ask in asks for found in self._masks([ask])]
-            _fail(asks[0].answer, error)
+                return [further for ask in asks for further in self._fill_once([ask])]
+            _fail(asks[0].data, error)
             return []
-        return list(zip(asks, masks, strict=True))
-
-    def _go_on(self, forced: Sequence[tuple[Ask, int]]) -> list[tuple[Ask, int]]:
-        """Take these tokens; those behind which there is one token again. The others are answered."""
-        taken = [ask for ask, token_id in forced if self._force(ask, token_id)]
+        only = only_tokens(masks) if self._max_forced else {}
         further = []
-        for ask, mask in self._masks(taken) if taken else ():
+        for row, (ask, mask) in enumerate(zip(asks, masks, strict=True)):
             position = ask.position
-            token_id = position.only_token(mask)
-            if token_id is not None and len(position.forced) < self._max_forced:
-                further.append((ask, token_id))
-            else:
+            if row in only and len(position.forced) < self._max_forced and not position.ends_by(only[row]):
+                if self._force(ask, only[row]):
+                    further.append(ask)
+            elif position.forced:
                 position.kept = mask
-                give(ask.answer, self._forced(position.forced))
+                self._give_forced(ask, position.forced)
+            else:
+                ask.data.give(mask)
         return further
 
     def _force(self, ask: Ask, token_id: int) -> bool:
@@ -148,52 +133,44 @@ class MaskThread:
         with suppress(Exception):  # as in `_advance`; the same happens again when the output has come there
             if ask.position.force(token_id):
                 return True
-        give(ask.answer, self._forced(known))
+        self._give_forced(ask, known)
         return False
 
-    def _forced(self, ids: Sequence[int]) -> HostData:
-        return HostData(bitmask=allowing_only(ids[:1], self._num_words), forced=tuple(ids))
+    def _give_forced(self, ask: Ask, ids: Sequence[int]) -> None:
+        ask.data.give(allowing_only(ids[:1], self._num_words), tuple(ids))
 
 
 class _Lane:
-    """A thread, started when it is first needed, that takes all that waits at a time."""
+    """A thread that takes all that waits in its inbox at a time."""
 
     def __init__(self, name: str, compute: Callable[[Sequence[Ask]], None]) -> None:
-        self._name = name
+        self.inbox: SimpleQueue[Ask | None] = SimpleQueue()
         self._compute = compute
-        self._inbox: SimpleQueue[Ask | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def put(self, ask: Ask) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
-        self._inbox.put(ask)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
-        if self._thread is not None:
-            self._inbox.put(None)
-            self._thread.join()
-            self._thread = None
+        self.inbox.put(None)
+        self._thread.join()
 
     def _run(self) -> None:
         while True:
-            asks = [self._inbox.get()]
-            while not self._inbox.empty():
-                asks.append(self._inbox.get())
+            asks = [self.inbox.get()]
+            while not self.inbox.empty():
+                asks.append(self.inbox.get())
             taken = [ask for ask in asks if ask is not None]
             try:
                 self._compute(taken)
-            except Exception as error:  # a mistake of ours: it costs these outputs, not all that come
+            except Exception:  # a mistake of ours: it costs these outputs, not all that come
                 logger.exception("masks of grammars could not be computed")
                 for ask in taken:
-                    refuse(ask.answer, error)
+                    ask.data.fail()
             for ask in taken:
                 ask.position.num_answered += 1
             if len(taken) < len(asks):
                 return
 
 
-def _fail(answer: Future[HostData], error: Exception) -> None:
+def _fail(data: HostData, error: Exception) -> None:
     logger.info("a grammar can go no further: %.300s", error)
-    refuse(answer, error)
+    data.fail()

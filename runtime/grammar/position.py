@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.constraint import Output, allow, allows, forbid
+from runtime.constraint import Output, allow, forbid
 from runtime.grammar.backend import Matcher
 from runtime.grammar.marker import Marker
 
@@ -27,8 +27,8 @@ class Position:
     """How far one choice has come. Belongs to the mask thread but for its making."""
 
     __slots__ = (
-        "_compiled", "_ends", "_is_free", "_marked", "_marker", "_num_seen", "_opened_by", "forced", "kept",
-        "matcher", "num_answered", "num_asked", "on_slow_thread", "slow",
+        "_compiled", "_ends", "_is_free", "_marked", "_marker", "_num_seen", "forced", "kept",
+        "matcher", "num_answered", "num_asked", "on_slow_thread", "opened_by", "slow",
     )  # fmt: skip
 
     def __init__(
@@ -37,7 +37,7 @@ class Position:
         self._compiled = compiled
         self._ends = ends
         self._marker = marker
-        self._opened_by = opened_by
+        self.opened_by = opened_by
         self._start()
         self.slow = False  # whether its masks take long, so that others must not wait for them
         # What it was asked: with forced tokens twice at a time, which one thread has to answer, in order. The event
@@ -51,7 +51,7 @@ class Position:
         self.matcher: Matcher | None = None  # None: the constraint has not begun
         self._num_seen = 0
         self._marked = 0
-        self._is_free = self._marker is not None and self._opened_by is None
+        self._is_free = self._marker is not None and self.opened_by is None
 
     def advance(self, output: Output) -> bool:
         """Go to the end of this output, which is the last one and more, or begins anew.
@@ -64,7 +64,7 @@ class Position:
                 raise ValueError("The output is not the last one and more.")
             self._start()
         self._num_seen += len(new)
-        if not num_before and new and new[0] == self._opened_by:
+        if not num_before and new and new[0] == self.opened_by:
             self._start()
             self._num_seen, self._is_free = len(new), True
             new = new[1:]
@@ -83,16 +83,9 @@ class Position:
                 raise ValueError(f"the grammar does not allow its own output: {self.matcher.error:.200}")
         return True
 
-    def only_token(self, mask: NDArray[np.int32]) -> int | None:
-        """The token that a finished mask leaves, where it is the only one and does not end the output."""
-        if np.count_nonzero(mask) != 1:
-            return None
-        word = int(np.flatnonzero(mask)[0])
-        bits = int(mask[word]) & 0xFFFF_FFFF
-        if bits & (bits - 1):
-            return None
-        token_id = 32 * word + bits.bit_length() - 1
-        return None if token_id in self._ends.model or token_id in self._ends.request else token_id
+    def ends_by(self, token_id: int) -> bool:
+        """Whether this token ends the output."""
+        return token_id in self._ends.model or token_id in self._ends.request
 
     def force(self, token_id: int) -> bool:
         """Let the matcher go on by a token that is the only one; False where it can not."""
@@ -123,18 +116,15 @@ class Position:
         forbid(mask, self._ends.model)
         return mask
 
-    def finish_mask(self, mask: NDArray[np.int32]) -> None:
-        """Apply in place what the request says about its end, to the int32 [words] of the backend."""
-        num_seen = self._num_seen + len(self.forced)
-        if self._opened_by is not None and num_seen == 0:
-            allow(mask, [self._opened_by])
-        ends = self._ends
-        if not (ends.request or ends.avoid or num_seen < ends.min_tokens):
-            return
-        for token_id in ends.model:
-            if allows(mask, token_id):
-                break
-        else:
+    def finish_mask(self, mask: NDArray[np.int32], may_end: bool) -> None:
+        """Apply in place what the request says about its end, to the int32 [words] of the backend.
+
+        `may_end`: the backend allows one of the model's ends.
+        """
+        num_seen, ends = self._num_seen + len(self.forced), self._ends
+        if self.opened_by is not None and num_seen == 0:
+            allow(mask, [self.opened_by])
+        if not may_end:
             return
         if ends.avoid or num_seen < ends.min_tokens:
             others = mask.copy()
@@ -142,4 +132,5 @@ class Position:
             if others.any():
                 mask[:] = others
                 return
-        allow(mask, ends.request)
+        if ends.request:
+            allow(mask, ends.request)

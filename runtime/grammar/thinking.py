@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
-
-from runtime.constraint import Constraint, HostData, Output, allowing_only, give
+from runtime.constraint import Constraint, HostData, Output, allowing_only
 from runtime.grammar.marker import Marker
 from runtime.grammar_spec import ThinkingLimit
 
@@ -33,7 +31,7 @@ class LimitedThinking:
         self._inner = inner
         self._blocks: dict[int, _Block] = {}
 
-    def host_data_after(self, choice: int, output: Output, answer: Future[HostData]) -> None:
+    def host_data_after(self, choice: int, output: Output, data: HostData) -> None:
         """What applies to the next token."""
         if not output.num_before:
             self._blocks[choice] = _Block(*self._markers, self._limit)
@@ -41,14 +39,13 @@ class LimitedThinking:
         over = block.advance(output.new_ids) - self._limit.max_tokens
         if 0 <= over < len(self._close_ids):
             ids = self._close_ids[over:]
-            bitmask = allowing_only(ids[:1], self._num_words)
-            give(answer, HostData(bitmask=bitmask, forced=block.closed_by(ids)))
+            data.give(allowing_only(ids[:1], self._num_words), block.closed_by(ids))
         elif self._inner is None:
-            give(answer, HostData())
+            data.give()
         else:
             output = output._replace(num_before=block.num_told)
             block.num_told = output.num_output
-            self._inner.host_data_after(choice, output, answer)
+            self._inner.host_data_after(choice, output, data)
 
 
 class _Block:

@@ -35,6 +35,7 @@ BASE_BYTES, BYTES_PER_CHARACTER = 64 * 1024, 64
 BUILD_THREADS, BUILD_NICENESS = 2, 5
 COPIES_OF_A_LEXER = 256
 MAX_THREADS = 16  # that compute masks, on half of the processors
+WORDS_OF_A_THREAD = 1024  # of a mask: one thread up to 32,768 tokens
 # The library's units: fuel is work in its lexer, 14,000 to 50,000 a millisecond; a state takes one to two kilobytes.
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
@@ -135,7 +136,7 @@ class LLGuidanceBackend:
         self._quoting: QuotingTokens | None = None
         self._making_quoting = threading.Lock()
         self._limits = LLParserLimits(**LIMITS)
-        self._executor = LLExecutor(_num_threads())
+        self._executor = LLExecutor(_num_threads(self.num_words))
         self._background = ThreadPoolExecutor(BUILD_THREADS, "penstock-grammar-build", _let_others_go_first)
 
     @classmethod
@@ -219,9 +220,11 @@ def _let_others_go_first() -> None:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BUILD_NICENESS)
 
 
-def _num_threads() -> int:
+def _num_threads(num_words: int) -> int:
+    """That compute masks. Of few words each takes microseconds, and waking a second thread more than it saves."""
     num_processors = os.cpu_count() or 1
-    return min(num_processors, MAX_THREADS, max(2, num_processors // 2))
+    most = min(num_processors, MAX_THREADS, max(2, num_processors // 2))
+    return min(most, -(-num_words // WORDS_OF_A_THREAD))
 
 
 def _first_line(error: str) -> str:

@@ -62,11 +62,16 @@ def apply_output(batch: Batch, output: StepOutput, retire: Retire, rewind: Rewin
                     deltas.append(final_delta(sequence, finish, _embedding(output, row, finish)))
                 continue
             deltas.append(_apply_tokens(sequence, tokens, output, row, retire))
-        if batch.sampling is not None and batch.sampling.host_data is not None:
-            for row in batch.sampling.rows[[entry.row for entry in batch.sampling.host_data]].tolist():
-                sequence = batch.sequences[row]
-                if row not in void:
-                    _advance_constraint(sequence, output.tokens[row], rewind)
+        if batch.sampling is not None and batch.sampling.host_data:
+            for row in batch.sampling.rows[list(batch.sampling.host_data)].tolist():
+                sequence, constraint = batch.sequences[row], batch.sequences[row].constraint
+                if row in void or sequence.finish is not None or constraint is None:
+                    continue
+                if output.tokens[row]:
+                    constraint.advance(sequence.ids, sequence.num_prompt)
+                else:
+                    sequence.num_pending -= 1
+                    rewind(sequence)
     except Exception as error:
         raise RowFailed(sequence.request.id, deltas) from error
     return deltas
@@ -131,16 +136,6 @@ def _with_forced(
 
 def _is_sampled(batch: Batch, row: int) -> bool:
     return batch.sampling is not None and row in batch.sampling.rows
-
-
-def _advance_constraint(sequence: Sequence, tokens: list[int], rewind: Rewind) -> None:
-    if sequence.finish is not None or sequence.constraint is None:
-        return
-    if tokens:
-        sequence.constraint.advance(sequence.ids, sequence.num_prompt)
-    else:
-        sequence.num_pending -= 1
-        rewind(sequence)
 
 
 def final_delta(sequence: Sequence, finish: Finish, embedding: list[float] | None = None) -> Delta:

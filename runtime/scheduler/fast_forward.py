@@ -11,11 +11,8 @@ stay, as the tokens of a prompt do.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from concurrent.futures import Future
-
 from runtime.config.plan import SchedulerPlan
-from runtime.constraint import HostData
+from runtime.constraint import HostData, SequenceConstraint
 from runtime.kv_cache.prefix_cache import PrefixCache
 from runtime.scheduler.request_tables import Running
 from runtime.sequence import Sequence
@@ -34,20 +31,24 @@ class FastForward:
         self._vocab_size = vocab_size
 
     @property
-    def awaited(self) -> list[Future[HostData]]:
-        """What is being found out about running sequences whose next tokens may turn out to be forced."""
-        return [
-            future
-            for sequence in (self._candidates() if self._enabled else ())
-            if not (future := sequence.next_host_data).done()
-        ]
+    def awaited(self) -> HostData | None:
+        """What is being found out last about running sequences whose next tokens may turn out to be forced."""
+        if self._enabled:
+            for sequence, constraint in reversed(self._running.constrained.items()):
+                if not constraint.next.is_there and self._is_candidate(sequence):
+                    return constraint.next
+        return None
 
     def append(self) -> None:
         """Append what is known to be forced, where that saves enough and there are pages for it."""
         running = self._running
         if not self._enabled or (self._max_rows is not None and len(running) > self._max_rows):
             return
-        found = [(sequence, self._forced(sequence)) for sequence in self._candidates()]
+        found = [
+            (sequence, self._forced(sequence, constraint))
+            for sequence, constraint in running.constrained.items()
+            if constraint.next.forced and self._is_candidate(sequence)
+        ]
         found = [(sequence, ids) for sequence, ids in found if len(ids) > sequence.num_pending]
         num_saved = sum(len(ids) - sequence.num_pending for sequence, ids in found)
         if not found or num_saved < self._share * len(running):
@@ -64,24 +65,18 @@ class FastForward:
             sequence.num_pending = 0
             running.tables.sampling.recount(sequence)
 
-    def _candidates(self) -> Iterable[Sequence]:
-        """Who has a constraint and lacks one token, which is in no more than one step."""
-        stalled = self._running.stalled
-        for sequence in self._running.constrained:
-            if sequence in stalled:
-                continue
-            lacking = len(sequence.ids) + sequence.num_pending - sequence.num_computed
-            if lacking == 1 and sequence.num_pending <= 1:
-                yield sequence
+    def _is_candidate(self, sequence: Sequence) -> bool:
+        """Whether it lacks one token, which is in no more than one step."""
+        num_pending = sequence.num_pending
+        lacks_one = len(sequence.ids) + num_pending - sequence.num_computed == 1
+        return lacks_one and num_pending <= 1 and sequence not in self._running.stalled
 
-    def _forced(self, sequence: Sequence) -> tuple[int, ...]:
+    def _forced(self, sequence: Sequence, constraint: SequenceConstraint) -> tuple[int, ...]:
         """The forced tokens that come next, without what ends the output or what the model cannot write.
 
         One token less than the output may have: the one behind them is sampled in the same step.
         """
-        if sequence.constraint is None:
-            return ()
-        ids = sequence.constraint.forced_after(len(sequence.ids) - sequence.num_prompt)
+        ids = constraint.forced_after(len(sequence.ids) - sequence.num_prompt)
         ids = ids[: max(sequence.max_tokens - 1 - len(sequence.ids), 0)]
         for count, token_id in enumerate(ids):
             if (

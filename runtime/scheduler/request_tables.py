@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.batch import Ints
+from runtime.constraint import SequenceConstraint
 from runtime.kv_cache.prefix_cache import PrefixCache
 from runtime.scheduler.sampling import SamplingTables
 from runtime.sequence import Sequence
@@ -112,7 +113,8 @@ class Running:
         self._vocab_size = vocab_size
         self.full = False
         self.stalled: set[Sequence] = set()  # in no further step until their host data has come
-        self.constrained: dict[Sequence, None] = {}  # those with a constraint, in order of admission
+        # Of those that have one, in order of admission.
+        self.constrained: dict[Sequence, SequenceConstraint] = {}
         self._sequences: dict[Sequence, None] = {}  # an ordered set
 
     def __len__(self) -> int:
@@ -126,7 +128,7 @@ class Running:
         self.tables.enter(sequence)
         self._sequences[sequence] = None
         if sequence.constraint is not None:
-            self.constrained[sequence] = None
+            self.constrained[sequence] = sequence.constraint
 
     def leave(self, sequence: Sequence, *, trusted: bool = True) -> None:
         """Free row and pages. What was computed stays in the prefix tree, unless it is not to be trusted."""
@@ -169,7 +171,7 @@ class Running:
     def resume(self) -> None:
         """Let those go on whose host data has come."""
         for sequence in list(self.stalled):
-            if not sequence.num_pending and sequence.next_host_data.done():
+            if not sequence.num_pending and sequence.next_host_data.is_there:
                 self.stalled.discard(sequence)
 
     def reset(self) -> list[Sequence]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.batch import Bias, Floats, FreshSequence, Ints, Longs, Penalties, RowHostData, Sampling
+from runtime.batch import Bias, Floats, FreshSequence, Ints, Longs, Penalties, Sampling
+from runtime.constraint import HostData
 from runtime.sampling_params import ROW_ARRAYS
 from runtime.sequence import Sequence
 
@@ -89,7 +90,8 @@ class SamplingTables:
         will have in its sequence.
         """
         positions = ends - self._num_prompt[indices]
-        bias = penalties = logprobs = host_data = None
+        bias = penalties = logprobs = None
+        host_data: dict[int, HostData] = {}
         special = self._is_special[indices] if self._special else None
         if special is not None and special.any():
             held = [(row, self._special[int(indices[row])]) for row in np.flatnonzero(special).tolist()]
@@ -131,13 +133,13 @@ class SamplingTables:
         )
 
 
-def _gather_host_data(held: list[tuple[int, Sequence]], positions: Longs) -> tuple[RowHostData, ...] | None:
-    found = []
-    for row, sequence in held:
-        if sequence.constraint is not None:
-            future = sequence.constraint.data_after(int(positions[row]), sequence.ids, sequence.num_prompt)
-            found.append(RowHostData(row, future))
-    return tuple(found) or None
+def _gather_host_data(held: list[tuple[int, Sequence]], positions: Longs) -> dict[int, HostData]:
+    lengths = positions.tolist()
+    return {
+        row: constraint.data_after(lengths[row], sequence.ids, sequence.num_prompt)
+        for row, sequence in held
+        if (constraint := sequence.constraint) is not None
+    }
 
 
 def is_penalised(sequence: Sequence) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator
-from concurrent.futures import Future
 from itertools import chain
 from typing import NamedTuple
 
@@ -130,13 +129,16 @@ class Scheduler:
         return deltas
 
     @property
-    def awaited(self) -> list[Future[HostData]]:
+    def awaited(self) -> list[HostData]:
         """The host data without which some sequences are in no step."""
         return [sequence.next_host_data for sequence in self._running.stalled]
 
     @property
-    def awaited_masks(self) -> list[Future[HostData]]:
-        """The host data that may say that next tokens are forced: worth a moment's wait before the next `fill`."""
+    def awaited_masks(self) -> HostData | None:
+        """What comes last of the host data that may say that next tokens are forced; None: nothing is to come.
+
+        Worth a moment's wait before the next `fill`.
+        """
         return self._fast_forward.awaited
 
     def abort(self, sequences: Iterable[Sequence], finish: Finish) -> list[Delta]:

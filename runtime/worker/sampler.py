@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from runtime.batch import Batch, Penalties, PromptLogprobs, Sampling
 from runtime.request import Logprobs
 from runtime.sampling_params import ROW_ARRAYS
 from runtime.worker.device import Device
-from runtime.worker.host_data import NOTHING, Arrived, HostDataGate, num_words
+from runtime.worker.host_data import NOTHING, Arrived, HostDataGate
 from runtime.worker.logits_dump import LogitsDump
 from runtime.worker.logprobs import (
     ScoredPrompts,
@@ -43,7 +43,7 @@ def chooses_plainly(sampling: Sampling) -> bool:
         sampling.bias is None
         and sampling.penalties is None
         and sampling.logprobs is None
-        and sampling.host_data is None
+        and not sampling.host_data
         and sampling.params.keys() <= set(PARAMS)
     )
 
@@ -124,7 +124,6 @@ class Sampler:
         self._is_host = device.is_host
         self._staging = Staging(device)
         self._seen = SeenTokens(vocab_size, num_sequences, device.torch_device)
-        self._num_words = num_words(vocab_size)
         self._gate = HostDataGate(device, vocab_size)
         self._choose, self._penalize, self._score = choose, penalize, score
         self._apply_bitmask = apply_bitmask
@@ -140,7 +139,7 @@ class Sampler:
         """What a step's rows need on the device, as far as it is known before the forward."""
         sampling = batch.sampling
         arrays = NO_ARRAYS
-        if sampling is not None and sampling.host_data is None:
+        if sampling is not None and not sampling.host_data:
             arrays = self._host_arrays(sampling, NOTHING)
         return {**arrays, **prompt_arrays(batch.prompt_logprobs)} if batch.prompt_logprobs else arrays
 
@@ -158,7 +157,7 @@ class Sampler:
         arrived = self._gate.arrived(batch)
         if self._dump is not None:
             self._dump.write(logits, batch)
-        if staged is None or sampling.host_data is not None:
+        if staged is None or sampling.host_data:
             host = self._host_arrays(sampling, arrived)
             staged = Staged(host, self._staging.copy(host))
         host, there = staged
@@ -169,9 +168,7 @@ class Sampler:
             self._apply_penalties(logits, sampling, there)
         if "bias_rows" in there:
             logits.index_put_((there["bias_rows"], there["bias_ids"]), there["bias_values"], accumulate=True)
-        failed = [
-            row for row, data in arrived.data if data.process and not _process(data.process, logits[row])
-        ]
+        failed = [row for row, process in arrived.processes.items() if not _process(process, logits[row])]
         if "masked_rows" in there:
             self._apply_bitmask(logits, there["masked_rows"], there["bitmasks"])
         plan = None if self._is_host else SamplingArrays(*(torch.from_numpy(host[name]) for name in FIELDS))
@@ -179,7 +176,7 @@ class Sampler:
         if "penalised_rows" in there:
             self._seen.add(there["counted"], ids[there["penalised_rows"]])
         if failed:
-            arrived = arrived._replace(failed=arrived.failed | set(failed))
+            arrived = arrived._replace(failed={*arrived.failed, *failed})
         if sampling.logprobs is None or "scored_rows" not in there:
             return Sampled(ids, sound, host_data=arrived)
         rows, scored_ids = tuple(host["scored_rows"].tolist()), ids
@@ -212,10 +209,8 @@ class Sampler:
             self._add_penalties(arrays, sampling, sampling.penalties, arrived.without_token)
         if sampling.bias is not None:
             arrays["bias_rows"], arrays["bias_ids"], arrays["bias_values"] = sampling.bias
-        masks = [(row, data.bitmask) for row, data in arrived.data if data.bitmask is not None]
-        if masks:
-            arrays["masked_rows"] = np.array([row for row, _ in masks])
-            arrays["bitmasks"] = np.stack([bitmask[: self._num_words] for _, bitmask in masks])
+        if len(arrived.rows):
+            arrays["masked_rows"], arrays["bitmasks"] = arrived.rows, arrived.bitmasks
         if sampling.logprobs is not None:
             wanted = [(row, params) for row, params in enumerate(sampling.logprobs) if params is not None]
             if wanted:
@@ -230,7 +225,7 @@ class Sampler:
         arrays: dict[str, np.ndarray],
         sampling: Sampling,
         penalties: Penalties,
-        without_token: frozenset[int],
+        without_token: Collection[int],
     ) -> None:
         for fresh in penalties.fresh:
             self._seen.reserve(fresh.sequence_index)

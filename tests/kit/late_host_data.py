@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
 
 import numpy as np
 
-from runtime.constraint import HostData, Output, give
+from runtime.constraint import HostData, Output
 
 Allowed = Callable[[tuple[int, ...]], list[int]]
 Forced = Callable[[int, Output], tuple[int, ...]]  # of a choice and its output: the tokens that come next
@@ -34,26 +33,26 @@ class LateHostData:
         self.is_held = is_held
         self._vocab_size = vocab_size
         self._allowed = allowed
-        self._held: list[tuple[tuple[int, ...], tuple[int, ...], Future[HostData]]] = []
+        self._held: list[tuple[tuple[int, ...], tuple[int, ...], HostData]] = []
 
     @property
     def num_held(self) -> int:
         return len(self._held)
 
     def host_data_after(
-        self, choice: int, output: Output, answer: Future[HostData], forced: tuple[int, ...] = ()
+        self, choice: int, output: Output, data: HostData, forced: tuple[int, ...] = ()
     ) -> None:
         output_ids = output.output_ids
         self.asked.append((choice, output_ids))
-        self._held.append((output_ids, forced, answer))
+        self._held.append((output_ids, forced, data))
         if not self.is_held(output_ids):
             self.deliver(-1)
 
     def deliver(self, which: int = 0) -> None:
         """One that is held back, the oldest unless said otherwise."""
-        output_ids, forced, answer = self._held.pop(which)
+        output_ids, forced, data = self._held.pop(which)
         mask = None if self._allowed is None else bitmask(self._allowed(output_ids), self._vocab_size)
-        give(answer, HostData(bitmask=mask, forced=forced))
+        data.give(mask, forced)
 
     def deliver_all(self) -> None:
         """All that are held back, and from now on every one at once."""
@@ -69,5 +68,5 @@ class LateForcedTokens:
         self._late = late
         self._forced = forced
 
-    def host_data_after(self, choice: int, output: Output, answer: Future[HostData]) -> None:
-        self._late.host_data_after(choice, output, answer, self._forced(choice, output))
+    def host_data_after(self, choice: int, output: Output, data: HostData) -> None:
+        self._late.host_data_after(choice, output, data, self._forced(choice, output))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import cache
 from typing import Any
@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from greedy import NUM_NEW, model_path, prompts, reference
 from late_host_data import LateHostData, bitmask
 from runtime.actors.engine_core import EngineCore
-from runtime.constraint import Constraint, HostData, Output, give, refuse
+from runtime.constraint import Constraint, HostData, Output
 from runtime.request import Chunk, Request
 from runtime.sampling_params import SamplingParams
 from serve import Engine
@@ -84,12 +84,11 @@ class ThreadedMasks:
         self._threads = threads
         self._allowed = allowed
 
-    def host_data_after(self, choice: int, output: Output, answer: Future[HostData]) -> None:
-        self._threads.submit(self._compute, output.output_ids, answer)
+    def host_data_after(self, choice: int, output: Output, data: HostData) -> None:
+        self._threads.submit(self._compute, output.output_ids, data)
 
-    def _compute(self, output_ids: tuple[int, ...], answer: Future[HostData]) -> None:
-        mask = bitmask(self._allowed(output_ids), VOCAB)
-        give(answer, HostData(bitmask=mask, forced=forced(output_ids)))
+    def _compute(self, output_ids: tuple[int, ...], data: HostData) -> None:
+        data.give(bitmask(self._allowed(output_ids), VOCAB), forced(output_ids))
 
 
 def request(number: int, constraint: Constraint | None = None, **sampling: Any) -> Request:
@@ -105,9 +104,9 @@ def ids_of(chunks: list[Chunk]) -> list[int]:
     return [token_id for chunk in chunks for token_id in chunk.ids]
 
 
-def awaited(core: EngineCore) -> list[Future[HostData]]:
+def awaited(core: EngineCore) -> list[HostData]:
     """The host data without which rows are in no step."""
-    return [future for actor in core._scheduler.alive for future in actor.scheduler.awaited]
+    return [data for actor in core._scheduler.alive for data in actor.scheduler.awaited]
 
 
 @asynccontextmanager
@@ -185,15 +184,15 @@ async def test_a_mask_without_tokens_ends_its_request_with_an_error_and_no_other
 
 
 class Failing:
-    """Raises, or gives futures that do."""
+    """Raises, or fails its host data."""
 
     def __init__(self, *, at_once: bool) -> None:
         self._at_once = at_once
 
-    def host_data_after(self, choice: int, output: Output, answer: Future[HostData]) -> None:
+    def host_data_after(self, choice: int, output: Output, data: HostData) -> None:
         if self._at_once:
             raise ValueError("a secret of the grammar")
-        refuse(answer, ValueError("a secret of the grammar"))
+        data.fail()
 
 
 @pytest.mark.parametrize("at_once", [True, False])

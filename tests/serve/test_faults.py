@@ -9,7 +9,6 @@ import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ import pytest
 import torch
 
 import tiny_models
-from runtime.constraint import HostData, Output, give, refuse
+from runtime.constraint import HostData, Output
 from runtime.errors import EngineFailure, InvalidRequest, NotFinite, OutOfMemory, StepFailed
 from runtime.request import Request
 from runtime.sampling_params import SamplingParams
@@ -162,21 +161,19 @@ class Broken:
     def __init__(self, kind: str, at: int) -> None:
         self.kind, self.at = kind, at
 
-    def host_data_after(self, choice: int, output: Output, answer: Future[HostData]) -> None:
+    def host_data_after(self, choice: int, output: Output, data: HostData) -> None:
         if output.num_output != self.at:
-            give(answer, HostData())
+            data.give()
         elif self.kind == "raises":
             raise RuntimeError("a grammar broke")
         elif self.kind == "fails":
-            refuse(answer, RuntimeError("a grammar broke"))
-        elif self.kind == "is cancelled":
-            answer.cancel()
+            data.fail()
         elif self.kind == "allows nothing":
-            give(answer, HostData(bitmask=np.zeros(4096, np.int32)))
+            data.give(np.zeros(4096, np.int32))
         elif self.kind == "breaks logits":
-            give(answer, HostData(process=lambda logits: logits.fill_(torch.nan)))
+            data.give(process=lambda logits: logits.fill_(torch.nan))
         else:
-            give(answer, HostData(process=_raise))
+            data.give(process=_raise)
 
 
 def _raise(logits: Any) -> None:
@@ -312,7 +309,6 @@ def fault_points() -> list[FaultPoint]:
     for kind in (
         "raises",
         "fails",
-        "is cancelled",
         "allows nothing",
         "breaks logits",
         "breaks in a processor",

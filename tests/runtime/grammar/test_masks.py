@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -69,37 +68,44 @@ def position(matcher: Matcher) -> Position:
     return Position(matcher, ENDS, None)  # pyright: ignore[reportArgumentType]
 
 
+def there(data: HostData) -> HostData:
+    came = threading.Event()
+    data.when_there(came.set)
+    assert came.wait(30)
+    return data
+
+
 def test_what_is_asked_twice_is_answered_in_order_by_one_thread(backend: Backend, thread: MaskThread) -> None:
     """A run of forced tokens is asked for while the answer before it is being computed."""
     matcher = Matcher()
-    asked, answers = position(matcher), [Future[HostData]() for _ in range(3)]
+    asked, answers = position(matcher), [HostData() for _ in range(3)]
     backend.go.clear()
     thread.ask(asked, Output([], 0, 0, 0), answers[0])
     asked.slow = True  # as the thread finds when it has computed for long
     thread.ask(asked, Output([5, 6], 0, 0, 2), answers[1])
     backend.go.set()
     for answer in answers[:2]:
-        assert answer.result(30).bitmask is not None
+        assert there(answer).bitmask is not None
     assert matcher.threads == ["penstock-masks"] * 2
     while asked.num_answered < asked.num_asked:
         pass
     asked.slow = True
     thread.ask(asked, Output([5, 6, 7], 0, 2, 3), answers[2])
-    assert answers[2].result(30).bitmask is not None
+    assert there(answers[2]).bitmask is not None
     assert matcher.threads[2:] == ["penstock-masks-slow"]
 
 
 def test_a_matcher_that_breaks_costs_its_own_output_only(backend: Backend, thread: MaskThread) -> None:
     matchers = [Matcher(), Matcher(breaks=True), Matcher()]
-    answers = [Future[HostData]() for _ in matchers]
+    answers = [HostData() for _ in matchers]
     backend.go.clear()
-    first = Future[HostData]()
+    first = HostData()
     thread.ask(position(Matcher()), Output([], 0, 0, 0), first)  # the others wait together behind it
     for matcher, answer in zip(matchers, answers, strict=True):
         thread.ask(position(matcher), Output([], 0, 0, 0), answer)
     backend.go.set()
-    assert first.result(30).bitmask is not None
-    assert [answer.exception(30) is None for answer in answers] == [True, False, True]
+    assert there(first).bitmask is not None
+    assert [there(answer).failed for answer in answers] == [False, True, False]
 
 
 async def test_an_output_beyond_the_limits_of_its_grammar_costs_no_other(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
-
 import numpy as np
 
 from runtime.constraint import HostData, Output
@@ -22,9 +20,9 @@ def forced(ids: list[int], limit: ThinkingLimit) -> list[bool]:
     limited = LimitedThinking(limit, (markers[0], markers[1]), (CLOSE,), 1, None)
     found: list[bool] = []
     for place in range(len(ids) + 1):
-        answer: Future[HostData] = Future()
-        limited.host_data_after(0, Output(ids, 0, max(place - 1, 0), place), answer)
-        mask = answer.result().bitmask
+        data = HostData()
+        limited.host_data_after(0, Output(ids, 0, max(place - 1, 0), place), data)
+        mask = data.bitmask
         found.append(mask is not None and bool(np.array_equal(mask, np.array([1 << CLOSE], np.int32))))
     return found
 
@@ -47,7 +45,7 @@ def test_a_mark_of_several_tokens_is_forced_as_a_whole_and_no_further_than_it_go
     limited = LimitedThinking(ThinkingLimit(2, None, "</think>"), markers, (SLASH, THINK, A), 1, None)
     found = []
     for output in (Output([A, B], 0, 0, 2), Output([A, B, SLASH, THINK], 0, 2, 4)):
-        answer: Future[HostData] = Future()
-        limited.host_data_after(0, output, answer)
-        found.append(answer.result().forced)
+        data = HostData()
+        limited.host_data_after(0, output, data)
+        found.append(data.forced)
     assert found == [(SLASH, THINK), ()]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
 from random import Random
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from fake_device import LateDevice
 from late_host_data import bitmask
 from ops.sampling import native
-from runtime.batch import UNKNOWN, Batch, Bias, FreshSequence, Penalties, RowHostData, Sampling
+from runtime.batch import UNKNOWN, Batch, Bias, FreshSequence, Penalties, Sampling
 from runtime.constraint import HostData
 from runtime.request import LogprobParams
 from runtime.worker.device import CpuDevice
@@ -35,7 +34,7 @@ def sampling(
     penalties: Penalties | None = None,
     logprobs: tuple[LogprobParams | None, ...] | None = None,
     rates: tuple[float, float, float] = (0.4, 0.6, 1.5),
-    host_data: tuple[RowHostData, ...] | None = None,
+    host_data: dict[int, HostData] | None = None,
     **fields: ArrayLike,
 ) -> Batch:
     """`count` rows; each field of `Sampling`, or of its `params`, one value for all or one for each."""
@@ -55,7 +54,7 @@ def sampling(
             bias=bias,
             penalties=penalties,
             logprobs=logprobs,
-            host_data=host_data,
+            host_data=host_data or {},
         )
     )
 
@@ -256,7 +255,7 @@ def test_raw_logprobs_are_of_the_logits_before_anything_changes_them(asking: tup
         bias=bias((0, 8, 4.0), (1, 8, -INF)),
         penalties=penalties([0], [0], [fresh(0, output=[1, 2])]),
         rates=(0.5, 0.5, 2.0),
-        host_data=masks((2, arrived(4, 5))),
+        host_data={2: arrived(4, 5)},
     )
     tokens = read(Sampler(VOCAB, 1, CPU, raw_logprobs=True).sample(logits.clone(), step))
     processed = read(Sampler(VOCAB, 1, CPU).sample(logits.clone(), step))
@@ -285,23 +284,21 @@ def test_nobody_asking_for_logprobs_gives_none() -> None:
     assert read(Sampler(VOCAB, 1, CPU).sample(random_logits(2), step)).logprobs is None
 
 
-def data_or_error(error: Exception | None = None, data: HostData | None = None) -> Future[HostData]:
-    future: Future[HostData] = Future()
-    if error is not None:
-        future.set_exception(error)
-    else:
-        future.set_result(data or HostData())
-    return future
+def given(bitmask: Any = None, process: Any = None) -> HostData:
+    data = HostData()
+    data.give(bitmask, process=process)
+    return data
 
 
-def arrived(*allowed: int, process: Any = None, vocab_size: int = VOCAB) -> Future[HostData]:
+def failed() -> HostData:
+    data = HostData()
+    data.fail()
+    return data
+
+
+def arrived(*allowed: int, process: Any = None, vocab_size: int = VOCAB) -> HostData:
     """Data that is there: a mask that allows these tokens, if any is named, and a processor."""
-    mask = bitmask(list(allowed), vocab_size) if allowed else None
-    return data_or_error(data=HostData(process, mask))
-
-
-def masks(*futures: tuple[int, Future[HostData]]) -> tuple[RowHostData, ...]:
-    return tuple(RowHostData(row, future) for row, future in futures)
+    return given(bitmask(list(allowed), vocab_size) if allowed else None, process)
 
 
 class NoHostOperands(TorchDispatchMode):
@@ -332,11 +329,11 @@ def every_kind_of_step() -> Batch:
         bias=bias((1, 3, 4.0), (6, 9, -INF)),
         penalties=penalties([0, 4], [2, 1], [fresh(2, [5, 6], [7]), fresh(1, [999, 8])]),
         logprobs=(None, LogprobParams(top=2), None, LogprobParams(token_ids=(4, 5, 6)), *[None] * 4),
-        host_data=masks(
-            (3, arrived(*range(0, 3000, 7), vocab_size=3000)),
-            (5, arrived(process=lambda logits: logits.mul_(-1.0))),
-            (6, arrived(40, 2999, vocab_size=3000)),
-        ),
+        host_data={
+            3: arrived(*range(0, 3000, 7), vocab_size=3000),
+            5: arrived(process=lambda logits: logits.mul_(-1.0)),
+            6: arrived(40, 2999, vocab_size=3000),
+        },
     )
 
 
@@ -375,7 +372,7 @@ def test_an_operand_of_the_host_is_noticed() -> None:
 def test_a_mask_leaves_its_row_the_allowed_tokens_and_other_rows_alone() -> None:
     logits = random_logits(3)
     plain = read(Sampler(VOCAB, 3, CPU).sample(logits.clone(), sampling(3, greedy=True)))
-    data = masks((1, arrived(4, 33, 40)))
+    data = {1: arrived(4, 33, 40)}
     found = read(Sampler(VOCAB, 3, CPU).sample(logits.clone(), sampling(3, greedy=True, host_data=data)))
     best = max((4, 33, 40), key=lambda token_id: logits[1, token_id].item())
     assert found.tokens == [plain.tokens[0], [best], plain.tokens[2]]
@@ -391,15 +388,15 @@ def test_a_processor_changes_its_row_after_biases_and_before_the_mask() -> None:
         logits[7] = 100.0
 
     logits = torch.zeros(2, VOCAB)
-    data = masks((1, arrived(7, 8, process=process)))
+    data = {1: arrived(7, 8, process=process)}
     step = sampling(2, greedy=True, bias=bias((1, 7, 3.0)), host_data=data)
     assert read(Sampler(VOCAB, 2, CPU).sample(logits, step)).tokens == [[0], [7]]
     assert seen == [3.0]
 
 
 def test_a_mask_without_tokens_fails_its_row_only() -> None:
-    nothing = data_or_error(data=HostData(bitmask=np.zeros(2, np.int32)))
-    step = sampling(3, greedy=True, host_data=masks((2, nothing)))
+    nothing = given(np.zeros(2, np.int32))
+    step = sampling(3, greedy=True, host_data={2: nothing})
     found = read(Sampler(VOCAB, 3, CPU).sample(random_logits(3), step))
     assert found.failed == found.stuck == [2]
     assert (
@@ -413,17 +410,17 @@ def broken_processor(logits: Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    "future",
+    "data",
     [
-        data_or_error(ValueError("no such grammar")),
-        data_or_error(data=HostData(broken_processor)),
-        data_or_error(data=HostData(bitmask=np.zeros(1, np.int32))),
-        data_or_error(data=HostData(bitmask=np.zeros(2, np.int64))),  # pyright: ignore[reportArgumentType]
+        failed(),
+        given(process=broken_processor),
+        given(np.zeros(1, np.int32)),
+        given(np.zeros(2, np.int64)),
     ],
-    ids=["exception", "processor", "short mask", "mask of another type"],
+    ids=["error", "processor", "short mask", "mask of another type"],
 )
-def test_a_constraint_that_fails_costs_its_row_only(future: Future[HostData]) -> None:
-    step = sampling(2, greedy=True, host_data=masks((0, future)))
+def test_a_constraint_that_fails_costs_its_row_only(data: HostData) -> None:
+    step = sampling(2, greedy=True, host_data={0: data})
     found = read(Sampler(VOCAB, 2, CPU).sample(random_logits(2), step))
     assert found.failed == found.stuck == [0]
 
@@ -431,18 +428,16 @@ def test_a_constraint_that_fails_costs_its_row_only(future: Future[HostData]) ->
 def test_logits_that_are_not_finite_are_no_fault_of_the_mask() -> None:
     logits = random_logits(2)
     logits[1] = float("nan")
-    found = read(
-        Sampler(VOCAB, 2, CPU).sample(logits, sampling(2, greedy=True, host_data=masks((1, arrived(5)))))
-    )
+    found = read(Sampler(VOCAB, 2, CPU).sample(logits, sampling(2, greedy=True, host_data={1: arrived(5)})))
     assert (found.failed, found.stuck) == ([1], [])
 
 
 def test_a_row_whose_data_is_late_yields_nothing_until_its_last_token_is_known_again() -> None:
-    sampler, late = Sampler(VOCAB, 2, CPU), Future()
+    sampler, late = Sampler(VOCAB, 2, CPU), HostData()
     asked = (LogprobParams(), LogprobParams())
 
-    def step(future: Future[HostData], token_id: int) -> HostTokens:
-        made = sampling(2, greedy=True, host_data=masks((1, future)), logprobs=asked)
+    def step(data: HostData, token_id: int) -> HostTokens:
+        made = sampling(2, greedy=True, host_data={1: data}, logprobs=asked)
         assert made.sampling is not None
         return read(sampler.sample(random_logits(2), batch_of(made.sampling, [UNKNOWN, token_id])))
 
@@ -457,11 +452,11 @@ def test_a_row_whose_data_is_late_yields_nothing_until_its_last_token_is_known_a
 
 
 def test_penalties_do_not_count_a_token_that_did_not_come() -> None:
-    sampler, late = Sampler(4, 1, CPU), Future()
+    sampler, late = Sampler(4, 1, CPU), HostData()
 
-    def step(future: Future[HostData], *start: FreshSequence) -> list[list[int]]:
+    def step(data: HostData, *start: FreshSequence) -> list[list[int]]:
         p = penalties([0], [0], start)
-        made = sampling(1, greedy=True, penalties=p, rates=(9.0, 0.0, 1.0), host_data=masks((0, future)))
+        made = sampling(1, greedy=True, penalties=p, rates=(9.0, 0.0, 1.0), host_data={0: data})
         return read(sampler.sample(torch.tensor([[0.3, 0.2, 0.1, 0.0]]), made)).tokens
 
     assert step(late, fresh(0, output=[1])) == [[]]
@@ -478,11 +473,11 @@ def test_data_that_comes_while_the_forward_runs_is_used() -> None:
         def is_reached(self) -> bool:
             self.num_looks += 1
             if self.num_looks == 5:
-                late.set_result(arrived(8).result())
+                late.give(arrived(8).bitmask)
             return self.num_looks > 5
 
-    late: Future[HostData] = Future()
+    late = HostData()
     device = CpuDevice()
     device.record = Forward  # pyright: ignore[reportAttributeAccessIssue]
-    step = sampling(1, greedy=True, host_data=masks((0, late)))
+    step = sampling(1, greedy=True, host_data={0: late})
     assert read(Sampler(VOCAB, 1, device).sample(random_logits(1), step)).tokens == [[8]]
