@@ -11,7 +11,7 @@ from textwrap import wrap
 import orjson
 
 from ops.machine import KNOWN_GPUS, Machine
-from runtime.config import Args, Option, Outcome, options, shown, without_effect
+from runtime.config import Args, Option, Outcome, in_its_words, options, shown, without_effect
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import KernelPlan, Plan
 from runtime.config.resolve import ANY_MODEL, decide
@@ -128,12 +128,14 @@ def _rows(
 
 
 def _done(option: Option, args: Args, plan: Plan, has_model: bool) -> tuple[str, str]:
-    """(the value in force, under its own name where the plan calls it differently from the option; its reason)"""
+    """(the value in force, under the plan's name for it where it is no value of the option; its reason)"""
     field = option.spec.plan
     if field is None:
         return shown(option, args.get(option.name), _CELL_WIDTH), ""
     if not has_model and field.__objclass__ is not KernelPlan:  # the only section that no model changes
         return "unknown without a model", ""
     value, reason = plan.decision(field)
-    text = shown(option, value, _CELL_WIDTH)
-    return text if field.__name__ == option.name else f"{field.__name__} {text}", reason
+    try:
+        return shown(option, in_its_words(option, value), _CELL_WIDTH), reason
+    except LookupError:
+        return f"{field.__name__} {shown(option, value, _CELL_WIDTH)}", reason

@@ -7,7 +7,7 @@ plan of what was set, of the machine and of the model.
 from runtime.config.args import Args, not_built, options, without_effect
 from runtime.config.option_spec import Json, OptionSpec, Outcome
 from runtime.config.option_table import Option
-from runtime.config.values import kind, shown
+from runtime.config.values import in_its_words, kind, shown
 
 __all__ = [
     "Args",
@@ -15,6 +15,7 @@ __all__ = [
     "Option",
     "OptionSpec",
     "Outcome",
+    "in_its_words",
     "kind",
     "not_built",
     "options",

@@ -41,6 +41,9 @@ class OptionSpec:
     none_text: bool = False  # "None" and "" mean nothing
     secret: bool = False  # never shown
     plan: Any = None  # the field of the plan that shows what is done, such as `CachePlan.page_size`
+    says: str = (
+        "the same"  # as that field; or "the opposite", or "other" where that is no value of the option
+    )
     outcome: Outcome = Outcome.WORKS
     instead: str = ""  # what serves in the meantime, of an option or value that is not supported yet
     reason: str = ""  # why nothing reads it (always, inert); ends a sentence

@@ -56,6 +56,25 @@ def kind(option: Option) -> str:
     return f"a list, each {one}" if option.many else one
 
 
+def in_its_words(option: Option, planned: Any) -> Any:
+    """What is done about an option, as a value of the option: `planned` is what the plan's field says.
+
+    Raises `LookupError` where the option has no such value: graphs of several sizes are no `--cuda-graph-max-bs`.
+    """
+    field = option.spec.plan
+    if option.type is bool:
+        zero_is_off = "None" not in field.__objclass__.__annotations__[field.__name__]
+        is_on = bool(planned) if zero_is_off else planned is not None and planned is not False
+        return is_on != (option.spec.says == "the opposite")
+    if planned is None:
+        return None
+    kinds = {float: (int, float), Json: Mapping}
+    kind = (list, tuple) if option.many else kinds.get(option.type, option.type)
+    if not isinstance(planned, kind) or isinstance(planned, bool) or option.spec.says == "other":
+        raise LookupError(option.flag)
+    return planned
+
+
 def shown(option: Option, value: Any, most: int = 60) -> str:
     """The value as a person would type it, shortened; never that of a secret."""
     if option.spec.secret and value is not None:
@@ -66,6 +85,8 @@ def shown(option: Option, value: Any, most: int = 60) -> str:
         text = json.dumps(value, default=str)
     elif isinstance(value, bool):
         text = "true" if value else "false"
+    elif value == ():  # of an option with one value, whose plan has several
+        text = "none"
     else:
         text = repr(value) if value == "" else str(value)
     return text if len(text) <= most else text[: most - 3] + "..."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import math
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -14,7 +15,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
 import serve
-from runtime.config import options
+from runtime.config import in_its_words, options
 from runtime.errors import EngineFailure, Forbidden, InvalidRequest, Overloaded, RequestError
 from runtime.request import Request
 from runtime.sampling_params import SamplingParams
@@ -116,7 +117,7 @@ async def server_info(http: HttpRequest, core: EngineCore) -> ASGIApp:
     }
     return json_response(
         {
-            **_by_option(plan),
+            **by_option(plan),
             **_flattened(plan),
             "status": status.state,
             "max_total_num_tokens": status.max_total_tokens,
@@ -187,10 +188,17 @@ async def abort_request(http: HttpRequest, core: EngineCore) -> ASGIApp:
     return Response(status_code=200)
 
 
-def _by_option(plan: Plan) -> dict[str, Any]:
-    """What is done about each option, by its name: `max_running_requests`, as clients of SGLang read it."""
-    shown = [option for option in options() if option.spec.plan is not None and not option.spec.secret]
-    return {option.name: _plain(plan.decision(option.spec.plan)[0]) for option in shown}
+def by_option(plan: Plan) -> dict[str, Any]:
+    """What is done about each option, by its name: `max_running_requests`, as clients of SGLang read it.
+
+    Those are left out whose values do not say what is done.
+    """
+    found = {}
+    for option in options():
+        if option.spec.plan is not None and not option.spec.secret:
+            with suppress(LookupError):
+                found[option.name] = _plain(in_its_words(option, plan.decision(option.spec.plan)[0]))
+    return found
 
 
 def _flattened(plan: Any) -> dict[str, Any]:

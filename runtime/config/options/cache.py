@@ -49,6 +49,7 @@ class CacheArgs:
         False,
         "Forget a sequence's KV when it ends instead of keeping it for prompts that begin the same way.",
         plan=CachePlan.prefix_cache,
+        says="the opposite",
     )
     hybrid_kvcache_ratio: float | None = planned(
         None,
@@ -70,6 +71,7 @@ class CacheArgs:
         False,
         "Give sliding-window layers a pool as large as the others' instead of a smaller one of their own.",
         plan=CachePlan.window_ratio,
+        says="the opposite",
     )
     max_mamba_cache_size: int | None = option(
         None,

@@ -33,6 +33,7 @@ class GraphArgs:
         "Replay a CUDA graph only for exactly its batch size, instead of filling a batch up to the next one. "
         "By default all sizes up to 32 are captured then.",
         plan=GraphPlan.padding,
+        says="the opposite",
     )
     enable_profile_cuda_graph: bool = option(
         False, "Log a profile of each capture of a CUDA graph.", plan=GraphPlan.profile

@@ -111,6 +111,7 @@ class HttpArgs:
         False,
         "Do not serve the chat page at / and the page at /live. The API stays as it is.",
         plan=ServePlan.chat_page,
+        says="the opposite",
     )
     allow_auto_truncate: bool = option(
         False,

@@ -100,6 +100,7 @@ class ModelArgs:
         "Read safetensors files with plain reads instead of mapping them into memory; helps on some network "
         "file systems.",
         plan=ModelPlan.mmap,
+        says="the opposite",
     )
     is_embedding: bool = option(
         False,

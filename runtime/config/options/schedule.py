@@ -71,6 +71,7 @@ class ScheduleArgs:
         "to be put back; below 1 more run at once.",
         low=0,
         plan=SchedulerPlan.new_token_ratio,
+        says="other",
     )
     stream_interval: int = option(
         1,
@@ -89,6 +90,7 @@ class ScheduleArgs:
         False,
         "Wait for the tokens of a step before the next one is prepared. Slower; useful to find mistakes.",
         plan=SchedulerPlan.overlap,
+        says="the opposite",
     )
     enable_mixed_chunk: bool = option(
         True,

@@ -108,6 +108,7 @@ class TextArgs:
         False,
         "Sample also those tokens that a grammar leaves no choice about, one by one. Slower; useful to find mistakes.",
         plan=SchedulerPlan.max_forced,
+        says="the opposite",
     )
     disable_fast_image_processor: bool = planned(
         False, "Prepare images with the slower processor of transformers."

@@ -8,7 +8,12 @@ import openai
 import pytest
 
 import fake_core
+from ops.machine import Machine
+from runtime.config import Args
+from runtime.config.resolve import ANY_MODEL, decide
 from runtime.errors import Overloaded
+from serve.demo import demo_path
+from serve.native.admin import by_option
 from served_core import Serve, Served
 
 
@@ -61,6 +66,24 @@ async def test_server_info_tells_the_plan_but_no_secret(serve: Serve, path: str)
     [state] = info["internal_states"]
     assert (state["num_running"], state["last_gen_throughput"], state["load"]) == (0, 0.0, 0)
     assert state["kernels"] == "C++ kernels of a test"
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_server_info_says_what_is_done_in_the_words_of_the_options(asked: bool) -> None:
+    flags = (
+        "disable_radix_cache",
+        "disable_overlap_schedule",
+        "disable_chat_page",
+        "disable_cuda_graph_padding",
+    )
+    flags += ("disable_jump_forward", "log_requests", "prefill_only_one_req", "disable_outlines_disk_cache")
+    args = Args.of(**dict.fromkeys(flags, asked), log_requests_level=0, chunked_prefill_size=40, page_size=16)
+    plan, _ = decide(args, Machine.named("cpu"), ANY_MODEL, demo_path=demo_path())
+    info = by_option(plan)
+    assert {name: info[name] for name in flags} == dict.fromkeys(flags, asked)
+    assert (info["chunked_prefill_size"], info["enable_torch_compile"]) == (48, False)
+    elsewhere = {"model_impl", "base_gpu_id", "cuda_graph_max_bs", "schedule_conservativeness"}
+    assert not elsewhere & info.keys()  # no value of theirs says what is done
 
 
 async def test_cache_is_flushed_only_when_idle(serve: Serve) -> None:
