@@ -60,7 +60,7 @@ class ChatTemplate:
                 self._accepts[name] = accepted_content(tree)
                 if asks_for_none(tree):
                     self._asks_for_none.add(name)
-                self._compiled[name] = environment.from_string(source)
+                self._compiled[name] = environment.from_string(tree)
             except (jinja2.TemplateError, RecursionError, SyntaxError, MemoryError) as error:
                 raise ConfigurationError(f"The chat template {name!r} is no valid jinja: {error}.") from error
 

@@ -29,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--streams", type=int, nargs="+", default=[64, 256], help="clients, for streaming")
     options.add_argument("--tokens", type=int, default=256, help="streamed to each client")
     options.add_argument("--repetitions", type=int, default=1, help="of streaming; the cheapest counts")
-    options.add_argument("--turns", type=int, default=5, help="without metrics and with them, for metrics")
+    options.add_argument("--turns", type=int, default=5, help="of all tokens, for metrics")
     options.add_argument("--check", action="store_true", help="exit with 1 when a budget is exceeded")
     add_output_options(options)
     return options
@@ -108,9 +108,9 @@ def _metrics(options: argparse.Namespace) -> list[MetricsCost]:
     rows: list[report.Row] = [("turns", options.turns), ("budget (us/token)", METRICS_BUDGET_US)]
     for cost in costs:
         rows += [
-            (f"{cost.streams} streams: added (us/token)", cost.added_us),
-            ("  without metrics, least (us/token)", min(cost.off_us)),
-            ("  with metrics, least (us/token)", min(cost.on_us)),
+            (f"{cost.streams} streams: added, median turn (us/token)", cost.added_us),
+            ("  added, least turn (us/token)", min(cost.more_us)),
+            ("  added, most (us/token)", max(cost.more_us)),
             ("  without metrics, median (us/token)", statistics.median(cost.off_us)),
             ("  with metrics, median (us/token)", statistics.median(cost.on_us)),
         ]

@@ -4,8 +4,8 @@ The server runs in this process, the client in another. A step yields its tokens
 enough for the loop to be idle in between: so every token is an event of its own, as it would be behind a
 model that is slower than the loop, and nothing is merged that would make the figure look better.
 
-What metrics add is found in turns: two servers in one process, one with metrics and one without, are read from one
-after the other, so that what disturbs the machine disturbs both.
+What metrics add is found within one server: they count every other step, and the processor time of the loop's thread
+is noted step by step, so that neighbours differ in nothing else. What they look at 20 times a second is left out.
 """
 
 from __future__ import annotations
@@ -79,17 +79,18 @@ class StreamingCost(NamedTuple):
 
 
 class MetricsCost(NamedTuple):
-    """What a streamed token costs the loop without metrics and with them, in the same turns."""
+    """What a streamed token costs the loop, scheduling included, without metrics and with them; turn by turn."""
 
     streams: int
     output_tokens: int
-    off_us: list[float]
+    off_us: list[float]  # median of a turn's steps
     on_us: list[float]
+    more_us: list[float]  # median of what a turn's steps with metrics took more than their neighbours without
 
     @property
     def added_us(self) -> float:
-        """Median of what a turn with metrics took more than the one beside it without."""
-        return statistics.median(on - off for on, off in zip(self.on_us, self.off_us, strict=True))
+        """The median turn's."""
+        return statistics.median(self.more_us)
 
     @property
     def within_budget(self) -> bool:
@@ -102,6 +103,7 @@ class ScriptedRunner:
     kernels_description = "none"
 
     def __init__(self, step_s: float) -> None:
+        """Every step takes as long."""
         self._step_s = step_s
         self._due_s = 0.0
 
@@ -133,6 +135,51 @@ class ScriptedRunner:
         """There is nothing to give back."""
 
 
+class AlternatingRunner(ScriptedRunner):
+    """Has every other step counted by metrics, and notes what the loop's thread uses until the next one is done."""
+
+    def __init__(self, step_s: float, streams: int) -> None:
+        super().__init__(step_s)
+        self._streams = streams
+        self._switch: Callable[[bool], None] = lambda on: None
+        self._num_steps = 0
+        self._began_s: float | None = None
+        self._on = True
+        self.off_us: list[float] = []  # of a token; steps of all streams alone count
+        self.on_us: list[float] = []
+
+    def switch_metrics_of(self, core: EngineCore) -> None:
+        """Before the first step."""
+        observers, actor = core._requests.observers, core.schedulers[0]
+        series = actor._series
+
+        def switch(on: bool) -> None:
+            core._requests.observers = observers if on else ()
+            actor._series = series if on else None
+
+        self._switch = switch
+
+    def turn(self) -> tuple[float, float, float]:
+        """Of the steps since the last turn: without metrics, with them, and what these took more; us for a token."""
+        off, on = self.off_us, self.on_us
+        more = [with_them - without for without, with_them in zip(off, on)]
+        self.off_us, self.on_us = [], []
+        if not more:
+            raise EngineFailure("No step had all streams.")
+        return statistics.median(off), statistics.median(on), statistics.median(more)
+
+    def _finish(self, future: asyncio.Future[StepOutput], batch: Batch) -> None:
+        whole = len(batch.sequences) == self._streams and not batch.stats.num_prompt_tokens
+        if whole and self._began_s is not None:
+            used_us = (thread_time() - self._began_s) / self._streams * 1e6
+            (self.on_us if self._on else self.off_us).append(used_us)
+        self._on = (False, True, True, False)[self._num_steps % 4]  # so that what drifts favours neither
+        self._num_steps += 1
+        self._switch(self._on)
+        super()._finish(future, batch)
+        self._began_s = thread_time() if whole else None
+
+
 def measure_streaming(*, streams: int, output_tokens: int, repetitions: int = 1) -> StreamingCost:
     """Stream `output_tokens` to each of `streams` chat clients at once; the cheapest of `repetitions` counts.
 
@@ -142,7 +189,7 @@ def measure_streaming(*, streams: int, output_tokens: int, repetitions: int = 1)
 
 
 def measure_metrics(*, streams: int, output_tokens: int, turns: int) -> MetricsCost:
-    """As `measure_streaming`, without metrics and with them, `turns` times each. Raises the same."""
+    """As `measure_streaming`, without metrics and with them, step by step, `turns` times. Raises the same."""
     return _in_loop(_compare, streams, output_tokens, turns)
 
 
@@ -164,19 +211,18 @@ def _in_loop(
 
 
 async def _compare(directory: Path, streams: int, output_tokens: int, turns: int) -> MetricsCost:
-    cores = [make_core(directory, streams, output_tokens, metrics=metrics) for metrics in (False, True)]
-    found: tuple[list[float], list[float]] = [], []
-    async with serving(cores[0]) as off, serving(cores[1]) as on:
-        servers = [(off, found[0]), (on, found[1])]
-        for url, _ in servers:
-            await _timed_read(directory, url, streams, BASE_TOKENS)  # not counted: everything is cold
+    runner = AlternatingRunner(_step_s(streams), streams)
+    core = make_core(directory, streams, output_tokens, runner=runner, metrics=True)
+    runner.switch_metrics_of(core)
+    found: list[tuple[float, float, float]] = []
+    async with serving(core) as url:
+        await _timed_read(directory, url, streams, BASE_TOKENS)  # not counted: everything is cold
         for _ in range(turns):
-            for url, costs in servers:
-                base_s, _ = await _timed_read(directory, url, streams, BASE_TOKENS)
-                cpu_s, _ = await _timed_read(directory, url, streams, output_tokens)
-                costs.append((cpu_s - base_s) / (streams * (output_tokens - BASE_TOKENS)) * 1e6)
-            servers.reverse()
-    return MetricsCost(streams, output_tokens, *found)
+            runner.off_us, runner.on_us = [], []
+            await _timed_read(directory, url, streams, output_tokens)
+            found.append(runner.turn())
+    off, on, more = map(list, zip(*found))
+    return MetricsCost(streams, output_tokens, off, on, more)
 
 
 async def _measure(directory: Path, streams: int, output_tokens: int, repetitions: int) -> StreamingCost:
@@ -213,8 +259,19 @@ async def _timed_read(
     return cpu_s, result
 
 
-def make_core(directory: Path, streams: int, output_tokens: int, *, metrics: bool = False) -> EngineCore:
-    """A core over a scripted runner, with the plan that a real engine would have, for `streams` sequences."""
+def _step_s(streams: int) -> float:
+    return max(streams * STEP_S_PER_STREAM, MIN_STEP_S)
+
+
+def make_core(
+    directory: Path,
+    streams: int,
+    output_tokens: int,
+    *,
+    runner: ScriptedRunner | None = None,
+    metrics: bool = False,
+) -> EngineCore:
+    """A core for `streams` sequences, with the plan of a real engine, over this or another scripted runner."""
     pages = streams * (-(-(PROMPT_TOKENS * 2 + output_tokens) // PAGE_SIZE) + 1)
     args = Args.of(
         model_path=str(directory),
@@ -231,7 +288,7 @@ def make_core(directory: Path, streams: int, output_tokens: int, *, metrics: boo
         vocab_size=facts.vocab_size,
         context_length=plan.model.context_length,
     )
-    runner = ScriptedRunner(max(streams * STEP_S_PER_STREAM, MIN_STEP_S))
+    runner = runner or ScriptedRunner(_step_s(streams))
     return EngineCore(plan, facts, Tokenizer.load(plan.tokenizer, facts), [Replica(plan, schedule, runner)])
 
 
