@@ -33,8 +33,8 @@ class Fields:
             raise self.wrong(name, f"an integer of at least {low}")
         return value
 
-    def number(self, name: str, *, above: float = 0.0) -> float:
-        return self._required(name, self.optional_number(name, above=above))
+    def number(self, name: str) -> float:
+        return self._required(name, self.optional_number(name))
 
     def optional_number(self, name: str, *, above: float = 0.0) -> float | None:
         value = self.values.get(name)

@@ -11,6 +11,8 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from runtime.config.option_spec import Json, OptionSpec
 from runtime.errors import ConfigurationError
 
+MAX_LISTED = 6  # flags in a refusal
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
@@ -134,5 +136,5 @@ def _suggestion(wanted: str, known: Iterable[str]) -> str:
     return f"; did you mean {best}?" if likeness(best) > 0.7 else "."
 
 
-def _listed(flags: list[str], most: int = 6) -> str:
-    return ", ".join(flags[:most]) + (", ..." if len(flags) > most else "")
+def _listed(flags: list[str]) -> str:
+    return ", ".join(flags[:MAX_LISTED]) + (", ..." if len(flags) > MAX_LISTED else "")

@@ -233,7 +233,7 @@ class WorkerProcess:
         with suppress(OSError):  # closed already
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    def reap(self, timeout_s: float = EXIT_TIMEOUT_S) -> None:
+    def reap(self) -> None:
         """Wait until the process is gone; kill it when that takes too long. Blocks, from any thread.
 
         Of a process on another machine nothing more is known than that its link closed.
@@ -241,7 +241,7 @@ class WorkerProcess:
         if self._process is None:
             return
         try:
-            self._process.wait(timeout_s)
+            self._process.wait(EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

@@ -33,7 +33,6 @@ class EncoderAttention(nn.Module):
         build: Build,
         *,
         bias: bool,
-        out_bias: bool | None = None,
         rope: Rope | None = None,
         reach: int | None = None,
         bias_by_distance: BiasByDistance | None = None,
@@ -46,7 +45,7 @@ class EncoderAttention(nn.Module):
         self.reach = reach
         self.bias_by_distance = bias_by_distance
         self.qkv = Linear(out.size, qkv, build, bias=bias)
-        self.out = Linear(out.size, [out], build, bias=bias if out_bias is None else out_bias)
+        self.out = Linear(out.size, [out], build, bias=bias)
 
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """x [T, E] -> [T, E]."""

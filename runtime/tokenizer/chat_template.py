@@ -73,10 +73,6 @@ class ChatTemplate:
         """Whether the text stands in a template."""
         return any(text in source for source in self._sources.values())
 
-    def accepts(self, *, tools: bool = False) -> Accepts:
-        """What kind of message content the template reads."""
-        return self._accepts[self._name(tools)]
-
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -80,9 +80,9 @@ class Meter:
 
 
 @contextmanager
-def metered(seconds: float = MAX_SECONDS, max_bytes: int = MAX_BYTES) -> Iterator[None]:
-    """Render within these limits."""
-    token = _METER.set(Meter(seconds, max_bytes))
+def metered(seconds: float = MAX_SECONDS) -> Iterator[None]:
+    """Render within this time, and within `MAX_BYTES`."""
+    token = _METER.set(Meter(seconds, MAX_BYTES))
     try:
         yield
     finally:

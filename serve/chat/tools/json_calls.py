@@ -29,23 +29,14 @@ class Keys(NamedTuple):
 _KEYS = Keys()
 
 
-def json_object(keys: Keys = _KEYS, *, only_offered: bool = False) -> CallReader:
-    """{"name": ..., "arguments": {...}}. With `only_offered` another name makes it no call."""
-
-    def read(context: CallContext) -> Reader[bool]:
-        return (yield from _read_object(context, keys, only_offered=only_offered))
-
-    return read
-
-
-def json_list(keys: Keys = _KEYS, *, only_offered: bool = False, or_object: bool = True) -> CallReader:
-    """[{"name": ..., "arguments": {...}}, ...]"""
+def json_list(keys: Keys = _KEYS, *, only_offered: bool = False) -> CallReader:
+    """[{"name": ..., "arguments": {...}}, ...], or one such object; with `only_offered` another name makes no call."""
 
     def read(context: CallContext) -> Reader[bool]:
         source = context.source
         yield from source.skip()
         if (yield from source.one_of(_LIST)) is None:
-            return or_object and (yield from _read_object(context, keys, only_offered=only_offered))
+            return (yield from _read_object(context, keys, only_offered=only_offered))
         if not (yield from _read_object(context, keys, only_offered=only_offered)):
             return False
         while True:
