@@ -148,6 +148,6 @@ def _instead(option: Option) -> str:
     if option.spec.instead:
         return f"; {option.spec.instead}"
     if option.spec.outcome is Outcome.PLANNED:
-        return ""
+        return "; leave it out"
     works = [shown(option, value) for value in option.spec.built or () if value is not None]
     return f"; use {' or '.join([', '.join(works[:-1]), works[-1]] if len(works) > 1 else works)}"

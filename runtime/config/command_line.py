@@ -34,6 +34,14 @@ def read(options: Options, words: Sequence[str], refusals: list[str]) -> dict[st
     return values
 
 
+def _stray(word: str) -> str:
+    if word == "serve":
+        return "unknown command 'serve': without one a server starts; leave it out."
+    if "/" in word:
+        return f"{word!r} stands alone: a model is given by --model-path {word}."
+    return f"unknown command {word!r}; options begin with two dashes."
+
+
 def _value(option: Option, negated: bool, words: list[str]) -> Any:
     if not negated:
         return from_words(option, words)
@@ -52,5 +60,5 @@ def _split(words: Sequence[str], refusals: list[str]) -> list[tuple[str, list[st
         elif cut:
             cut[-1][1].append(word)
         else:
-            refusals.append(f"unknown command {word!r}; options begin with two dashes.")
+            refusals.append(_stray(word))
     return cut

@@ -9,6 +9,7 @@ from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from runtime.config.option_spec import Json, OptionSpec
+from runtime.config.other_names import instead_of
 from runtime.errors import ConfigurationError
 
 MAX_LISTED = 6  # flags in a refusal
@@ -76,6 +77,8 @@ class Options:
         wanted = "--" + flag.lstrip("-").replace("_", "-")
         if wanted in self._by_flag:
             return self._by_flag[wanted]
+        if instead := instead_of(wanted):
+            raise ConfigurationError(f"{flag} is not an option{instead}.")
         longer = [known for known in self._by_flag if known.startswith(wanted) and wanted != "--"]
         meant = {self._by_flag[known][0].name: self._by_flag[known] for known in longer}
         if len(meant) == 1:

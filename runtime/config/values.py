@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from runtime.config.option_spec import Json
@@ -170,4 +171,7 @@ def _wrong(option: Option, value: Any) -> ConfigurationError:
     given = "that" if option.spec.secret else repr(value) if isinstance(value, str) else shown(option, value)
     if option.many and not isinstance(value, Sequence):
         given = str(value)
-    return ConfigurationError(f"{option.flag} must be {kind(option)}, not {given}.")
+    alike = {str(choice).replace("_", "-").lower(): choice for choice in option.spec.choices}
+    close = get_close_matches(str(value).replace("_", "-").lower(), alike, n=1, cutoff=0.75)
+    hint = f"; did you mean {alike[close[0]]}?" if close else "."
+    return ConfigurationError(f"{option.flag} must be {kind(option)}, not {given}{hint}")

@@ -223,7 +223,8 @@ def _context_length(builder: PlanBuilder, facts: ModelFacts, memory_bytes: int) 
         builder.refuse(
             "context_length",
             f"--context-length {asked} is longer than the {facts.context_length} tokens that the model was "
-            f"made for; use at most {facts.context_length}.",
+            f"made for; use at most {facts.context_length}, or say that it was made for more: "
+            f"--json-model-override-args '{{\"max_position_embeddings\": {asked}}}'.",
         )
     return Decision(min(asked, facts.context_length), "as asked")
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.config import Args, options
+from runtime.config.other_names import OTHER_NAMES
 from runtime.errors import ConfigurationError
 
 
@@ -98,3 +101,33 @@ def test_no_command_line_raises_anything_but_refusals(words: list[str]) -> None:
     with suppress(ConfigurationError):
         args = Args.parse(words)
     assert args is None or args.explicitly_set <= {option.name for option in options()}
+
+
+FLAGS = {flag for option in options() for flag in (*option.flags, option.negated_flag)}
+ANY_FLAG = re.compile(r"--[a-z-]+[a-z]")
+
+
+def test_options_of_other_servers_are_refused_with_what_to_use_here() -> None:
+    words = "serve org/model --max-model-len 8192 --enable-prefix-caching --reasoning-parser deepseek_r1"
+    command, model, length, prefixes, parser = refusals(*words.split())
+    assert command.endswith("leave it out.")
+    assert model.endswith("--model-path org/model.")
+    assert length.endswith("use --context-length.")
+    assert "leave it out: prefixes are cached" in prefixes
+    assert parser.endswith("did you mean deepseek-r1?")
+
+
+@pytest.mark.parametrize("flag", OTHER_NAMES)
+def test_what_is_said_about_options_of_other_servers_is_true(flag: str) -> None:
+    [said] = refusals(flag)
+    assert said.startswith(f"{flag} is not an option;")
+    assert set(ANY_FLAG.findall(said)) - {flag} <= FLAGS
+
+
+def test_the_migration_page_says_of_vllms_options_what_their_refusal_says() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "migration.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`--.*?) \| (.*?) \|$", page.partition("## Coming from vLLM")[2], re.MULTILINE)
+    assert len(rows) > 15
+    for theirs, ours in rows:
+        for flag in set(ANY_FLAG.findall(theirs)) - FLAGS:
+            assert OTHER_NAMES[flag].split()[0] in ours or "leave it out" in OTHER_NAMES[flag], flag

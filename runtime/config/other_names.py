@@ -1,0 +1,93 @@
+"""What the options of vLLM, llama.cpp and TGI are called here, for the message that refuses them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+# By the flag of others: the option to use here, or what to do instead.
+OTHER_NAMES: Mapping[str, str] = {
+    # vLLM
+    "--max-model-len": "--context-length",
+    "--gpu-memory-utilization": "--mem-fraction-static",
+    "--max-num-seqs": "--max-running-requests",
+    "--max-num-batched-tokens": "--chunked-prefill-size",
+    "--block-size": "--page-size",
+    "--no-enable-prefix-caching": "--disable-radix-cache",
+    "--enable-prefix-caching": "leave it out: prefixes are cached unless --disable-radix-cache is given",
+    "--enable-chunked-prefill": "leave it out: long prompts are always computed in chunks (--chunked-prefill-size)",
+    "--no-enable-chunked-prefill": "--chunked-prefill-size -1",
+    "--enforce-eager": "--disable-cuda-graph",
+    "--seed": "--random-seed",
+    "--tokenizer": "--tokenizer-path",
+    "--hf-overrides": "--json-model-override-args",
+    "--override-generation-config": "--preferred-sampling-params",
+    "--generation-config": "leave it out: the model's generation_config.json is read",
+    "--runner": "--is-embedding for pooling; encoders need nothing",
+    "--task": "--is-embedding for embed; encoders and classifiers need nothing",
+    "--convert": "--is-embedding for embed; encoders and classifiers need nothing",
+    "--enable-auto-tool-choice": "leave it out: tools are on where the format of calls is known (--tool-call-parser)",
+    "--enable-reasoning": "leave it out: --reasoning-parser is enough, and is guessed from the chat template",
+    "--guided-decoding-backend": "--grammar-backend",
+    "--structured-outputs-config": "--grammar-backend",
+    "--scheduling-policy": "--enable-priority-scheduling --schedule-low-priority-values-first for priority",
+    "--allowed-origins": "--cors-allow-origins",
+    "--uvicorn-log-level": "--log-level-http",
+    "--disable-uvicorn-access-log": "--log-level-http warning",
+    "--enable-log-requests": "--log-requests",
+    "--disable-log-requests": "leave it out: requests are logged with --log-requests only",
+    "--no-enable-log-requests": "leave it out: requests are logged with --log-requests only",
+    "--disable-log-stats": "--log-level warning; metrics are kept with --enable-metrics only",
+    "--enable-expert-parallel": "leave it out: experts are divided over --tp-size",
+    "--distributed-executor-backend": "leave it out: ranks are processes of this program",
+    "--swap-space": "leave it out: what does not fit is computed again later",
+    "--kv-cache-memory-bytes": "--max-total-tokens",
+    "--num-gpu-blocks-override": "--max-total-tokens",
+    "--max-logprobs": "leave it out: requests may ask for as many as the API allows",
+    "--lora-modules": "leave it out: adapters are not supported yet; merge them into the model",
+    "--speculative-config": "leave it out: speculation is not supported yet",
+    "--limit-mm-per-prompt": "leave it out: only text is read",
+    "--api-server-count": "--tokenizer-worker-num",
+    "--async-scheduling": "leave it out: steps overlap unless --disable-overlap-schedule is given",
+    "--compilation-config": "leave it out, or --enable-torch-compile",
+    "--num-scheduler-steps": "leave it out: steps overlap unless --disable-overlap-schedule is given",
+    "--max-seq-len-to-capture": "--cuda-graph-max-bs limits graphs by their rows",
+    "--disable-frontend-multiprocessing": "leave it out: there is one process",
+    "--chat-template-content-format": "leave it out: it is found in the chat template",
+    "--response-role": "leave it out: it is assistant",
+    "--ssl-ca-cert": "--ssl-ca-certs",
+    # llama.cpp
+    "--ctx-size": "--context-length",
+    "--n-gpu-layers": "leave it out: the whole model is on one device (--device)",
+    "--gpu-layers": "leave it out: the whole model is on one device (--device)",
+    "--threads": "--cpu-threads",
+    "--parallel": "--max-running-requests",
+    "--alias": "--served-model-name",
+    "--batch-size": "--chunked-prefill-size",
+    "--ubatch-size": "--chunked-prefill-size",
+    "--cache-type-k": "--kv-cache-dtype",
+    "--cache-type-v": "--kv-cache-dtype",
+    "--flash-attn": "leave it out: see --attention-backend",
+    "--jinja": "leave it out: chat templates are always rendered",
+    "--no-mmap": "--weight-loader-disable-mmap",
+    "--mlock": "leave it out: weights stay in memory",
+    "--embedding": "--is-embedding",
+    "--embeddings": "--is-embedding",
+    "--hf-repo": "--model-path",
+    "--metrics": "--enable-metrics",
+    # TGI
+    "--model-id": "--model-path",
+    "--num-shard": "--tp-size",
+    "--sharded": "--tp-size",
+    "--max-concurrent-requests": "--max-running-requests",
+    "--max-batch-prefill-tokens": "--chunked-prefill-size",
+    "--max-input-tokens": "--context-length, which holds prompt and output",
+    "--max-input-length": "--context-length, which holds prompt and output",
+    "--quantize": "--quantization",
+    "--hostname": "--host",
+}
+
+
+def instead_of(flag: str) -> str:
+    """What to do instead of another server's flag, as the end of a sentence; empty where it is not known."""
+    said = OTHER_NAMES.get(flag, "")
+    return f"; use {said}" if said.startswith("--") else f"; {said}" if said else ""
