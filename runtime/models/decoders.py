@@ -397,7 +397,7 @@ ARCHITECTURES: Mapping[str, Entry] = {
         renamed={"num_local_experts": "num_experts"},
     ),
     "PhiForCausalLM": Entry(
-        "phi",
+        "phi:phi",
         {
             "hidden_act": "gelu_new",
             "max_position_embeddings": 2048,
@@ -407,7 +407,7 @@ ARCHITECTURES: Mapping[str, Entry] = {
         renamed=_LAYER_NORM,
     ),
     "Phi3ForCausalLM": Entry(
-        "phi3",
+        "phi:phi3",
         {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
     ),
     "Qwen2ForCausalLM": Entry("qwen2:qwen2", _QWEN),

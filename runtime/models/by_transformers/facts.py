@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,10 +23,10 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     MODEL_MAPPING_NAMES,
 )
+from transformers.utils import logging as transformers_log
 
 from runtime.errors import CheckpointError
 from runtime.models.by_transformers import attention
-from runtime.models.by_transformers.quiet import quiet
 from runtime.models.registry import unsupported
 
 KNOWN_OPTIONS = frozenset({"scaling", "sliding_window", "softcap", "s_aux"})
@@ -331,3 +331,20 @@ def _refusal(name: str, what: str) -> CheckpointError:
     return CheckpointError(
         f"{name} has no family here and cannot be served by transformers' code: it has {what}."
     )
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """transformers without its progress bars and warnings, for the time of a load.
+
+    What is printed elsewhere meanwhile is as quiet; afterwards all is as it was.
+    """
+    bars, level = transformers_log.is_progress_bar_enabled(), transformers_log.get_verbosity()
+    transformers_log.disable_progress_bar()
+    transformers_log.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_log.set_verbosity(level)
+        if bars:
+            transformers_log.enable_progress_bar()

@@ -19,8 +19,7 @@ from runtime.layers.forward_batch import ForwardBatch, KVSpec, LayerSpec
 from runtime.layers.pooler import Pooler
 from runtime.layers.sharding import Stage
 from runtime.models.by_transformers import attention
-from runtime.models.by_transformers.facts import auto_of, class_of, config_of, forget_padding, numbers
-from runtime.models.by_transformers.quiet import quiet
+from runtime.models.by_transformers.facts import auto_of, class_of, config_of, forget_padding, numbers, quiet
 from runtime.models.checkpoint import find_weights
 from runtime.models.decoder import Decoder
 from runtime.models.fill import check_dtypes
