@@ -10,6 +10,7 @@
 namespace penstock {
 
 constexpr int64_t KEY_BLOCK = 256;  // part of the arithmetic: where the sums of a row are cut
+constexpr int WEIGHED_AT_ONCE = 4;  // vectors of scores
 constexpr float NO_SCORE = -1e30f;  // the largest of no scores; finite, so that differences are numbers
 constexpr float LOG2_E = 1.44269504088896341f;
 
@@ -157,7 +158,8 @@ inline float top_score(float* scores, const Scoring& scoring, int64_t low, int64
     return largest(largest_of) * (CAPPED ? 1.0f : scoring.factor);
 }
 
-template <bool CAPPED, class Weight>
+// SHORT: each weight is off by 1e-4 of itself at most, as it is rounded to bfloat16.
+template <bool CAPPED, bool SHORT = false, class Weight>
 inline float weigh_below(float top, const float* scores, const Scoring& scoring, int64_t low, int64_t high, int64_t first,
                          int64_t last, Weight* weights) {
     const int64_t begin = low < high ? low / LANES * LANES : last, end = low < high ? high : last;
@@ -165,11 +167,18 @@ inline float weigh_below(float top, const float* scores, const Scoring& scoring,
     Floats total{};
     for (int64_t i = first; i < begin; i += LANES) store(weights + i, Floats{});
     int64_t i = begin;
-    for (; i < end; i += LANES) {
-        const Floats weight = power_of_two(load(scores + i) * factor - top);
-        total += weight;
-        store(weights + i, weight);
-    }
+    const auto weigh_some = [&]<int N>(std::integral_constant<int, N>) {
+        for (; i + (N - 1) * LANES < end; i += N * LANES) {
+            Floats some[N];
+#pragma GCC unroll 16
+            for (int n = 0; n < N; n++) some[n] = load(scores + i + n * LANES) * factor - top;
+            powers_of_two<SHORT>(some);
+#pragma GCC unroll 16
+            for (int n = 0; n < N; n++) total += some[n], store(weights + i + n * LANES, some[n]);
+        }
+    };
+    weigh_some(std::integral_constant<int, WEIGHED_AT_ONCE>());
+    weigh_some(std::integral_constant<int, 1>());
     for (; i < last; i += LANES) store(weights + i, Floats{});
     return sum(total);
 }

@@ -129,12 +129,13 @@ private:
         const auto high_of = [&](int64_t r) {
             return std::clamp<int64_t>(end_seen(first_ + row + r) - base, 0, KEY_BLOCK);
         };
+        constexpr bool SHORT = sizeof(T) == sizeof(BFloat16);
         float* const scored = workspace_.scores;
         for (int64_t r = 0; r < rows; r++)
             part.masses[r].largest = top_score<false>(scored + r * KEY_BLOCK, scoring_, low_of(r), high_of(r));
         for (int64_t r = 0; r < rows; r++) {
             Weight* const weights = reinterpret_cast<Weight*>(workspace_.weights + r * weight_words);
-            part.masses[r].total = weigh_below<false>(part.masses[r].largest, scored + r * KEY_BLOCK, scoring_, low_of(r),
+            part.masses[r].total = weigh_below<false, SHORT>(part.masses[r].largest, scored + r * KEY_BLOCK, scoring_, low_of(r),
                                                       high_of(r), first, last, weights);
         }
         const Factors values{workspace_.weights + first / PER_WORD<T>, weight_words,

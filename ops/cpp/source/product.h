@@ -115,16 +115,30 @@ inline void multiply_wide_rows(const ProductOperands& o, int64_t row, int64_t he
     }
 }
 
-// With an activation behind them. Chosen once for all results, and in one piece for each activation.
-template <class T, class Out, Activation KIND>
-void store_activated(const Floats (&sums)[2], const ProductOperands& o, Out* out, int64_t column) {
+constexpr int ACTIVATED_ROWS = 4;  // at once
+
+// The results of rows row .. row + height - 1 and a panel, whose sums are `apart` pairs apart, with an activation behind
+// them. Full panels some rows at once: as one result waits for each of its own steps, and all need the same constants.
+template <class T, class Out, Activation KIND, int ROWS = ACTIVATED_ROWS>
+void store_activated(const Floats (*sums)[2], int64_t apart, int64_t height, const ProductOperands& o, int64_t row,
+                     int64_t column) {
+    constexpr bool SHORT = sizeof(Out) == sizeof(BFloat16);
     const T* bias = static_cast<const T*>(o.bias);
-    for (int half = 0; half < 2; half++, column += LANES) {
-        const int64_t count = std::min<int64_t>(LANES, o.out_size - column);
-        if (count <= 0) return;
-        const Floats x = bias ? sums[half] + load(bias + column, count) : sums[half];
-        store(out + column, activate<KIND>(rounded(out, x)), count);
+    Out* out = static_cast<Out*>(o.out) + row * o.out_size + column;
+    const int64_t counts[] = {std::min<int64_t>(LANES, o.out_size - column),
+                              std::clamp<int64_t>(o.out_size - column - LANES, 0, LANES)};
+    Floats added[2]{};
+    for (int half = 0; bias && half < 2; half++) added[half] = load(bias + column + half * LANES, counts[half]);
+    for (; height >= ROWS; height -= ROWS, sums += ROWS * apart, out += ROWS * o.out_size, row += ROWS) {
+        Floats x[2 * ROWS];
+#pragma GCC unroll 16
+        for (int i = 0; i < 2 * ROWS; i++) x[i] = rounded(out, sums[i / 2 * apart][i % 2] + added[i % 2]);
+        activate_all<KIND, SHORT>(x);
+#pragma GCC unroll 16
+        for (int i = 0; i < 2 * ROWS; i++) store(out + i / 2 * o.out_size + i % 2 * LANES, x[i], counts[i % 2]);
     }
+    if constexpr (ROWS > 1)
+        if (height > 0) store_activated<T, Out, KIND, 1>(sums, apart, height, o, row, column);
 }
 
 template <class T, class Out>
@@ -260,13 +274,22 @@ inline void multiply_in_unit(const ProductOperands& o, const Share& share, const
     });
 }
 
+// Calls put(row, panel, sums) for each row of a tile, whose sums are `apart` pairs apart, or puts all of them at once.
+template <class Put>
+inline void put_tile(const Put& put, int64_t row, int64_t height, int64_t panel, const Floats (*sums)[2], int64_t apart) {
+    if constexpr (requires { put.tile(row, height, panel, sums, apart); })
+        put.tile(row, height, panel, sums, apart);
+    else
+        for (int64_t r = 0; r < height; r++) put(row + r, panel, sums[r * apart]);
+}
+
 // Calls put(row, panel, sums) for rows first .. end - 1 and a panel.
 template <class T, class Put>
 inline void multiply_panel(const ProductOperands& o, int64_t first, int64_t end, int64_t panel, const Put& put) {
     in_tiles<MAX_TILE_ROWS>(first, end, [&](int64_t row, int64_t height) {
         Floats sums[MAX_TILE_ROWS][2];
         multiply_rows<T>(o, row, height, row > first && row + height == end, panel, sums);
-        for (int64_t r = 0; r < height; r++) put(row + r, panel, sums[r]);
+        put_tile(put, row, height, panel, sums, 1);
     });
 }
 
@@ -288,7 +311,7 @@ inline void multiply_wide(const ProductOperands& o, ThreadGroup& threads, int64_
         in_tiles<WIDE_TILE_ROWS>(first, end, [&](int64_t row, int64_t height) {
             Floats sums[WIDE_TILE_ROWS][2][2];
             multiply_wide_rows(o, row, height, panel, sums);
-            for (int64_t r = 0; r < height; r++) put(row + r, panel, sums[r][0]), put(row + r, panel + 1, sums[r][1]);
+            for (int side = 0; side < 2; side++) put_tile(put, row, height, panel + side, &sums[0][side], 2);
         });
     });
 }
@@ -307,17 +330,26 @@ inline void multiply(const ProductOperands& o, ThreadGroup& threads, int64_t row
     multiply_over<T>(o, [&](const auto& work) { share_panels(threads, rows, o.out_size, work); }, put);
 }
 
+// Puts sums away through an activation, chosen once for all of them.
+struct Activated {
+    const ProductOperands& o;
+    void (*store)(const Floats (*sums)[2], int64_t apart, int64_t height, const ProductOperands& o, int64_t row,
+                  int64_t column);
+
+    void operator()(int64_t row, int64_t panel, const Floats (&sums)[2]) const { store(&sums, 1, 1, o, row, panel * PANEL); }
+
+    void tile(int64_t row, int64_t height, int64_t panel, const Floats (*sums)[2], int64_t apart) const {
+        store(sums, apart, height, o, row, panel * PANEL);
+    }
+};
+
 template <class T, class Out>
 void product(const void* operands, const Step& step, ThreadGroup& threads) {
     const auto& o = *static_cast<const ProductOperands*>(operands);
     const int64_t rows = rows_of(o, step);
+    if (o.activation)
+        return multiply<T>(o, threads, rows, Activated{o, store_activated_by<T, Out>(Activation(o.activation - 1))});
     Out* const out = static_cast<Out*>(o.out);
-    if (o.activation) {
-        const auto store = store_activated_by<T, Out>(Activation(o.activation - 1));
-        return multiply<T>(o, threads, rows, [&](int64_t row, int64_t panel, const Floats (&sums)[2]) {
-            store(sums, o, out + row * o.out_size, panel * PANEL);
-        });
-    }
     multiply<T>(o, threads, rows, [&](int64_t row, int64_t panel, const Floats (&sums)[2]) {
         store_sums<T, Out>(sums, static_cast<const T*>(o.bias), out + row * o.out_size, panel * PANEL, o.out_size);
     });

@@ -237,31 +237,66 @@ inline Floats exponential(Floats x) {
     return cast<Floats>(cast<Ints>(p) + (cast<Ints>(shifted) << 23));
 }
 
-// 2 to the r for r from -0.5 to 0.5.
-inline Floats near_power(Floats r) {
-    Floats p = fill(1.326472731e-03f);
-    p = p * r + 9.671512991e-03f;
-    p = p * r + 5.550733581e-02f;
-    p = p * r + 2.402224243e-01f;
-    p = p * r + 6.931470037e-01f;
-    return p * r + 1.0f;
+// p[i] = terms[0] * x[i]^n + .. + terms[n]. Some numbers side by side: one alone waits for each of its own steps.
+template <int N, int TERMS>
+inline void polynomials(const float (&terms)[TERMS], const Floats (&x)[N], Floats (&p)[N]) {
+#pragma GCC unroll 16
+    for (int i = 0; i < N; i++) p[i] = fill(terms[0]);
+#pragma GCC unroll 16
+    for (int term = 1; term < TERMS; term++)
+#pragma GCC unroll 16
+        for (int i = 0; i < N; i++) p[i] = p[i] * x[i] + terms[term];
 }
 
-// 2 to the x for x <= 0, relative error 1e-7, exact at 0; 0 below -126, as for minus infinity. A NaN stays one.
-inline Floats power_of_two(Floats x) {
+// 2 to the r for r from -0.5 to 0.5. SHORT: with a relative error of 1e-4.
+template <bool SHORT, int N>
+inline void near_powers(const Floats (&r)[N], Floats (&p)[N]) {
+    static constexpr float FULL[] = {1.326472731e-03f, 9.671512991e-03f, 5.550733581e-02f,
+                                     2.402224243e-01f, 6.931470037e-01f, 1.0f};
+    static constexpr float FEW[] = {5.500849090e-02f, 2.422112488e-01f, 6.932830059e-01f, 1.0f};
+    if constexpr (SHORT)
+        polynomials(FEW, r, p);
+    else
+        polynomials(FULL, r, p);
+}
+
+// 2 to each x <= 0, relative error 1e-7 (SHORT: 1e-4), exact at 0; 0 below -126, as for minus infinity. A NaN stays one.
+template <bool SHORT, int N>
+inline void powers_of_two(Floats (&x)[N]) {
+    Floats r[N], p[N];
 #if defined(__AVX512F__)
-    const __m512 given = cast<__m512>(x);
-    const __mmask16 seen = _mm512_cmp_ps_mask(given, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
-    const __m512 n = _mm512_roundscale_ps(given, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    return cast<Floats>(_mm512_maskz_scalef_ps(seen, cast<__m512>(near_power(x - cast<Floats>(n))), n));
+    __m512 n[N];
+    __mmask16 seen[N];
+#pragma GCC unroll 16
+    for (int i = 0; i < N; i++) {
+        const __m512 given = cast<__m512>(x[i]);
+        seen[i] = _mm512_cmp_ps_mask(given, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
+        n[i] = _mm512_roundscale_ps(given, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+        r[i] = x[i] - cast<Floats>(n[i]);
+    }
+    near_powers<SHORT>(r, p);
+#pragma GCC unroll 16
+    for (int i = 0; i < N; i++) x[i] = cast<Floats>(_mm512_maskz_scalef_ps(seen[i], cast<__m512>(p[i]), n[i]));
 #else
     const Floats low = fill(-126.0f);
-    const Floats held = where_less(x, low, low, x);
-    const Floats shifted = held + 12582912.0f;  // 1.5 * 2^23: the integer part is in the lowest bits
-    const Floats r = held - (shifted - 12582912.0f);
-    const Floats result = cast<Floats>(cast<Ints>(near_power(r)) + (cast<Ints>(shifted) << 23));
-    return where_less(x, low, Floats{}, result);
+    Floats shifted[N];
+    for (int i = 0; i < N; i++) {
+        const Floats held = where_less(x[i], low, low, x[i]);
+        shifted[i] = held + 12582912.0f;  // 1.5 * 2^23: the integer part is in the lowest bits
+        r[i] = held - (shifted[i] - 12582912.0f);
+    }
+    near_powers<SHORT>(r, p);
+    for (int i = 0; i < N; i++) {
+        const Floats result = cast<Floats>(cast<Ints>(p[i]) + (cast<Ints>(shifted[i]) << 23));
+        x[i] = where_less(x[i], low, Floats{}, result);
+    }
 #endif
+}
+
+inline Floats power_of_two(Floats x) {
+    Floats alone[] = {x};
+    powers_of_two<false>(alone);
+    return alone[0];
 }
 
 inline float power_of_two(float x) { return power_of_two(fill(x))[0]; }

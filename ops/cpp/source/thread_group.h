@@ -58,12 +58,13 @@ public:
     // of them, so that it finds in its cache what it wrote there; then it takes from others. Once between two barriers.
     template <class Work>
     void share(int64_t count, const Work& work) {
-        const int64_t portion = std::clamp<int64_t>(count / (8 * size), 1, PORTION);
         for (int turn = 0; turn < size; turn++) {
             const int owner = (rank + turn) % size;
             const int64_t begin = (count * owner + size - 1) / size, end = (count * (owner + 1) + size - 1) / size;
             std::atomic<int64_t>& taken = state_.taken[owner].count[round_ & 1];
             while (true) {
+                const int64_t left = end - begin - taken.load(std::memory_order_relaxed);
+                const int64_t portion = std::clamp<int64_t>(left / 8, 1, PORTION);  // few at the end: others wait for it
                 const int64_t first = begin + taken.fetch_add(portion, std::memory_order_relaxed);
                 if (first >= end) break;
                 for (int64_t i = first; i < std::min(first + portion, end); i++) work(i);
