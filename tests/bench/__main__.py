@@ -28,6 +28,10 @@ COMMANDS = {
     "gpu-contact": ("bench.contact.command", "prove everything that concerns a GPU within a budget of time"),
     "cpu": ("bench.cpu.command", "ours and its peers on this machine's CPU, in turns"),
     "cpu-peers": ("bench.cpu.engines", "install the peers that `cpu` compares with"),
+    "embeddings": (
+        "bench.embeddings",
+        "vectors of texts by ours, sentence-transformers and OpenVINO, in turns",
+    ),
     "structure": ("bench.structure", "files, lines, types and imports of a checkout"),
     "checkpoint": ("bench.checkpoints", "write a random checkpoint of a known shape"),
 }
