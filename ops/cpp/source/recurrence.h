@@ -113,15 +113,16 @@ public:
 
     template <class P>
     void go(const Span& span) {
-        const int64_t size = o_.key_dim * o_.value_dim, offset = head_ * size + first_;
+        const int64_t size = o_.key_dim * o_.value_dim, offset = head_ * size + first_, line = o_.value_dim;
         const P* from = static_cast<const P*>(o_.pool) + span.read * o_.heads * size + offset;
         P* to = static_cast<P*>(o_.pool) + span.write * o_.heads * size + offset;
-        for (int64_t d = 0; d < o_.key_dim; d++)
-            for (int w = 0; w < VECTORS; w++) state_[d][w] = load(from + d * o_.value_dim + w * LANES, count_[w]);
+        const auto before = [&](int64_t d, int w) { return load(from + d * line + w * LANES, count_[w]); };
+        const auto behind = [&](int64_t d, int w, Floats x) { store(to + d * line + w * LANES, x, count_[w]); };
+        if (span.count == 1 && !o_.b) return scan(span.start, before, behind);  // reads and writes the pool once
+        each([&](int64_t d, int w) { state_[d][w] = before(d, w); });
         for (int64_t token = span.start; token < span.start + span.count; token++)
-            o_.b ? update(token) : scan(token);
-        for (int64_t d = 0; d < o_.key_dim; d++)
-            for (int w = 0; w < VECTORS; w++) store(to + d * o_.value_dim + w * LANES, state_[d][w], count_[w]);
+            o_.b ? update(token) : scan(token, held(), hold());
+        each([&](int64_t d, int w) { behind(d, w, state_[d][w]); });
     }
 
 private:
@@ -130,6 +131,22 @@ private:
     int64_t count_[VECTORS];  // columns in each vector
     Floats state_[MAX_KEY_DIM][VECTORS];
     alignas(64) float key_[MAX_KEY_DIM], query_[MAX_KEY_DIM];
+
+    auto held() const {
+        return [this](int64_t d, int w) { return state_[d][w]; };
+    }
+
+    auto hold() {
+        return [this](int64_t d, int w, Floats x) { state_[d][w] = x; };
+    }
+
+    template <class Work>
+    void each(const Work& work) const {
+        const int64_t key_dim = o_.key_dim;
+        for (int64_t d = 0; d < key_dim; d++)
+#pragma GCC unroll 4
+            for (int w = 0; w < VECTORS; w++) work(d, w);
+    }
 
     float number(const void* of, int64_t stride, int64_t token) const {
         return widen(static_cast<const T*>(of)[token * stride + head_]);
@@ -161,20 +178,22 @@ private:
         const float decay = std::exp(-std::exp(o_.rate[head_]) * time);
         const float beta = 1 / (1 + std::exp(-number(o_.b, o_.b_stride, token)));
         Floats known[VECTORS] = {}, written[VECTORS];
-        for (int64_t d = 0; d < o_.key_dim; d++)
-            for (int w = 0; w < VECTORS; w++) known[w] += state_[d][w] * key_[d];
+        each([&](int64_t d, int w) { known[w] += state_[d][w] * key_[d]; });
         for (int w = 0; w < VECTORS; w++) written[w] = (value(token, w) - known[w] * decay) * beta;
-        put(token, write(decay, written), Floats{});
+        put(token, write(decay, written, held(), hold()), Floats{});
     }
 
-    void scan(int64_t token) {
+    // The state is what `before` gives, and goes where `behind` puts it.
+    template <class Before, class Behind>
+    void scan(int64_t token, const Before& before, const Behind& behind) {
         read(o_.q, o_.q_stride, token, 0, query_);
         read(o_.k, o_.k_stride, token, 0, key_);
         const float given = softplus(number(o_.a, o_.a_stride, token) + o_.shift[head_]);
         const float time = std::min(std::max(given, o_.low), o_.high);
         Floats written[VECTORS];
         for (int w = 0; w < VECTORS; w++) written[w] = value(token, w) * time;
-        put(token, write(std::exp(-std::exp(o_.rate[head_]) * time), written), fill(o_.skip[head_]));
+        const float decay = std::exp(-std::exp(o_.rate[head_]) * time);
+        put(token, write(decay, written, before, behind), fill(o_.skip[head_]));
     }
 
     struct Read {
@@ -182,13 +201,14 @@ private:
     };
 
     // Fades the state, adds what the key writes, and gives what the query reads.
-    Read write(float decay, const Floats (&written)[VECTORS]) {
+    template <class Before, class Behind>
+    Read write(float decay, const Floats (&written)[VECTORS], const Before& before, const Behind& behind) {
         Read read{};
-        for (int64_t d = 0; d < o_.key_dim; d++)
-            for (int w = 0; w < VECTORS; w++) {
-                state_[d][w] = state_[d][w] * decay + written[w] * key_[d];
-                read.of[w] += state_[d][w] * query_[d];
-            }
+        each([&](int64_t d, int w) {
+            const Floats state = before(d, w) * decay + written[w] * key_[d];
+            behind(d, w, state);
+            read.of[w] += state * query_[d];
+        });
         return read;
     }
 
