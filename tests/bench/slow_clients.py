@@ -15,10 +15,12 @@ import re
 import socket
 import statistics
 import sys
+import threading
 import time
 from argparse import ArgumentParser
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import httpx
@@ -27,6 +29,13 @@ import orjson
 from bench import PROGRAM
 from bench.raw_http import ask, request, status_of
 from bench.soak import OPTIONS, quantile
+from fake_core import FakeCore
+from runtime.errors import RequestError
+from serve.decode import decode
+from serve.endpoint import parse_object
+from serve.native.generate import _read
+from serve.openai.schema import ChatBody
+from serve.server import SWITCH_S
 from server_process import serving
 
 HEALTHY = 4
@@ -37,6 +46,7 @@ READ_BYTES = 512
 PROBE_S = 0.05  # as the server's own probe
 SETTLE_S = 300.0
 LARGE_BYTES, MAX_BODY_BYTES = 10_000_000, 12_000_000
+HOLD_TURNS = 5
 MAX_LONGER, MAX_P99_S, MAX_LAG_S = 0.1, 0.005, 0.05
 _BUCKET = re.compile(r'^penstock:event_loop_lag_seconds_bucket\{.*le="([^"]+)".*\} (\S+)$', re.MULTILINE)
 _SPAWN = multiprocessing.get_context("spawn")
@@ -49,8 +59,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--seconds", type=float, default=20.0, help="of each part (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="of R10, in turns (default %(default)s)")
-    parser.add_argument("--only", choices=("R10", "R11"), help="one of the two parts (default: both)")
+    parser.add_argument(
+        "--only", choices=("R10", "R11", "holds"), help="one part; of R11 without a server (default: all)"
+    )
     asked = parser.parse_args(argv)
+    if asked.only != "R10":
+        say_holds()
+    if asked.only == "holds":
+        return 0
     options = [
         f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items() if name != "log_level"
     ]
@@ -89,6 +105,56 @@ def notice_slow_clients(port: int, elsewhere: int, count: int, seconds: float, r
         flush=True,
     )
     return after > (1 + MAX_LONGER) * other
+
+
+def say_holds() -> None:
+    """How long reading a large body keeps Python's lock from other threads: of R11 what other work on the machine and
+    processors that are few do not change. The least of some turns, in processor time of the thread that reads.
+    """
+    core: Any = FakeCore(None)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_S)
+    try:
+        for name, make in BODIES.items():
+            head, raw = make().split(b"\r\n\r\n", 1)
+            read = partial(_read_chat if b" /v1/chat" in head else _read, core, raw)
+            longest_s, whole_s = min(held(read) for _ in range(HOLD_TURNS))
+            print(
+                f"R11 reading {name} keeps Python's lock for at most {longest_s * 1e3:.1f} ms at a time, of "
+                f"{whole_s * 1e3:.0f} ms of processor time",
+                flush=True,
+            )
+    finally:
+        sys.setswitchinterval(before)
+
+
+def _read_chat(core: Any, raw: bytes) -> ChatBody:
+    return decode(ChatBody, parse_object(raw))
+
+
+def held(work: Callable[[], object]) -> tuple[float, float]:
+    """Processor time of a thread that does this: the most between two times that this thread had the lock, and all."""
+    may_begin, done = threading.Event(), threading.Event()
+
+    def run() -> None:
+        may_begin.wait()
+        with suppress(RequestError):
+            work()
+        done.set()
+        time.sleep(PROBE_S)  # so that its clock is still there
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    clock = time.pthread_getcpuclockid(thread.ident or 0)
+    began_s = last_s = time.clock_gettime(clock)
+    longest_s = 0.0
+    may_begin.set()
+    while not done.is_set():
+        now_s = time.clock_gettime(clock)
+        longest_s, last_s = max(longest_s, now_s - last_s), now_s
+        time.sleep(0)
+    thread.join()
+    return longest_s, last_s - began_s
 
 
 def notice_large_requests(port: int, seconds: float) -> bool:
@@ -295,6 +361,11 @@ def many_messages() -> bytes:
     return request("POST", "/v1/chat/completions", orjson.dumps({"messages": messages, "max_tokens": 1}))
 
 
+def one_text() -> bytes:
+    """10 MB of a prompt."""
+    return request("POST", "/generate", orjson.dumps({"text": "word " * (LARGE_BYTES // 5)}))
+
+
 def deep_fields() -> bytes:
     """10 MB of small objects, of which the route knows none."""
     body = {
@@ -316,12 +387,16 @@ def large_schema() -> bytes:
     return request("POST", "/generate", orjson.dumps({"text": "Hi", "sampling_params": sampling}))
 
 
-LARGE: Mapping[str, Callable[[], bytes] | None] = {
-    "nothing else": None,
-    "1 M-character prompts": long_prompt,
+BODIES: Mapping[str, Callable[[], bytes]] = {
     "10 MB of token ids": many_ids,
     "10 MB of messages": many_messages,
     "10 MB of objects": deep_fields,
+    "a text of 10 MB": one_text,
+}
+LARGE: Mapping[str, Callable[[], bytes] | None] = {
+    "nothing else": None,
+    "1 M-character prompts": long_prompt,
+    **BODIES,
     "64 KiB schemas": large_schema,
 }
 
