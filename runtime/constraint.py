@@ -176,27 +176,31 @@ class Constraint(Protocol):
 
 
 class SequenceConstraint:
-    """The constraint of one sequence: the host data of its next tokens, by the output length that they follow.
+    """The constraint of one sequence, and the host data of its next tokens.
 
     Belongs to the scheduler. Host data may be handed out before the tokens that it depends on are known.
     """
 
-    __slots__ = ("_asked", "_choice", "_constraint", "_num_told", "next")
+    __slots__ = ("_choice", "_constraint", "_later", "_num_told", "next")
 
     def __init__(self, constraint: Constraint, choice: int) -> None:
         self._constraint = constraint
         self._choice = choice
-        self._asked: dict[int, HostData] = {}
         self._num_told = -1  # length of the output for which the constraint was asked last
         self.next = HostData()  # of the token behind that output
+        self._later: dict[
+            int, HostData
+        ] = {}  # of tokens behind longer outputs, of which not all tokens are known
 
     def data_after(self, num_output: int, ids: list[int], num_prompt: int) -> HostData:
         """For the token behind `num_output` others; `ids` are the prompt and those that are known."""
-        data = self._asked.get(num_output)
-        if data is None:
-            data = self._asked[num_output] = HostData()
-        if num_output != self._num_told and num_prompt + num_output == len(ids):
+        if num_prompt + num_output == len(ids):
             self.advance(ids, num_prompt)
+        if num_output == self._num_told:
+            return self.next
+        data = self._later.get(num_output)
+        if data is None:
+            data = self._later[num_output] = HostData()
         return data
 
     def forced_after(self, num_output: int) -> tuple[int, ...]:
@@ -208,13 +212,12 @@ class SequenceConstraint:
         num_output, num_before = len(ids) - num_prompt, max(self._num_told, 0)
         if self._num_told == num_output:
             return
-        forced, self._num_told = self.forced_after(num_output), num_output
-        for length in [length for length in self._asked if length < num_output]:
-            del self._asked[length]
-        data = self._asked.get(num_output)
-        if data is None:
-            data = self._asked[num_output] = HostData()
-        data.forced, self.next = forced, data
+        data = self._later.pop(num_output, None) or HostData()
+        if self._later:  # forced tokens were appended
+            self._later = {length: each for length, each in self._later.items() if length > num_output}
+        if self.next.forced:
+            data.forced = self.forced_after(num_output)
+        self._num_told, self.next = num_output, data
         try:
             output = Output(ids, num_prompt, num_before, num_output)
             self._constraint.host_data_after(self._choice, output, data)
@@ -224,7 +227,7 @@ class SequenceConstraint:
 
     def release(self) -> None:
         """The sequence ended, and its tokens of steps in flight will be dropped: let these steps not wait."""
-        for data in self._asked.values():
+        for data in (self.next, *self._later.values()):
             data.give()
 
 

@@ -24,7 +24,7 @@ class Matcher(Protocol):
         """Why it can go no further: a limit was reached, or a token was not allowed; empty where it can."""
         ...
 
-    def consume(self, token_ids: Sequence[int]) -> bool:
+    def consume(self, token_ids: list[int]) -> bool:
         """Go on by these tokens; False where the grammar does not allow them, and then for good."""
         ...
 

@@ -11,8 +11,9 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from runtime.constraint import HostData, Output, allowing_only, only_tokens, places_of, rows_that_allow
+from runtime.constraint import HostData, Output, only_tokens, places_of, rows_that_allow
 from runtime.grammar.backend import Backend
 from runtime.grammar.position import Position
 
@@ -85,7 +86,7 @@ class MaskThread:
             if not position.advance(ask.output):
                 ask.data.give(position.free_mask(self._num_words))
             elif position.forced:
-                self._give_forced(ask, position.forced)
+                ask.data.give(position.forced_masks[0], tuple(position.forced))
             elif position.kept is not None:
                 ask.data.give(position.kept)
             else:
@@ -118,26 +119,14 @@ class MaskThread:
         for row, (ask, mask) in enumerate(zip(asks, masks, strict=True)):
             position = ask.position
             if row in only and len(position.forced) < self._max_forced and not position.ends_by(only[row]):
-                if self._force(ask, only[row]):
+                if _force(ask, only[row], mask):
                     further.append(ask)
             elif position.forced:
                 position.kept = mask
-                self._give_forced(ask, position.forced)
+                ask.data.give(position.forced_masks[0], tuple(position.forced))
             else:
                 ask.data.give(mask)
         return further
-
-    def _force(self, ask: Ask, token_id: int) -> bool:
-        """False, and answered, where the grammar ends there by a limit: that is an error behind these tokens."""
-        known = (*ask.position.forced, token_id)
-        with suppress(Exception):  # as in `_advance`; the same happens again when the output has come there
-            if ask.position.force(token_id):
-                return True
-        self._give_forced(ask, known)
-        return False
-
-    def _give_forced(self, ask: Ask, ids: Sequence[int]) -> None:
-        ask.data.give(allowing_only(ids[:1], self._num_words), tuple(ids))
 
 
 class _Lane:
@@ -169,6 +158,16 @@ class _Lane:
                 ask.position.num_answered += 1
             if len(taken) < len(asks):
                 return
+
+
+def _force(ask: Ask, token_id: int, mask: NDArray[np.int32]) -> bool:
+    """False, and answered, where the grammar ends there by a limit: that is an error behind these tokens."""
+    position = ask.position
+    with suppress(Exception):  # as in `_advance`; the same happens again when the output has come there
+        if position.force(token_id, mask):
+            return True
+    ask.data.give([*position.forced_masks, mask][0], (*position.forced, token_id))
+    return False
 
 
 def _fail(data: HostData, error: Exception) -> None:

@@ -27,8 +27,8 @@ class Position:
     """How far one choice has come. Belongs to the mask thread but for its making."""
 
     __slots__ = (
-        "_compiled", "_ends", "_is_free", "_marked", "_marker", "_num_seen", "forced", "kept",
-        "matcher", "num_answered", "num_asked", "on_slow_thread", "opened_by", "slow",
+        "_compiled", "_ends", "_is_free", "_marked", "_marker", "_num_seen", "forced",
+        "forced_masks", "kept", "matcher", "num_answered", "num_asked", "on_slow_thread", "opened_by", "slow",
     )  # fmt: skip
 
     def __init__(
@@ -47,6 +47,7 @@ class Position:
 
     def _start(self) -> None:
         self.forced: list[int] = []  # tokens that the matcher has taken and the output must go on with
+        self.forced_masks: list[NDArray[np.int32]] = []  # of each of them
         self.kept: NDArray[np.int32] | None = None  # the mask behind them
         self.matcher: Matcher | None = None  # None: the constraint has not begun
         self._num_seen = 0
@@ -72,11 +73,12 @@ class Position:
             new = self._behind_marker(new)
         if self.matcher is None:
             return False
-        taken = self.forced[: len(new)]
-        if new[: len(taken)] != taken:
-            raise ValueError("the output does not go on with what was forced")
-        del self.forced[: len(taken)]
-        new = new[len(taken) :]
+        if self.forced:
+            count = min(len(self.forced), len(new))
+            if new[:count] != self.forced[:count]:
+                raise ValueError("the output does not go on with what was forced")
+            del self.forced[:count], self.forced_masks[:count]
+            new = new[count:]
         if new:
             self.kept = None
             if not self.matcher.consume(new):
@@ -87,11 +89,12 @@ class Position:
         """Whether this token ends the output."""
         return token_id in self._ends.model or token_id in self._ends.request
 
-    def force(self, token_id: int) -> bool:
-        """Let the matcher go on by a token that is the only one; False where it can not."""
+    def force(self, token_id: int, mask: NDArray[np.int32]) -> bool:
+        """Let the matcher go on by the token that `mask` leaves; False where it can not."""
         if self.matcher is None or not self.matcher.consume([token_id]):
             return False
         self.forced.append(token_id)
+        self.forced_masks.append(mask)
         return True
 
     def _behind_marker(self, new: list[int]) -> list[int]:

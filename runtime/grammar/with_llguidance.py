@@ -90,14 +90,15 @@ class LLGuidanceMatcher:
     def error(self) -> str:
         return self.inner.get_error()
 
-    def consume(self, token_ids: Sequence[int]) -> bool:
+    def consume(self, token_ids: list[int]) -> bool:
         if self.unique is not None:
             self.unique.feed(map(self._token_bytes.__getitem__, token_ids))
-        ids = list(token_ids)
-        if not self.inner.consume_tokens(ids) and not (self.renew() and self.inner.consume_tokens(ids)):
+        if not self.inner.consume_tokens(token_ids) and not (
+            self.renew() and self.inner.consume_tokens(token_ids)
+        ):
             self._is_lost = True
             return False
-        self._consumed += ids
+        self._consumed += token_ids
         return True
 
     def copy(self) -> LLGuidanceMatcher:

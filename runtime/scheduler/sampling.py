@@ -45,8 +45,10 @@ class SamplingTables:
             name: np.full(num_rows, array.neutral, array.dtype) for name, array in ROW_ARRAYS.items()
         }
         self._num_users = dict.fromkeys(ROW_ARRAYS, 0)  # sequences whose value is not neutral
-        self._is_special = np.zeros(num_rows, np.bool_)  # has bias, penalties, logprobs or a constraint
+        self._is_special = np.zeros(num_rows, np.bool_)  # has bias, penalties or logprobs
         self._special: dict[int, Sequence] = {}  # those, by sequence index
+        self._is_constrained = np.zeros(num_rows, np.bool_)
+        self._constrained: dict[int, Sequence] = {}
         self._fresh: set[int] = set()  # penalised ones whose sequence has not sampled there yet
 
     def enter(self, sequence: Sequence) -> None:
@@ -62,9 +64,12 @@ class SamplingTables:
         forbids = _forbids_ends(sequence)
         logprobs = sequence.request.logprobs is not None
         biased = bool(params.logit_bias or sequence.banned_ids)
-        if penalised or forbids or logprobs or biased or sequence.constraint is not None:
+        if penalised or forbids or logprobs or biased:
             self._is_special[index] = True
             self._special[index] = sequence
+        if sequence.constraint is not None:
+            self._is_constrained[index] = True
+            self._constrained[index] = sequence
         if penalised:
             self._fresh.add(index)
 
@@ -76,6 +81,8 @@ class SamplingTables:
             self._num_users[name] -= 1
         self._is_special[index] = False
         self._special.pop(index, None)
+        self._is_constrained[index] = False
+        self._constrained.pop(index, None)
         self._fresh.discard(index)
 
     def recount(self, sequence: Sequence) -> None:
@@ -91,13 +98,11 @@ class SamplingTables:
         """
         positions = ends - self._num_prompt[indices]
         bias = penalties = logprobs = None
-        host_data: dict[int, HostData] = {}
         special = self._is_special[indices] if self._special else None
         if special is not None and special.any():
             held = [(row, self._special[int(indices[row])]) for row in np.flatnonzero(special).tolist()]
             bias = _gather_bias(held, positions, self._vocab_size)
             penalties = self._gather_penalties(held)
-            host_data = _gather_host_data(held, positions)
             if any(sequence.request.logprobs is not None for _, sequence in held):
                 wanted = {row: sequence.request.logprobs for row, sequence in held}
                 logprobs = tuple(wanted.get(row) for row in range(len(rows)))
@@ -109,8 +114,18 @@ class SamplingTables:
             bias=bias,
             penalties=penalties,
             logprobs=logprobs,
-            host_data=host_data,
+            host_data=self._gather_host_data(indices, positions) if self._constrained else {},
         )
+
+    def _gather_host_data(self, indices: Ints, positions: Longs) -> dict[int, HostData]:
+        """By row, of rows with a constraint."""
+        rows = np.flatnonzero(self._is_constrained[indices])
+        found = {}
+        for row, index, num_output in zip(rows.tolist(), indices[rows].tolist(), positions[rows].tolist()):
+            sequence = self._constrained[index]
+            if sequence.constraint is not None:
+                found[row] = sequence.constraint.data_after(num_output, sequence.ids, sequence.num_prompt)
+        return found
 
     def _gather_penalties(self, held: list[tuple[int, Sequence]]) -> Penalties | None:
         penalised = [(row, sequence) for row, sequence in held if is_penalised(sequence)]
@@ -131,15 +146,6 @@ class SamplingTables:
             sequence_indices=np.array([sequence.sequence_index for _, sequence in penalised], np.int64),
             fresh=tuple(fresh),
         )
-
-
-def _gather_host_data(held: list[tuple[int, Sequence]], positions: Longs) -> dict[int, HostData]:
-    lengths = positions.tolist()
-    return {
-        row: constraint.data_after(lengths[row], sequence.ids, sequence.num_prompt)
-        for row, sequence in held
-        if (constraint := sequence.constraint) is not None
-    }
 
 
 def is_penalised(sequence: Sequence) -> bool:

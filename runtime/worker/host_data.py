@@ -17,6 +17,7 @@ from runtime.worker.device import Device
 
 logger = logging.getLogger("penstock.scheduler")
 
+INT32 = np.dtype(np.int32)
 GRACE_S = 0.001  # how long the sampling of all rows waits for some when the forward is done, at least
 # Rows without their data are computed once more, so it pays to wait longer for many: each for its share of a step.
 MAX_PATIENCE_S = 0.1
@@ -93,7 +94,7 @@ class HostDataGate:
         return False
 
     def _is_valid(self, bitmask: NDArray[np.int32]) -> bool:
-        if bitmask.dtype == np.int32 and bitmask.ndim == 1 and len(bitmask) >= self._num_words:
+        if bitmask.dtype == INT32 and bitmask.ndim == 1 and len(bitmask) >= self._num_words:
             return True
         logger.error("a bitmask has the shape %s and the dtype %s", bitmask.shape, bitmask.dtype)
         return False
