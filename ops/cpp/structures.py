@@ -206,6 +206,7 @@ class Product4(Structure):
         ("group", c_int64),
         ("shifted", c_int64),
         ("rounded", c_void_p),
+        ("bits", c_int64),
     )
 
 
@@ -218,6 +219,7 @@ class Pack4(Structure):
         ("in_size", c_int64),
         ("out_size", c_int64),
         ("group", c_int64),
+        ("bits", c_int64),
     )
 
 
@@ -378,9 +380,13 @@ class CopyHeads(Structure):
     )
 
 
+class EmbedGroups(Structure):
+    _fields_ = (("weight", Product4), ("out", c_void_p), ("scale", c_float))
+
+
 # In the order of STRUCTURE_SIZES in `library.cpp`.
 STRUCTURES = (
     Step, GraphNode, Embed, Norm, Rotate, Store, Gate, Attend, Pack, Product, Pack8, Product8, Begin, Last, Choose,
     RotateStore, Add, Product4, Pack4, Route, PairTable, Dispatch, Experts, Combine, AttendTexts, Convolve, Recur,
-    ProductHeads, CopyHeads,
+    ProductHeads, CopyHeads, EmbedGroups,
 )  # fmt: skip

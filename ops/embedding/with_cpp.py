@@ -1,4 +1,4 @@
-"""Embedding in C++, from a plain weight (`ops/cpp/source/small.h`) or a head's panels (`ops/cpp/source/whole.h`)."""
+"""Embedding in C++, from a plain weight (`ops/cpp/source/small.h`), a head's panels or groups (`whole.h` there)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ops.cpp.kernel_launcher import KernelLauncher
 from ops.cpp.library import TYPES, address
-from ops.cpp.structures import Embed, Step
+from ops.cpp.structures import Embed, EmbedGroups, Step
 from ops.embedding import native
-from ops.matmul.with_cpp import PackedWeight
+from ops.matmul.with_cpp import PackedWeight, PackedWeight4, grouped_operands
 
 
 def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
@@ -25,7 +25,8 @@ def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
         token_ids: Tensor, weight: Tensor, first_id: int | None = None, *, scale: float | None = None
     ) -> Tensor:
         """The vectors of a rank's own ids."""
-        if not isinstance(weight, PackedWeight) and not (weight.dtype in TYPES and weight.is_contiguous()):
+        packed = isinstance(weight, PackedWeight | PackedWeight4)
+        if not packed and not (weight.dtype in TYPES and weight.is_contiguous()):
             return native.embed(token_ids, weight, first_id, scale=scale)
 
         def rows(indices: Tensor, weight: Tensor) -> Tensor:
@@ -35,9 +36,14 @@ def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
 
     def look_up(indices: Tensor, weight: Tensor, scale: float) -> Tensor:
         indices = indices.contiguous()
+        step = Step(num_tokens=len(indices), token_ids=address(indices))
+        if isinstance(weight, PackedWeight4):
+            x = launcher.empty((len(indices), weight.shape[1]), weight.dtype)
+            operands = EmbedGroups(grouped_operands(weight), address(x), scale)
+            launcher.launch("embed_groups", x.dtype, operands, step)
+            return x
         x = launcher.empty((len(indices), weight.shape[1]), weight.dtype)
         kernel = "embed_packed" if isinstance(weight, PackedWeight) else "embed"
-        step = Step(num_tokens=len(indices), token_ids=address(indices))
         launcher.launch(
             kernel, weight.dtype, Embed(address(weight), address(x), weight.shape[1], scale), step
         )

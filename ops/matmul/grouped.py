@@ -1,7 +1,8 @@
-"""Weights of 4 bits in groups: what a checkpoint holds or rounding gives, before a backend packs it."""
+"""Weights of 4 to 8 bits in groups: what a checkpoint holds or rounding gives, before a backend packs it."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
@@ -13,21 +14,77 @@ WHOLE = tuple(
 ROWS_AT_ONCE = 256  # while rounding: they stay in the cache
 
 
+class GroupForm(NamedTuple):
+    """How a weight's numbers are given: inputs in a group, bits of a code, and what the codes of 4 bits stand for."""
+
+    group: int
+    bits: int = 4  # or 5, 6, 8: whole numbers, of which 0 has the code in the middle
+    table: tuple[float, ...] = WHOLE
+    shifted: bool = True  # unless it is known that there are no shifts
+
+    @property
+    def fits(self) -> bool:
+        """Whether groups are whole units of the codes, as kernels have them."""
+        return self.group % {5: 32, 6: 16}.get(self.bits, 8) == 0
+
+
+def common_form(forms: Collection[GroupForm]) -> GroupForm | None:
+    """In which all of these weights can be given without loss, in as few bits as there can be; None: there is none."""
+    first, *others = forms
+    if all(form == first for form in others):
+        return first if first.fits else None
+    group, bits = min(form.group for form in forms), max(form.bits for form in forms)
+    if len({form.table for form in forms}) > 1:
+        bits = 8
+    if any(form.group % group or not _is_whole(form.table) for form in forms):
+        return None
+    shifted = any(form.shifted for form in forms)
+    fitting = (GroupForm(group, each, WHOLE, shifted) for each in (4, 5, 6, 8) if each >= bits)
+    return next((form for form in fitting if form.fits), None)
+
+
+def _is_whole(table: tuple[float, ...]) -> bool:
+    return all(number == int(number) and -128 <= number < 128 for number in table)
+
+
 class GroupedWeight(NamedTuple):
     """weight[o, i] = table[codes[o, i]] * scales[o, i // group] + shifts[o, i // group], `group` = I / G.
 
-    Of experts all tensors have one more dimension, the first.
+    Of more than 4 bits the codes stand for themselves, less the one in the middle. Of experts all tensors have one more
+    dimension, the first.
     """
 
-    codes: Tensor  # uint8 [O, I], 0 .. 15
+    codes: Tensor  # uint8 [O, I], 0 .. 15, or up to 31, 63 or 255
     scales: Tensor  # float32 [O, G]
     shifts: Tensor | None = None  # float32 [O, G]
     table: tuple[float, ...] = WHOLE  # sixteen
-    rounded_rows: bool = False  # rows of x may be rounded to 8 bits, each with a scale of its own
+    rounded_rows: bool = (
+        False  # rows of x may be rounded to 8 bits, each with a scale of its own; with 4 bits alone
+    )
+    bits: int = 4
 
     @property
     def group(self) -> int:
         return self.codes.shape[-1] // self.scales.shape[-1]
+
+    def as_form(self, form: GroupForm) -> GroupedWeight:
+        """The same weight in a form that is its own, or common to it and others (`common_form`)."""
+        times = self.group // form.group
+        scales, shifts = (
+            each if each is None or times == 1 else each.repeat_interleave(times, dim=-1)
+            for each in (self.scales, self.shifts)
+        )
+        codes = self.codes
+        if form.bits != self.bits:
+            middle = 1 << form.bits >> 1
+            numbers = self.table if self.bits == 4 else range(-(1 << self.bits >> 1), 1 << self.bits >> 1)
+            codes = torch.tensor([int(each) + middle for each in numbers], dtype=torch.uint8)[codes.int()]
+        return self._replace(codes=codes, scales=scales, shifts=shifts, table=form.table, bits=form.bits)
+
+    def rows(self, rows: slice) -> GroupedWeight:
+        """Some of its outputs."""
+        shifts = None if self.shifts is None else self.shifts[rows]
+        return self._replace(codes=self.codes[rows], scales=self.scales[rows], shifts=shifts)
 
     def of_experts(self, num_experts: int) -> GroupedWeight:
         """The weight of all experts one after the other, [X * O, I], as one with a dimension for them."""
@@ -44,10 +101,11 @@ class GroupedWeight(NamedTuple):
 
     def dequantised(self) -> Tensor:
         """float32 [O, I]."""
-        numbers = torch.tensor(self.table, device=self.codes.device)[self.codes.int()].unflatten(
-            -1, (-1, self.group)
-        )
-        weight = numbers * self.scales.unsqueeze(-1)
+        if self.bits == 4:
+            numbers = torch.tensor(self.table, device=self.codes.device)[self.codes.int()]
+        else:
+            numbers = self.codes.float() - (1 << self.bits >> 1)
+        weight = numbers.unflatten(-1, (-1, self.group)) * self.scales.unsqueeze(-1)
         return (weight if self.shifts is None else weight + self.shifts.unsqueeze(-1)).flatten(-2)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from ops.cpp.kernel_launcher import KernelLauncher
 from ops.cpp.library import TYPES, address, in_line
 from ops.cpp.structures import Pack, Pack4, Pack8, Product, Product4, Product8
-from ops.matmul.grouped import GroupedWeight
+from ops.matmul.grouped import GroupedWeight, GroupForm
 
 SCALE_BYTES = 4
 CACHE_LINE = 64
@@ -37,20 +37,23 @@ class PackedWeight8(Tensor):
 
 
 class Header4(Structure):
-    """What stands before the panels of a weight of 4 bits."""
+    """What stands before the panels of a weight in groups."""
 
     _fields_ = (
         ("group", c_int64),
         ("shifted", c_int64),
         ("type_size", c_int64),  # of the numbers it is multiplied with
         ("rounded_rows", c_int64),  # whether those are rounded to 8 bits
-        ("unused", c_int64 * 4),
+        ("bits", c_int64),  # of a code
+        ("unused", c_int64 * 3),
         ("table", c_float * 16),
     )
 
 
 class PackedWeight4(Tensor):
-    """A weight [O, I] packed in panels of 4 bits, a view of nothing but its shape.
+    """A weight [O, I] packed in panels of 4, 5, 6 or 8 bits with scales for groups: a view of its shape alone.
+
+    Its dtype is that of the rows that it is multiplied with.
 
     Its memory holds a header (`Header4`), then the panels (`ops/cpp/source/product4.h`).
     """
@@ -75,21 +78,34 @@ def product4(
 
     ValueError for a weight that was packed for another dtype.
     """
-    header, first = weight.header, weight.untyped_storage().data_ptr()
+    header = weight.header
     if header.type_size != dtype.itemsize:
         raise ValueError(
-            f"A weight of 4 bits packed for another dtype cannot be multiplied with rows in {dtype}."
+            f"A weight in groups packed for another dtype cannot be multiplied with rows in {dtype}."
         )
-    plain.weight = first + sizeof(Header4)
+    operands = grouped_operands(weight, plain)
     num_groups, sums, rounded = plain.in_size // header.group, None, None
     if header.rounded_rows:  # with the groups' sums and the row's scale
         stride = -(-(plain.in_size + (num_groups + 1) * SCALE_BYTES) // CACHE_LINE) * CACHE_LINE
         rounded = launcher.empty((rows, stride), torch.uint8)
     elif header.shifted:
         sums = launcher.empty((rows, num_groups), torch.float32)
-    table = first + Header4.table.offset
-    operands = Product4(plain, table, address(sums), header.group, header.shifted, address(rounded))
+    operands.group_sums, operands.rounded = address(sums), address(rounded)
     return operands, sums if rounded is None else rounded
+
+
+def grouped_operands(weight: PackedWeight4, plain: Product | None = None) -> Product4:
+    """How the weight is packed, for kernels; the rest of its product is `plain`, or nothing."""
+    header, first = weight.header, weight.untyped_storage().data_ptr()
+    plain = Product(in_size=weight.shape[-1], out_size=weight.shape[-2]) if plain is None else plain
+    plain.weight = first + sizeof(Header4)
+    return Product4(
+        plain,
+        table=first + Header4.table.offset,
+        group=header.group,
+        shifted=header.shifted,
+        bits=header.bits,
+    )
 
 
 PACKED = (PackedWeight, PackedWeight8, PackedWeight4)
@@ -130,29 +146,61 @@ def prepare(launcher: KernelLauncher, weight: Tensor, *, bits: int | None = None
     return memory.as_strided((out_size, in_size), (in_size, 1)).as_subclass(PackedWeight)
 
 
-def prepare_grouped(launcher: KernelLauncher, weight: GroupedWeight, dtype: torch.dtype) -> Tensor:
-    """The weight packed in 4 bits; as a plain one where the kernels do not take it."""
-    (out_size, in_size), group = weight.codes.shape, weight.group
-    if dtype not in TYPES or group % 8:
-        return prepare(launcher, weight.dequantised().to(dtype))
+def prepare_grouped(
+    launcher: KernelLauncher,
+    weight: GroupedWeight,
+    dtype: torch.dtype,
+    *,
+    out_size: int | None = None,
+    into: Tensor | None = None,
+    first: int = 0,
+) -> Tensor:
+    """The weight packed as it is; as a plain one where the kernels do not take it."""
+    rows, in_size = weight.codes.shape
+    form = GroupForm(weight.group, weight.bits, weight.table, weight.shifts is not None)
     width = launcher.library.panel_width
-    padded, shifted = -(-out_size // width) * width, weight.shifts is not None
-    scale_bytes = 2 if dtype == torch.bfloat16 else 4
-    panels = padded * (in_size // group * scale_bytes * (1 + shifted) + in_size // 2)
-    memory = launcher.weight_memory(sizeof(Header4) + panels)
+    if into is None and (dtype not in TYPES or not form.fits):
+        return prepare(launcher, weight.dequantised().to(dtype))
+    if into is None:
+        into = _grouped_memory(launcher, form, out_size or rows, in_size, dtype, weight.rounded_rows)
+    if not isinstance(into, PackedWeight4) or first % width:
+        raise ValueError(f"Rows are packed {width} at a time, not from {first} on.")
     codes, scales = weight.codes.contiguous(), weight.scales.float().contiguous()
     shifts = None if weight.shifts is None else weight.shifts.float().contiguous()
-    packed = memory.data_ptr() + sizeof(Header4)
-    operands = Pack4(address(codes), address(scales), address(shifts), packed, in_size, out_size, group)
+    packed = into.untyped_storage().data_ptr() + sizeof(Header4)
+    packed += first // width * _panel_bytes(width, in_size, form, dtype)
+    operands = Pack4(
+        address(codes), address(scales), address(shifts), packed, in_size, rows, form.group, form.bits
+    )
     launcher.launch("pack4", dtype, operands)
+    return into
+
+
+def _grouped_memory(
+    launcher: KernelLauncher,
+    form: GroupForm,
+    out_size: int,
+    in_size: int,
+    dtype: torch.dtype,
+    rounded_rows: bool,
+) -> PackedWeight4:
+    """A weight that is still to be packed."""
+    width = launcher.library.panel_width
+    panels = -(-out_size // width) * _panel_bytes(width, in_size, form, dtype)
+    memory = launcher.weight_memory(sizeof(Header4) + panels).view(dtype)
     made = memory.as_strided((out_size, in_size), (0, 0)).as_subclass(PackedWeight4)
     header = made.header
-    header.group, header.shifted, header.type_size = group, shifted, dtype.itemsize
-    header.table[:] = weight.table
-    header.rounded_rows = weight.rounded_rows and all(
-        number == int(number) and -128 <= number < 128 for number in weight.table
-    )
+    header.group, header.bits, header.shifted = form.group, form.bits, form.shifted
+    header.type_size = dtype.itemsize
+    header.table[:] = form.table
+    whole = all(number == int(number) and -128 <= number < 128 for number in form.table)
+    header.rounded_rows = rounded_rows and form.bits == 4 and whole
     return made
+
+
+def _panel_bytes(width: int, in_size: int, form: GroupForm, dtype: torch.dtype) -> int:
+    scale_bytes = 2 if dtype == torch.bfloat16 else 4
+    return width * (in_size // form.group * scale_bytes * (1 + form.shifted) + in_size * form.bits // 8)
 
 
 def linear(launcher: KernelLauncher, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

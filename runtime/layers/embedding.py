@@ -7,13 +7,63 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from ops.select import Kernels
 from runtime.layers.build import Build
 from runtime.layers.forward_batch import ForwardBatch
-from runtime.layers.sharding import TensorParallelGroup, shard_range, whole_range
-from runtime.layers.weight import Shard, Weighted, frozen, parameter, whole
+from runtime.layers.quantization import LinearLayout, QuantizationMethod, Unquantized
+from runtime.layers.sharding import ShardRange, TensorParallelGroup, shard_range, whole_range
+from runtime.layers.weight import Shard, SubLayer, Weighted, frozen, parameter, whole
+
+ROWS_AT_ONCE = 4096  # of a vocabulary that are unpacked, a multiple of what kernels pack together
 
 
-class Embedding(Weighted):
+class VocabularyWeight(Weighted):
+    """A layer with a weight [V', E] for a part of a vocabulary.
+
+    It stays in the groups that the checkpoint has it in where the method keeps them, and then is packed piece by piece.
+    """
+
+    kernels: Kernels
+    method: QuantizationMethod
+
+    def make_weight(self, name: str, ids: ShardRange, size: int) -> nn.Parameter:
+        """What `weight` is to be: without rows where those are packed into it of what is `kept`."""
+        layout = LinearLayout((SubLayer(name, ids.full, "vocab"),), (ids,), whole_range(size), None)
+        keeps = self.method.keeps(layout)
+        starts = range(0, ids.size if keeps else 0, ROWS_AT_ONCE)
+        self.kept = nn.ModuleList(KeptRows(self, layout, start) for start in starts)
+        return parameter(0 if keeps else ids.size, size)
+
+
+class KeptRows(Weighted):
+    """Some rows of a vocabulary's weight, in groups until they are packed behind those before them."""
+
+    by_itself = True
+
+    def __init__(self, owner: VocabularyWeight, layout: LinearLayout, first: int) -> None:
+        super().__init__()
+        [ids] = layout.rows
+        size = min(ROWS_AT_ONCE, ids.size - first)
+        self._owner, self._first, self._num_ids = (
+            [owner],
+            first,
+            ids.size,
+        )  # in a list: it is no part of this one
+        self._layout = layout._replace(rows=(ShardRange(ids.start + first, size, ids.full),))
+        owner.method.allocate(self, self._layout)
+
+    def shards(self) -> Iterator[Shard]:
+        return self._owner[0].method.shards(self, self._layout)
+
+    def prepare(self) -> None:
+        owner, first = self._owner[0], self._first
+        weight = owner.get_parameter("weight")
+        place = {"into": weight, "first": first} if first else {"out_size": self._num_ids}
+        packed = owner.kernels.prepare_grouped(owner.method.take(self), weight.dtype, **place)
+        owner.weight = frozen(packed)
+
+
+class Embedding(VocabularyWeight):
     """The tokens' vectors [T, E], times `scale`, which is rounded to the model's dtype as transformers does it.
 
     Cut over ranks, each looks up its own ids and the sum is everybody's. If the LM head is `tied`, the weight is
@@ -21,12 +71,19 @@ class Embedding(Weighted):
     """
 
     def __init__(
-        self, name: str, vocab_size: int, size: int, build: Build, *, scale: float | None = None
+        self,
+        name: str,
+        vocab_size: int,
+        size: int,
+        build: Build,
+        *,
+        scale: float | None = None,
+        quantized: bool = True,
     ) -> None:
         super().__init__()
         self.name = name
         self.kernels = build.kernels
-        self.method = build.quantization
+        self.method = build.quantization if quantized else Unquantized()
         self.scale = scale
         self.tied = False
         self.size = size
@@ -35,7 +92,7 @@ class Embedding(Weighted):
         self._group: TensorParallelGroup | None = None
 
     def allocate(self) -> None:
-        self.weight = parameter(self.ids.size, self.size)  # [V, E]
+        self.weight = self.make_weight(self.name, self.ids, self.size)
         self.head_weight: nn.Parameter | None = (
             None  # of a tied head, in a layout that the lookup cannot read
         )
@@ -47,12 +104,13 @@ class Embedding(Weighted):
         self._group = group
 
     def shards(self) -> Iterator[Shard]:
-        yield whole(f"{self.name}.weight", self.weight, ("vocab", None), self.ids)
+        if not self.kept:
+            yield whole(f"{self.name}.weight", self.weight, ("vocab", None), self.ids)
 
     def prepare(self) -> None:
         if self.scale is not None:
             self.scale = torch.tensor(self.scale, dtype=self.weight.dtype, device="cpu").item()
-        if not self.tied:
+        if self.kept or not self.tied:
             return
         prepared = self.method.prepare_weight(self.weight, self.kernels)
         if prepared is self.weight:

@@ -121,7 +121,7 @@ class EncoderEmbedding(Weighted):
         super().__init__()
         self.name = name
         self.kernels = build.kernels
-        self.words = Embedding(f"{name}.{words}", vocab_size, size, build)
+        self.words = Embedding(f"{name}.{words}", vocab_size, size, build, quantized=False)
         self.norm = norm
         self.skipped = skipped
         self.positions = parameter(num_positions, size) if num_positions else None

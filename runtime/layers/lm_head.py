@@ -6,15 +6,15 @@ from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from runtime.layers.build import Build
-from runtime.layers.embedding import Embedding
+from runtime.layers.embedding import Embedding, VocabularyWeight
 from runtime.layers.sharding import TensorParallelGroup, shard_range
-from runtime.layers.weight import Shard, Weighted, frozen, parameter, whole
+from runtime.layers.weight import Shard, frozen, parameter, whole
 
 
-class LMHead(Weighted):
+class LMHead(VocabularyWeight):
     """hidden [R, E] -> float32 logits [R, V], with weights of its own or the embedding's (`tied`).
 
     Logits are multiplied by `scale`, then bounded to soft_cap * tanh(logit / soft_cap), and a `bias` is added. Cut over
@@ -46,7 +46,9 @@ class LMHead(Weighted):
         self._group: TensorParallelGroup | None = None
 
     def allocate(self) -> None:
-        self.weight = None if self.tied else parameter(self._ids.size, self._embedding[0].size)
+        self.weight, self.kept = None, nn.ModuleList()
+        if not self.tied:
+            self.weight = self.make_weight(self.name, self._ids, self._embedding[0].size)
         self.bias = parameter(self._ids.size) if self.has_bias else None
 
     def split(self, group: TensorParallelGroup) -> None:
@@ -56,13 +58,13 @@ class LMHead(Weighted):
         self.allocate()
 
     def shards(self) -> Iterator[Shard]:
-        if self.weight is not None:
+        if self.weight is not None and not self.kept:
             yield whole(f"{self.name}.weight", self.weight, ("vocab", None), self._ids)
         if self.bias is not None:
             yield whole(f"{self.name}.bias", self.bias, ("vocab",), self._ids)
 
     def prepare(self) -> None:
-        if self.weight is not None:
+        if self.weight is not None and not self.kept:
             self.weight = frozen(self.method.prepare_weight(self.weight, self.kernels))
 
     @property

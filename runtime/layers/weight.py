@@ -86,6 +86,10 @@ class Weighted(nn.Module):
     memory holds each weight once. Both are called again where the layer gets new weights.
     """
 
+    by_itself = (
+        False  # one of several that share a tensor: filled and prepared before the next one has memory
+    )
+
     def allocate(self) -> None:
         """Make the parameters that the checkpoint's tensors fill, where `prepare` replaces them."""
 
@@ -156,11 +160,16 @@ def in_groups(name: str, sub_layers: Sequence[SubLayer]) -> list[SubLayer]:
     return found
 
 
-def parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
-    """A parameter to be filled; in the model's dtype, or one of its own that loading leaves as it is."""
+def parameter(*shape: int, dtype: torch.dtype | None = None, bits: int | None = None) -> nn.Parameter:
+    """A parameter to be filled; in the model's dtype, or one of its own that loading leaves as it is.
+
+    Once prepared its numbers have so many `bits`, if not those of the dtype.
+    """
     made = nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
     if dtype is not None:
         made.own_dtype = dtype  # type: ignore[attr-defined]
+    if bits is not None:
+        made.prepared_bits = bits  # type: ignore[attr-defined]
     return made
 
 

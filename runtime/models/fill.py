@@ -50,7 +50,9 @@ def fill_layers(
     ]
     inside = {module for layer in of_layers for _, module in layer}
     around = [(name, module) for name, module in model.named_modules() if module not in inside]
-    for modules in (around, *of_layers):
+    single = [each for each in around if isinstance(each[1], Weighted) and each[1].by_itself]
+    around = [each for each in around if each not in single]
+    for modules in (around, *([each] for each in single), *of_layers):
         for _, module in modules:
             allocate(module, dtype, device)
         _fill((shards_of or _shards_of)(modules), tensors, num_threads, bar)
@@ -119,9 +121,10 @@ def _shards_of(modules: Named) -> dict[str, list[Shard]]:
     for _, module in modules:
         own = own_shards(module) if isinstance(module, Weighted) else {}
         _check_cover(module, [shard for shards in own.values() for shard in shards])
-        for name in own.keys() & found.keys():
-            raise RuntimeError(f"Two layers claim the tensor {name}.")
-        found |= own
+        for name, shards in own.items():
+            if name in found and not (isinstance(module, Weighted) and module.by_itself):
+                raise RuntimeError(f"Two layers claim the tensor {name}.")
+            found.setdefault(name, []).extend(shards)
     return found
 
 

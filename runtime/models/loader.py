@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ops.machine import GIB, Machine
+from ops.matmul.grouped import GroupForm
 from ops.select import Kernels
 from runtime.config.fields import Fields
 from runtime.config.gguf_header import is_gguf
@@ -48,7 +49,7 @@ from runtime.models.formats.stored import QuantizedTensors
 from runtime.models.kv_scales import set_kv_scales
 from runtime.models.quantization import quantization_fields
 from runtime.models.registry import entry
-from runtime.models.tensors import TensorFiles, Tensors
+from runtime.models.tensors import TensorFiles, Tensors, give_back_freed
 
 MAX_FURTHER = 16  # layers behind the model's own that predict further tokens
 SHARE_FILES = "model-rank-{rank}-part-{part}.safetensors"  # of sharded_state
@@ -86,8 +87,8 @@ def load_model(
     if shares:
         tensors = open_share(facts, plan, rank_info or RankInfo())
         check_total(own_parameters(list(model.named_modules())), tensors.shapes, tensors.where)
-    needed = _check_memory(model, dtype, device)
-    with loading_bar(needed if rank_info is None or rank_info.rank == 0 else None) as bar:
+    filled = _check_memory(model, dtype, device)
+    with loading_bar(filled if rank_info is None or rank_info.rank == 0 else None) as bar:
         for modules in fill_layers(
             model,
             tensors,
@@ -100,6 +101,7 @@ def load_model(
             for _, module in modules:
                 if isinstance(module, Weighted):
                     module.prepare()
+            give_back_freed()
     if plan.kv_scales is not None:
         ranks = rank_info or RankInfo()
         set_kv_scales(model, plan.kv_scales, facts, ranks.tp_rank, ranks.tp_size)
@@ -129,9 +131,8 @@ def build_model(
                 module.follow(tensors.shapes)
     if tensors is not None:
         if isinstance(tensors, QuantizedTensors):
-            wanted = collect_shards(model)
-            tensors.without_zero_biases(wanted)
-            tensors.keep_grouped(wanted)
+            tensors.without_zero_biases(collect_shards(model))
+            tensors.keep_grouped(_kept(build))
         ignored = _ignored(tensors.shapes, tied=config.flag("tie_word_embeddings"))
         shapes = {name: shape for name, shape in tensors.shapes.items() if name not in ignored}
         where = tensors.where if isinstance(tensors, TensorFiles) else lambda names: ""
@@ -144,8 +145,13 @@ def build_model(
         with torch.device("meta"):
             split(model, group)
         if isinstance(tensors, QuantizedTensors):  # a share may cut groups
-            tensors.keep_grouped(collect_shards(model))
+            tensors.keep_grouped(_kept(build))
     return model
+
+
+def _kept(build: Build) -> Mapping[str, GroupForm]:
+    """The weights that the model's layers want in groups, and in which form."""
+    return build.quantization.kept if isinstance(build.quantization, KeptGroups) else {}
 
 
 def _pooler(model: Decoder, facts: ModelFacts, plan: ModelPlan) -> Pooler:
@@ -170,11 +176,12 @@ def _pooler(model: Decoder, facts: ModelFacts, plan: ModelPlan) -> Pooler:
 
 
 def _check_memory(model: nn.Module, dtype: torch.dtype, device: torch.device) -> int:
-    """The bytes of the weights. Raises CheckpointError where there is less memory free: nothing was taken yet."""
-    needed = sum(
-        parameter.numel() * getattr(parameter, "own_dtype", dtype).itemsize
-        for parameter in model.parameters()
-    )
+    """The bytes that are filled. Raises CheckpointError where there is less memory free: nothing was taken yet."""
+    filled = needed = 0
+    for parameter in model.parameters():
+        own = getattr(parameter, "own_dtype", dtype).itemsize
+        filled += parameter.numel() * own
+        needed += parameter.numel() * getattr(parameter, "prepared_bits", 8 * own) // 8
     if device.type == "cuda":
         available, _ = torch.cuda.mem_get_info(device)
     else:
@@ -184,30 +191,22 @@ def _check_memory(model: nn.Module, dtype: torch.dtype, device: torch.device) ->
             f"The weights need {needed / GIB:.1f} GiB in {str(dtype).removeprefix('torch.')}, and "
             f"{available / GIB:.1f} GiB of memory are free. Use a smaller model, or more devices (--tp-size)."
         )
-    return needed
+    return filled
 
 
 def _method(plan: ModelPlan, kernels: Kernels, tensors: Tensors | None) -> QuantizationMethod:
-    """As asked; weights of 4 bits stay so, where nothing else was asked for, if there are kernels for them."""
+    """As asked; weights of few bits stay so, where nothing else was asked for, if there are kernels for them."""
     dtype = getattr(torch, plan.dtype)
     in_cpp = kernels.launcher is not None and dtype in kernels.launcher.dtypes and plan.device == "cpu"
-    keeps = in_cpp or kernels.backends["matmul"] == "with_triton"
     asked, method = plan.quantization, quantization_method(plan.quantization)
-    if (
-        asked in (None, "w4a16", "w4a8")
-        and keeps
-        and isinstance(tensors, QuantizedTensors)
-        and tensors.groups
-    ):
-        return KeptGroups(
-            tensors.groups,
-            dtype,
-            tensors.tables,
-            rest=method,
-            rounded_rows=asked == "w4a8",
-            experts=in_cpp,
-        )
-    return method
+    if not isinstance(tensors, QuantizedTensors) or asked not in (None, "w4a16", "w4a8"):
+        return method
+    if not in_cpp and kernels.backends["matmul"] != "with_triton":
+        return method
+    few = {name: form for name, form in tensors.forms.items() if asked is None or form.bits == 4}
+    if not few:
+        return method
+    return KeptGroups(few, dtype, rest=method, rounded_rows=asked == "w4a8", in_cpp=in_cpp)
 
 
 def _tensor_name(facts: ModelFacts, stored: str) -> str | None:

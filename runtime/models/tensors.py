@@ -9,6 +9,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Protocol, TypeVar
@@ -313,6 +314,12 @@ def _write_numpy(folder: Path, files: Sequence[Path], source: Mapping[str, objec
             raise CheckpointError(f"--load-format npcache cannot write {folder}: {error}.") from error
     finally:
         shutil.rmtree(made, ignore_errors=True)
+
+
+def give_back_freed() -> None:
+    """Give the system what was freed in pieces that are too small for memory of their own: much of a layer."""
+    with suppress(AttributeError):  # a C library without it
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _release(address: int, size: int) -> None:

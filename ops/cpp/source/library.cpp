@@ -30,6 +30,7 @@ const int64_t STRUCTURE_SIZES[] = {
     sizeof(RouteOperands), sizeof(PairTable), sizeof(DispatchOperands), sizeof(ExpertsOperands),
     sizeof(CombineOperands), sizeof(AttendTextsOperands),
     sizeof(ConvolveOperands), sizeof(RecurOperands), sizeof(ProductHeadsOperands), sizeof(CopyHeadsOperands),
+    sizeof(EmbedGroupsOperands),
 };
 
 int64_t panel_width() { return PANEL; }

@@ -6,6 +6,8 @@
 // input 0, from bit 16 on that of input 1, from bit 4 on that of input 2, and so on: shifted by 4, both halves of a word
 // begin with the codes of two neighbours, which one instruction looks up.
 //
+// Codes of 5, 6 and 8 bits are whole numbers: product4_wide.h.
+//
 // A group's products with the table's numbers are added up by themselves and scaled once, in the same order for any
 // number of rows: a token's result does not depend on its batch.
 //
@@ -31,6 +33,7 @@ struct Product4Operands {
     int64_t group;          // inputs, a multiple of 8
     int64_t shifted;        // whether there are shifts
     int8_t* rounded;        // scratch: `rows` lines as described by Rounded4; null: x stays as it is
+    int64_t bits;           // of a code: 4, or 5, 6 or 8 (product4_wide.h), for which there is no table
 };
 
 // A float of 16 bits, as scales have it beside bfloat16.
@@ -64,6 +67,9 @@ struct ScaleOf<BFloat16> {
 
 inline void put_scale(float* to, float scale) { *to = scale; }
 inline void put_scale(Half* to, float scale) { *to = to_half(scale); }
+
+inline float get_scale(const float* from) { return *from; }
+inline float get_scale(const Half* from) { return widen_halves(Shorts{} + from->bits)[0]; }
 
 // The sixteen numbers that codes stand for.
 struct Table {
@@ -327,6 +333,7 @@ template <class T, int ROWS, int DEPTH, bool DECODED>
 }  // namespace penstock
 
 #include "product4_octets.h"  // of what stands above
+#include "product4_wide.h"
 
 namespace penstock {
 
@@ -365,6 +372,13 @@ inline void multiply_rounded_rows4(const Product4Operands& o, const ByteTable& t
     }
 }
 
+template <class T, int BITS>
+inline auto multiply_codes_of(const Product4Operands& o) {
+    return [&o](int64_t row, int64_t height, const uint8_t* weight, Floats (*sums)[2]) {
+        multiply_rows_codes<T, BITS>(o, row, height, weight, sums);
+    };
+}
+
 // The numbers of a panel, in memory of this thread, for several tiles of rows; null where it is better read once.
 template <class T>
 inline const Words* decode_bytes4(const Product4Operands& o, const ByteTable& table, const uint8_t* panel, int64_t rows) {
@@ -385,15 +399,15 @@ inline const Words* decode_bytes4(const Product4Operands& o, const ByteTable& ta
 }
 
 template <class T>
-inline int64_t panel_bytes4(int64_t in_size, int64_t group, int64_t shifted) {
-    return in_size / group * (1 + shifted) * PANEL * int64_t(sizeof(typename ScaleOf<T>::Type)) + in_size * PANEL / 2;
+inline int64_t panel_bytes4(int64_t in_size, int64_t group, int64_t shifted, int64_t bits) {
+    return in_size / group * (1 + shifted) * PANEL * int64_t(sizeof(typename ScaleOf<T>::Type)) + in_size * PANEL / 8 * bits;
 }
 
 // Rounds the rows or adds them up where that is wanted, then calls put(row, panel, sums) for those and the panels that
 // share(work) gives to this thread.
 template <class T, class Share, class Put>
 inline void multiply4_over(const Product4Operands& o, ThreadGroup& team, int64_t rows, const Share& share, const Put& put) {
-    const int64_t bytes = panel_bytes4<T>(o.plain.in_size, o.group, o.shifted);
+    const int64_t bytes = panel_bytes4<T>(o.plain.in_size, o.group, o.shifted, o.bits);
     if (o.rounded) {
         Rounded4 rounded(o);
         round_rows(team, rows, rounded.stride(), rounded.lines, [&](int64_t row) {
@@ -426,14 +440,22 @@ inline void multiply4_over(const Product4Operands& o, ThreadGroup& team, int64_t
         });
         team.barrier();
     }
-    const Table table(o.table);
-    share([&](int64_t first, int64_t end, int64_t panel) {
-        const uint8_t* weight = static_cast<const uint8_t*>(o.plain.weight) + panel * bytes;
-        in_tiles<MAX_TILE_ROWS>(first, end, [&](int64_t row, int64_t height) {
-            Floats sums[MAX_TILE_ROWS][2];
-            multiply_rows4<T>(o, table, row, height, weight, sums);
-            for (int64_t r = 0; r < height; r++) put(row + r, panel, sums[r]);
+    const auto multiply_by = [&](const auto& multiply_tile) {
+        share([&](int64_t first, int64_t end, int64_t panel) {
+            const uint8_t* weight = static_cast<const uint8_t*>(o.plain.weight) + panel * bytes;
+            in_tiles<MAX_TILE_ROWS>(first, end, [&](int64_t row, int64_t height) {
+                Floats sums[MAX_TILE_ROWS][2];
+                multiply_tile(row, height, weight, sums);
+                for (int64_t r = 0; r < height; r++) put(row + r, panel, sums[r]);
+            });
         });
+    };
+    if (o.bits == 8) return multiply_by(multiply_codes_of<T, 8>(o));
+    if (o.bits == 6) return multiply_by(multiply_codes_of<T, 6>(o));
+    if (o.bits == 5) return multiply_by(multiply_codes_of<T, 5>(o));
+    const Table table(o.table);
+    multiply_by([&](int64_t row, int64_t height, const uint8_t* weight, Floats (*sums)[2]) {
+        multiply_rows4<T>(o, table, row, height, weight, sums);
     });
 }
 
@@ -457,8 +479,8 @@ struct Pack4Operands {
     const uint8_t* codes;  // [O, I], one in a byte
     const float* scales;   // [O, I / group]
     const float* shifts;   // likewise, or null
-    uint8_t* packed;
-    int64_t in_size, out_size, group;
+    uint8_t* packed;       // the panel of the first output
+    int64_t in_size, out_size, group, bits;
 };
 
 template <class T>
@@ -466,24 +488,27 @@ void pack4(const void* operands, const Step&, ThreadGroup& team) {
     typedef typename ScaleOf<T>::Type Scale;
     const auto& o = *static_cast<const Pack4Operands*>(operands);
     const int64_t panels = (o.out_size + PANEL - 1) / PANEL, groups = o.in_size / o.group, shifted = o.shifts != nullptr;
-    const int64_t bytes = panel_bytes4<T>(o.in_size, o.group, shifted);
+    const int64_t bytes = panel_bytes4<T>(o.in_size, o.group, shifted, o.bits);
+    const auto pack_codes = [&](auto code, uint8_t* to, const uint8_t* codes, int64_t column) {
+        for (int64_t k = 0; k < o.group; k += WORD_CODES) {
+            uint64_t eight;
+            std::memcpy(&eight, codes + k, sizeof(eight));
+            code.put(to, k, column, Rounded4::spread(eight) | Rounded4::spread(eight >> 32) << 8);
+        }
+    };
     for (int64_t panel; (panel = team.take()) < panels;) {
         uint8_t* to = o.packed + panel * bytes;
         std::memset(to, 0, bytes);  // beyond the last output
         const int64_t filled = std::min<int64_t>(PANEL, o.out_size - panel * PANEL);
-        for (int64_t g = 0; g < groups; g++) {
+        for (int64_t g = 0; g < groups; g++, to += o.group * PANEL / 8 * o.bits) {
             Scale* scales = reinterpret_cast<Scale*>(to);
             to += (1 + shifted) * PANEL * sizeof(Scale);
-            uint32_t* words = reinterpret_cast<uint32_t*>(to);
-            to += o.group * PANEL / 2;
             for (int64_t column = 0; column < filled; column++) {
                 const int64_t output = panel * PANEL + column;
                 put_scale(scales + column, o.scales[output * groups + g]);
                 if (shifted) put_scale(scales + PANEL + column, o.shifts[output * groups + g]);
                 const uint8_t* codes = o.codes + output * o.in_size + g * o.group;
-                for (int64_t k = 0; k < o.group; k++)
-                    words[k / WORD_CODES * PANEL + column] |= uint32_t(codes[k] & 15)
-                                                              << (k % WORD_CODES / 2 * 4 + k % 2 * 16);
+                with_codes(o.bits, [&](auto code) { pack_codes(code, to, codes, column); });
             }
         }
     }

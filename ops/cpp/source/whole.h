@@ -53,6 +53,39 @@ void embed_packed(const void* operands, const Step& step, ThreadGroup& threads) 
     });
 }
 
+struct EmbedGroupsOperands {
+    Product4Operands weight;  // [V, E], of its fields those that say how it is packed
+    void* out;                // [T, E]
+    float scale;              // of the vectors
+};
+
+// As `embed`, from a weight in groups.
+template <class T>
+void embed_groups(const void* operands, const Step& step, ThreadGroup& threads) {
+    typedef typename ScaleOf<T>::Type Scale;
+    const auto& o = *static_cast<const EmbedGroupsOperands*>(operands);
+    const auto& w = o.weight;
+    const int64_t size = w.plain.in_size, bytes = panel_bytes4<T>(size, w.group, w.shifted, w.bits);
+    threads.share(step.num_tokens, [&](int64_t token) {
+        const int64_t id = step.token_ids[token], column = id % PANEL;
+        const uint8_t* panel = static_cast<const uint8_t*>(w.plain.weight) + id / PANEL * bytes;
+        T* to = static_cast<T*>(o.out) + token * size;
+        with_codes(w.bits, [&](auto code) {
+            for (int64_t first = 0; first < size; first += w.group, panel += w.group * PANEL / 8 * w.bits) {
+                const Scale* scales = reinterpret_cast<const Scale*>(panel) + column;
+                panel += (1 + w.shifted) * PANEL * sizeof(Scale);
+                const float scale = get_scale(scales), shift = w.shifted ? get_scale(scales + PANEL) : 0.0f;
+                for (int64_t k = 0; k < w.group; k++) {
+                    const int32_t number = code.number(panel, k, column);
+                    const float value = w.bits == 4 ? w.table[number + code.MIDDLE] : float(number);
+                    narrow(to + first + k, value * scale + shift);
+                }
+            }
+        });
+        scale_line(to, size, o.scale);
+    });
+}
+
 struct LastOperands {
     const void* hidden;  // [T, E]
     void* out;           // [R, E], of the positions that predict a token

@@ -1,69 +1,72 @@
-"""Weights that a checkpoint holds in 4 bits, kept so: no entry of METHODS, for the checkpoint alone decides it."""
+"""Weights that a checkpoint holds in few bits, kept so: no entry of METHODS, for the checkpoint alone decides it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ops.matmul.grouped import WHOLE, GroupedWeight
+from ops.matmul.grouped import GroupedWeight, GroupForm, common_form
 from ops.moe import Mixture
 from ops.select import Kernels
 from runtime.layers.quantization.method import LinearLayout, QuantizationMethod, Unquantized
 from runtime.layers.sharding import ShardRange
 from runtime.layers.weight import Shard, frozen, parameter
 
+SCALE_BITS = 16  # of a scale or shift, once packed
+
 
 class KeptGroups(Unquantized):
-    """Layers all of whose weights are in `groups` (name -> inputs in a group) stay in 4 bits; others are dequantised.
+    """Layers all of whose weights are in `forms` stay in their bits, in a form common to them; others are dequantised.
 
-    A rank's columns must be whole groups. Products are in `dtype`. `tables` say what the codes of a weight stand for
-    where they are not whole numbers. Without `experts` mixtures are dequantised. What is dequantised is left to the
-    method `rest`. With `rounded_rows` activations are rounded to 8 bits.
+    A rank's columns must be whole groups. Products are in `dtype`. With `in_cpp` mixtures and vocabularies stay so too.
+    What is dequantised is left to the method `rest`. With `rounded_rows` activations are rounded to 8 bits. `kept` says
+    which weights the layers that there are want, in which form.
     """
 
     def __init__(
         self,
-        groups: Mapping[str, int],
+        forms: Mapping[str, GroupForm],
         dtype: torch.dtype,
-        tables: Mapping[str, tuple[float, ...]] = MappingProxyType({}),
         *,
         rest: QuantizationMethod | None = None,
         rounded_rows: bool = False,
-        experts: bool = True,
+        in_cpp: bool = True,
     ) -> None:
-        self._keeps_experts = experts
+        self.kept: dict[str, GroupForm] = {}
+        self._forms = forms
+        self._dtype = dtype
         self._rest = rest or Unquantized()
         self._rounded_rows = rounded_rows
-        self._groups = groups
-        self._tables = tables
-        self._dtype = dtype
+        self._in_cpp = in_cpp
 
     def allocate(self, layer: nn.Module, layout: LinearLayout) -> None:
-        group, held = self._group(layout), _held(layer)
-        held.table = self._table(layout)
-        parts: dict[str, nn.Parameter | None] = dict.fromkeys(("weight", "codes", "scales", "shifts"))
-        for name in parts:
+        form, held = self._form(layout), _held(layer)
+        held.form = form
+        for name in ("weight", "codes", "scales", "shifts"):
             setattr(layer, name, None)
-        if group is None:
+        for each in layout.sub_layers:
+            self.kept.pop(f"{each.name}.weight", None)
+        if form is None:
             return super().allocate(layer, layout)
-        out_size, in_size = layout.out_size, layout.in_size
-        layer.codes = parameter(out_size, in_size, dtype=torch.uint8)
-        layer.scales = parameter(out_size, in_size // group, dtype=torch.float32)
-        layer.shifts = parameter(out_size, in_size // group, dtype=torch.float32)
+        self.kept |= {f"{each.name}.weight": form for each in layout.sub_layers}
+        groups = (layout.out_size, layout.in_size // form.group)
+        layer.codes = parameter(layout.out_size, layout.in_size, dtype=torch.uint8, bits=form.bits)
+        layer.scales = parameter(*groups, dtype=torch.float32, bits=SCALE_BITS)
+        if form.shifted:
+            layer.shifts = parameter(*groups, dtype=torch.float32, bits=SCALE_BITS)
         return None
 
     def shards(self, layer: nn.Module, layout: LinearLayout) -> Iterator[Shard]:
-        group = self._group(layout)
-        if group is None:
+        held: Any = layer
+        form = held.form
+        if form is None:
             yield from super().shards(layer, layout)
             return
-        held: Any = layer
         columns, row = layout.columns, 0
-        groups = ShardRange(columns.start // group, columns.size // group, columns.full // group)
+        groups = ShardRange(*(each // form.group for each in columns))
         for each, rows in zip(layout.sub_layers, layout.rows, strict=True):
             axes = (each.axis, layout.in_axis)
             for part, filled, taken in (
@@ -71,8 +74,9 @@ class KeptGroups(Unquantized):
                 ("scales", held.scales, groups),
                 ("shifts", held.shifts, groups),
             ):
-                ranges = (each.in_tensor(rows), taken)
-                yield Shard(f"{each.name}.weight.{part}", filled, row, rows.size, axes, ranges)
+                if part != "shifts" or form.shifted:
+                    ranges = (each.in_tensor(rows), taken)
+                    yield Shard(f"{each.name}.weight.{part}", filled, row, rows.size, axes, ranges)
             row += rows.size
 
     def prepare(self, layer: nn.Module, kernels: Kernels) -> None:
@@ -89,37 +93,29 @@ class KeptGroups(Unquantized):
         return self._rest.prepare_experts(mixture, kernels)
 
     def keeps(self, layout: LinearLayout) -> bool:
-        return self._keeps_experts and self._group(layout) is not None
+        return self._in_cpp and self._form(layout) is not None
 
     def take(self, layer: nn.Module) -> GroupedWeight:
         held: Any = layer
-        shifts = held.shifts.detach()
-        shifted = shifts if bool(shifts.any()) else None
+        form = held.form
+        alone = not getattr(layer, "by_itself", False)  # else there may be some in the rows beside it
+        shifted = form.shifted and not (alone and not bool(held.shifts.any()))
+        shifts = held.shifts.detach() if shifted else None
         codes, scales = held.codes.detach(), held.scales.detach()
         held.codes = held.scales = held.shifts = None
-        return GroupedWeight(codes, scales, shifted, held.table, self._rounded_rows)
+        return GroupedWeight(codes, scales, shifts, form.table, self._rounded_rows, form.bits)
 
-    def _group(self, layout: LinearLayout) -> int | None:
-        """That of all sub-layers; None where they differ, or the layer cannot be kept."""
-        groups = {
-            self._groups.get(f"{each.name}.weight") if each.tensor_rows is None else None
+    def _form(self, layout: LinearLayout) -> GroupForm | None:
+        """In which all sub-layers can be held; None where there is none, or the layer cannot be kept."""
+        forms = [
+            self._forms.get(f"{each.name}.weight") if each.tensor_rows is None else None
             for each in layout.sub_layers
-        }
-        group, columns = groups.pop() if len(groups) == 1 else None, layout.columns
-        if (
-            not group
-            or self._table(layout) is None
-            or group % 8
-            or columns.start % group
-            or columns.size % group
-        ):
+        ]
+        known = [form for form in forms if form is not None]
+        form, columns = common_form(known) if len(known) == len(forms) else None, layout.columns
+        if form is None or columns.start % form.group or columns.size % form.group:
             return None
-        return group
-
-    def _table(self, layout: LinearLayout) -> tuple[float, ...] | None:
-        """What the codes of all sub-layers stand for; None where that differs."""
-        tables = {self._tables.get(f"{each.name}.weight", WHOLE) for each in layout.sub_layers}
-        return tables.pop() if len(tables) == 1 else None
+        return form if self._in_cpp or form.bits == 4 else None
 
 
 def _held(layer: nn.Module) -> Any:

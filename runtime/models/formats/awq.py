@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ops.matmul.grouped import GroupedWeight
+from ops.matmul.grouped import GroupedWeight, GroupForm
 from runtime.config.fields import Fields
 from runtime.errors import CheckpointError
 from runtime.models.formats.bits import unpack
@@ -67,13 +67,13 @@ def _add(derived: Derived, stored: Stored, layer: str, bits: int, *, symmetric: 
         )
         return ((_unpack(read(packed), bits, out_size) - zero).float() * scale).T
 
-    def make_grouped(read: Read) -> GroupedWeight:
+    def make_grouped(read: Read, rows: slice) -> GroupedWeight:
         scale = read(scales).float().T
         codes = _unpack(read(packed), bits, out_size).T.to(torch.uint8)
-        return GroupedWeight(codes, scale, (8 - read_zeros(read).T) * scale)
+        return GroupedWeight(codes, scale, (8 - read_zeros(read).T) * scale).rows(rows)
 
     used = [packed, scales, *(() if without_zeros else (zeros,))]
-    kept = (make_grouped, in_size // groups) if bits == 4 else (None, 0)
+    kept = (make_grouped, GroupForm(in_size // groups)) if bits == 4 else (None, None)
     derived.add(f"{layer}.weight", (out_size, in_size), used, make, *kept)
 
 

@@ -14,14 +14,14 @@ tensor. Source: ggml-quants.h, convert_hf_to_gguf.py.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ops.matmul.grouped import WHOLE, GroupedWeight
+from ops.matmul.grouped import GroupedWeight, GroupForm
 from runtime.config.fields import Fields
 from runtime.config.gguf_header import GgufHeader, GgufTensor, read_header
 from runtime.errors import CheckpointError
@@ -30,8 +30,21 @@ from runtime.models.tensors import Cuts, FileBytes, Take, give_parts
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-TABLES = {"Q4_0": WHOLE, "Q4_1": WHOLE, "Q4_K": WHOLE, "IQ4_NL": tuple(map(float, IQ4))}
-GROUP = 32
+_IQ4_TABLE = tuple(map(float, IQ4))
+FORMS = {  # of the kinds that can stay in groups; Q2_K and Q3_K in 4 bits
+    "Q4_0": GroupForm(32, shifted=False),
+    "Q4_1": GroupForm(32),
+    "Q5_0": GroupForm(32, 5, shifted=False),
+    "Q5_1": GroupForm(32, 5),
+    "Q8_0": GroupForm(32, 8, shifted=False),
+    "Q2_K": GroupForm(16),
+    "Q3_K": GroupForm(16, shifted=False),
+    "Q4_K": GroupForm(32),
+    "Q5_K": GroupForm(32, 5),
+    "Q6_K": GroupForm(16, 6, shifted=False),
+    "IQ4_NL": GroupForm(32, table=_IQ4_TABLE, shifted=False),
+    "IQ4_XS": GroupForm(32, table=_IQ4_TABLE, shifted=False),
+}
 
 _WHOLE_MODEL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _PARTS = {
@@ -209,16 +222,14 @@ def _add(
         def make(read: Read) -> Tensor:
             return make_rows(read, slice(None)).view(inner)
 
-        def make_grouped(read: Read) -> GroupedWeight:
-            return in_groups(rows(read), kind)
+        def make_grouped(read: Read, taken: slice) -> GroupedWeight:
+            return in_groups(rows(read)[taken], kind)
 
-        kept = kind in TABLES and len(inner) == 2 and scale is None
-        grouped, group = (make_grouped, GROUP) if kept else (None, 0)
+        kept = kind in FORMS and len(inner) == 2 and scale is None
+        grouped, form = (make_grouped, FORMS[kind]) if kept else (None, None)
         # Rows in pairs stand apart, and the tensor is small.
         by_rows = make_rows if len(inner) == 2 and len(tensor.shape) > 1 and not pairs else None
-        derived.add(ours, inner, [name], make, grouped, group, by_rows)
-        if kept and TABLES[kind] != WHOLE:
-            derived.tables[ours] = TABLES[kind]
+        derived.add(ours, inner, [name], make, grouped, form, by_rows)
 
     for expert in [None] if experts is None else range(experts):
         add(ours.format(expert), expert)
@@ -236,29 +247,131 @@ def dequantise(rows: Tensor, kind: str) -> Tensor:
 
 
 def in_groups(rows: Tensor, kind: str) -> GroupedWeight:
-    """Stored rows, bytes [O, B] of a kind in TABLES, as they are: 4 bits, scales and shifts for 32 inputs each."""
-    if kind == "Q4_K":
-        return _super_blocks(rows)
-    head = 4 if kind == "Q4_1" else 2
-    blocks = rows.unflatten(1, (-1, head + GROUP // 2))  # [O, G, head + 16]
-    packed = blocks[..., head:]
-    codes = torch.cat([packed & 15, packed >> 4], dim=-1).flatten(1)
+    """Stored rows, bytes [O, B] of a kind in FORMS, as they are: codes, scales and shifts for each group."""
+    form = FORMS[kind]
+    codes, scales, shifts = _GROUPS[kind](rows)
+    shifts = None if shifts is None else shifts.flatten(1)
+    return GroupedWeight(codes.flatten(1), scales.flatten(1), shifts, form.table, bits=form.bits)
+
+
+_Groups = tuple[Tensor, Tensor, Tensor | None]  # [O, blocks, ...] each
+
+
+def _four_bits(rows: Tensor) -> _Groups:
+    blocks = rows.unflatten(1, (-1, 18))
+    return _nibbles(blocks[..., 2:]), _halves(blocks[..., :2]), None
+
+
+def _four_bits_shifted(rows: Tensor) -> _Groups:
+    blocks = rows.unflatten(1, (-1, 20))
     scales = _halves(blocks[..., :2])
-    shifts = 8 * scales + _halves(blocks[..., 2:4]) if kind == "Q4_1" else None
-    return GroupedWeight(codes, scales, shifts, TABLES[kind])
+    return _nibbles(blocks[..., 4:]), scales, 8 * scales + _halves(blocks[..., 2:4])
 
 
-def _super_blocks(rows: Tensor) -> GroupedWeight:
-    blocks = rows.unflatten(1, (-1, 144))  # of 256 numbers
-    scale, least, packed = _halves(blocks[..., :2]), _halves(blocks[..., 2:4]), blocks[..., 16:]
-    low, middle, high = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)  # [O, S, 4] each
+def _five_bits(rows: Tensor) -> _Groups:
+    blocks = rows.unflatten(1, (-1, 22))
+    return _nibbles(blocks[..., 6:]) | _bits(blocks[..., 2:6]) << 4, _halves(blocks[..., :2]), None
+
+
+def _five_bits_shifted(rows: Tensor) -> _Groups:
+    blocks = rows.unflatten(1, (-1, 24))
+    scales, codes = _halves(blocks[..., :2]), _nibbles(blocks[..., 8:]) | _bits(blocks[..., 4:8]) << 4
+    return codes, scales, 16 * scales + _halves(blocks[..., 2:4])
+
+
+def _eight_bits(rows: Tensor) -> _Groups:
+    blocks = rows.unflatten(1, (-1, 34))
+    return blocks[..., 2:] ^ 128, _halves(blocks[..., :2]), None
+
+
+def _table_of_blocks(rows: Tensor) -> _Groups:
+    blocks = rows.unflatten(1, (-1, 136))  # of 256 numbers
+    low = torch.stack([blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4], dim=-1).flatten(-2)
+    high = _pieces(blocks[..., 2:4], 2)
+    scales = _halves(blocks[..., :2]).unsqueeze(-1) * ((low | high << 4).float() - 32)
+    return _nibbles(blocks[..., 8:].unflatten(-1, (8, 16))), scales, None
+
+
+def _two_bits_k(rows: Tensor) -> _Groups:
+    blocks = rows.unflatten(1, (-1, 84))
+    scale, least = _halves(blocks[..., 80:82]), _halves(blocks[..., 82:84])
+    scales = scale.unsqueeze(-1) * (blocks[..., :16] & 15).float()
+    minima = least.unsqueeze(-1) * (blocks[..., :16] >> 4).float()
+    return _in_turn(blocks[..., 16:80], 32, 2) + 8, scales, -minima
+
+
+def _three_bits_k(rows: Tensor) -> _Groups:
+    blocks = rows.unflatten(1, (-1, 110))
+    packed = blocks[..., 96:108]  # 16 scales: four bits of each, then two
+    low = torch.cat([packed[..., :8] & 15, packed[..., :8] >> 4], dim=-1)
+    high = torch.cat([packed[..., 8:] >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1)
+    scales = _halves(blocks[..., 108:]).unsqueeze(-1) * ((low | high << 4).float() - 32)
+    upper = _in_turn(blocks[..., :32], 32, 1)
+    return (_in_turn(blocks[..., 32:96], 32, 2) | upper << 2) + 4, scales, None
+
+
+def _four_bits_k(rows: Tensor) -> _Groups:
+    blocks = rows.unflatten(1, (-1, 144))
+    scales, minima = _scales_and_minima(blocks)
+    return _in_turn(blocks[..., 16:], 32, 4), scales, 8 * scales - minima
+
+
+def _five_bits_k(rows: Tensor) -> _Groups:
+    blocks = rows.unflatten(1, (-1, 176))
+    scales, minima = _scales_and_minima(blocks)
+    codes = _in_turn(blocks[..., 48:], 32, 4) | _in_turn(blocks[..., 16:48], 32, 1) << 4
+    return codes, scales, 16 * scales - minima
+
+
+def _six_bits_k(rows: Tensor) -> _Groups:
+    blocks = rows.unflatten(1, (-1, 210))
+    scales = _halves(blocks[..., 208:]).unsqueeze(-1) * blocks[..., 192:208].view(torch.int8).float()
+    return _in_turn(blocks[..., :128], 64, 4) | _in_turn(blocks[..., 128:192], 32, 2) << 4, scales, None
+
+
+_GROUPS: Mapping[str, Callable[[Tensor], _Groups]] = {
+    "Q4_0": _four_bits,
+    "Q4_1": _four_bits_shifted,
+    "Q5_0": _five_bits,
+    "Q5_1": _five_bits_shifted,
+    "Q8_0": _eight_bits,
+    "Q2_K": _two_bits_k,
+    "Q3_K": _three_bits_k,
+    "Q4_K": _four_bits_k,
+    "Q5_K": _five_bits_k,
+    "Q6_K": _six_bits_k,
+    "IQ4_NL": _four_bits,
+    "IQ4_XS": _table_of_blocks,
+}
+
+
+def _nibbles(packed: Tensor) -> Tensor:
+    """[..., n] -> [..., 2n]: all lower halves, then the upper ones."""
+    return torch.cat([packed & 15, packed >> 4], dim=-1)
+
+
+def _in_turn(packed: Tensor, size: int, bits: int) -> Tensor:
+    """Of each `size` bytes the lowest bits of all, then the next ones of all, and so on."""
+    parts = packed.unflatten(-1, (-1, size))
+    return torch.stack([parts >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)], dim=-2).flatten(-3)
+
+
+def _pieces(packed: Tensor, bits: int) -> Tensor:
+    """Numbers of so many bits, the lowest of a byte first."""
+    return torch.stack([packed >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)], dim=-1).flatten(-2)
+
+
+def _bits(packed: Tensor) -> Tensor:
+    return _pieces(packed, 1)
+
+
+def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Of blocks of 256 numbers: half d, dmin, 12 bytes with eight of each in 6 bits -> [..., 8]."""
+    scale, least = _halves(blocks[..., :2]), _halves(blocks[..., 2:4])
+    low, middle, high = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)  # [..., 4] each
     scales = torch.cat([low & 63, (high & 15) | (low >> 6 << 4)], dim=-1)
     minima = torch.cat([middle & 63, (high >> 4) | (middle >> 6 << 4)], dim=-1)
-    scales = (scale.unsqueeze(-1) * scales.float()).flatten(1)
-    minima = (least.unsqueeze(-1) * minima.float()).flatten(1)
-    halves = packed.unflatten(-1, (4, GROUP))  # a byte holds numbers i and 32 + i of 64
-    codes = torch.stack([halves & 15, halves >> 4], dim=-2).flatten(1)
-    return GroupedWeight(codes, scales, 8 * scales - minima)
+    return scale.unsqueeze(-1) * scales.float(), least.unsqueeze(-1) * minima.float()
 
 
 def _halves(pairs: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ops.matmul.grouped import GroupedWeight
+from ops.matmul.grouped import GroupedWeight, GroupForm
 from runtime.config.fields import Fields
 from runtime.errors import CheckpointError
 from runtime.models.formats.bits import unpack, unpack_planes
@@ -98,10 +98,10 @@ def _add(derived: Derived, stored: Stored, layer: str, bits: int, group_size: in
             raise CheckpointError(f"{order or scales} names groups beyond the {groups} that there are.")
         return (numbers.float() - zero.T[:, group]) * read(scales).float().T[:, group]
 
-    def make_grouped(read: Read) -> GroupedWeight:
+    def make_grouped(read: Read, rows: slice) -> GroupedWeight:
         codes = unpack(read(packed).T.contiguous(), 4, in_size).to(torch.uint8)
         zero, scale = _zeros(read(zeros), bits, out_size, fields).T, read(scales).float().T
-        return GroupedWeight(codes, scale, (8 - zero) * scale)
+        return GroupedWeight(codes, scale, (8 - zero) * scale).rows(rows)
 
     used = [packed, zeros, scales, *([order] if order else [])]
     in_order = order is None or torch.equal(stored.read(order).long(), torch.arange(in_size) // size)
@@ -112,5 +112,5 @@ def _add(derived: Derived, stored: Stored, layer: str, bits: int, group_size: in
         used,
         make,
         make_grouped if kept else None,
-        size if kept else 0,
+        GroupForm(size) if kept else None,
     )

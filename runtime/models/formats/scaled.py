@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ops.matmul.grouped import GroupedWeight
+from ops.matmul.grouped import GroupedWeight, GroupForm
 from runtime.config.fields import Fields
 from runtime.errors import CheckpointError
 from runtime.models.formats.bits import E2M1, E2M3, look_up, nibbles, power_of_two, spread, unpack
@@ -175,15 +175,16 @@ def _add_whole_numbers(derived: Derived, stored: Stored, name: str, schemes: Sch
             zeros = None if zeros is None else _spread(zeros, shape, schemes, str(zero))
         return (numbers.float() - (0 if zeros is None else zeros)) * scales
 
-    def make_grouped(read: Read) -> GroupedWeight:
+    def make_grouped(read: Read, rows: slice) -> GroupedWeight:
         scales, zeros = _scales(read(scale)), read_zeros(read)
         shifts = None if zeros is None else -zeros * scales
-        return GroupedWeight(unpack(read(packed), 4, shape[1]).to(torch.uint8), scales, shifts)
+        return GroupedWeight(unpack(read(packed), 4, shape[1]).to(torch.uint8), scales, shifts).rows(rows)
 
     grid = stored.shapes[scale]
     kept = bits == 4 and order is None and len(grid) == 2 and grid[0] == rows and shape[1] % grid[1] == 0
     used = [packed, scale, shape_name, *(x for x in (zero, order) if x)]
-    derived.add(name, shape, used, make, make_grouped if kept else None, shape[1] // grid[1] if kept else 0)
+    form = GroupForm(shape[1] // grid[1]) if kept else None
+    derived.add(name, shape, used, make, make_grouped if kept else None, form)
 
 
 def _packing(candidates: Sequence[int], words: int, count: int) -> tuple[int, bool]:

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ops.matmul.grouped import GroupedWeight
+from ops.matmul.grouped import GroupedWeight, GroupForm
 from runtime.config.fields import Fields
 from runtime.config.quantization import FORMATS
 from runtime.errors import CheckpointError
@@ -32,14 +32,14 @@ class Stored(Tensors, Protocol):
 class Made(NamedTuple):
     """One of the model's tensors: its shape, and what makes it, in float32, of stored ones.
 
-    What holds 4 bits in groups of neighbouring inputs can also be made as such (`ops/matmul/grouped.py`). What can be
-    made row by row is never there as a whole.
+    What holds 4 to 8 bits in groups of neighbouring inputs can also be made as such (`ops/matmul/grouped.py`), some
+    rows of it. What can be made row by row is never there as a whole.
     """
 
     shape: tuple[int, ...]
     make: Callable[[Read], Tensor]
-    make_grouped: Callable[[Read], GroupedWeight] | None = None
-    group: int = 0  # inputs in a group, where it can be made as such
+    make_grouped: Callable[[Read, slice], GroupedWeight] | None = None
+    form: GroupForm | None = None  # where it can be made as such
     make_rows: Callable[[Read, slice], Tensor] | None = None
 
 
@@ -55,9 +55,6 @@ class Derived:
         default_factory=set
     )  # stored tensors that others are made of, or that nobody needs
     renamed: dict[str, str] = field(default_factory=dict)  # stored name -> the model's
-    tables: dict[str, tuple[float, ...]] = field(
-        default_factory=dict
-    )  # what codes stand for, where not whole numbers
 
     def add(
         self,
@@ -65,11 +62,11 @@ class Derived:
         shape: Sequence[int],
         used: Iterable[str],
         make: Callable[[Read], Tensor],
-        make_grouped: Callable[[Read], GroupedWeight] | None = None,
-        group: int = 0,
+        make_grouped: Callable[[Read, slice], GroupedWeight] | None = None,
+        form: GroupForm | None = None,
         make_rows: Callable[[Read, slice], Tensor] | None = None,
     ) -> None:
-        self.made[name] = Made(tuple(shape), make, make_grouped, group, make_rows)
+        self.made[name] = Made(tuple(shape), make, make_grouped, form, make_rows)
         self.used.update(used)
 
 
@@ -88,26 +85,27 @@ class QuantizedTensors:
         self._plain = plain | {
             ours: name for name, ours in derived.renamed.items()
         }  # the model's name -> stored
-        self.groups = {
-            name: made.group for name, made in derived.made.items() if made.make_grouped is not None
-        }
-        self.tables: Mapping[str, tuple[float, ...]] = derived.tables
+        self.forms = {name: made.form for name, made in derived.made.items() if made.form is not None}
+        self._kept: Mapping[str, GroupForm] = {}
         self.shapes: dict[str, tuple[int, ...]] = {
             **{name: stored.shapes[origin] for name, origin in self._plain.items()},
             **{name: made.shape for name, made in derived.made.items()},
         }
 
-    def keep_grouped(self, wanted: Iterable[str]) -> None:
-        """Give the weights whose codes the model wants as codes, scales and shifts, the others whole."""
-        known = set(wanted)
-        for name, group in self.groups.items():
+    def keep_grouped(self, kept: Mapping[str, GroupForm]) -> None:
+        """Give these weights as codes, scales and shifts in that form, all others whole."""
+        self._kept = kept
+        for name in self.forms:
             out_size, in_size = self._derived.made[name].shape
-            whole = {name: (out_size, in_size)}
-            parts = {f"{name}.{part}": (out_size, in_size // group) for part in PARTS}
-            parts[f"{name}.codes"] = (out_size, in_size)
-            for each in whole | parts:
+            for each in (name, *(f"{name}.{part}" for part in PARTS)):
                 self.shapes.pop(each, None)
-            self.shapes |= parts if f"{name}.codes" in known else whole
+            if name not in kept:
+                self.shapes[name] = (out_size, in_size)
+                continue
+            form = kept[name]
+            self.shapes[f"{name}.codes"] = (out_size, in_size)
+            for part in PARTS[1 : 2 + form.shifted]:
+                self.shapes[f"{name}.{part}"] = (out_size, in_size // form.group)
 
     def without_zero_biases(self, wanted: Iterable[str]) -> None:
         """Forget biases that the model does not want and that are zero: some tools write them for every layer."""
@@ -125,12 +123,7 @@ class QuantizedTensors:
         def make(name: str) -> None:
             made = self._derived.made[name]
             if f"{name}.codes" in cuts:
-                if made.make_grouped is None:
-                    raise RuntimeError(f"{name} has no groups.")
-                weight = made.make_grouped(self._stored.read)
-                shifts = torch.zeros_like(weight.scales) if weight.shifts is None else weight.shifts
-                for part, tensor in zip(PARTS, (weight.codes, weight.scales, shifts), strict=True):
-                    give_parts(take, cuts, f"{name}.{part}", tensor)
+                self._give_groups(name, take, cuts)
             elif made.make_rows is not None:
                 for number, cut in enumerate(cuts[name]):
                     rows = made.make_rows(self._stored.read, cut[0] if cut else slice(None))
@@ -144,6 +137,22 @@ class QuantizedTensors:
 
         names = [name for name in self._derived.made if name in cuts or f"{name}.codes" in cuts]
         for_each(make, names, num_threads)
+
+    def _give_groups(self, name: str, take: Take, cuts: Cuts) -> None:
+        """Codes, scales and shifts of those rows that are wanted of any of them."""
+        made, wanted = self._derived.made[name], [f"{name}.{part}" for part in PARTS]
+        if made.make_grouped is None:
+            raise RuntimeError(f"{name} has no groups.")
+        every = slice(0, made.shape[0])
+        spans = [cut[0] if cut else every for each in wanted for cut in cuts.get(each, ())]
+        rows = slice(min(span.start for span in spans), max(span.stop for span in spans))
+        weight = made.make_grouped(self._stored.read, rows).as_form(self._kept[name])
+        shifts = torch.zeros_like(weight.scales) if weight.shifts is None else weight.shifts
+        for each, tensor in zip(wanted, (weight.codes, weight.scales, shifts), strict=True):
+            for number, cut in enumerate(cuts.get(each, ())):
+                span, *columns = cut or (every,)
+                here = slice(span.start - rows.start, span.stop - rows.start)
+                take(each, number, tensor[(here, *columns)])
 
 
 def require(stored: Stored, *names: str) -> None:

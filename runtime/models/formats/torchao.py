@@ -18,7 +18,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ops.matmul.grouped import GroupedWeight
+from ops.matmul.grouped import GroupedWeight, GroupForm
 from runtime.config.fields import Fields
 from runtime.errors import CheckpointError
 from runtime.models.formats.bits import nibbles, spread
@@ -66,9 +66,9 @@ def _add(derived: Derived, stored: Stored, dtypes: Mapping[str, torch.dtype], na
             numbers = numbers - spread(read(zero).float(), shape)
         return numbers * spread(read(scale).float(), shape)
 
-    def grouped(read: Read) -> GroupedWeight:
+    def grouped(read: Read, rows: slice) -> GroupedWeight:
         codes = nibbles(read(data).view(torch.uint8)) ^ 8
-        return GroupedWeight(codes, read(scale).float().T.contiguous(), read(zero).float().T.contiguous())
+        return GroupedWeight(codes, read(scale).float().T, read(zero).float().T).rows(rows)
 
     def make(read: Read) -> Tensor:
         return whole(read) * read(before).float() if scaled_before else whole(read)
@@ -81,5 +81,5 @@ def _add(derived: Derived, stored: Stored, dtypes: Mapping[str, torch.dtype], na
     in_size = 2 * shape[-1]
     if (*outer, out_size) != shape[:-1] or stored.shapes[zero] != stored.shapes[scale] or in_size % groups:
         raise CheckpointError(f"{data} and {scale} do not fit each other.")
-    kept = (None, 0) if scaled_before or outer else (grouped, in_size // groups)
+    kept = (None, None) if scaled_before or outer else (grouped, GroupForm(in_size // groups))
     derived.add(name, (*shape[:-1], in_size), used, make, *kept)

@@ -1,7 +1,8 @@
-"""Weights of 4 bits in groups: rounded, packed, multiplied."""
+"""Weights of few bits in groups: rounded, packed, multiplied."""
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cpp_kernels import DTYPES, LESSER, THREADS, backend
-from ops.matmul.grouped import GroupedWeight, round_to_groups
+from ops.matmul.grouped import GroupedWeight, GroupForm, common_form, round_to_groups
 from ops.matmul.with_cpp import PackedWeight, PackedWeight4
 from ops.select import select
 
@@ -20,13 +21,14 @@ PROCESSORS = [(), *(pytest.param(march, marks=pytest.mark.slow) for march in LES
 
 
 def weight(
-    out_size: int, in_size: int, group: int, *, shifted: bool = False, table: Any = None
+    out_size: int, in_size: int, group: int, *, shifted: bool = False, table: Any = None, bits: int = 4
 ) -> GroupedWeight:
     generator = torch.Generator().manual_seed(out_size + in_size)
     made = GroupedWeight(
-        torch.randint(0, 16, (out_size, in_size), generator=generator, dtype=torch.uint8),
+        torch.randint(0, 1 << bits, (out_size, in_size), generator=generator, dtype=torch.uint8),
         0.01 + torch.rand(out_size, in_size // group, generator=generator),
         torch.randn(out_size, in_size // group, generator=generator) if shifted else None,
+        bits=bits,
     )
     return made if table is None else made._replace(table=table)
 
@@ -42,20 +44,69 @@ def halved(made: GroupedWeight) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_products_are_those_of_the_dequantised_weight(dtype: torch.dtype, march: tuple[str, ...]) -> None:
     kernels = backend("matmul", 2, *march)
-    for shape in SHAPES:
-        for shifted, table in ((False, None), (True, None), (False, NF4), (True, NF4)):
-            given = weight(*shape, shifted=shifted, table=table)
-            packed = kernels.prepare_grouped(given, dtype)
-            assert isinstance(packed, PackedWeight4)
-            plain = given.dequantised() if dtype == torch.float32 else halved(given)
-            for rows in (1, 3, 13, 30):
-                x, bias = torch.randn(rows, shape[1]).to(dtype), torch.randn(shape[0]).to(dtype)
-                wanted = x.double() @ plain.double().T
-                bound = 1e-5 * float((x.double().abs() @ plain.double().abs().T).max())
-                torch.testing.assert_close(kernels.logits(x, packed).double(), wanted, rtol=0, atol=bound)
-                rounded = (wanted + bias).to(dtype)
-                rtol = 2e-2 if dtype == torch.bfloat16 else 0.0
-                torch.testing.assert_close(kernels.linear(x, packed, bias), rounded, rtol=rtol, atol=bound)
+    cases = [(4, shape, table) for shape in SHAPES for table in (None, NF4)]
+    cases += [(bits, (100, 192, 32 if bits == 5 else 16), None) for bits in (5, 6, 8)]
+    for (bits, shape, table), shifted in product(cases, (False, True)):
+        given = weight(*shape, shifted=shifted, table=table, bits=bits)
+        packed = kernels.prepare_grouped(given, dtype)
+        assert isinstance(packed, PackedWeight4)
+        plain = given.dequantised() if dtype == torch.float32 else halved(given)
+        for rows in (1, 3, 13, 30):
+            x, bias = torch.randn(rows, shape[1]).to(dtype), torch.randn(shape[0]).to(dtype)
+            wanted = x.double() @ plain.double().T
+            bound = 1e-5 * float((x.double().abs() @ plain.double().abs().T).max())
+            torch.testing.assert_close(kernels.logits(x, packed).double(), wanted, rtol=0, atol=bound)
+            rounded = (wanted + bias).to(dtype)
+            rtol = 2e-2 if dtype == torch.bfloat16 else 0.0
+            torch.testing.assert_close(kernels.linear(x, packed, bias), rounded, rtol=rtol, atol=bound)
+
+
+@pytest.mark.parametrize("bits", [4, 5, 6, 8])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_vocabulary_is_packed_in_pieces_and_looked_up(dtype: torch.dtype, bits: int) -> None:
+    kernels = backend("matmul")
+    given = weight(100, 64, 32, shifted=True, bits=bits)
+    first, *others = (given.rows(slice(row, row + 32)) for row in range(0, 100, 32))
+    packed = kernels.prepare_grouped(first, dtype, out_size=100)
+    for number, piece in enumerate(others, 1):
+        assert kernels.prepare_grouped(piece, dtype, into=packed, first=32 * number) is packed
+    whole = kernels.prepare_grouped(given, dtype)
+    assert packed.nbytes == whole.nbytes
+    x = torch.randn(3, 64).to(dtype)
+    assert torch.equal(kernels.logits(x, packed), kernels.logits(x, whole))
+    with pytest.raises(ValueError, match="32 at a time"):
+        kernels.prepare_grouped(first, dtype, into=packed, first=16)
+    plain = (given.dequantised() if dtype == torch.float32 else halved(given)).to(dtype)
+    ids = torch.tensor([0, 99, 31, 32, 64])
+    found = backend("embedding").embed(ids, packed)
+    torch.testing.assert_close(found, plain[ids], rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=1e-6)
+
+
+def test_weights_of_several_forms_have_one_in_common_without_loss() -> None:
+    given = [weight(8, 64, 32, shifted=True), weight(8, 64, 16, bits=6), weight(8, 64, 32, bits=5)]
+    tabled = weight(8, 64, 32, table=WHOLE_NUMBERS)
+
+    def form_of(each: GroupedWeight) -> GroupForm:
+        return GroupForm(each.group, each.bits, each.table, each.shifts is not None)
+
+    for weights, wanted in (
+        (given[:2], GroupForm(16, 6)),
+        (given[2:], GroupForm(32, 5, shifted=False)),
+        ([given[0], tabled], GroupForm(32, 8)),
+        (
+            [weight(8, 64, 16), given[2]],
+            GroupForm(16, 6, shifted=False),
+        ),  # of which 5 bits have no whole units
+    ):
+        form = common_form([form_of(each) for each in weights])
+        assert form is not None
+        assert form == wanted
+        for each in weights:
+            made = each.as_form(form)
+            assert (made.group, made.bits) == (form.group, form.bits)
+            torch.testing.assert_close(made.dequantised(), each.dequantised())
+    assert common_form([form_of(tabled._replace(table=NF4)), form_of(given[0])]) is None
+    assert common_form([GroupForm(48), GroupForm(32)]) is None
 
 
 @pytest.mark.parametrize("march", PROCESSORS, ids=str)
@@ -102,8 +153,14 @@ def test_a_row_is_the_same_alone_and_among_others(
     dtype: torch.dtype, march: tuple[str, ...], num_threads: int
 ) -> None:
     kernels = backend("matmul", num_threads, *march)
-    for shifted, rounded in ((False, False), (True, False), (True, True)):
-        given = weight(100, 256, 32, shifted=shifted)._replace(rounded_rows=rounded)
+    for shifted, rounded, bits in (
+        (False, False, 4),
+        (True, False, 4),
+        (True, True, 4),
+        (False, False, 6),
+        (True, False, 8),
+    ):
+        given = weight(100, 256, 32, shifted=shifted, bits=bits)._replace(rounded_rows=rounded)
         packed = kernels.prepare_grouped(given, dtype)
         x = torch.randn(300, 256).to(dtype)
         together = kernels.logits(x, packed)

@@ -27,7 +27,7 @@ from runtime.config.gguf_header import KINDS, read_header
 from runtime.errors import CheckpointError
 from runtime.models.checkpoint import locate
 from runtime.models.config import read_facts
-from runtime.models.formats.gguf import TABLES, GgufFiles, dequantise, in_groups
+from runtime.models.formats.gguf import FORMS, GgufFiles, dequantise, in_groups
 from runtime.models.formats.stored import QuantizedTensors
 from runtime.models.quantization import quantization_fields
 from serve import Engine
@@ -96,16 +96,39 @@ def read_whole(path: str) -> dict[str, torch.Tensor]:
     return found
 
 
-def random_rows(kind: str, rows: int = 6, blocks: int = 3) -> np.ndarray:
+def random_rows(kind: str, rows: int = 6, blocks: int = 3, size: float = 0.1) -> np.ndarray:
     """Blocks of any bits, their scales finite and small."""
     entry = next(each for each in KINDS.values() if each.name == kind)
     draw = np.random.default_rng(len(kind))
     found = draw.integers(0, 256, (rows, blocks, entry.bytes), dtype=np.uint8)
     places = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q4_K": (0, 2), "Q5_K": (0, 2)}
     for place in places.get(kind, (0, 2) if kind.endswith("_1") else (0,)):
-        scale = draw.normal(0, 0.1, (rows, blocks)).astype(np.float16)
+        scale = draw.normal(0, size, (rows, blocks)).astype(np.float16)
         found[..., place : place + 2] = scale.view(np.uint8).reshape(rows, blocks, 2)
     return found.reshape(rows, -1)
+
+
+def with_kinds(path: Path, kinds: dict[str, str], to: Path) -> str:
+    """The same file with drawn blocks of other kinds in some of its matrices."""
+    reader, writer = gguf.GGUFReader(path), gguf.GGUFWriter(to, "qwen3")
+    for field in reader.fields.values():
+        if not field.name.startswith("GGUF.") and field.name != "general.architecture":
+            writer.add_key_value(field.name, field.contents(), field.types[0])
+    for tensor in reader.tensors:
+        kind = next((kinds[part] for part in kinds if f".{part}." in tensor.name), None)
+        size, rows = (int(each) for each in (*tensor.shape, 1)[:2])
+        number = tensor.tensor_type if kind is None else gguf.GGMLQuantizationType[kind]
+        data = (
+            tensor.data
+            if kind is None
+            else random_rows(kind, rows, size // gguf.GGML_QUANT_SIZES[number][0], 2e-4)
+        )
+        writer.add_tensor(tensor.name, data, raw_dtype=number)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return str(to)
 
 
 def test_the_kinds_of_numbers_are_llama_cpps() -> None:
@@ -123,7 +146,7 @@ def test_numbers_are_those_that_llama_cpps_package_reads(kind: str) -> None:
     wanted = torch.from_numpy(gguf.dequantize(rows, gguf.GGMLQuantizationType[kind]))
     assert torch.isfinite(wanted).all()
     assert torch.equal(dequantise(torch.from_numpy(rows), kind), wanted)
-    if kind in TABLES:
+    if kind in FORMS:
         torch.testing.assert_close(in_groups(torch.from_numpy(rows), kind).dequantised(), wanted)
 
 
@@ -203,20 +226,53 @@ def test_a_number_beside_a_weight_multiplies_it(tmp_path: Path) -> None:
     torch.testing.assert_close(found[0], torch.from_numpy(gguf.dequantize(rows, kind)) * 0.37)
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1"])
-def test_weights_of_4_bits_stay_so_where_there_are_kernels(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        ("Q4_1", {}),
+        ("Q8_0", {"tie_word_embeddings": True}),
+        ("Q5_0", {}),
+        ("Q5_1", {"tie_word_embeddings": True}),
+    ],
+)
+def test_weights_of_few_bits_stay_so_where_there_are_kernels(
+    kind: str, config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The vocabulary's too, both ends of it, in pieces; nothing of them is dequantised."""
     cpp_kernels.library()
-    path, plain = write(tmp_path, "llama", kind)
+    monkeypatch.setattr("runtime.layers.embedding.ROWS_AT_ONCE", 32)
+    path, plain = write(tmp_path, "llama", kind, **config)
     kernels = select(cpp_kernels.CHOICES)
-    kept: Any = paged_forward.load(path, kernels=kernels)
-    for layer in kept.layers:
-        assert isinstance(layer.attention.qkv.weight, PackedWeight4)
+    with monkeypatch.context() as patch:
+        patch.setattr("runtime.models.formats.gguf.dequantise", None)
+        kept: Any = paged_forward.load(path, kernels=kernels)
+    packed = [layer.attention.qkv.weight for layer in kept.layers]
+    for weight in (*packed, kept.embedding.weight, kept.head.prepared):
+        assert isinstance(weight, PackedWeight4)
+    assert kept.dtype == torch.float32
+    assert (kept.head.prepared is kept.embedding.weight) == bool(config)
     mine, theirs = (
         paged_forward.all_logits(model, IDS, 16)
         for model in (kept, paged_forward.load(plain, kernels=kernels))
     )
     for one, other in zip(mine, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-3 * float(other.std()))
+
+
+@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"])
+def test_matrices_of_several_kinds_share_a_layer(kind: str, tmp_path: Path) -> None:
+    """As llama.cpp's mixtures have them: v of another kind than q and k. What the package cannot write is drawn."""
+    cpp_kernels.library()
+    path, _ = write(tmp_path, "qwen3", "Q8_0", hidden_size=256, intermediate_size=256, num_hidden_layers=1)
+    changed = with_kinds(
+        Path(path), {"attn_q": kind, "attn_k": kind, "ffn_down": kind}, tmp_path / "changed.gguf"
+    )
+    kept: Any = paged_forward.load(changed, kernels=select(cpp_kernels.CHOICES))
+    assert isinstance(kept.layers[0].attention.qkv.weight, PackedWeight4)
+    mine, theirs = (
+        paged_forward.all_logits(model, IDS[:1], 16)[0] for model in (kept, paged_forward.load(changed))
+    )
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-3 * float(theirs.std()))
 
 
 def test_a_table_of_codes_stays_with_its_weights(tmp_path: Path) -> None:
