@@ -8,15 +8,15 @@ instead of bounding scores, and has angles of its own where there is a window.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from runtime.errors import CheckpointError
 from runtime.layers.block import PreNormBlock
 from runtime.layers.build import Build
-from runtime.layers.norm import RMSNorm
 from runtime.models.config import ACTIVATIONS, Config
 from runtime.models.decoder import Decoder, assemble
-from runtime.models.llama import attention, block, mlp
+from runtime.models.llama import attention, block, mlp, rms_norm
 from runtime.models.qwen3 import head_norms
 
 
@@ -59,10 +59,7 @@ def sandwiched(
     scale = config.number("query_pre_attn_scalar") ** -0.5
 
     def layer(index: int) -> PreNormBlock:
-        def norm(name: str) -> RMSNorm:
-            prefix = f"model.layers.{index}.{name}"
-            return RMSNorm(prefix, config.hidden_size, config.norm_eps, build, unit_offset=True)
-
+        norm = partial(rms_norm, config, index, build, unit_offset=True)
         attended = attention(
             config,
             index,

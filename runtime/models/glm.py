@@ -8,6 +8,7 @@ groups, one for every token.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -15,10 +16,9 @@ from torch import nn
 from runtime.layers.block import PreNormBlock
 from runtime.layers.build import Build
 from runtime.layers.moe import ExpertNames, MoE, Routing
-from runtime.layers.norm import RMSNorm
 from runtime.models.config import Config
 from runtime.models.decoder import Decoder, assemble
-from runtime.models.llama import attention, block, mlp
+from runtime.models.llama import attention, block, mlp, rms_norm
 from runtime.models.mixtures import beside_shared, grouping, top_k
 from runtime.models.qwen3 import head_norms
 
@@ -46,9 +46,7 @@ def glm4(config: Config, build: Build) -> Decoder:
     """Attention as in `glm`."""
 
     def layer(index: int) -> PreNormBlock:
-        def norm(name: str) -> RMSNorm:
-            return RMSNorm(f"model.layers.{index}.{name}", config.hidden_size, config.norm_eps, build)
-
+        norm = partial(rms_norm, config, index, build)
         return PreNormBlock(
             norm("input_layernorm"),
             attention(config, index, build, **pair_rotated(config, build)),

@@ -7,6 +7,7 @@ others, and an MLP with or without experts.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from math import inf
 
 from torch import nn
@@ -16,11 +17,10 @@ from runtime.layers.block import ScaledBlock
 from runtime.layers.build import Build
 from runtime.layers.mlp import GatedMLP
 from runtime.layers.moe import ExpertNames
-from runtime.layers.norm import RMSNorm
 from runtime.layers.recurrent import Mamba2
 from runtime.models.config import LINEAR, Config
 from runtime.models.decoder import Decoder, assemble
-from runtime.models.llama import attention, mlp
+from runtime.models.llama import attention, mlp, rms_norm
 from runtime.models.mixtures import block_sparse
 
 NAMES = ExpertNames(
@@ -45,9 +45,7 @@ def scaled(
     multiplier = config.number("residual_multiplier")
 
     def layer(index: int) -> ScaledBlock:
-        def norm(name: str) -> RMSNorm:
-            return RMSNorm(f"model.layers.{index}.{name}", config.hidden_size, config.norm_eps, build)
-
+        norm = partial(rms_norm, config, index, build)
         return ScaledBlock(
             norm("input_layernorm"),
             mixer(index) if mixer else attention(config, index, build, bias=bias, out_bias=bias, scale=scale),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -54,6 +55,12 @@ def plain_mlp(config: Config, index: int, build: Build, **options: Any) -> MLP:
     return MLP(name, *sizes, config.activation, build, **options)
 
 
+def rms_norm(config: Config, index: int, build: Build, name: str, *, unit_offset: bool = False) -> RMSNorm:
+    """The norm of this name in layer `index`."""
+    prefix = f"model.layers.{index}.{name}"
+    return RMSNorm(prefix, config.hidden_size, config.norm_eps, build, unit_offset=unit_offset)
+
+
 def block(
     config: Config,
     index: int,
@@ -65,8 +72,5 @@ def block(
 ) -> PreNormBlock:
     """Layer `index` of these parts, with a norm before each."""
 
-    def norm(name: str) -> RMSNorm:
-        prefix = f"model.layers.{index}.{name}"
-        return RMSNorm(prefix, config.hidden_size, config.norm_eps, build, unit_offset=unit_offset)
-
+    norm = partial(rms_norm, config, index, build, unit_offset=unit_offset)
     return PreNormBlock(norm("input_layernorm"), attention, norm("post_attention_layernorm"), mlp)

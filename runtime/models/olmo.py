@@ -7,6 +7,7 @@ none. OLMoE has OLMo 2's attention in Llama's layer, and experts in the place of
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from runtime.errors import CheckpointError
@@ -17,7 +18,7 @@ from runtime.layers.moe import MoE, Routing
 from runtime.layers.norm import LayerNorm, RMSNorm
 from runtime.models.config import Config
 from runtime.models.decoder import Decoder, assemble
-from runtime.models.llama import attention, block, mlp
+from runtime.models.llama import attention, block, mlp, rms_norm
 from runtime.models.mixtures import top_k
 
 EPS = 1e-5
@@ -75,9 +76,7 @@ def wide_normed(config: Config, index: int, build: Build, **options: Any) -> Att
 def post_norm_block(config: Config, index: int, build: Build, attended: Attention) -> PostNormBlock:
     """Layer `index` with this attention and an MLP, a norm behind each."""
 
-    def norm(name: str) -> RMSNorm:
-        return RMSNorm(f"model.layers.{index}.{name}", config.hidden_size, config.norm_eps, build)
-
+    norm = partial(rms_norm, config, index, build)
     return PostNormBlock(
         attended,
         norm("post_attention_layernorm"),
