@@ -204,7 +204,7 @@ class Config(Fields):
 
     def check(self) -> None:
         """Raise CheckpointError for wrong values that nobody else reads before the weights are touched."""
-        _ = self.intermediate_size, self.norm_eps, self.activation, self.layer_types()
+        _ = self.optional_integer("intermediate_size"), self.norm_eps, self.activation, self.layer_types()
         _ = self.flag("tie_word_embeddings"), self.flag("attention_bias"), self.flag("mlp_bias")
         if self.num_heads % self.num_kv_heads:
             raise CheckpointError(

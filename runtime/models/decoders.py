@@ -304,6 +304,7 @@ ARCHITECTURES: Mapping[str, Entry] = {
             "swiglu_limit": 7.0,
         },
         sinks=True,
+        spelling="gpt_oss",
     ),
     "GraniteForCausalLM": Entry("granite:granite", _GRANITE),
     "GraniteMoeForCausalLM": Entry(
@@ -341,7 +342,7 @@ ARCHITECTURES: Mapping[str, Entry] = {
     ),
     "Llama4ForCausalLM": Entry("llama4", _LLAMA_4, tensors=_TEXT_PART, spelling="llama4"),
     "Llama4ForConditionalGeneration": Entry("llama4", _LLAMA_4, tensors=_TEXT_PART, spelling="llama4"),
-    "LlamaForCausalLM": Entry("llama", {"max_position_embeddings": 2048}),
+    "LlamaForCausalLM": Entry("llama", {"max_position_embeddings": 2048}, spelling="llama"),
     "MinistralForCausalLM": Entry(
         "mistral:mistral",
         {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},

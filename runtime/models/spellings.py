@@ -10,6 +10,20 @@ from typing import Any
 
 from runtime.errors import CheckpointError
 
+LIKE_LLAMA: Mapping[str, Mapping[str, Any]] = {
+    "internlm3": {
+        "head_dim": 128,
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-5,
+    },
+    "iquestcoder": {
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+    },
+}
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
@@ -24,6 +38,26 @@ def gemma3(values: Mapping[str, Any]) -> dict[str, Any]:
             SLIDING: {"rope_type": "default", "rope_theta": read.get("rope_local_base_freq") or 1e4},
         }
     return read
+
+
+def gpt_oss(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Its angles are scaled also where nothing is said of them."""
+    read = dict(values)
+    if read.get("rope_parameters") is None and read.get("rope_scaling") is None:
+        read["rope_scaling"] = {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        }
+    return read
+
+
+def llama(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Models that transformers computes as Llama, each of which has values of its own where it is silent."""
+    return {**LIKE_LLAMA.get(str(values.get("model_type")), {}), **values}
 
 
 def mistral3(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -64,6 +64,43 @@ OWN: dict[str, dict[str, Any]] = {  # of a kind, over SMALL; a value of None is 
     "gemma4_unified_text": {
         **_GEMMA_3N, "global_head_dim": 16, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0,
     },
+    "chameleon": {
+        "vocabulary_map": {"<image>": 120, "IMGIMGAA": 121},
+        "vq_config": {
+            "embed_dim": 8, "num_embeddings": 8, "latent_channels": 8, "resolution": 32, "base_channels": 32,
+            "channel_multiplier": [1, 1], "num_res_blocks": 1,
+        },
+    },
+    "cohere_compass_text": {"rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in
+                                                (FULL, SLIDING)}},
+    "cosmos3_edge_text": {"rope_parameters": _SECTIONS},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"], "num_key_value_heads": 4},
+    "emu3": {"vocabulary_map": {"<image>": 120, "<|visual token 000001|>": 121}},
+    "ernie4_5_vl_moe_text": {
+        "moe_intermediate_size": [32, 16], "moe_num_experts": 4, "moe_k": 2,
+        "rope_parameters": {**_SECTIONS, "mrope_section": [3, 3, 2]},
+    },
+    "granite4_vision": {
+        "downsample_rate": "2/4", "deepstack_layer_map": [[-1, 0]], "spatial_target_layers": [1],
+        "qformer_config": {
+            "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 64,
+        },
+    },
+    "granite_docling_vision": {"out_hidden_size": 64},
+    "hunyuan_vl_text": {"rope_parameters": {**_SECTIONS, "mrope_section": [2, 2, 2, 2]}},
+    "inkling2_vision": {"text_hidden_size": 64},
+    "molmo2": {
+        "adapter_config": {
+            "vision_feature_layer": [1, 0], "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4,
+            "head_dim": 16, "intermediate_size": 96, "text_hidden_size": 64,
+        }
+    },
+    "muse_spark_audio": {"num_hidden_layers": 4, "out_hidden_size": 64},
+    "muse_spark_vision": {"num_hidden_layers": 4},
+    "paddleocr_vl_text": {"rope_parameters": _SECTIONS},
+    "radio": {"video_temporal_patch_size": 2},
+    "step3p5": {"sliding_window": 9},
+    "unlimited_ocr_text": {"num_key_value_heads": 4},
     "git": {
         "vision_config": {
             "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32, "patch_size": 16,

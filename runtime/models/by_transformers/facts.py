@@ -28,8 +28,12 @@ from transformers.utils import logging as transformers_log
 from runtime.errors import CheckpointError
 from runtime.models.by_transformers import attention
 from runtime.models.registry import unsupported
+from runtime.models.spellings import text_part
 
 KNOWN_OPTIONS = frozenset({"scaling", "sliding_window", "softcap", "s_aux"})
+PROMPT_LAYERS = "reference_sliding_attention"  # how far they see depends on where the prompt ends
+# Read as their text parts alone: the whole asks for a library to see with.
+TEXT_ALONE = {"gemma3n": "gemma3n_text"}
 SERVED_LAYERS = frozenset({"full_attention", "sliding_attention", "attention", "global", "local"})
 TOKENS = 3  # of the trial
 LATER = "attention to later tokens"
@@ -75,6 +79,8 @@ class Numbers:
 def config_of(values: Mapping[str, Any]) -> Any:
     """transformers' configuration of these values of config.json. Raises CheckpointError where it has none."""
     kind, [name, *_] = str(values.get("model_type")), values["architectures"]
+    if kind in TEXT_ALONE:
+        kind, values = TEXT_ALONE[kind], text_part(values)
     if gives(name) is None or kind not in CONFIG_MAPPING:
         own = " The code that comes with the checkpoint is not run." if "auto_map" in values else ""
         raise CheckpointError(
@@ -214,6 +220,8 @@ def _context(text: Any) -> int | None:
 def _paged(name: str, config: Any, text: Any) -> Numbers:
     """Of a model whose attention our kernels and cache can do. Raises CheckpointError, with the reason, for others."""
     kinds = getattr(text, "layer_types", None) or []
+    if PROMPT_LAYERS in kinds:
+        raise Unservable(str(_refusal(name, "attention that depends on where the prompt ends")))
     strange = sorted(set(kinds) - SERVED_LAYERS)
     if strange:
         raise _refusal(name, f"layers of the kind {', '.join(strange)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,15 @@ from runtime.layers.forward_batch import ForwardBatch, KVSpec, LayerSpec
 from runtime.layers.pooler import Pooler
 from runtime.layers.sharding import Stage
 from runtime.models.by_transformers import attention
-from runtime.models.by_transformers.facts import auto_of, class_of, config_of, forget_padding, numbers, quiet
+from runtime.models.by_transformers.facts import (
+    TEXT_ALONE,
+    auto_of,
+    class_of,
+    config_of,
+    forget_padding,
+    numbers,
+    quiet,
+)
 from runtime.models.checkpoint import find_weights
 from runtime.models.decoder import Decoder
 from runtime.models.fill import check_dtypes
@@ -27,6 +36,7 @@ from runtime.models.tensors import TensorFiles
 
 DUMMY_SEED = 1234
 MAX_NAMED = 20
+SEEING_PARTS = re.compile(r"(model\.)?(vision_tower|audio_tower|embed_vision|embed_audio)\.")
 
 
 def load(facts: ModelFacts, plan: ModelPlan, kernels: Kernels) -> Decoder:
@@ -88,6 +98,9 @@ def _read(
         model, info = loaded
     except Exception as error:  # what its readers raise is of many kinds
         raise CheckpointError(f"transformers cannot load {facts.path}: {error}") from error
+    if facts.config.get("model_type") in TEXT_ALONE:
+        unexpected = info.get("unexpected_keys") or ()
+        info["unexpected_keys"] = [name for name in unexpected if not SEEING_PARTS.match(str(name))]
     problems = [
         f"{len(found)} {what} ({', '.join(sorted(map(str, found))[:MAX_NAMED])})"
         for what, key in (

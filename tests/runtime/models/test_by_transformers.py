@@ -15,11 +15,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 import tiny_checkpoints
 import tiny_foreign
 from runtime.errors import CheckpointError, ConfigurationError
+from runtime.models.by_transformers.attention import writing_part
 from runtime.models.config import read_facts
 from runtime.models.registry import find
 from serve import Engine
@@ -42,7 +46,7 @@ def checkpoint(model_type: str, auto: Any = AutoModelForCausalLM) -> str:
 def greedy(model_type: str, auto: Any = AutoModelForCausalLM) -> list[list[int]]:
     """The tokens that transformers chooses for each of `PROMPTS`, one whole pass for each."""
     path = checkpoint(model_type, auto)
-    model = auto.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    model = writing_part(auto.from_pretrained(path, dtype=torch.float32, attn_implementation="eager"))
     found = []
     for prompt in PROMPTS:
         ids = list(prompt)
@@ -76,10 +80,9 @@ HELD = (
     "lfm2_moe", "llama4_text", "mamba", "minimax", "mpt", "nemotron_h", "openai-gpt", "recurrent_gemma", "xglm",
 )  # fmt: skip
 RARE_PAGED = (
-    "axk1", "bert", "bert-generation", "electra", "ernie", "flint", "fuyu", "gemma4", "gemma4_unified", "got_ocr2",
-    "gpt-sw3", "granite_swa", "granitemoe_swa",
-    "hrm_text", "hy_v3", "kolibri1", "minimax_m3_vl_text",
-    "phi4_multimodal", "roc_bert",
+    "axk1", "cohere_compass_text", "bert", "bert-generation", "electra", "ernie", "flint", "fuyu", "gemma4",
+    "gemma4_unified", "got_ocr2", "gpt-sw3", "granite_swa", "granitemoe_swa", "hrm_text", "hy_v3", "kolibri1",
+    "minimax_m3_vl_text", "phi4_multimodal", "roc_bert",
 )  # fmt: skip
 RARE_HELD = (
     "axk2", "bailing_hybrid", "bamba", "big_bird", "bigbird_pegasus", "blenderbot", "blenderbot-small",
@@ -93,12 +96,15 @@ RARE_HELD = (
 )  # fmt: skip
 RARE = (*RARE_PAGED, *RARE_HELD)
 SEEING = (  # of which only the text part is served
-    "aria", "aya_vision", "cohere2_vision", "deepseek_vl", "deepseek_vl_hybrid", "exaone4_5", "glm46v", "glm4v",
-    "glm4v_moe", "glm_ocr", "glmga", "got_ocr2", "hyperclovax_vision_v2", "idefics2", "idefics3", "internvl",
-    "kimi_k25", "lfm2_vl", "lfm3_vl", "lighton_ocr", "llama4", "llava", "llava_next", "llava_next_video",
-    "llava_onevision", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "mistral3", "mistral4",
-    "mistral_large4", "mllama", "muse_glimmer", "ovis2", "paligemma", "qianfan_ocr", "qwen2_5_omni_thinker",
-    "qwen2_5_vl", "qwen2_vl", "qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe", "qwen4_exp", "smolvlm",
+    "aria", "aya_vision", "blip-2", "chameleon", "cohere2_vision", "cohere_compass", "cosmos3_edge", "cosmos3_omni",
+    "deepseek_ocr2", "deepseek_vl", "deepseek_vl_hybrid", "emu3", "ernie4_5_vl_moe", "exaone4_5", "fuyu", "gemma4",
+    "gemma4_unified", "git", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga", "got_ocr2", "granite4_vision",
+    "granite_docling", "hunyuan_vl", "hyperclovax_vision_v2", "idefics2", "idefics3", "inkling2", "inkling_mm_model",
+    "instructblip", "instructblipvideo", "internvl", "janus", "kimi_k25", "lfm2_vl", "lfm3_vl", "lighton_ocr",
+    "llama4", "llava", "llava_next", "llava_next_video", "llava_onevision", "minicpm_ocr", "minicpmv4_6",
+    "minicpmv4_7", "minimax_m3_vl", "mistral3", "mistral4", "mistral_large4", "mllama", "molmo2", "muse_glimmer",
+    "muse_spark", "nemotron_h_omni", "ovis2", "paddleocr_vl", "paligemma", "qianfan_ocr", "qwen2_5_omni_thinker",
+    "qwen2_5_vl", "qwen2_vl", "qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe", "qwen4_exp", "smolvlm", "step3p7",
     "video_llama_3", "video_llava", "vipllava",
 )  # fmt: skip
 USUAL_SEEING = ("llava", "mistral3", "qwen2_5_vl", "qwen3_vl")
@@ -111,17 +117,31 @@ NOT_SERVED = {
 }
 NOT_TRIED = {  # no small checkpoint of them could be made
     "blt": "its tokens are made of patches of bytes by further models; not tried",
-    "cohere_compass_text": "its configuration alone makes no model; not tried",
     "dots3_note": "its configuration is that of several models; not tried",
     **dict.fromkeys(
         ("emu3", "mllama"), "transformers does not know again what it writes of its text part; not tried"
     ),
-    "gemma3n": "it sees through a library of its own; not tried",
     **dict.fromkeys(
         ("gemma4_assistant", "gemma4_unified_assistant"), "it drafts for another model; not tried"
     ),
     "moss_transcribe_diarize": "its configuration is that of several models; not tried",
     **dict.fromkeys(("musicgen", "musicgen_melody"), "it writes sound; not tried"),
+}
+SEEING_NOT_SERVED = {
+    **dict.fromkeys(("blip", "idefics", "kosmos-2"), "it writes nothing without a picture"),
+    **dict.fromkeys(
+        ("florence2", "pix2struct", "pp_formulanet", "t5gemma2", "udop", "vision-encoder-decoder"),
+        "it has an encoder",
+    ),
+    **dict.fromkeys(("fast_vlm", "perception_lm"), "it sees through a library of its own; not tried"),
+    "diffusion_gemma": "it writes blocks of tokens by diffusion",
+    "dots3_note": "its configuration is that of several models; not tried",
+    "evolla": "it reads proteins; not tried",
+    "glm5_next": "its smallest model is too slow to try; not tried",
+    "kosmos-2.5": "it gives no hidden states to choose tokens by",
+    "pi0": "it moves robots",
+    "pp_chart2table": "transformers reads its class by another configuration; not tried",
+    "unlimited_ocr": "how far its tokens see depends on where the prompt ends",
 }
 OPTIONS: dict[str, Any] = {
     "skip_tokenizer_init": True,
@@ -183,11 +203,39 @@ async def test_tokens_of_models_that_also_see_are_those_of_transformers(model_ty
     assert found == greedy(model_type, AutoModelForImageTextToText)
 
 
+async def test_gemma_3n_is_served_without_what_it_sees_with(tmp_path: Path) -> None:
+    """Its text part alone, from a checkpoint of the whole in the published names."""
+    tensors = load_file(Path(checkpoint("gemma3n_text")) / "model.safetensors")
+    whole = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    whole |= {f"model.{name}.weight": torch.ones(3) for name in ("vision_tower.stem", "embed_audio.norm")}
+    save_file(whole, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    text = json.loads((Path(checkpoint("gemma3n_text")) / "config.json").read_text())
+    values = {
+        "architectures": ["Gemma3nForConditionalGeneration"],
+        "model_type": "gemma3n",
+        "text_config": text,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert await served(str(tmp_path)) == greedy("gemma3n_text")
+
+
+async def test_attention_that_depends_on_where_the_prompt_ends_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="where the prompt ends"):
+        await served(checkpoint("unlimited_ocr", AutoModelForImageTextToText))
+
+
+def test_every_model_that_also_sees_is_accounted_for() -> None:
+    names = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    foreign = {kind for kind, name in names.items() if not (isinstance(name, str) and find(name))}
+    assert foreign <= {*SEEING, "gemma3n"} | SEEING_NOT_SERVED.keys()
+    assert not set(SEEING) & SEEING_NOT_SERVED.keys()
+
+
 def test_every_causal_model_of_transformers_is_accounted_for() -> None:
     """Those without a family are served here or listed as not, with the reason; the document lists the same."""
     names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     foreign = {kind for kind, name in names.items() if not (isinstance(name, str) and find(name))}
-    tested = {*COMMON, *MORE, *HELD, *RARE}
+    tested = {*COMMON, *MORE, *HELD, *RARE, "gemma3n"}
     assert foreign <= tested | NOT_SERVED.keys() | NOT_TRIED.keys()
     assert not tested & (NOT_SERVED.keys() | NOT_TRIED.keys())
     document = (Path(__file__).parents[3] / "docs" / "models-by-transformers.md").read_text(encoding="utf-8")
@@ -203,8 +251,8 @@ def listed(names: Mapping[str, Any]) -> list[str]:
 
     lines = [line((*COMMON_PAGED, *MORE, *RARE_PAGED)), line((*COMMON_HELD, *HELD, *RARE_HELD))]
     lines.append(", ".join(f"`{kind}`" for kind in SEEING))
-    reasons = {**NOT_SERVED, **NOT_TRIED}
-    return lines + [f"| `{kind}` | {why} |" for kind, why in sorted(reasons.items()) if kind in names]
+    reasons = {kind: why for kind, why in {**NOT_SERVED, **NOT_TRIED}.items() if kind in names}
+    return lines + [f"| `{kind}` | {why} |" for kind, why in sorted({**reasons, **SEEING_NOT_SERVED}.items())]
 
 
 async def test_a_model_without_a_family_needs_no_option() -> None:

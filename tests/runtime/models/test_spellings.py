@@ -12,12 +12,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import paged_forward
 import tiny_checkpoints
+import tiny_foreign
 from runtime.errors import CheckpointError
 from runtime.models.config import read_facts
-from runtime.models.registry import entry
+from runtime.models.registry import entry, find
 
 IDS = list(range(10, 40))
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -108,6 +112,42 @@ def test_a_tensor_that_does_not_fit_is_named_with_its_file(
         assert (ours if absent else name).removesuffix(".weight") in said, (change, name, said)
         assert absent or str(file) in said, (change, name, said)
         save_file(files[file], file, metadata={"format": "pt"})
+
+
+OURS = sorted(
+    kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if isinstance(name, str) and find(name)
+)
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        pytest.param(kind, marks=() if kind in ("gpt_oss", "qwen3_5_moe") else pytest.mark.slow)
+        for kind in OURS
+        if kind in CONFIG_MAPPING
+    ],
+)
+def test_what_a_file_leaves_out_is_what_transformers_takes(model_type: str, tmp_path: Path) -> None:
+    """config.json has only what differs from the defaults of its kind."""
+    small = tiny_foreign.config(model_type)
+    model = AutoModelForCausalLM.from_config(small, dtype=torch.float32, attn_implementation="eager").eval()
+    tiny_checkpoints.redraw(model, seed=0)
+    model.save_pretrained(tmp_path)
+    usual = type(small)()
+
+    def said(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+        names = ("architectures", "model_type")
+        return {key: value for key, value in values.items() if key in names or defaults.get(key) != value}
+
+    values = json.loads((tmp_path / "config.json").read_text())
+    short = said(values, usual.to_dict())
+    if "text_config" in short:
+        short["text_config"] = said(values["text_config"], usual.get_text_config().to_dict())
+    assert len(short) < len(values)
+    (tmp_path / "config.json").write_text(json.dumps(short))
+    with torch.no_grad():
+        wanted = model(input_ids=torch.tensor([IDS]), use_cache=False).logits[0]
+    assert (logits(str(tmp_path)) - wanted).abs().max() < 2e-4
 
 
 def test_experts_in_one_tensor_may_be_in_one_each(tmp_path: Path) -> None:
