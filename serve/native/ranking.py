@@ -55,8 +55,8 @@ class RerankBody:
     instruction: Annotated[str, Length(1, 4096)] | None = None
     truncate: bool | None = None
     user: str | None = None
-    truncate_prompt_tokens: NotBuilt = None  # these are of other servers and services
-    max_tokens_per_doc: NotBuilt = None
+    truncate_prompt_tokens: Annotated[int, Range(-1, -1)] | None = None  # vLLM's word for truncate
+    max_tokens_per_doc: NotBuilt = None  # these are of other servers and services
     max_chunks_per_doc: NotBuilt = None
     rank_fields: NotBuilt = None
     use_activation: Literal[True] = True
@@ -128,7 +128,14 @@ def rank_documents(core: EngineCore, body: RerankBody) -> tuple[list[Request], S
             raise InvalidRequest(f"documents.{index} must not be empty.", param=f"documents.{index}")
     check_joined(body.query, body.texts, "query")
     pairs = [(body.query, text) for text in body.texts]
-    return rank(core, pairs, instruction=body.instruction, truncate=body.truncate)
+    return rank(core, pairs, instruction=body.instruction, truncate=_truncate(core, body))
+
+
+def _truncate(core: EngineCore, body: RerankBody | ScoreBody) -> bool | None:
+    """Whether texts are cut. Those within a chat are not: with vLLM's -1 too long ones are refused as without it."""
+    if body.truncate_prompt_tokens is not None and core.facts.is_encoder:
+        return True
+    return body.truncate
 
 
 def order(
@@ -161,7 +168,7 @@ class ScoreBody:
     truncate: bool | None = None
     model: str | None = None
     user: str | None = None
-    truncate_prompt_tokens: NotBuilt = None
+    truncate_prompt_tokens: Annotated[int, Range(-1, -1)] | None = None
     use_activation: Literal[True] = True
     priority: NotBuilt = None
 
@@ -187,7 +194,7 @@ def _read_score(core: EngineCore, raw: bytes) -> tuple[ScoreBody, str, list[Requ
     model = check_model(core, body.model)
     if body.text_1 is None and body.text_2 is None:
         return body, model, label_requests(core, body), None
-    requests, scores = rank(core, _pairs(body), truncate=body.truncate)
+    requests, scores = rank(core, _pairs(body), truncate=_truncate(core, body))
     return body, model, requests, scores
 
 

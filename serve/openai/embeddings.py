@@ -53,7 +53,8 @@ class EmbeddingBody:
     truncate: bool | None = None
     rid: Label | list[Label] | None = None
     add_special_tokens: bool = True
-    embed_dtype: Literal["float32"] = "float32"  # from here on vLLM's, with the values that mean what is done
+    truncate_prompt_tokens: Annotated[int, Range(-1, -1)] | None = None  # vLLM's word for truncate
+    embed_dtype: Literal["float32"] = "float32"  # this and the next are vLLM's: the values for what is done
     endianness: Literal["native", "little"] = "native"
     normalize: Literal[True] = True
     use_activation: Literal[True] = True
@@ -61,7 +62,6 @@ class EmbeddingBody:
     task: NotBuilt = None
     late_chunking: NotBuilt = None
     instruction: NotBuilt = None
-    truncate_prompt_tokens: NotBuilt = None
     priority: NotBuilt = None
     lora_path: NotBuilt = None
     messages: NotBuilt = None
@@ -90,17 +90,18 @@ def _read(core: EngineCore, raw: bytes) -> tuple[EmbeddingBody, str, list[Reques
         if not prompt:
             param = f"input.{index}" if is_batch else "input"
             raise InvalidRequest(f"{param} must not be empty.", param=param)
+    truncate = body.truncate if body.truncate_prompt_tokens is None else True
     labels = labels_of(body.rid or uuid4().hex, len(prompts), is_batch=is_batch)
     requests = [
         Request(
             text=prompt if isinstance(prompt, str) else None,
-            ids=None if isinstance(prompt, str) else prompt_ids(prompt, core.plan, cut=body.truncate),
+            ids=None if isinstance(prompt, str) else prompt_ids(prompt, core.plan, cut=truncate),
             add_special_tokens=body.add_special_tokens,
             label=label,
         )
         for prompt, label in zip(prompts, labels, strict=True)
     ]
-    wanted = vector_requests(requests, core, prompt_name=body.prompt_name, truncate=body.truncate)
+    wanted = vector_requests(requests, core, prompt_name=body.prompt_name, truncate=truncate)
     return body, model, wanted
 
 

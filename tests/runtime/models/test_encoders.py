@@ -207,7 +207,13 @@ async def test_modules_beside_the_checkpoint_are_followed(tmp_path: Path) -> Non
 
         plain, asked = await embed(input="w9 w8"), await embed(input=" w9 w8", prompt_name="query")
         cut = await embed(input=long_text, truncate=True)
+        as_in_vllm = await embed(input=long_text, truncate_prompt_tokens=-1)
+        bare = await embed(input="w9 w8", add_special_tokens=False)
         short = await embed(input="w9 w8", dimensions=8)
+        assert "normalize must be true" in await refused("/v1/embeddings", input="w9", normalize=False)
+        assert "input_type is not supported" in await refused(
+            "/v1/embeddings", input="w9", input_type="query"
+        )
         assert "longer than" in await refused("/v1/embeddings", input=long_text)
         assert "query, document" in await refused("/v1/embeddings", input="w9", prompt_name="passage")
         assert "at most 24" in await refused("/v1/embeddings", input="w9", dimensions=25)
@@ -220,6 +226,8 @@ async def test_modules_beside_the_checkpoint_are_followed(tmp_path: Path) -> Non
     torch.testing.assert_close(
         cut, wanted([tiny_encoders.CLS, *range(30, 48), tiny_encoders.SEP]), atol=1e-5, rtol=0
     )
+    assert as_in_vllm.equal(cut)
+    torch.testing.assert_close(bare, wanted([9, 8]), atol=1e-5, rtol=0)
     torch.testing.assert_close(short, F.normalize(plain[:8], dim=0), atol=1e-6, rtol=0)
     assert by_name[0]["embedding"] == asked.tolist()
 

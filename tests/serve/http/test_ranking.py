@@ -93,6 +93,8 @@ async def test_a_cross_encoder_ranks_as_transformers_scores(tmp_path: Path) -> N
             assert word in str(await post(client, path, wrong, 400)), wrong
         cut = await post(client, "/rerank", {"query": QUERY, "documents": ["w9 " * 200], "truncate": True})
         assert cut["usage"]["total_tokens"] == engine.core.facts.context_length
+        body = {"query": QUERY, "documents": ["w9 " * 200], "truncate_prompt_tokens": -1}
+        assert (await post(client, "/rerank", body))["results"] == cut["results"]
 
 
 async def test_a_classifier_names_the_likeliest_label(tmp_path: Path) -> None:
