@@ -1,4 +1,4 @@
-"""Classifiers and encoders without a family of ours, text by text through transformers' own pass."""
+"""Classifiers and encoders without a family of ours, through transformers' own pass."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -20,8 +21,10 @@ from transformers.models.auto.modeling_auto import (
 import http_server
 import tiny_encoders
 import tiny_foreign
+from ops.attention import AttentionMetadata
 from runtime.errors import CheckpointError
-from runtime.models.by_transformers.whole import WholeTexts
+from runtime.layers.forward_batch import ForwardBatch
+from runtime.models.by_transformers.whole import PADDED, WholeTexts
 from runtime.models.config import read_facts
 from runtime.models.registry import find
 from serve import Engine
@@ -101,6 +104,34 @@ async def test_scores_are_those_of_transformers(model_type: str) -> None:
         with torch.no_grad():
             wanted = model(torch.tensor([ids])).logits[0]
         torch.testing.assert_close(scores, wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "model_type", ["electra", *(pytest.param(kind, marks=pytest.mark.slow) for kind in PADDED[:3])]
+)
+def test_texts_of_a_step_are_filled_up_and_masked(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts whose lengths differ little, each as alone, in one pass; where that fails each is computed alone."""
+    name = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[model_type]
+    model = alone(checkpoint(model_type, name, num_labels=3), name)
+    counts = [23, 26, 24, 27]
+    texts = [torch.tensor([*(3 + (5 * at + count) % 90 for at in range(count - 1)), 2]) for count in counts]
+    batch = ForwardBatch(
+        token_ids=torch.cat(texts),
+        positions=torch.cat([torch.arange(count) for count in counts]),
+        attention=AttentionMetadata.build([0] * 4, counts, np.arange(4, dtype=np.int32)[:, None], 32),
+        cache={},
+    )
+    whole = WholeTexts(model, 3)
+    with torch.inference_mode():
+        wanted = torch.cat([model(text[None]).logits for text in texts])
+        with monkeypatch.context() as patch:
+            patch.setattr(WholeTexts, "_text", None)
+            found = whole(batch)
+        monkeypatch.setattr(WholeTexts, "_together", None)
+        again = whole(batch)
+    last = torch.tensor(counts).cumsum(0) - 1
+    torch.testing.assert_close(found[last], wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(again[last], wanted, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.slow
