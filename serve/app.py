@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from runtime.errors import ConfigurationError, RequestError
 from serve import absent, openapi
-from serve.access import Access, RouteScope
+from serve.access import Access, OpenCalls, RouteScope
 from serve.anthropic import messages
 from serve.body_limit import max_body_bytes
 from serve.endpoint import Endpoint, Handler
@@ -28,7 +28,6 @@ from serve.native import (
     encode,
     generate,
     live,
-    metrics,
     parsing,
     profile,
     ranking,
@@ -37,7 +36,6 @@ from serve.native import (
 )
 from serve.ollama import handlers as ollama
 from serve.ollama import models as ollama_models
-from serve.open_calls import OpenCalls
 from serve.openai import batches, chat, completions, embeddings, files, models
 from serve.openai.file_store import FileStore
 from serve.openai.responses import handlers as responses
@@ -115,7 +113,7 @@ ROUTES = (  # searched from the first to the last: what is called most often com
     RouteSpec(GET, "/get_load", admin.load, USER),
     RouteSpec(GET, "/load", admin.server_load, USER),
     RouteSpec(GET, "/live_state", live.live_state, USER),
-    RouteSpec(GET, "/metrics", metrics.metrics, PUBLIC),
+    RouteSpec(GET, "/metrics", admin.metrics, PUBLIC),
     RouteSpec(GET, "/ping", admin.health, PUBLIC),
     RouteSpec(POST, "/invocations", chat.create, USER, chat.ERROR_FORMAT),
     RouteSpec(POST, vertex.PREDICT_ROUTE, vertex.predict, USER, generate.ERROR_FORMAT, takes_ids=True),

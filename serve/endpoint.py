@@ -29,12 +29,11 @@ from runtime.errors import (
     TooManyRequests,
 )
 from runtime.request import Chunk
-from serve.access import CALLER, CLIENT, Access, Client, RouteScope, caller_of
+from serve.access import CALLER, CLIENT, Access, Client, OpenCalls, RouteScope, caller_of
 from serve.background import background_tasks
 from serve.decode import decode
 from serve.errors import NATIVE, ErrorFormat, refusal_response
 from serve.json_pieces import loads
-from serve.open_calls import OpenCalls
 from serve.output_streams import close_all, read_all
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Health, facts about the server, the prefix cache, and aborting requests."""
+"""Health, metrics, facts about the server, the prefix cache, and aborting requests."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
 import serve
+from runtime.actors.scrape import exposition
 from runtime.config import in_its_words, options
 from runtime.errors import EngineFailure, Forbidden, InvalidRequest, Overloaded, RequestError
 from runtime.request import Request
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from runtime.config.plan import Plan
 
 HEALTH_TIMEOUT_S = 20.0
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +84,11 @@ async def health_generate(http: HttpRequest, core: EngineCore) -> ASGIApp:
             return Response(status_code=503)
         return Response(status_code=200)
     return Response(status_code=503)
+
+
+async def metrics(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    """The metrics in Prometheus's text format. 404 where they are off."""
+    return Response(exposition(core), headers={"content-type": METRICS_TYPE})
 
 
 async def model_info(http: HttpRequest, core: EngineCore) -> ASGIApp:
