@@ -335,6 +335,23 @@ ARCHITECTURES: Mapping[str, Entry] = {
     "HunYuanDenseV1ForCausalLM": Entry(
         "hunyuan_v1_dense", {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
     ),
+    "IQuestCoderForCausalLM": Entry("llama", spelling="llama"),
+    "InternLM2ForCausalLM": Entry(
+        "internlm2",
+        {"attention_bias": True, "max_position_embeddings": 2048},
+        renamed={"bias": "attention_bias"},
+        tensors={
+            r"model\.tok_embeddings\.": "model.embed_tokens.",
+            r"output\.": "lm_head.",
+            r"(model\.layers\.\d+\.)attention\.wo\.": r"\1self_attn.o_proj.",
+            r"(model\.layers\.\d+\.)attention\.wqkv\.": r"\1self_attn.wqkv.",
+            r"(model\.layers\.\d+\.)attention_norm\.": r"\1input_layernorm.",
+            r"(model\.layers\.\d+\.)ffn_norm\.": r"\1post_attention_layernorm.",
+            r"(model\.layers\.\d+\.)feed_forward\.w1\.": r"\1mlp.gate_proj.",
+            r"(model\.layers\.\d+\.)feed_forward\.w2\.": r"\1mlp.down_proj.",
+            r"(model\.layers\.\d+\.)feed_forward\.w3\.": r"\1mlp.up_proj.",
+        },
+    ),
     "InternLM3ForCausalLM": Entry(
         "llama",
         {"head_dim": 128, "max_position_embeddings": 32768, "num_key_value_heads": 2, "rms_norm_eps": 1e-5},

@@ -57,7 +57,9 @@ def prompts() -> list[list[int]]:
 def reference(family: str) -> list[list[int]]:
     torch.set_num_threads(1)
     path = model_path(family)
-    model: Any = tiny_checkpoints.auto_of(path).from_pretrained(path, dtype=torch.float32)
+    model: Any = tiny_checkpoints.auto_of(path).from_pretrained(
+        tiny_checkpoints.readable(path), dtype=torch.float32
+    )
     return [
         model.generate(
             torch.tensor([prompt]), do_sample=False, max_new_tokens=NUM_NEW, eos_token_id=None, pad_token_id=0

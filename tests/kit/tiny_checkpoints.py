@@ -30,6 +30,11 @@ def seeing_gemma3(**text: Any) -> Any:
     )
 
 
+def internlm2(**values: Any) -> Any:
+    """Of which transformers has the layers alone, those of Llama."""
+    return CONFIG_MAPPING["llama"](**values)
+
+
 def deepseek_v3(**values: Any) -> Any:
     """Its angles are for heads of `head_dim`, whatever is rotated."""
     return CONFIG_MAPPING["deepseek_v3"](**{**values, "head_dim": values["qk_rope_head_dim"]})
@@ -95,6 +100,7 @@ NAMED_OTHERWISE: dict[str, Any] = {  # than transformers names their configurati
     "deepseek_v3": deepseek_v3,
     "gemma3": CONFIG_MAPPING["gemma3_text"],
     "gemma3_seeing": seeing_gemma3,
+    "internlm2": internlm2,
     "llama4": CONFIG_MAPPING["llama4_text"],
     "llama4_seeing": seeing_llama4,
     "ministral3_seeing": seeing_ministral3,
@@ -108,11 +114,11 @@ NAMED_OTHERWISE: dict[str, Any] = {  # than transformers names their configurati
 FAMILIES = (
     "arcee", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "ernie4_5", "ernie4_5_moe", "exaone4", "gemma",
     "gemma2", "gemma3", "gemma3_seeing", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_neox", "gpt_oss", "granite",
-    "granitemoe", "granitemoehybrid", "hunyuan_v1_dense", "internlm3", "llama", "llama4", "llama4_seeing",
-    "ministral", "ministral3", "ministral3_seeing", "mistral", "mistral_seeing", "mixtral", "nemotron", "olmo",
-    "olmo2", "olmo3", "olmoe", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe",
-    "qwen3_5_moe_seeing", "qwen3_5_seeing", "qwen3_moe", "qwen3_next", "qwen3_seeing", "seed_oss", "smollm3",
-    "stablelm", "starcoder2",
+    "granitemoe", "granitemoehybrid", "hunyuan_v1_dense", "internlm2", "internlm3", "iquestcoder", "llama", "llama4",
+    "llama4_seeing", "ministral", "ministral3", "ministral3_seeing", "mistral", "mistral_seeing", "mixtral",
+    "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5",
+    "qwen3_5_moe", "qwen3_5_moe_seeing", "qwen3_5_seeing", "qwen3_moe", "qwen3_next", "qwen3_seeing", "seed_oss",
+    "smollm3", "stablelm", "starcoder2",
 )  # fmt: skip
 CONFIGS: dict[str, Any] = {
     family: NAMED_OTHERWISE.get(family) or CONFIG_MAPPING[family] for family in FAMILIES
@@ -139,7 +145,12 @@ SEEING = {
     "qwen3_5_seeing",
     "qwen3_5_moe_seeing",
 }  # whose text part is a class of its own
-PUBLISHED_AS = {"internlm3": "InternLM3ForCausalLM"}  # which transformers saves as Llama
+PUBLISHED_AS = {  # which transformers saves as Llama
+    "internlm2": "InternLM2ForCausalLM",
+    "internlm3": "InternLM3ForCausalLM",
+    "iquestcoder": "IQuestCoderForCausalLM",
+}
+TWIN = "llama"  # the folder of a checkpoint that transformers can read in its place
 FULL, SLIDING = "full_attention", "sliding_attention"
 WIDE = {"hidden_size": 64, "head_dim": 16}  # for families whose heads always fill the hidden size
 EPS = {"layer_norm_eps": 1e-3}
@@ -295,15 +306,50 @@ def write(
     kind = AutoModelForImageTextToText if family in SEEING else AutoModelForCausalLM
     model = kind.from_config(config, dtype=torch.float32)
     redraw(model, seed)
-    model.to(getattr(torch, dtype)).save_pretrained(
-        directory, max_shard_size=max_shard_size, save_original_format=published_names
+    model.to(getattr(torch, dtype))
+    tensors: dict[str, Any] = {}
+    if family == "internlm2":
+        model.save_pretrained(Path(directory) / TWIN)
+        tensors["state_dict"] = as_internlm2(model.state_dict(), config.num_key_value_heads)
+    model.save_pretrained(
+        directory, max_shard_size=max_shard_size, save_original_format=published_names, **tensors
     )
     if family in PUBLISHED_AS:
         file = Path(directory) / "config.json"
         saved = json.loads(file.read_text(encoding="utf-8"))
         saved["architectures"] = [PUBLISHED_AS[family]]
+        if family == "internlm2":
+            saved["bias"] = saved.pop("attention_bias")
         file.write_text(json.dumps(saved), encoding="utf-8")
     return str(directory)
+
+
+def as_internlm2(tensors: dict[str, torch.Tensor], num_groups: int) -> dict[str, torch.Tensor]:
+    """Llama's tensors as InternLM 2 is published."""
+    names = {
+        "model.embed_tokens": "model.tok_embeddings", "lm_head": "output", "mlp.gate_proj": "feed_forward.w1",
+        "mlp.down_proj": "feed_forward.w2", "mlp.up_proj": "feed_forward.w3", "self_attn.o_proj": "attention.wo",
+        "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm",
+    }  # fmt: skip
+    found = {}
+    for name, tensor in tensors.items():
+        if ".q_proj." in name:
+            parts = [tensors[name.replace("q_proj", part)] for part in ("q_proj", "k_proj", "v_proj")]
+            groups = [part.unflatten(0, (num_groups, -1)) for part in parts]
+            name, tensor = (
+                name.replace("self_attn.q_proj", "attention.wqkv"),
+                torch.cat(groups, 1).flatten(0, 1),
+            )
+        for theirs, own in names.items():
+            name = name.replace(theirs, own)
+        if "k_proj" not in name and "v_proj" not in name:
+            found[name] = tensor.clone()
+    return found
+
+
+def readable(path: str) -> str:
+    """The checkpoint that transformers reads: the same, or its twin."""
+    return f"{path}/{TWIN}" if Path(path, TWIN).is_dir() else path
 
 
 def cached(family: str = "llama", **arguments: Any) -> str:
@@ -353,6 +399,6 @@ def auto_of(path: str) -> Any:
 
 def reference(path: str, token_ids: list[int]) -> torch.Tensor:
     """What transformers computes: float32 logits [T, V] of one sequence, in one pass."""
-    model = auto_of(path).from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    model = auto_of(path).from_pretrained(readable(path), dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         return model(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0].float()

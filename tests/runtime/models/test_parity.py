@@ -637,6 +637,11 @@ VARIANTS = {
     "mistral": Variant("mistral"),
     "mistral-window": Variant("mistral", {"sliding_window": 7}, {"window": no_window}),
     "mistral-seeing": Variant("mistral_seeing", {"sliding_window": 7}, {"window": no_window}),
+    "internlm2": Variant(
+        "internlm2", mutations={"values": each("attention.qkv", lambda x: x.weight[-9:].zero_())}
+    ),
+    "internlm2-biases": Variant("internlm2", {"attention_bias": True}, {"qkv bias": no_qkv_bias}),
+    "iquestcoder": Variant("iquestcoder"),
     "ministral3": Variant("ministral3", mutations={"scale of queries": put("attention", query_scale=None)}),
     "ministral3-seeing": Variant(
         "ministral3_seeing", {"sliding_window": 7}, {"scale of queries": put("attention", query_scale=None)}
