@@ -26,6 +26,13 @@ def test_exactly_the_allowed_tokens_keep_their_logits(allowed: set[int]) -> None
     assert torch.equal(logits[[0, 2]], before[[0, 2]])
 
 
+def test_rows_come_in_any_order() -> None:
+    logits = torch.randn(5, 70)
+    masks = torch.cat([bits({token_id}, 3) for token_id in (3, 33, 66, 7)])
+    native.apply_bitmask(logits, torch.tensor([1, 3, 2, 4]), masks)
+    assert logits.isfinite().nonzero()[70:].tolist() == [[1, 3], [2, 66], [3, 33], [4, 7]]
+
+
 def test_a_row_without_any_token_is_not_sound() -> None:
     from ops.sampling import SamplingArrays
 
