@@ -61,6 +61,8 @@ def read_facts(
         raise CheckpointError(
             f"{path} is a GGUF file, which transformers' code does not compute here: leave --model-impl out."
         )
+    if by_transformers:
+        values = {**values, "architectures": [_usual_name(_architecture(values))]}
     numbers = _numbers_of_transformers(values) if by_transformers else _numbers(values)
     bos_ids = _token_ids(values, "bos_token_id") or _token_ids(generation, "bos_token_id")
     stated = _stated_dtype(Fields(values, "config.json: "))
@@ -87,6 +89,13 @@ def read_facts(
 
 def _has_family(architecture: str) -> bool:
     return find(architecture) is not None
+
+
+def _usual_name(architecture: str) -> str:
+    """transformers' name of an architecture. Imports torch."""
+    from runtime.models.by_transformers.facts import usual_name
+
+    return usual_name(architecture)
 
 
 def _whole_texts(architecture: str) -> str | None:

@@ -117,6 +117,15 @@ def gives(name: str) -> str | None:
     return VECTORS if name in of_words.values() or name in encoders else None
 
 
+def usual_name(name: str) -> str:
+    """transformers' name of a class that differs in capitals and underscores: MPT was published as `MPTFor...`."""
+    if gives(name) is not None:
+        return name
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    alike = {each.lower().replace("_", ""): each for each in known if isinstance(each, str)}
+    return alike.get(name.lower().replace("_", ""), name)
+
+
 def auto_of(name: str) -> Any:
     """What makes and reads transformers' model of this name, which writes text and may also see; None for others."""
     if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():

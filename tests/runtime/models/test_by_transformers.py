@@ -219,6 +219,16 @@ async def test_gemma_3n_is_served_without_what_it_sees_with(tmp_path: Path) -> N
     assert await served(str(tmp_path)) == greedy("gemma3n_text")
 
 
+async def test_a_class_may_be_written_otherwise(tmp_path: Path) -> None:
+    """As MPT's and Phi-3.5-MoE's are in the files that were published before transformers had them."""
+    shutil.copytree(checkpoint("mpt"), tmp_path, dirs_exist_ok=True)
+    values = json.loads((tmp_path / "config.json").read_text())
+    assert values["architectures"] == ["MptForCausalLM"]
+    (tmp_path / "config.json").write_text(json.dumps({**values, "architectures": ["MPTForCausalLM"]}))
+    assert read_facts(str(tmp_path)).architecture == "MptForCausalLM"
+    assert await served(str(tmp_path)) == greedy("mpt")
+
+
 async def test_attention_that_depends_on_where_the_prompt_ends_is_refused() -> None:
     with pytest.raises(CheckpointError, match="where the prompt ends"):
         await served(checkpoint("unlimited_ocr", AutoModelForImageTextToText))
