@@ -95,7 +95,7 @@ def _read(
         raw = orjson.dumps({"messages": list(messages), **given}, option=orjson.OPT_NON_STR_KEYS)
     except TypeError as error:
         raise InvalidRequest(f"The chat must consist of JSON's types: {error}.") from None
-    body = decode_body(ChatBody, raw, core.plan.serve)
+    body = decode_body(ChatBody, raw, core)
     return body, check_model(core, body.model), prepare(core, chat_of(body))
 
 
