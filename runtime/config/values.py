@@ -69,7 +69,7 @@ def in_its_words(option: Option, planned: Any) -> Any:
         return is_on != (option.spec.says == "the opposite")
     if planned is None:
         return None
-    kinds = {float: (int, float), Json: Mapping}
+    kinds = {float: (int, float), int: (int, float), Json: Mapping}
     kind = (list, tuple) if option.many else kinds.get(option.type, option.type)
     if not isinstance(planned, kind) or isinstance(planned, bool) or option.spec.says == "other":
         raise LookupError(option.flag)
