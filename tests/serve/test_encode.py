@@ -43,6 +43,9 @@ class EncodingCore:
 
     submit_all: Any = EngineCore.submit_all
 
+    def check_room(self) -> None:
+        """There is always room."""
+
     def submit(self, request: Request) -> Answered:
         self.submitted.append(request)
         if self.failure is not None:
