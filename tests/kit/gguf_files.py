@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
+import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -205,6 +207,28 @@ def _add_tokenizer(writer: gguf.GGUFWriter, source: Path, config: dict[str, Any]
     writer.add_add_bos_token(False)
     if isinstance(settings.get("chat_template"), str):
         writer.add_chat_template(settings["chat_template"])
+
+
+_CONVERTER = """
+import runpy, sys
+folder = sys.argv.pop(1)
+sys.path[:0] = [folder, f"{folder}/gguf-py"]
+from conversion import base
+
+def without_pieces(*given):  # it asks for sentencepiece before it looks whether there is a file for it
+    raise FileNotFoundError
+
+base.TextModel._create_vocab_sentencepiece = without_pieces
+base.TextModel.get_vocab_base_pre = lambda model, tokenizer: "gpt-2"  # it knows those of published models alone
+runpy.run_path(f"{folder}/convert_hf_to_gguf.py", run_name="__main__")
+"""
+
+
+def by_converter(llama_cpp: str, source: str, path: Path) -> str:
+    """A GGUF file in bfloat16 by llama.cpp's own converter, `llama_cpp` being the folder of its sources."""
+    options = [source, "--outfile", str(path), "--outtype", "bf16"]
+    subprocess.run([sys.executable, "-c", _CONVERTER, llama_cpp, *options], check=True, capture_output=True)
+    return str(path)
 
 
 def by_llama_cpp(whole: str, path: Path, kind: str) -> str:

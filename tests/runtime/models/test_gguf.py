@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from contextlib import suppress
 from itertools import islice
@@ -19,7 +20,7 @@ import cpp_kernels
 import paged_forward
 import tiny_checkpoints
 from bench.accuracy import prompts
-from gguf_files import SHAPE, by_llama_cpp, convert, write
+from gguf_files import SHAPE, by_converter, by_llama_cpp, convert, write
 from ops.matmul.with_cpp import PackedWeight4
 from ops.select import select
 from runtime.config.fields import Fields
@@ -355,6 +356,7 @@ async def test_the_tokenizer_the_template_and_the_ends_are_the_files_own(tmp_pat
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What llama.cpp answers as: the demo model, and a Qwen3 with a head of its own and the demo's tokens.
 
+    Where LLAMA_CPP_SOURCE names llama.cpp's sources the files are its own converter's, else our kit's.
     Its numbers are drawn, but each token is followed by one that the head knows, unless the layers say otherwise: what
     noise alone says next changes with every rounding.
     """
@@ -379,10 +381,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     )
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(DEMO) / name, drawn)
-    return {
-        name: convert(Path(source), folder / name, "BF16")[0]
-        for name, source in (("demo", DEMO), ("qwen3", drawn))
-    }
+    sources, llama_cpp = {"demo": DEMO, "qwen3": str(drawn)}, os.environ.get("LLAMA_CPP_SOURCE")
+    if llama_cpp:
+        return {
+            name: by_converter(llama_cpp, source, folder / f"{name}.gguf") for name, source in sources.items()
+        }
+    return {name: convert(Path(source), folder / name, "BF16")[0] for name, source in sources.items()}
 
 
 @pytest.mark.long
