@@ -92,10 +92,11 @@ def _has_family(architecture: str) -> bool:
 
 
 def _usual_name(architecture: str) -> str:
-    """transformers' name of an architecture. Imports torch."""
+    """transformers' name of an architecture, unless that is a family of ours, which is misspelt. Imports torch."""
     from runtime.models.by_transformers.facts import usual_name
 
-    return usual_name(architecture)
+    name = usual_name(architecture)
+    return architecture if _has_family(name) else name
 
 
 def _whole_texts(architecture: str) -> str | None:
