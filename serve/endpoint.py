@@ -92,6 +92,10 @@ class Endpoint:
             return await self.handler(request, self.core)
         except (ClientGoneError, ClientDisconnect):
             return Response(status_code=CLIENT_GONE)
+        except RequestError as refused:
+            # Their frames hold the body, in a circle: it would be freed with many others when garbage is looked for.
+            refused.__traceback__ = refused.__context__ = None
+            return self.error_format.response(refused)
         except Exception as error:  # any error fails this request and nothing else
             return self.error_format.response(error)
 

@@ -22,6 +22,7 @@ import orjson
 from runtime.errors import InvalidRequest, PayloadTooLarge
 
 PIECE_BYTES = 32_768  # half a millisecond of token ids
+FREED_VALUES = 1000  # at a time
 PAUSE_S = 50e-6  # behind each: who waits for the interpreter gets it at once, not after the switch interval
 MAX_CONTAINERS = 50_000  # lists and objects in one body: 4096 messages with a dozen each
 MAX_STRINGS = 150_000  # keys and texts in one body: as many biases as a vocabulary has tokens
@@ -48,6 +49,15 @@ def loads(body: bytes) -> Any:
     if len(body) <= PIECE_BYTES:
         return orjson.loads(body)
     reader = _Reader(body)
+    try:
+        _read_all(reader, body)
+    except Exception:
+        reader.free()
+        raise
+    return reader.root
+
+
+def _read_all(reader: _Reader, body: bytes) -> None:
     at = 0
     while at < len(body):
         end, long_texts = _next_piece(body, at)
@@ -57,7 +67,6 @@ def loads(body: bytes) -> Any:
             raise _placed(error.msg, body, at) from None
         at = end
         time.sleep(PAUSE_S)
-    return reader.root
 
 
 def _next_piece(body: bytes, at: int) -> tuple[int, list[tuple[int, int]]]:
@@ -156,6 +165,18 @@ class _Reader:
         if not last:
             self._open = self._still_open(self._open[:num_kept], len(brackets))
             self._brackets = brackets
+
+    def free(self) -> None:
+        """Free what was read some values at a time: the error that ends the reading would free it at once."""
+        for place in reversed(self._open):
+            while place:
+                if isinstance(place, dict):
+                    for _ in range(min(FREED_VALUES, len(place))):
+                        place.popitem()
+                else:
+                    del place[-FREED_VALUES:]
+                time.sleep(PAUSE_S)
+        self.root, self._open = None, []
 
     def _brackets_behind(self, piece: bytes) -> tuple[bytes, int]:
         """The brackets that are open behind the piece, and how many of them were before. Raises `PayloadTooLarge`."""

@@ -230,7 +230,8 @@ def test_loading_takes_little_more_than_the_weights(form: str, wide: Path) -> No
     if form == "npcache":
         paged_forward.load(path, **changes)  # writes the copy
     size = (wide / "model.safetensors").stat().st_size
-    assert peak_of_loading(path, **changes) < 1.1 * size + 8 * 2**20
+    slack = 16 * 2**20  # what the allocator keeps differs by runs
+    assert peak_of_loading(path, **changes) < 1.1 * size + slack
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -50,6 +51,18 @@ async def test_a_full_queue_refuses_before_it_reads(served: Served, path: str) -
     check(response, 503)
     assert response.headers["retry-after"] == "3"
     assert (await served.http.post("/v1/tokenize", json={"prompt": "Hello"})).status_code == 200
+
+
+async def test_a_refused_body_is_gone_with_its_answer(served: Served) -> None:
+    """What waits for the garbage collector stops every stream while that frees it, with all that came since."""
+    body = {"text": "Hi", "unknown": [{"a": [1, 2]}] * 26_000}  # more than are taken, found in a late piece
+    gc.collect()
+    gc.disable()
+    try:
+        assert (await served.http.post("/generate", json=body)).status_code == 413
+        assert gc.collect() < 5_000
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("path", ["/v1/nothing", "/v1/models/other", "/nothing"])
