@@ -36,14 +36,15 @@ def common_form(forms: Collection[GroupForm]) -> GroupForm | None:
     group, bits = min(form.group for form in forms), max(form.bits for form in forms)
     if len({form.table for form in forms}) > 1:
         bits = 8
-    if any(form.group % group or not _is_whole(form.table) for form in forms):
+    if any(form.group % group or not is_whole(form.table) for form in forms):
         return None
     shifted = any(form.shifted for form in forms)
     fitting = (GroupForm(group, each, WHOLE, shifted) for each in (4, 5, 6, 8) if each >= bits)
     return next((form for form in fitting if form.fits), None)
 
 
-def _is_whole(table: tuple[float, ...]) -> bool:
+def is_whole(table: tuple[float, ...]) -> bool:
+    """Whether all that codes stand for are whole numbers of 8 bits."""
     return all(number == int(number) and -128 <= number < 128 for number in table)
 
 
@@ -58,9 +59,7 @@ class GroupedWeight(NamedTuple):
     scales: Tensor  # float32 [O, G]
     shifts: Tensor | None = None  # float32 [O, G]
     table: tuple[float, ...] = WHOLE  # sixteen
-    rounded_rows: bool = (
-        False  # rows of x may be rounded to 8 bits, each with a scale of its own; with 4 bits alone
-    )
+    rounded_rows: bool = False  # with 4 bits rows of x may be rounded to 8, each with a scale of its own
     bits: int = 4
 
     @property

@@ -18,7 +18,7 @@ from torch import Tensor
 from ops.cpp.kernel_launcher import KernelLauncher
 from ops.cpp.library import TYPES, address, in_line
 from ops.cpp.structures import Pack, Pack4, Pack8, Product, Product4, Product8
-from ops.matmul.grouped import GroupedWeight, GroupForm
+from ops.matmul.grouped import GroupedWeight, GroupForm, is_whole
 
 SCALE_BYTES = 4
 CACHE_LINE = 64
@@ -193,8 +193,7 @@ def _grouped_memory(
     header.group, header.bits, header.shifted = form.group, form.bits, form.shifted
     header.type_size = dtype.itemsize
     header.table[:] = form.table
-    whole = all(number == int(number) and -128 <= number < 128 for number in form.table)
-    header.rounded_rows = rounded_rows and form.bits == 4 and whole
+    header.rounded_rows = rounded_rows and form.bits == 4 and is_whole(form.table)
     return made
 
 

@@ -82,14 +82,11 @@ def mix(
     gate_up, down, gate_up_bias, down_bias = mixture
     x, (num_tokens, top_k), (num_experts, size, _) = x.contiguous(), experts.shape, down.shape
     by_expert = sort_pairs(experts, num_experts)
+    pairs_per_row = top_k
     if weigh_inputs:  # a row for each pair
-        x, weights = (
-            (x.unsqueeze(1) * weights.unsqueeze(2)).to(x.dtype).flatten(0, 1),
-            torch.ones_like(weights),
-        )
-    inner = _grouped(
-        x, gate_up, by_expert, num_tokens * top_k // len(x), from_tokens=True
-    )  # [T * k, 2F], by expert
+        x = (x.unsqueeze(1) * weights.unsqueeze(2)).to(x.dtype).flatten(0, 1)
+        weights, pairs_per_row = torch.ones_like(weights), 1
+    inner = _grouped(x, gate_up, by_expert, pairs_per_row, from_tokens=True)  # [T * k, 2F], by expert
     if gate_up_bias is not None:
         inner += gate_up_bias[experts.flatten()[by_expert.order]]
     inner = gate(inner, activation)

@@ -44,11 +44,8 @@ class KeptRows(Weighted):
         super().__init__()
         [ids] = layout.rows
         size = min(ROWS_AT_ONCE, ids.size - first)
-        self._owner, self._first, self._num_ids = (
-            [owner],
-            first,
-            ids.size,
-        )  # in a list: it is no part of this one
+        self._owner = [owner]  # in a list: it is no part of this one
+        self._first, self._num_ids = first, ids.size
         self._layout = layout._replace(rows=(ShardRange(ids.start + first, size, ids.full),))
         owner.method.allocate(self, self._layout)
 

@@ -86,9 +86,8 @@ class Weighted(nn.Module):
     memory holds each weight once. Both are called again where the layer gets new weights.
     """
 
-    by_itself = (
-        False  # one of several that share a tensor: filled and prepared before the next one has memory
-    )
+    # One of several that share a tensor: filled and prepared before the next one has memory.
+    by_itself = False
 
     def allocate(self) -> None:
         """Make the parameters that the checkpoint's tensors fill, where `prepare` replaces them."""
