@@ -197,13 +197,12 @@ def decode_open(
     field where --refuse-unknown-fields says so.
     """
     body = decode(cls, json)
-    known = _known_fields(cls).union(beside)
-    if unknown := json.keys() - known:
+    if unknown := (json.keys() - _known_fields(cls)).difference(beside):
         name = min(unknown)[:80]
         if not core.plan.serve.refuse_unknown_fields:
             _log_unknown(name, route)
         else:
-            close = difflib.get_close_matches(name, known, n=1)
+            close = difflib.get_close_matches(name, _known_fields(cls).union(beside), n=1)
             hint = f"; did you mean {close[0]}?" if close else "."
             raise InvalidRequest(f"{name} is not a field of this route{hint}", param=name)
     return body
