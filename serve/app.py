@@ -19,8 +19,7 @@ from runtime.errors import ConfigurationError, RequestError
 from serve import absent, openapi
 from serve.access import Access, OpenCalls, RouteScope
 from serve.anthropic import messages
-from serve.body_limit import max_body_bytes
-from serve.endpoint import Endpoint, Handler
+from serve.endpoint import Endpoint, Handler, max_body_bytes
 from serve.errors import NATIVE, OPENAI, ErrorFormat, refusal_response
 from serve.native import (
     admin,

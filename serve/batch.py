@@ -24,9 +24,8 @@ import orjson
 from runtime.config import Args
 from runtime.errors import ConfigurationError, EngineClosed, InvalidRequest, RequestError
 from serve.background import background_tasks, run_in_daemon
-from serve.body_limit import max_body_bytes
 from serve.decode import Length, decode
-from serve.endpoint import INLINE_BYTES, off_loop, parse_object
+from serve.endpoint import INLINE_BYTES, max_body_bytes, off_loop, parse_object
 
 if TYPE_CHECKING:
     import httpx

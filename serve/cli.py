@@ -11,7 +11,8 @@ from runtime.config import Args
 from runtime.errors import ConfigurationError, EngineFailure
 from serve.usage import help_text
 
-GC_THRESHOLDS = 20_000, 20, 50  # of the server: what is imported stays, and requests make few cycles
+# Allocations between collections of garbage, in a server: what is imported stays, and requests make few cycles.
+GC_THRESHOLDS = 20_000, 20, 50
 REFUSED = 2  # exit status of a command line that cannot be followed
 FAILED = 1  # of an engine that could not start
 COMMANDS: Mapping[str, str] = {  # beside serve: the module and function of each, imported when asked for

@@ -38,14 +38,25 @@ from serve.output_streams import close_all, read_all
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
+    from runtime.config.plan import Plan
 
 MAX_BODY_BYTES = "penstock.max_body_bytes"  # in the scope of every request: of its route
+TEXT_BYTES = 2_000_000
+IDS_BYTES = 10_000_000  # where prompts may be token ids: up to ten characters each
+BYTES_PER_TOKEN = 8  # a context's worth of text is always accepted
 INLINE_BYTES = 4096  # decoding that many takes up to 3 ms (a batch of many objects); more goes to a thread
 CLIENT_GONE = 499  # for access logs; the client does not read it
 
 logger = logging.getLogger("penstock.http")
 Handler = Callable[[HttpRequest, "EngineCore"], Awaitable[ASGIApp]]
 T = TypeVar("T")
+
+
+def max_body_bytes(plan: Plan, *, takes_ids: bool) -> int:
+    """How large the body of a route may be that takes text, or token ids too. `json_pieces` counts what it holds."""
+    if plan.serve.max_body_bytes is not None:
+        return plan.serve.max_body_bytes
+    return max(IDS_BYTES if takes_ids else TEXT_BYTES, BYTES_PER_TOKEN * plan.model.context_length)
 
 
 class ClientGoneError(Exception):

@@ -29,7 +29,6 @@ from runtime.sampling_params import SamplingParams
 from serve.access import is_loopback, read_key_file
 from serve.app import build_app
 from serve.background import background_tasks
-from serve.cli import GC_THRESHOLDS
 from serve.connection import Connection
 from serve.demo import demo_path
 from serve.engine import Engine
@@ -277,12 +276,10 @@ def tune_interpreter() -> None:
     """Keep Python's own work from delaying tokens. Only for the server's process.
 
     Objects alive now live as long as the process, so the garbage collector stops tracking them; looking for the few
-    hundred that are garbage would take a tenth of a second. Requests make few reference cycles, so it runs every 20,000
-    allocations instead of every 700. A thread that computes in Python (a
-    template, a schema) gives the event loop the lock within 1 ms instead of 5.
+    hundred that are garbage would take a tenth of a second. A thread that computes in Python (a template, a schema)
+    gives the event loop the lock within 1 ms instead of 5.
     """
     gc.freeze()
-    gc.set_threshold(*GC_THRESHOLDS)
     sys.setswitchinterval(SWITCH_S)
 
 

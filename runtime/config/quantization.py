@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizationEntry:
-    """What is known of a method before a model is loaded. Its class is `METHOD` in its file."""
+    """What is known of a method before a model is loaded. `METHODS` in its file has its class."""
 
     file: str  # in runtime/layers/quantization
     on_gpu: str | None = None  # the file in ops/matmul by which a GPU computes it
@@ -27,9 +27,9 @@ class FormatEntry:
 
 
 METHODS: Mapping[str, QuantizationEntry] = {  # by the name that `--quantization` has for it
-    "w4a16": QuantizationEntry(file="w4a16", on_gpu="with_triton"),
-    "w4a8": QuantizationEntry(file="w4a8"),
-    "w8a8_int8": QuantizationEntry(file="w8a8_int8", matmul="int8"),
+    "w4a16": QuantizationEntry(file="rounded", on_gpu="with_triton"),
+    "w4a8": QuantizationEntry(file="rounded"),
+    "w8a8_int8": QuantizationEntry(file="rounded", matmul="int8"),
 }
 
 # What `--torchao-config` may name -> the method that computes it: its file is `torchao`, or it is one of METHODS.

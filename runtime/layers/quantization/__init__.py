@@ -1,6 +1,6 @@
 """Quantisation methods of linear layers.
 
-A method is a file here, which names its class `METHOD`, and an entry in `runtime/config/quantization.py`.
+A method is a class in `METHODS` of a file here, and an entry in `runtime/config/quantization.py`.
 """
 
 from __future__ import annotations
@@ -18,5 +18,5 @@ def quantization_method(name: str | None) -> QuantizationMethod:
     if name is None:
         return Unquantized()
     if name in TORCHAO:
-        return import_module("runtime.layers.quantization.torchao").METHOD(name)
-    return import_module(f"runtime.layers.quantization.{METHODS[name].file}").METHOD()
+        return import_module("runtime.layers.quantization.torchao").TorchaoWeights(name)
+    return import_module(f"runtime.layers.quantization.{METHODS[name].file}").METHODS[name]()

@@ -64,6 +64,3 @@ class TorchaoWeights(Unquantized):
         if weight.shape[1] % self._group:  # left alone there too
             return kernels.prepare(weight)
         return kernels.prepare_grouped(int4(weight, self._group), weight.dtype)
-
-
-METHOD = TorchaoWeights

@@ -16,7 +16,7 @@ import pytest
 import fake_core
 from runtime.errors import EngineClosed, Overloaded
 from runtime.tokenizer.tokenizer import Tokenizer
-from serve.body_limit import IDS_BYTES, TEXT_BYTES, max_body_bytes
+from serve.endpoint import IDS_BYTES, TEXT_BYTES, max_body_bytes
 from serve.json_pieces import MAX_CONTAINERS, MAX_STRINGS
 from served_core import Serve, Served
 

@@ -1,7 +1,4 @@
-"""Weights of 4 bits in groups of 32 inputs, rounded here: the checkpoint is an ordinary one.
-
-Activations stay as they are, or have 8 bits with a scale for each token (`w4a8`) where the kernels in C++ run.
-"""
+"""Weights of 8 or 4 bits, rounded while they are loaded: the checkpoint is an ordinary one."""
 
 from __future__ import annotations
 
@@ -15,10 +12,23 @@ from runtime.layers.quantization.method import Unquantized
 GROUP = 32
 
 
-class W4A16(Unquantized):
-    """Groups of a row are rounded with a scale of their own when they are loaded, the head's and experts' too.
+class W8A8Int8(Unquantized):
+    """Each output's weights are rounded with a scale of their own, the head's too.
 
-    Rows that groups do not fill stay unquantised.
+    Kernels that multiply in 8 bits round each token's activations as well.
+    """
+
+    def prepare_weight(self, weight: Tensor, kernels: Kernels) -> Tensor:
+        return kernels.prepare(weight, bits=8)
+
+    def prepare_experts(self, mixture: Mixture, kernels: Kernels) -> Mixture:
+        return kernels.prepare_experts(mixture, bits=8)
+
+
+class W4A16(Unquantized):
+    """Groups of 32 inputs of a row are rounded with a scale of their own, the head's and experts' too.
+
+    Rows that groups do not fill stay unquantised, and activations as they are.
     """
 
     rounded_rows = False
@@ -41,4 +51,13 @@ class W4A16(Unquantized):
         return kernels.prepare_grouped_experts(GroupedMixture(gate_up, down, *biases), dtype)
 
 
-METHOD = W4A16
+class W4A8(W4A16):
+    """As `W4A16`; where the kernels in C++ run, each token's activations are rounded before a product.
+
+    They have 8 bits and a scale for each token.
+    """
+
+    rounded_rows = True
+
+
+METHODS = {"w4a16": W4A16, "w4a8": W4A8, "w8a8_int8": W8A8Int8}
