@@ -264,6 +264,11 @@ struct Rounded4 {
 constexpr int MAX_ROUNDED_ROWS = std::min(MAX_TILE_ROWS, 7);
 constexpr int USUAL_DEPTH = 32;  // of which groups are multiples
 
+template <class T>
+inline int64_t panel_bytes4(int64_t in_size, int64_t group, int64_t shifted, int64_t bits) {
+    return in_size / group * (1 + shifted) * PANEL * int64_t(sizeof(typename ScaleOf<T>::Type)) + in_size * PANEL / 8 * bits;
+}
+
 // Four bytes in each lane.
 inline Words fill_quad(const int8_t* from) {
     uint32_t four;
@@ -280,6 +285,7 @@ template <class T, int ROWS, int DEPTH, bool DECODED>
     constexpr int64_t STEP = PANEL * sizeof(uint32_t);
     const int64_t stride = rounded.stride(), groups = rounded.groups(), group = o.group;
     const bool shifted = o.shifted;
+    const int64_t ahead = DECODED ? panel_bytes4<T>(o.plain.in_size, group, shifted, 4) : PANEL_AHEAD;
     const int8_t* x = rounded.row(row);
     const int8_t* offsets = x + o.plain.in_size;
     Floats sums[ROWS][2];
@@ -294,10 +300,9 @@ template <class T, int ROWS, int DEPTH, bool DECODED>
         for (int64_t k = 0; k < group; k += DEPTH) {
 #pragma GCC unroll 8
             for (int n = 0; n < DEPTH; n += WORD_CODES, panel += STEP) {
-                if constexpr (!DECODED) {  // few rows wait for memory
-                    __builtin_prefetch(panel + PANEL_AHEAD);
-                    __builtin_prefetch(panel + PANEL_AHEAD + STEP / 2);
-                }
+                // Few rows wait for memory; while many compute, the next panel comes to the cache.
+                __builtin_prefetch(panel + ahead, 0, DECODED ? 2 : 3);
+                __builtin_prefetch(panel + ahead + STEP / 2, 0, DECODED ? 2 : 3);
                 Words codes[2] = {};
                 if constexpr (!DECODED) std::memcpy(codes, panel, sizeof(codes));
 #pragma GCC unroll 2
@@ -386,21 +391,19 @@ inline const Words* decode_bytes4(const Product4Operands& o, const ByteTable& ta
     thread_local std::vector<Words> room;
     if (int64_t(room.size()) < o.plain.in_size / 2) room.resize(o.plain.in_size / 2);
     Words* to = room.data();
-    for (int64_t k = 0; k < o.plain.in_size; k += WORD_CODES, panel += PANEL * sizeof(uint32_t)) {
-        if (k % o.group == 0) panel += (1 + o.shifted) * PANEL * sizeof(typename ScaleOf<T>::Type);
-        Words codes[2];
-        std::memcpy(codes, panel, sizeof(codes));
-        for (int shift = 0; shift < 8; shift += 4, to += 2) {
-            to[0] = table.look_up(codes[0] >> shift & BYTE_CODES);
-            to[1] = table.look_up(codes[1] >> shift & BYTE_CODES);
+    for (int64_t g = 0; g < o.plain.in_size / o.group; g++) {
+        panel += (1 + o.shifted) * PANEL * sizeof(typename ScaleOf<T>::Type);
+#pragma GCC unroll 4
+        for (int64_t k = 0; k < o.group; k += WORD_CODES, panel += PANEL * sizeof(uint32_t), to += 4) {
+            __builtin_prefetch(panel + PANEL_AHEAD);
+            __builtin_prefetch(panel + PANEL_AHEAD + PANEL * sizeof(uint32_t) / 2);
+            Words codes[2];
+            std::memcpy(codes, panel, sizeof(codes));
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; i++) to[i] = table.look_up(codes[i % 2] >> (i / 2 * 4) & BYTE_CODES);
         }
     }
     return room.data();
-}
-
-template <class T>
-inline int64_t panel_bytes4(int64_t in_size, int64_t group, int64_t shifted, int64_t bits) {
-    return in_size / group * (1 + shifted) * PANEL * int64_t(sizeof(typename ScaleOf<T>::Type)) + in_size * PANEL / 8 * bits;
 }
 
 // Rounds the rows or adds them up where that is wanted, then calls put(row, panel, sums) for those and the panels that
