@@ -19,7 +19,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from runtime.actors.output_stream import OutputStream
+from runtime.actors.output_stream import OutputStream, close_all, read_all
 from runtime.errors import (
     ContextOverflow,
     InvalidRequest,
@@ -34,7 +34,6 @@ from serve.background import background_tasks
 from serve.decode import decode
 from serve.errors import NATIVE, ErrorFormat, refusal_response
 from serve.json_pieces import loads
-from serve.output_streams import close_all, read_all
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore

@@ -17,6 +17,7 @@ import anyio.to_thread
 from ops.machine import Machine
 from runtime.actors.assemble import assemble, prepare
 from runtime.actors.engine_core import EngineCore, Status
+from runtime.actors.output_stream import read_all
 from runtime.actors.scrape import exposition
 from runtime.config import Args
 from runtime.errors import ConfigurationError, EngineClosed, InvalidRequest, WrongEventLoop
@@ -35,7 +36,6 @@ from serve.native.ranking import (
     rank_documents,
 )
 from serve.native.schema import GenerateBody, requests_of
-from serve.output_streams import read_all
 from serve.prompts import vector_requests
 
 if TYPE_CHECKING:

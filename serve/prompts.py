@@ -1,4 +1,6 @@
-"""The prompts of one call: how many there may be, what each is called and shares, and which of them want vectors."""
+"""The prompts of one call: how many there may be, what each is called and shares, whose it is, and whether it wants a
+vector.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from runtime.errors import InvalidRequest
-from runtime.request import Request
+from runtime.request import NOBODY, Request
 from runtime.sampling_params import MAX_INT32, SamplingParams
+from serve.access import CALLER, CLIENT, THIS_PROCESS
 from serve.decode import Length, Range
+from serve.work_budget import check_logprobs
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
@@ -91,3 +95,16 @@ def vector_requests(
         return replace(request, text=text, sampling=sampling, truncate=truncate, wants_embedding=True)
 
     return [wanted(request) for request in requests]
+
+
+def of_client(core: EngineCore, requests: Sequence[Request]) -> list[Request]:
+    """The requests as those of the client that this task answers.
+
+    Raises `InvalidRequest` for more log-probabilities than a call may ask for, unless this process asks for itself.
+    """
+    client, caller = CLIENT.get(), CALLER.get()
+    if client is not THIS_PROCESS:
+        check_logprobs(requests, core.plan.model.context_length)
+    if not client.name and caller is NOBODY:
+        return list(requests)
+    return [replace(request, owner=client.name, caller=caller) for request in requests]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from runtime.actors.output_stream import read_all
 from runtime.errors import InvalidRequest
 from runtime.sampling_params import NOT_BUILT, parameters
 from serve.chat.request import PreparedChat, prepare
@@ -22,7 +23,6 @@ from serve.openai.messages import chat_of
 from serve.openai.models import check_model
 from serve.openai.requests import decode_body
 from serve.openai.schema import ChatBody
-from serve.output_streams import read_all
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore

@@ -21,13 +21,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import anyio.to_thread
 from starlette.types import Receive, Scope, Send
 
-from runtime.actors.output_stream import OutputStream
+from runtime.actors.output_stream import OutputStream, close_all
 from runtime.errors import first_error
 from runtime.request import Chunk
 from serve.background import background_tasks
 from serve.endpoint import until_disconnect
 from serve.errors import ErrorFormat
-from serve.output_streams import close_all, run_each
 
 if TYPE_CHECKING:
     from serve.connection import BodyWriter  # with uvicorn, which only a server needs
@@ -148,7 +147,12 @@ class EventStream:
                         await self._write(send, events)
 
         try:
-            await run_each(read, len(self._streams))
+            if len(self._streams) == 1:
+                await read(0)
+            else:
+                async with anyio.create_task_group() as group:
+                    for index in range(len(self._streams)):
+                        group.start_soon(read, index)
             await self._write(send, self._encoder.closing() + self._framing.done, more=False)
         except ExceptionGroup as errors:
             return first_error(errors)

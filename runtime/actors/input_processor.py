@@ -18,6 +18,7 @@ from runtime.sequence import Sequence
 from runtime.tokenizer.tokenizer import Tokenizer
 
 SEED_MASK = 2**64 - 1
+NO_IDS: frozenset[int] = frozenset()  # one for all: Python makes a new one at each call
 NO_PRIORITY = -(2**31) - 1  # the urgency of requests without one: below all others
 CHOICE_STRIDE = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: far apart for neighbouring choices
 
@@ -154,12 +155,13 @@ class InputProcessor:
         return self._eos_ids
 
     def _stop_ids(self, request: Request) -> frozenset[int]:
-        return self._eos_ids | request.sampling.stop_token_ids
+        more = request.sampling.stop_token_ids
+        return self._eos_ids | more if more else self._eos_ids
 
     def _banned_ids(self, sampling: SamplingParams) -> frozenset[int]:
         """The tokens of `bad_words`, each alone and after a space, as vLLM reads the field."""
         if not sampling.bad_words:
-            return frozenset()
+            return NO_IDS
         if self._tokenizer is None:
             raise InvalidRequest("bad_words need a tokenizer; this engine has none.", param="bad_words")
         words = [word.lstrip() or word for word in sampling.bad_words]
@@ -188,7 +190,7 @@ class InputProcessor:
         context, sampling, ids = self._context_length, request.sampling, self._kept(request, ids)
         if not ids:
             raise InvalidRequest("The prompt is empty.", param="text")
-        if request.wants_embedding:
+        if request.wants_embedding and (sampling.max_new_tokens != 0 or sampling.min_new_tokens):
             sampling = replace(sampling, max_new_tokens=0, min_new_tokens=0)
         new = sampling.max_new_tokens
         needs_room = 0 if new == 0 else 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 from runtime.errors import InvalidRequest, PenstockError
 from runtime.request import Chunk, Logprobs
@@ -51,7 +51,7 @@ class OutputStream:
         self._push: Push | None = None
         self._push_error: Exception | None = None  # what a push raised
         self._waiter: asyncio.Future[None] | None = None
-        self._whole = False
+        self._whole: _WholeReader | None = None  # who reads it whole, perhaps with others
 
     @property
     def finished(self) -> bool:
@@ -80,12 +80,12 @@ class OutputStream:
             self._unread_bytes += _num_bytes(chunk.logprobs)
         if chunk.prompt_logprobs is not None:
             self._unread_bytes += _num_bytes(chunk.prompt_logprobs)
-        if self._whole:
+        if self._whole is not None:
             if self._unread_bytes > MAX_WHOLE_BYTES and not self.finished:
                 self._abort(self.request_id)
                 self.fail(InvalidRequest(TOO_LARGE))
-            if self._num_open == 0:
-                self._wake()
+            elif chunk.finish is not None and self._num_open == 0:
+                self._whole.note_end()
             return
         # What the reader had no chance to take yet, such as the logprobs of a whole prompt, is not its fault.
         if had_bytes > self._max_unread_bytes:
@@ -104,6 +104,8 @@ class OutputStream:
         """End the output with an error, which the reader gets instead of what it has not read."""
         if not self.finished:
             self._error = error
+            if self._whole is not None:
+                self._whole.note_error(error)
             self._wake()
 
     def _wake(self) -> None:
@@ -146,15 +148,8 @@ class OutputStream:
 
     async def whole(self) -> list[Chunk]:
         """One chunk per choice, in order, when every choice has ended. Wakes the caller once."""
-        self._whole = True
-        try:
-            while not self.finished:
-                await self._wait()
-            if self._error is not None:
-                raise self._error
-            return sorted(self._take(), key=lambda chunk: chunk.index)
-        finally:
-            self.close()
+        [chunks] = await read_all((self,))
+        return chunks
 
     def close(self) -> None:
         """The caller is gone: abort what is unfinished. Does nothing the second time."""
@@ -172,6 +167,60 @@ class OutputStream:
         unread, self._unread = self._unread, {}
         self._unread_bytes = 0
         return [coalesced.chunk() for coalesced in unread.values()]
+
+
+async def read_all(streams: Sequence[OutputStream]) -> list[list[Chunk]]:
+    """The whole output of every stream, in order: one chunk per choice. Wakes the caller once.
+
+    The first error is raised and the other requests are aborted. Cancelled, it aborts all of them.
+    """
+    reader = _WholeReader()
+    try:
+        for stream in streams:
+            stream._whole = reader
+            if stream._error is not None:
+                raise stream._error
+            reader.num_open += not stream.finished
+        await reader.wait()
+        return [sorted(stream._take(), key=lambda chunk: chunk.index) for stream in streams]
+    finally:
+        close_all(streams)
+
+
+def close_all(streams: Sequence[OutputStream]) -> None:
+    """Abort what has not ended."""
+    for stream in streams:
+        stream.close()
+
+
+class _WholeReader:
+    """Waits for the ends of all streams of a call, without a task for each, or for the first error of one."""
+
+    __slots__ = ("_error", "_waiter", "num_open")
+
+    def __init__(self) -> None:
+        self.num_open = 0
+        self._error: PenstockError | None = None
+        self._waiter = asyncio.get_running_loop().create_future()
+
+    def note_end(self) -> None:
+        self.num_open -= 1
+        if self.num_open == 0:
+            self._wake()
+
+    def note_error(self, error: PenstockError) -> None:
+        self._error = self._error or error
+        self._wake()
+
+    def _wake(self) -> None:
+        if not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def wait(self) -> None:
+        if self.num_open:
+            await self._waiter
+        if self._error is not None:
+            raise self._error
 
 
 class _Coalesced:

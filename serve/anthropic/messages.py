@@ -18,7 +18,7 @@ from serve.chat.request import PreparedChat, prepare, render
 from serve.decode import decode
 from serve.endpoint import json_response, parse_object, read_all_or_disconnect, read_body, read_call
 from serve.openai.models import check_model
-from serve.output_streams import of_client
+from serve.prompts import of_client
 from serve.sse import EventStream
 
 if TYPE_CHECKING:

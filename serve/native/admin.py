@@ -23,7 +23,7 @@ from runtime.sampling_params import SamplingParams
 from serve.access import CLIENT
 from serve.decode import decode
 from serve.endpoint import json_response, parse_object, read_all_or_disconnect, read_body
-from serve.output_streams import of_client
+from serve.prompts import of_client
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore

@@ -14,8 +14,7 @@ from serve.endpoint import decode_open, json_response, parse_object, read_all_or
 from serve.errors import ErrorFormat, native_body
 from serve.native.generate import GenerateAnswers
 from serve.native.schema import GenerateBody, requests_of
-from serve.output_streams import of_client
-from serve.prompts import MAX_PROMPTS, Label, vector_requests
+from serve.prompts import MAX_PROMPTS, Label, of_client, vector_requests
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore

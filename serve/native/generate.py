@@ -17,7 +17,7 @@ from runtime.sampling_params import SamplingParams
 from serve.endpoint import decode_open, json_response, parse_object, read_all_or_disconnect, read_call
 from serve.errors import ErrorFormat, native_body
 from serve.native.schema import GenerateBody, requests_of
-from serve.output_streams import of_client
+from serve.prompts import of_client
 from serve.sse import EventStream
 from serve.work_budget import check_repeated
 

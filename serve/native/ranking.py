@@ -21,8 +21,7 @@ from serve.endpoint import decode_open, json_response, parse_object, read_all_or
 from serve.errors import ErrorFormat, openai_body
 from serve.native.generate import GenerateAnswers
 from serve.openai.models import check_model
-from serve.output_streams import of_client
-from serve.prompts import MAX_PROMPTS
+from serve.prompts import MAX_PROMPTS, of_client
 from serve.ranking import Answers, Scores, rank, requested_logprobs
 from serve.work_budget import check_joined
 

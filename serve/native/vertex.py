@@ -14,8 +14,7 @@ from serve.decode import Length, decode
 from serve.endpoint import json_response, parse_object, read_all_or_disconnect, read_call
 from serve.native.generate import ERROR_FORMAT, GenerateAnswers
 from serve.native.schema import GenerateBody, requests_of
-from serve.output_streams import of_client
-from serve.prompts import MAX_PROMPTS
+from serve.prompts import MAX_PROMPTS, of_client
 from serve.sse import EventStream
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp
 
+from runtime.actors.output_stream import close_all
 from runtime.errors import InvalidRequest
 from runtime.request import Chunk, Request
 from serve.chat.events import ChatEvent, Content
@@ -21,7 +22,7 @@ from serve.ollama.errors import ERROR_FORMAT
 from serve.ollama.models import served_name
 from serve.ollama.schema import ChatBody, GenerateBody
 from serve.openai.response_format import grammar_of
-from serve.output_streams import close_all, of_client
+from serve.prompts import of_client
 from serve.sampling import sampling_params
 from serve.sse import EventStream
 

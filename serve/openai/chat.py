@@ -32,7 +32,7 @@ from serve.openai.messages import chat_of
 from serve.openai.models import check_model
 from serve.openai.requests import decode_body
 from serve.openai.schema import NAMES, ChatBody, StreamOptions
-from serve.output_streams import of_client
+from serve.prompts import of_client
 from serve.sse import EventStream
 
 if TYPE_CHECKING:

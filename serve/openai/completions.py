@@ -23,8 +23,7 @@ from serve.openai.logprobs import CompletionLogprobs
 from serve.openai.models import check_model
 from serve.openai.requests import decode_body, keep_last_of, sampling_of
 from serve.openai.schema import NAMES, CompletionBody, StreamOptions
-from serve.output_streams import of_client
-from serve.prompts import check_choices, labels_of, namespaces_of
+from serve.prompts import check_choices, labels_of, namespaces_of, of_client
 from serve.sse import EventStream
 from serve.work_budget import check_joined, prompt_ids
 

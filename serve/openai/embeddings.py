@@ -21,8 +21,7 @@ from serve.decode import Length, NotBuilt, Range
 from serve.endpoint import decode_open, json_response, parse_object, read_all_or_disconnect, read_call
 from serve.errors import ErrorFormat, openai_body
 from serve.openai.models import check_model
-from serve.output_streams import of_client
-from serve.prompts import MAX_PROMPTS, Label, labels_of, vector_requests
+from serve.prompts import MAX_PROMPTS, Label, labels_of, of_client, vector_requests
 from serve.work_budget import prompt_ids
 
 if TYPE_CHECKING:

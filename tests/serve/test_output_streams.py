@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 import fake_core
+from runtime.actors.output_stream import read_all
 from runtime.errors import Overloaded
 from runtime.request import Request
 from serve.endpoint import ClientGoneError, read_all_or_disconnect
-from serve.output_streams import read_all
 
 
 def requests(count: int) -> list[Request]:

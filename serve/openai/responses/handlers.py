@@ -22,7 +22,7 @@ from serve.openai.responses.call import ResponseCall, call_of
 from serve.openai.responses.schema import ResponsesBody, read_responses_body
 from serve.openai.responses.store import ResponseStore, StoredResponse
 from serve.openai.schema import NAMES
-from serve.output_streams import of_client
+from serve.prompts import of_client
 from serve.sse import EventStream
 
 if TYPE_CHECKING:

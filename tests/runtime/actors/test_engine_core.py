@@ -10,12 +10,11 @@ import fake_runner
 import scripted_core
 from runtime.actors import scheduler, tokenizer
 from runtime.actors.engine_core import EngineCore
-from runtime.actors.output_stream import OutputStream
+from runtime.actors.output_stream import OutputStream, read_all
 from runtime.actors.step_times import QueueRate
 from runtime.errors import EngineClosed, EngineFailure, InvalidRequest, OutOfMemory, Overloaded, StepFailed
 from runtime.request import Finish, Request
 from runtime.sampling_params import SamplingParams
-from serve.output_streams import read_all
 
 
 def request(*ids: int, new: int = 8, seed: int = 1, n: int = 1) -> Request:

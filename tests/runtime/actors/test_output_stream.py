@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from runtime.actors import output_stream as output_stream_module
-from runtime.actors.output_stream import OutputStream
+from runtime.actors.output_stream import OutputStream, read_all
 from runtime.errors import InvalidRequest, StepFailed
 from runtime.request import Chunk, Finish, Logprobs, Usage
 
@@ -47,6 +47,34 @@ async def test_whole_gives_one_chunk_per_choice_in_order():
     assert not reader.done()
     output.put(chunk("b", END))
     assert [c.text for c in await reader] == ["ab", "x"]
+
+
+async def test_many_are_read_whole_without_a_task_for_each():
+    outputs = [make_output()[0] for _ in range(5)]
+    outputs[3].put(chunk("d", END))  # before anybody reads
+    reader = asyncio.create_task(read_all(outputs))
+    num_tasks = len(asyncio.all_tasks())
+    await asyncio.sleep(0)
+    assert len(asyncio.all_tasks()) == num_tasks
+    for index in (4, 0, 2):
+        outputs[index].put(chunk("abcde"[index], END))
+    await asyncio.sleep(0)
+    assert not reader.done()
+    outputs[1].put(chunk("b", END))
+    assert [c.text for [c] in await reader] == list("abcde")
+
+
+@pytest.mark.parametrize("before", [True, False])
+async def test_the_first_error_of_many_ends_all(before: bool):
+    (first, aborted_first), (second, aborted_second) = make_output(), make_output()
+    if before:
+        second.fail(StepFailed("gone"))
+    reader = asyncio.create_task(read_all([first, second]))
+    await asyncio.sleep(0)
+    second.fail(StepFailed("gone"))
+    with pytest.raises(StepFailed, match="gone$"):
+        await reader
+    assert (len(aborted_first), aborted_second) == (1, [])
 
 
 async def test_leaving_the_stream_early_aborts_the_request():
