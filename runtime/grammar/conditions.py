@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from itertools import combinations
 from typing import Any
 
 from runtime.grammar.disjoint import are_disjoint
@@ -11,6 +13,7 @@ from runtime.grammar.opposites import NoOppositeError, opposite
 Schema = Any
 Peek = Callable[[Any], Any]  # follows references
 MAX_DEPENDENCIES = 8  # of one object: each doubles what is to be compared
+MAX_COUNTED = 2_000  # names of optional properties, over all ways to have as many as an object must or may
 MAX_UNKNOWN = 8  # names of which one tells an object from those that do not know them
 IN_PLACE = ("anyOf", "oneOf", "if", "dependentSchemas", "dependencies", "$dynamicRef", "$recursiveRef")
 
@@ -33,7 +36,7 @@ def names(value: Any, peek: Peek) -> Schema:
     if value is True or value == {}:
         return True
     if value is False:
-        return {"maxProperties": 0}
+        return {"properties": {}, "additionalProperties": False}
     if not isinstance(value, dict):
         raise NoOppositeError("propertyNames")
     found: list[Schema] = []
@@ -62,6 +65,81 @@ def _is_size(value: Any) -> bool:
 
 
 _SAY_NOTHING = frozenset({"title", "description", "$comment", "examples", "default", "$id", "$schema"})
+
+
+def counted(
+    optional: Sequence[str], num_required: int, least: int, most: int | None, *, others: bool
+) -> list[Schema] | None:
+    """`minProperties` and `maxProperties` beside optional properties: the ways to have as many, one for each object.
+
+    None where there are too many, or where names that are not listed (`others`) would have to count as two: they may
+    repeat in a JSON text.
+    """
+    count, least = len(optional), max(0, least - num_required)
+    most = None if most is None else max(0, most - num_required)
+    sizes = [least] if most is None else range(max(0, least - others), min(most, count) + 1)
+    ways = sum(math.comb(count, size) for size in sizes) + (
+        math.comb(count, least - 1) if most is None and least else 0
+    )
+    if ways * count > MAX_COUNTED:
+        return None
+    found: list[Schema] = []
+    for size in sizes:
+        for present in combinations(optional, size):
+            # Without a limit, whatever stands behind those that are counted may come as well.
+            end = count if most is not None else optional.index(present[-1]) if present else 0
+            rest: Schema = {}
+            if size < least:
+                rest["minProperties"] = num_required + least
+            if others and most is not None:
+                rest["maxProperties"] = num_required + most
+            found.append(_with_just(present, optional[:end], rest))
+    if most is None and others and least:
+        beside = {"minProperties": num_required + least}
+        found += [_with_just(present, optional, beside) for present in combinations(optional, least - 1)]
+    return found
+
+
+def _with_just(present: Sequence[str], of: Sequence[str], rest: Schema) -> Schema:
+    absent = {name: False for name in of if name not in present}
+    return {"type": "object", "required": [*present], **({"properties": absent} if absent else {}), **rest}
+
+
+def may_need_too_many(schema: Schema, peek: Peek) -> bool:
+    """Whether an object may have to hold more names than `maxProperties` lets it: the library would let it then.
+
+    `schema` is written for the backend already.
+    """
+    pending: list[tuple[Schema, frozenset[str], int, float]] = [(schema, frozenset(), 0, math.inf)]
+    looked = 0
+    while pending:
+        option, needed, beside, most = pending.pop()
+        looked += 1
+        here, limit, choices = _needed(option, peek)
+        needed, most = needed | here, min(most, limit)
+        if looked > MAX_COUNTED or most < len(needed) + beside:
+            return True
+        numbers = [max((len(_needed(each, peek)[0]) for each in choice), default=0) for choice in choices]
+        for choice, number in zip(choices, numbers, strict=True):
+            others = beside + sum(numbers) - number
+            pending += [(each, needed, others, most) for each in choice]
+    return False
+
+
+def _needed(schema: Schema, peek: Peek) -> tuple[frozenset[str], float, list[list[Schema]]]:
+    """Of an object: the names that are required in any case, how many there may be, and the alternatives beside."""
+    names, most, choices = set[str](), math.inf, list[list[Schema]]()
+    pending, seen = [schema], set[int]()
+    while pending:
+        part = pending.pop()
+        if isinstance(part, dict) and id(part) not in seen:
+            seen.add(id(part))
+            names.update(part.get("required", ()))
+            most = min(most, part.get("maxProperties", most))
+            pending += part.get("allOf", ())
+            pending += [peek(part)] if "$ref" in part else []
+            choices += [part["anyOf"]] if "anyOf" in part else []
+    return frozenset(names), most, choices
 
 
 def unevaluated(schema: Schema, peek: Peek) -> Schema:

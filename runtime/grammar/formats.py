@@ -1,6 +1,7 @@
 """The formats of JSON Schema as regular expressions that hold exactly the valid texts, or fewer.
 
-Written for `patterns.full`. A format that is not here cannot be enforced, and is refused.
+Written for `patterns.full`. Every format of a draft of JSON Schema is here or in `INTEGER_BITS`; other names
+are annotations there, and limit nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ _TIME = f"{_CLOCK}:[0-5][0-9](?:\\.[0-9]{{1,9}})?(?:Z|[+-]{_CLOCK})"  # RFC 3339
 _OCTET = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _IPV4 = f"(?:{_OCTET}\\.){{3}}{_OCTET}"
 _H16 = "[0-9a-fA-F]{1,4}"
-_LABEL = "[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
+_LETTER, _INNER = "[a-zA-Z0-9]", "[a-zA-Z0-9-]"
+# Without two hyphens in the third and fourth place: what stands behind xn-- has rules that no expression can say.
+_FROM_THIRD = f"(?:{_INNER}{_LETTER}|(?:{_LETTER}{_INNER}|-{_LETTER}){_INNER}{{0,58}}{_LETTER})"
+_LABEL = f"{_LETTER}(?:{_INNER}?{_LETTER}|{_INNER}{_FROM_THIRD})?"
 _ATEXT = "[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]"
 _PCHAR = "(?:[a-zA-Z0-9._~!$&'()*+,;=:@-]|%[0-9a-fA-F]{2})"
 _SEGMENTS = f"(?:/{_PCHAR}*)*"
@@ -51,6 +55,19 @@ def _ipv6() -> str:
 _LOCAL = "|".join(  # 64 characters at most
     f"(?:{_ATEXT}{{1,{size}}}\\.){{{dots}}}{_ATEXT}{{1,{size}}}" for dots, size in enumerate((64, 31, 20, 15))
 )
+_LITERAL = r"(?:[\x21\x23\x24\x26\x28-\x3b\x3d\x3f-\x5b\x5d\x5f\x61-\x7a\x7e]|%[0-9a-fA-F]{2})"  # RFC 6570
+_VARIABLE = (
+    "(?:[a-zA-Z0-9_]|%[0-9a-fA-F]{2})+(?:\\.(?:[a-zA-Z0-9_]|%[0-9a-fA-F]{2})+)*(?:\\*|:[1-9][0-9]{0,3})?"
+)
+_TEMPLATE = f"(?:{_LITERAL}|\\{{[+#./;?&]?{_VARIABLE}(?:,{_VARIABLE})*\\}})*"
+# Of regular expressions: no groups within groups, references, braces or classes of more than plain characters.
+_REGEX_CHARACTER = r"(?:[a-zA-Z0-9 _,:;<>=!@#%&~'`/-]|\\[dDwWsS.*+?^$()|/])"
+_REGEX_CLASS = r"\[\^?(?:[a-zA-Z0-9_.:/@%+]|0-9|a-z|A-Z|\\[dws])+\]"
+_REGEX_ATOMS = rf"(?:(?:{_REGEX_CHARACTER}|\.|{_REGEX_CLASS})[*+?]?)*"
+_REGEX = rf"\^?{_REGEX_ATOMS}(?:\((?:\?:)?{_REGEX_ATOMS}(?:\|{_REGEX_ATOMS})*\)[*+?]?{_REGEX_ATOMS})*"
+_COLORS = (
+    "aqua|black|blue|fuchsia|gray|green|lime|maroon|navy|olive|orange|purple|red|silver|teal|white|yellow"
+)
 _NAME = f"{_LABEL}(?:\\.{_LABEL})*"
 _EMAIL = f"(?:{_LOCAL})@{_NAME}"
 FORMATS: Mapping[str, str] = {
@@ -62,12 +79,17 @@ FORMATS: Mapping[str, str] = {
     "idn-email": _EMAIL,
     "hostname": _NAME,
     "idn-hostname": _NAME,
+    "host-name": _NAME,
     "ipv4": _IPV4,
     "ip-address": _IPV4,
     "ipv6": _ipv6(),
     "uuid": "[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}",
     "uri": f"{_SCHEME}:{_HIER}{_TAIL}",
     "iri": f"{_SCHEME}:{_HIER}{_TAIL}",
+    "url": f"{_SCHEME}:{_HIER}{_TAIL}",
+    "uri-template": _TEMPLATE,
+    "regex": f"{_REGEX}\\$?",
+    "color": f"(?:{_COLORS}|#(?:[0-9a-fA-F]{{3}}){{1,2}})",
     "uri-reference": f"(?:{_SCHEME}:{_HIER}|{_RELATIVE}){_TAIL}",
     "iri-reference": f"(?:{_SCHEME}:{_HIER}|{_RELATIVE}){_TAIL}",
     "json-pointer": _POINTER,
@@ -81,8 +103,14 @@ FORMATS: Mapping[str, str] = {
     "base64url": "(?:[A-Za-z0-9_-]{4})*(?:[A-Za-z0-9_-]{2}==|[A-Za-z0-9_-]{3}=)?",
     "byte": "(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?",
 }
-MAX_LENGTHS: Mapping[str, int] = {"hostname": 253, "idn-hostname": 253, "email": 254, "idn-email": 254}
-# Of OpenAPI and pydantic: bounds of numbers, and names that limit nothing that a text could show.
+MAX_LENGTHS: Mapping[str, int] = {
+    "hostname": 253,
+    "idn-hostname": 253,
+    "host-name": 253,
+    "email": 254,
+    "idn-email": 254,
+}
+# Of OpenAPI and pydantic: bounds of numbers.
 INTEGER_BITS: Mapping[str, int] = {
     "int8": 8,
     "int16": 16,
@@ -92,14 +120,10 @@ INTEGER_BITS: Mapping[str, int] = {
     "uint16": 16,
     "uint32": 32,
 }
-UNLIMITED = frozenset(
-    {"float", "double", "decimal", "password", "unknown", "binary", "path", "file-path", "directory-path"}
-    | {"string", "text", "textarea", "markdown", "html", "json", "xml", "code", "multi-line"}
-)
 
 
 @cache
 def format_regex(name: str) -> str | None:
-    """For the backend; None where the format is not enforced."""
+    """For the backend; None where the name is no format that limits texts."""
     source = FORMATS.get(name)
     return None if source is None else patterns.full(source)

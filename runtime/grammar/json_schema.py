@@ -8,6 +8,7 @@ validator. References are resolved here and lead nowhere but into the schema its
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from typing import Any
 from urllib.parse import quote
 
 from runtime.grammar import bounds, conditions, patterns
-from runtime.grammar.formats import INTEGER_BITS, MAX_LENGTHS, UNLIMITED, format_regex
+from runtime.grammar.formats import INTEGER_BITS, MAX_LENGTHS, format_regex
 from runtime.grammar.opposites import NoOppositeError, opposite
 from runtime.grammar.references import REFERENCES, References, Unsupported, endless, without
 from runtime.grammar.unique_items import (
@@ -90,12 +91,15 @@ class _Writer:
     num_items: int = 0
     keeps_unique: bool = False  # whether somebody else keeps texts from being repeated
     has_unique: bool = False
+    has_most: bool = False  # whether there is a `maxProperties`
     multiple: Fraction = Fraction(1)  # the product of all different multipleOf
     multiples: set[Fraction] = field(default_factory=set)
 
     def write(self) -> Schema | bool:
         written = self.schema(self.root, "")
         definitions = self.references.definitions(self.schema)
+        if self.has_most:
+            self.check_most([written, *definitions.values()], definitions)
         if not definitions:
             return written
         dead = endless(definitions, lambda: self.pause(""))
@@ -107,6 +111,24 @@ class _Writer:
         if isinstance(written, bool) or "$ref" in written:
             written = {"allOf": [written]} if isinstance(written, bool) else written
         return {"$defs": definitions, **written}
+
+    def check_most(self, pending: list[Any], definitions: Schema) -> None:
+        """Refuse objects that may need more names than they may have: the library would not hold their limit."""
+        while pending:
+            schema = pending.pop()
+            if not isinstance(schema, dict):
+                continue
+            self.pause("")
+            if conditions.may_need_too_many(
+                schema, lambda part: definitions[part["$ref"].removeprefix("#/$defs/")]
+            ):
+                raise Unsupported("maxProperties", "", "more names are required than an object may have")
+            for keyword in ("properties", "patternProperties"):
+                pending += schema.get(keyword, {}).values()
+            for keyword in ("items", "additionalProperties"):
+                pending += [schema[keyword]] if keyword in schema else []
+            for keyword in ("anyOf", "allOf", "prefixItems"):
+                pending += schema.get(keyword, ())
 
     # --- places ---
 
@@ -153,14 +175,7 @@ class _Writer:
 
     def narrow(self, schema: Schema, written: Schema, pointer: str) -> None:
         """What several keywords mean together."""
-        minimum = written.get("minProperties", 0)
-        required = written.get("required", ())
-        if minimum > len(required) + 1:
-            raise Unsupported(
-                "minProperties",
-                f"{pointer}/minProperties",
-                "names may repeat in a JSON text, so it is enforced up to one more than those in required",
-            )
+        self.count(written, pointer)
         multiple = schema.get("multipleOf")
         if isinstance(multiple, int) and written.get("type") == "number":
             written["type"] = (
@@ -172,6 +187,40 @@ class _Writer:
                 raise Unsupported(
                     keyword, f"{pointer}/{keyword}", f"it is above {keyword.replace('min', 'max')}"
                 )
+
+    def count(self, written: Schema, pointer: str) -> None:
+        """`minProperties` and `maxProperties`, which the library counts where no property is optional."""
+        least, most, required = (
+            written.get("minProperties", 0),
+            written.get("maxProperties"),
+            written.get("required", ()),
+        )
+        named = written.get("properties", {})
+        optional = [name for name in named if name not in required and named[name] is not False]
+        closed = written.get("additionalProperties") is False and not written.get("patternProperties")
+        if most is not None and most < len(required):
+            optional, least = [*named, *required], 0  # none is the way to have as many
+        if optional and (most is not None or least > len(required)):
+            ways = conditions.counted(optional, len(required), least, most, others=not closed)
+            if ways is None:
+                keyword = "maxProperties" if "maxProperties" in written else "minProperties"
+                raise Unsupported(
+                    keyword,
+                    f"{pointer}/{keyword}",
+                    "there are too many ways to have as many of its optional properties",
+                )
+            self.pause(pointer, len(ways) * len(optional) // 8)
+            for keyword in ("minProperties", "maxProperties"):
+                written.pop(keyword, None)
+            others = set(types_of(written)) - {"object"}
+            options = [*(ways or [False]), *([{"type": sorted(others)}] if others else [])]
+            written["allOf"] = [*written.get("allOf", ()), {"anyOf": options}]
+        elif not closed and least > len(required) + 1:
+            raise Unsupported(
+                "minProperties",
+                f"{pointer}/minProperties",
+                "names may repeat in a JSON text, so it is enforced up to one more than those that are listed",
+            )
 
     # --- keywords: each gives what is written for it ---
 
@@ -240,13 +289,16 @@ class _Writer:
             raise Unsupported(keyword, pointer, "it must be an integer of at least 0")
         limit = MAX_TEXT if "Length" in keyword else MAX_ITEMS if "Items" in keyword else MAX_PROPERTIES
         if value > limit:
-            raise Unsupported(keyword, pointer, f"it may be up to {limit}")
+            if keyword not in ("maxLength", "maxItems"):
+                raise Unsupported(keyword, pointer, f"it may be up to {limit}")
+            value = limit  # fewer than it allows
         if "Items" in keyword:
             self.num_items += value
             if self.num_items > MAX_ALL_ITEMS:
                 raise Unsupported(
                     keyword, pointer, f"all arrays together may hold up to {MAX_ALL_ITEMS} items"
                 )
+        self.has_most = self.has_most or keyword == "maxProperties"
         if keyword == "maxLength" and schema.get("format") in MAX_LENGTHS:
             value = min(value, MAX_LENGTHS[schema["format"]])
         return {keyword: value}
@@ -264,6 +316,8 @@ class _Writer:
             raise Unsupported(keyword, pointer, str(error)) from None
 
     def format_(self, value: Any, pointer: str, schema: Schema) -> Schema:
+        if not isinstance(value, str):
+            raise Unsupported("format", pointer, "it must be a string")
         if value in INTEGER_BITS:
             whole = bounds.integer_range(value)
             return {
@@ -273,11 +327,9 @@ class _Writer:
                     else {"anyOf": [whole, _NO_NUMBER]}
                 ]
             }
-        if value in UNLIMITED:
+        regex = format_regex(value)
+        if regex is None:  # a name that no draft knows says nothing to a validator
             return {}
-        regex = format_regex(value) if isinstance(value, str) else None
-        if regex is None:
-            raise Unsupported("format", pointer, f"{value!r:.60} is not enforced; use pattern")
         written: Schema = {"pattern": f"^(?:{regex})$"}
         if value in MAX_LENGTHS and "maxLength" not in schema:
             written["maxLength"] = MAX_LENGTHS[value]
@@ -471,6 +523,7 @@ _WRITERS: Mapping[str, Writer] = {
     **dict.fromkeys(CONDITIONS, _Writer.condition),
 }
 SUPPORTED = tuple(_WRITERS)
+_UNWRITTEN = re.compile(r"[\x00-\x07\x0b\x0e-\x1f]")  # but by number, as \u0000: see `llguidance_text`
 _NO_NUMBER: Schema = {"type": ["null", "boolean", "string", "array", "object"]}
 
 
@@ -479,6 +532,8 @@ def _check_text(text: str, pointer: str) -> None:
         text.encode()
     except UnicodeEncodeError:
         raise Unsupported("text", pointer, "half a surrogate pair is no text") from None
+    if _UNWRITTEN.search(text):
+        raise Unsupported("text", pointer, "outputs hold no control character that JSON has no letter for")
 
 
 def _refers(schema: Any) -> bool:
