@@ -127,6 +127,8 @@ class SchedulerActor:
         self._series = series
         self._kv_events = kv_events
         self._num_arriving = 0  # choices in the inbox
+        self._tokens_arriving = 0  # of their prompts
+        self._step_tokens = min(plan.chunk_tokens or plan.max_prefill_tokens, plan.max_prefill_tokens)
         self._in_flight: deque[tuple[Batch, asyncio.Future[StepOutput]]] = deque()
         self._num_broken = 0  # times in a row that the scheduler failed, without a step applied between
 
@@ -161,6 +163,7 @@ class SchedulerActor:
         live.scheduler = self
         live.times.queued = time.monotonic()
         self._num_arriving += len(live.sequences)
+        self._tokens_arriving += sum(len(sequence.ids) for sequence in live.sequences)
         self._inbox.put(Admit(live))
 
     def abort(self, live: LiveRequest) -> None:
@@ -299,10 +302,12 @@ class SchedulerActor:
         """Nothing is running: let those in who ask at the same moment, which takes microseconds.
 
         Otherwise the first would be computed alone, and all the others would wait for that step and, with overlap,
-        for the next one.
+        for the next one. Who would not fit into it may as well come while it is computed, and be tokenized then.
         """
         num_before, num_quiet = 0, 0
         for _ in range(MAX_ARRIVAL_TURNS):
+            if self._tokens_arriving >= self._step_tokens:
+                return
             num_quiet = num_quiet + 1 if len(self._inbox) == num_before else 0
             if num_quiet == ARRIVAL_TURNS:
                 return
@@ -466,6 +471,7 @@ class SchedulerActor:
     def _receive(self) -> None:
         """Take in every message; what breaks at one costs its request. Raises the first of these errors at the end."""
         broken: Exception | None = None
+        self._tokens_arriving = 0
         for message in self._inbox.take():
             if isinstance(message, Wake):
                 continue

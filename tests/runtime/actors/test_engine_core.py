@@ -55,9 +55,12 @@ async def test_requests_of_one_moment_begin_together():
         assert runner.sizes[0] == 4
 
 
-async def test_a_stream_of_arrivals_does_not_hold_up_the_first_step(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(scheduler, "MAX_ARRIVAL_TURNS", 3)
-    async with scripted_core.running() as (core, runner):
+@pytest.mark.parametrize(("turns", "step_tokens"), [(3, 16384), (50, 8)], ids=["turns", "full-step"])
+async def test_a_stream_of_arrivals_does_not_hold_up_the_first_step(
+    monkeypatch: pytest.MonkeyPatch, turns: int, step_tokens: int
+):
+    monkeypatch.setattr(scheduler, "MAX_ARRIVAL_TURNS", turns)
+    async with scripted_core.running(max_prefill_tokens=step_tokens) as (core, runner):
         outputs = []
         while not runner.num_launched:
             outputs.append(core.submit(request(3, 4, new=1)))
