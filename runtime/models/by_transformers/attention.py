@@ -6,11 +6,34 @@ transformers, and no step is kept anywhere else.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.modeling_utils import AttentionInterface
+
+
+@contextmanager
+def without_messages_of(*names: str) -> Iterator[None]:
+    """Meanwhile, drop what the loggers of these names are told. Loggers below them and all others stay as they are."""
+    loggers = [logging.getLogger(name) for name in names]
+
+    def drop(record: logging.LogRecord) -> bool:
+        return False
+
+    for logger in loggers:
+        logger.addFilter(drop)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(drop)
+
+
+# torchao is imported with it: it warns of its libraries for other machines, and torch of how it registers types.
+with without_messages_of("torchao", "torch.utils._pytree"):
+    from transformers.modeling_utils import AttentionInterface
 
 NAME = "penstock"
 # What changes nothing here: no training, no cache of transformers, positions that are applied already.

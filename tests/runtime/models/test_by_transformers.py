@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -23,7 +24,7 @@ from transformers.models.auto.modeling_auto import (
 import tiny_checkpoints
 import tiny_foreign
 from runtime.errors import CheckpointError, ConfigurationError
-from runtime.models.by_transformers.attention import writing_part
+from runtime.models.by_transformers.attention import without_messages_of, writing_part
 from runtime.models.config import read_facts
 from runtime.models.registry import find
 from serve import Engine
@@ -55,6 +56,15 @@ def greedy(model_type: str, auto: Any = AutoModelForCausalLM) -> list[list[int]]
                 ids.append(int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
         found.append(ids[len(prompt) :])
     return found
+
+
+def test_messages_of_an_import_are_dropped_and_no_others(caplog: pytest.LogCaptureFixture):
+    library, other = logging.getLogger("some_library"), logging.getLogger("some_library.part")
+    with without_messages_of("some_library"):
+        library.warning("of no use")
+        other.warning("wanted")
+    library.warning("wanted too")
+    assert caplog.messages == ["wanted", "wanted too"]
 
 
 @cache
