@@ -50,7 +50,7 @@ OPERATIONS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "rope": (("rotate",), ("native", "with_cpp", "with_triton")),
     "sampling": (
         ("choose", "penalize", "apply_bitmask", "score"),
-        tuple(backend.file for backend in SAMPLING.values()),
+        ("with_cpp", *(backend.file for backend in SAMPLING.values())),
     ),
 }
 

@@ -384,9 +384,35 @@ class EmbedGroups(Structure):
     _fields_ = (("weight", Product4), ("out", c_void_p), ("scale", c_float))
 
 
+class Mask(Structure):
+    _fields_ = (
+        ("logits", c_void_p),
+        ("rows", c_void_p),
+        ("bits", c_void_p),
+        ("num_masks", c_int64),
+        ("vocab_size", c_int64),
+        ("words", c_int64),
+    )
+
+
+class Draw(Structure):
+    _fields_ = (
+        ("logits", c_void_p),
+        ("skip", c_void_p),
+        ("greedy", c_void_p),
+        ("temperature", c_void_p),
+        ("min_p", c_void_p),
+        ("uniform", c_void_p),
+        ("ids", c_void_p),
+        ("sound", c_void_p),
+        ("rows", c_int64),
+        ("vocab_size", c_int64),
+    )
+
+
 # In the order of STRUCTURE_SIZES in `library.cpp`.
 STRUCTURES = (
     Step, GraphNode, Embed, Norm, Rotate, Store, Gate, Attend, Pack, Product, Pack8, Product8, Begin, Last, Choose,
     RotateStore, Add, Product4, Pack4, Route, PairTable, Dispatch, Experts, Combine, AttendTexts, Convolve, Recur,
-    ProductHeads, CopyHeads, EmbedGroups,
+    ProductHeads, CopyHeads, EmbedGroups, Mask, Draw,
 )  # fmt: skip

@@ -37,6 +37,7 @@ CHOICES: dict[str, str] = dict.fromkeys(
         "norm",
         "recurrence",
         "rope",
+        "sampling",
     ),
     "with_cpp",
 )  # of `ops.select`: everything that a model computes

@@ -1,8 +1,9 @@
-// What is done to each token by itself, states, and the routing of experts: no products.
+// What is done to each token by itself, states, the routing of experts, and the choice of tokens: no products.
 #include "experts.h"
 #include "export.h"
 #include "heads.h"
 #include "recurrence.h"
+#include "sampling.h"
 #include "small.h"
 #include "whole.h"
 
@@ -29,3 +30,5 @@ KERNELS(copy_heads, copy_heads)
 KERNELS(route, route)
 KERNELS(dispatch, dispatch)
 KERNELS(combine, combine)
+PENSTOCK_KERNEL(mask_float32, mask, float)
+PENSTOCK_KERNEL(draw_float32, draw, float)

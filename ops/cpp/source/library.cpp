@@ -12,6 +12,7 @@
 #include "product4.h"
 #include "product8.h"
 #include "recurrence.h"
+#include "sampling.h"
 #include "small.h"
 #include "whole.h"
 
@@ -30,7 +31,7 @@ const int64_t STRUCTURE_SIZES[] = {
     sizeof(RouteOperands), sizeof(PairTable), sizeof(DispatchOperands), sizeof(ExpertsOperands),
     sizeof(CombineOperands), sizeof(AttendTextsOperands),
     sizeof(ConvolveOperands), sizeof(RecurOperands), sizeof(ProductHeadsOperands), sizeof(CopyHeadsOperands),
-    sizeof(EmbedGroupsOperands),
+    sizeof(EmbedGroupsOperands), sizeof(MaskOperands), sizeof(DrawOperands),
 };
 
 int64_t panel_width() { return PANEL; }

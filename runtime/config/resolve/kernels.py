@@ -196,6 +196,8 @@ def _in_cpp(builder: PlanBuilder, machine: Machine, dtype: str) -> tuple[dict[st
         return {}, f"the kernels in C++ are slow on a processor without {'+'.join(sorted(CPP_NEEDS))}"
     names = (*SMALL_OPERATIONS, "embedding", "latent", "matmul", "moe", "recurrence")
     operations: dict[str, str] = dict.fromkeys(names, "with_cpp")
+    if builder.args.sampling.sampling_backend is None:
+        operations["sampling"] = "with_cpp"
     if any(name.endswith("attention_backend") for name in builder.args.explicitly_set):
         return operations, "C++ kernels compiled for this processor, but for attention, as asked"
     for rows in ("attention", "prefill_attention", "encoder_attention"):

@@ -1,0 +1,184 @@
+// Choosing tokens from logits, and forbidding those that a grammar does not allow (contract: ops/sampling).
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "simd.h"
+#include "step.h"
+
+namespace penstock {
+
+constexpr float NEVER = -std::numeric_limits<float>::infinity();
+
+struct MaskOperands {
+    float* logits;         // [R, V], in place
+    const int64_t* rows;   // [Q], distinct
+    const uint32_t* bits;  // [Q, words]
+    int64_t num_masks;     // Q
+    int64_t vocab_size;    // V
+    int64_t words;         // at least V / 32
+};
+
+// The first `count` logits of a word whose bit is 0.
+inline void forbid(float* logits, uint32_t word, int count) {
+    if (word == ~uint32_t{}) return;
+    if (count == 32) {  // as vectors
+        for (int i = 0; i < 32; i++) logits[i] = word >> i & 1 ? logits[i] : NEVER;
+        return;
+    }
+    for (int i = 0; i < count; i++)
+        if (!(word >> i & 1)) logits[i] = NEVER;
+}
+
+template <class T>
+void mask(const void* operands, const Step&, ThreadGroup& threads) {
+    const auto& o = *static_cast<const MaskOperands*>(operands);
+    threads.share(o.num_masks, [&](int64_t index) {
+        float* line = o.logits + o.rows[index] * o.vocab_size;
+        const uint32_t* bits = o.bits + index * o.words;
+        for (int64_t first = 0; first < o.vocab_size; first += 32)
+            forbid(line + first, bits[first / 32], int(std::min<int64_t>(32, o.vocab_size - first)));
+    });
+}
+
+struct DrawOperands {
+    const float* logits;       // [R, V]
+    const bool* skip;          // [R], rows that somebody else chooses for
+    const bool* greedy;        // [R]
+    const float* temperature;  // [R]
+    const float* min_p;        // [R]
+    const float* uniform;      // [R]
+    int64_t* ids;              // [R]
+    bool* sound;               // [R]
+    int64_t rows;              // R
+    int64_t vocab_size;        // V
+};
+
+constexpr int64_t WEIGHTS = 256;    // worked out together
+constexpr int64_t MAX_PARTS = 512;  // of a vocabulary, whose masses are remembered
+
+typedef int64_t Longs __attribute__((vector_size(64)));
+typedef float HalfFloats __attribute__((vector_size(32)));
+
+// The largest of a row's logits; NaN where one is.
+inline float peak_of(const float* logits, int64_t size) {
+    Floats best[4] = {fill(NEVER), fill(NEVER), fill(NEVER), fill(NEVER)};
+    Ints broken{};
+    int64_t k = 0;
+    for (; k + 4 * LANES <= size; k += 4 * LANES)
+        for (int i = 0; i < 4; i++) {
+            const Floats x = load(logits + k + i * LANES);
+            broken |= x != x;
+            best[i] = larger(x, best[i]);
+        }
+    float found = largest(larger(larger(best[0], best[1]), larger(best[2], best[3])));
+    bool is_broken = false;
+    for (int lane = 0; lane < LANES; lane++) is_broken |= broken[lane] != 0;
+    for (; k < size; k++) {
+        is_broken |= std::isnan(logits[k]);
+        found = std::max(found, logits[k]);
+    }
+    return is_broken ? std::numeric_limits<float>::quiet_NaN() : found;
+}
+
+// The first logit that is the peak, which one of them is.
+inline int64_t index_of(float peak, const float* logits, int64_t size) {
+    int64_t first = 0;
+    for (bool found = false; first + 64 <= size; first += 64) {
+        for (int i = 0; i < 64; i++) found |= logits[first + i] == peak;
+        if (found) break;
+    }
+    while (logits[first] != peak) first++;
+    return first;
+}
+
+// How a row weighs its tokens.
+struct Weighing {
+    float peak;
+    float scale;  // log2(e) / temperature
+    float least;  // lighter tokens weigh nothing
+    float one;    // of the fixed point
+};
+
+inline void to_fixed(Floats weights, const Weighing& how, int64_t* to) {
+    const Floats scaled = where_less(weights, fill(how.least), Floats{}, weights) * how.one;
+    HalfFloats halves[2];
+    std::memcpy(halves, &scaled, sizeof(scaled));
+    for (int i = 0; i < 2; i++) {
+#if defined(__AVX512DQ__)
+        const Longs fixed = cast<Longs>(_mm512_cvttps_epi64(cast<__m256>(halves[i])));
+#else
+        const Longs fixed = __builtin_convertvector(halves[i], Longs);
+#endif
+        std::memcpy(to + i * LANES / 2, &fixed, sizeof(fixed));
+    }
+}
+
+// The weights of up to WEIGHTS tokens -> their sum. Called twice for some, so it must be the same code both times.
+[[gnu::noinline]] inline int64_t weigh(const float* logits, int64_t size, const Weighing& how, int64_t* to) {
+    int64_t k = 0;
+    for (; k + 4 * LANES <= size; k += 4 * LANES) {
+        Floats x[4];
+        for (int i = 0; i < 4; i++) x[i] = (load(logits + k + i * LANES) - how.peak) * how.scale;
+        powers_of_two<false>(x);
+        for (int i = 0; i < 4; i++) to_fixed(x[i], how, to + k + i * LANES);
+    }
+    for (; k < size; k += LANES)
+        to_fixed(power_of_two((load(logits + k, std::min<int64_t>(LANES, size - k)) - how.peak) * how.scale), how, to + k);
+    int64_t total = 0;
+    for (int64_t i = 0; i < size; i++) total += to[i];
+    return total;
+}
+
+// The first token up to which the mass exceeds the uniform number's share of all.
+inline int64_t draw_one(const float* logits, int64_t size, const Weighing& how, float uniform) {
+    int64_t weights[WEIGHTS + LANES], masses[MAX_PARTS] = {};
+    const int64_t blocks = (size + WEIGHTS - 1) / WEIGHTS;
+    const int64_t part = (blocks + MAX_PARTS - 1) / MAX_PARTS * WEIGHTS;  // tokens
+    int64_t mass = 0;
+    for (int64_t first = 0; first < size; first += WEIGHTS) {
+        const int64_t sum = weigh(logits + first, std::min(WEIGHTS, size - first), how, weights);
+        masses[first / part] += sum;
+        mass += sum;
+    }
+    // In the middle of the step of 2^-24 that the number stands for, so that it never lies between two tokens.
+    const int64_t share = std::min(int64_t((double(uniform) + 0x1p-25) * double(mass)), mass - 1);
+    int64_t before = 0, first = 0;
+    for (const int64_t* sum = masses; before + *sum <= share; first += part) before += *sum++;
+    while (true) {
+        const int64_t count = std::min(WEIGHTS, size - first);
+        const int64_t sum = weigh(logits + first, count, how, weights);
+        if (before + sum > share) break;
+        before += sum;
+        first += count;
+    }
+    const int64_t* weight = weights;
+    for (; before + *weight <= share; weight++) before += *weight;
+    return first + (weight - weights);
+}
+
+template <class T>
+void draw(const void* operands, const Step&, ThreadGroup& threads) {
+    const auto& o = *static_cast<const DrawOperands*>(operands);
+    int bits = 0;
+    while ((int64_t{1} << bits) < o.vocab_size) bits++;
+    const float one = std::ldexp(1.0f, 62 - bits);
+    threads.share(o.rows, [&](int64_t row) {
+        if (o.skip[row]) return;
+        const float* logits = o.logits + row * o.vocab_size;
+        const float peak = peak_of(logits, o.vocab_size);
+        o.sound[row] = std::isfinite(peak);
+        o.ids[row] = 0;
+        if (!o.sound[row]) return;
+        if (o.greedy[row]) {
+            o.ids[row] = index_of(peak, logits, o.vocab_size);
+            return;
+        }
+        const double scale = std::min(1.4426950408889634 / double(o.temperature[row]), 1e30);
+        o.ids[row] = draw_one(logits, o.vocab_size, {peak, float(scale), o.min_p[row], one}, o.uniform[row]);
+    });
+}
+
+}  // namespace penstock
