@@ -93,6 +93,11 @@ class Request:
     caller: Caller = NOBODY
     id: int = field(default_factory=lambda: next(_request_ids))
 
+    @property
+    def cuts(self) -> bool:
+        """Whether a prompt that is too long is cut."""
+        return self.truncate or self.keep_last is not None
+
 
 def with_grammar(request: Request) -> Request:
     """The request with the grammar that its sampling parameters name, if they name one.

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import sys
 from dataclasses import replace
+from itertools import chain
 from time import monotonic
 
 import anyio
 import anyio.to_thread
 
-from runtime.actors.input_processor import InputProcessor
+from runtime.actors.input_processor import IDS_AT_ONCE, InputProcessor
 from runtime.actors.live_requests import LiveRequest, LiveRequests
 from runtime.actors.mailbox import Mailbox
 from runtime.actors.router import Router
@@ -137,8 +138,11 @@ class TokenizerActor:
         if self._tokenizer is None:
             return InvalidRequest("This engine has no tokenizer: send input_ids.", param="text")
         try:
+            self._processor.check_texts(request)
             [ids] = self._tokenizer.encode_batch(
-                [request.text or ""], add_special_tokens=request.add_special_tokens
+                [request.text or ""],
+                add_special_tokens=request.add_special_tokens,
+                max_tokens=None if request.cuts else self._processor.context_length,
             )
             self._processor.check_ids(ids)
             if num_bytes_held(request) > LARGE_TEXT_BYTES:
@@ -148,7 +152,8 @@ class TokenizerActor:
         except Exception:  # a foreign library on a client's text: this request's border
             logger.exception("encoding request %s failed", request.label)
             return EngineFailure("The prompt could not be encoded.")
-        return tuple(ids)
+        pieces = (ids[start : start + IDS_AT_ONCE] for start in range(0, len(ids), IDS_AT_ONCE))
+        return tuple(chain.from_iterable(pieces))
 
     def _encode_pair(self, live: LiveRequest) -> tuple[int, ...] | PenstockError:
         """The ids of two texts; the request learns where the second begins."""
@@ -156,6 +161,7 @@ class TokenizerActor:
         if self._tokenizer is None:
             return InvalidRequest("This engine has no tokenizer: pairs cannot be encoded.", param="text")
         try:
+            self._processor.check_texts(request)
             pair = self._tokenizer.encode_pair(request.text or "", request.second_text or "")
             self._processor.check_ids(pair.ids)
             self._processor.check_pair(pair.second)

@@ -8,7 +8,7 @@ their own) and `--tokenizer-mode slow` go through AutoTokenizer.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -17,7 +17,7 @@ import tokenizers
 from runtime.config.gguf_header import is_gguf, read_header
 from runtime.config.plan import TokenizerPlan
 from runtime.config.template_files import read_json, read_templates
-from runtime.errors import ConfigurationError
+from runtime.errors import ConfigurationError, ContextOverflow
 from runtime.models.checkpoint import lfs_hint
 
 logger = logging.getLogger("penstock.tokenizer")
@@ -72,8 +72,10 @@ class Backend(Protocol):
         """The tokens that are left out of a text on request."""
         ...
 
-    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        """Raises TypeError when a text holds half a surrogate pair."""
+    def encode_batch(
+        self, texts: Sequence[str], add_special_tokens: bool, max_tokens: int | None = None
+    ) -> list[list[int]]:
+        """Raises TypeError when a text holds half a surrogate pair, ContextOverflow when one has more tokens."""
         ...
 
     def encode_pair(self, first: str, second: str) -> EncodedPair:
@@ -102,9 +104,12 @@ class FastBackend:
         self.added = {token.content: token_id for token_id, token in tokens.items()}
         self.special_ids = frozenset(token_id for token_id, token in tokens.items() if token.special)
 
-    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+    def encode_batch(
+        self, texts: Sequence[str], add_special_tokens: bool, max_tokens: int | None = None
+    ) -> list[list[int]]:
         # The single-text calls of the library keep the GIL; the batch calls release it.
         encodings = self.library.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        _require_no_more(encodings, max_tokens)  # first: making lists of millions of ids keeps the GIL
         return [encoding.ids for encoding in encodings]
 
     def encode_pair(self, first: str, second: str) -> EncodedPair:
@@ -131,11 +136,15 @@ class SlowBackend:
         self.vocab_size = max(self.base_size, len(library), 1 + max(self.added.values(), default=-1))
         self.special_ids = frozenset(library.all_special_ids)
 
-    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+    def encode_batch(
+        self, texts: Sequence[str], add_special_tokens: bool, max_tokens: int | None = None
+    ) -> list[list[int]]:
         for text in texts:
             if not text.isascii():
                 _refuse_half_pairs(text)
-        return [list(self.library.encode(text, add_special_tokens=add_special_tokens)) for text in texts]
+        found = [list(self.library.encode(text, add_special_tokens=add_special_tokens)) for text in texts]
+        _require_no_more(found, max_tokens)
+        return found
 
     def encode_pair(self, first: str, second: str) -> EncodedPair:
         _refuse_half_pairs(first + second)
@@ -160,6 +169,12 @@ class SlowBackend:
 
 def _begin_of_second(sequence_ids: Sequence[int | None]) -> int:
     return sequence_ids.index(1) if 1 in sequence_ids else len(sequence_ids)
+
+
+def _require_no_more(encodings: Sequence[Sized], max_tokens: int | None) -> None:
+    longest = max(map(len, encodings), default=0)
+    if max_tokens is not None and longest > max_tokens:
+        raise ContextOverflow.of_input(longest, max_tokens, "text")
 
 
 def _refuse_half_pairs(text: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -76,6 +76,7 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
+        check: Callable[[Sequence[str]], None] | None = None,
         /,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -86,7 +87,8 @@ class ChatTemplate:
         """The prompt's text. `kwargs` are further variables of the template.
 
         With `continue_final_message` the text ends where the last message ends, and there is no generation
-        prompt. Raises InvalidRequest for messages that are malformed or that the template refuses.
+        prompt; otherwise `check` sees the parts of the text before they are joined, which holds the interpreter,
+        and raises what it wants. Raises InvalidRequest for messages that are malformed or that the template refuses.
         """
         name = self._name(bool(tools))
         taken = _OURS.intersection(kwargs)
@@ -106,18 +108,22 @@ class ChatTemplate:
         }
         if continue_final_message:
             return self._continued(name, prepared, variables)
-        return self._render(name, {**variables, "add_generation_prompt": add_generation_prompt})
+        parts = self._render(name, {**variables, "add_generation_prompt": add_generation_prompt})
+        if check is not None:
+            check(parts)
+        return "".join(parts)
 
     def _name(self, tools: bool) -> str:
         if tools and "tool_use" in self._compiled:
             return "tool_use"
         return "default" if "default" in self._compiled else next(iter(self._compiled))
 
-    def _render(self, name: str, variables: Mapping[str, Any]) -> str:
-        on_loop = _on_loop()
+    def _render(self, name: str, variables: Mapping[str, Any]) -> list[str]:
+        """The parts of the text."""
+        template, on_loop = self._compiled[name], _on_loop()
         try:
             with metered(LOOP_SECONDS if on_loop else MAX_SECONDS):
-                return self._compiled[name].render(variables)
+                return list(template.root_render_func(template.new_context(dict(variables))))
         except (TemplateLimit, MemoryError) as limit:
             kind = TakesLong if on_loop else InvalidRequest
             raise kind(
@@ -137,7 +143,7 @@ class ChatTemplate:
     def _continued(self, name: str, prepared: list[dict[str, Any]], variables: dict[str, Any]) -> str:
         """Mark the end of the last message, render, and cut at the mark."""
         end = _mark_end(prepared[-1])
-        text = self._render(name, {**variables, "add_generation_prompt": False})
+        text = "".join(self._render(name, {**variables, "add_generation_prompt": False}))
         mark = _CONTINUE.strip()
         if mark not in text or end.strip() not in text:
             raise InvalidRequest(

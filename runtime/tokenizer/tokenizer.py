@@ -58,11 +58,15 @@ class Tokenizer:
         return cls(files.backend, files.special, template)
 
     def encode_batch(
-        self, texts: Sequence[str], *, add_special_tokens: bool | Sequence[bool] = True
+        self,
+        texts: Sequence[str],
+        *,
+        add_special_tokens: bool | Sequence[bool] = True,
+        max_tokens: int | None = None,
     ) -> list[list[int]]:
         """Ids of each text. One flag for all texts, or one for each. Releases the GIL for fast tokenizers.
 
-        Raises InvalidRequest when a text is no valid Unicode.
+        Raises InvalidRequest when a text is no valid Unicode, ContextOverflow when one has more than `max_tokens`.
         """
         flags = (
             [add_special_tokens] * len(texts) if isinstance(add_special_tokens, bool) else add_special_tokens
@@ -73,7 +77,7 @@ class Tokenizer:
         for flag in {*flags}:
             chosen = [index for index, own in enumerate(flags) if own == flag]
             try:
-                found = self.backend.encode_batch([texts[index] for index in chosen], flag)
+                found = self.backend.encode_batch([texts[index] for index in chosen], flag, max_tokens)
             except TypeError as error:
                 raise InvalidRequest("The text holds half a surrogate pair.", param="text") from error
             for index, ids in zip(chosen, found, strict=True):

@@ -12,6 +12,8 @@ from itertools import accumulate
 from serve.chat.scan.output import Output
 from serve.chat.scan.source import Marks, Reader, Sink, Source
 
+NEAR_END = 4096  # characters of a prompt: a mark, and white space behind it
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReasoningFormat:
@@ -42,17 +44,22 @@ class ReasoningFormat:
 
     def is_closed(self, prompt: str) -> bool:
         """Whether the prompt ends with a block, so that no other follows."""
-        return prompt.rstrip().endswith(self.close.rstrip())
+        return _ends_with(prompt, self.close.rstrip())
 
     def is_open(self, prompt: str, *, continues: bool = False) -> bool:
         """Whether an output that follows this prompt begins within the block.
 
         `continues`: the output goes on with the prompt's last message.
         """
-        end = prompt.rstrip()
-        if end.endswith(self.open.rstrip()):
+        if _ends_with(prompt, self.open.rstrip()):
             return True
         return self.forced and not continues and not self.is_closed(prompt)
+
+
+def _ends_with(prompt: str, mark: str) -> bool:
+    """Whether the mark stands at the end but for white space, found without a copy of all that is before it."""
+    end = prompt[-NEAR_END:].rstrip()
+    return (end if len(end) >= len(mark) else prompt.rstrip()).endswith(mark)
 
 
 _THINK = ReasoningFormat(open="<think>", close="</think>")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -95,7 +96,7 @@ def prepare(core: EngineCore, chat: ChatRequest) -> PreparedChat:
     ):  # it is the answer's grammar too, and not that of the thoughts before it
         [wanted] = named
         sampling = replace(sampling, **{wanted.kind: None})
-    prompt = render(core, chat)
+    prompt = render(core, chat, check=_length_check(core, chat))
     settings = parser_settings(core, chat, choice, prompt)
     request = Request(
         text=prompt,
@@ -119,10 +120,20 @@ def thinking_switch(enabled: bool) -> dict[str, bool]:
     return {"enable_thinking": enabled, "thinking": enabled}
 
 
-def render(core: EngineCore, chat: ChatRequest) -> str:
+def _length_check(core: EngineCore, chat: ChatRequest) -> Callable[[Sequence[str]], None] | None:
+    """What refuses a prompt that cannot fit while it is in parts; None where it would be cut, or nothing is known."""
+    limit = core.tokenizer.text_limit if core.tokenizer is not None else None
+    if limit is None or core.plan.serve.allow_auto_truncate or chat.keep_last is not None:
+        return None
+    return partial(limit.check, context_length=core.plan.model.context_length)
+
+
+def render(
+    core: EngineCore, chat: ChatRequest, *, check: Callable[[Sequence[str]], None] | None = None
+) -> str:
     """The prompt's text; without `add_generation_prompt` it ends with the last message.
 
-    Raises `InvalidRequest` naming what is wrong.
+    Raises `InvalidRequest` naming what is wrong, and what `check` raises, which sees the text in parts.
     """
     if core.tokenizer is None:
         raise InvalidRequest("This server has no tokenizer; use /generate with input_ids.", param="messages")
@@ -140,6 +151,7 @@ def render(core: EngineCore, chat: ChatRequest) -> str:
     shaped_id = None if form is None else form.shaped_id
     return core.tokenizer.template.render(
         chat.messages if shaped_id is None else _with_ids(chat.messages, shaped_id),
+        check,
         **({"tools": list(chat.tools or ())} if calls else {}),
         add_generation_prompt=chat.add_generation_prompt and not chat.continue_final_message,
         continue_final_message=chat.continue_final_message,

@@ -92,7 +92,7 @@ def _tokenize(core: EngineCore, raw: bytes) -> dict[str, Any]:
         texts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
     for text in texts:
         if tokenizer.text_limit is not None:
-            tokenizer.text_limit.check(text, MAX_CONTEXTS * core.plan.model.context_length)
+            tokenizer.text_limit.check([text], MAX_CONTEXTS * core.plan.model.context_length)
     found = tokenizer.encode_batch(texts, add_special_tokens=special)
     if len(raw) > LARGE_TEXT_BYTES:
         give_back_memory()

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 import tiny_tokenizers
 from runtime.errors import ContextOverflow
 from runtime.tokenizer.backend import FastBackend
-from runtime.tokenizer.text_limit import TextLimit, give_back_memory, text_limit_of
+from runtime.tokenizer.text_limit import CHARS_AT_ONCE, TextLimit, give_back_memory, text_limit_of
 
 PIECES = [
     "a",
@@ -53,7 +53,7 @@ def test_no_text_has_fewer_tokens_than_the_bound(
     draw = random.Random(0)
     for _ in range(300):
         text = "".join(draw.choices(PIECES, k=draw.randrange(1, 60)))
-        least = limit.least_tokens(text, 1)
+        least = max(limit.least_tokens(parts, 1) for parts in ([text], [text[:7], text[7:]]))
         assert least <= len(library.encode(text, add_special_tokens=False).ids), text
 
 
@@ -78,13 +78,22 @@ def test_tokenizers_that_drop_text_have_no_bound(tmp_path: Path) -> None:
 
 def test_a_text_far_too_long_is_refused_and_others_are_not() -> None:
     limit = TextLimit(10, ignores_spaces=False)
-    limit.check("a" * 1000, 100)
-    with pytest.raises(ContextOverflow, match="1010 characters, at least 101 tokens"):
-        limit.check("a" * 1010, 100)
+    for check in (limit.check, lambda parts, context: limit.check_length("".join(parts), context)):
+        check(["a" * 1000], 100)
+        with pytest.raises(ContextOverflow, match="1010 characters, at least 101 tokens"):
+            check(["a" * 1000, "a" * 10], 100)
+        check(["😀" * 252], 100)
     with pytest.raises(ContextOverflow):
-        limit.check("😀" * 253, 100)  # four bytes each
-    limit.check("😀" * 252, 100)
-    TextLimit(10, ignores_spaces=True).check(" " * 100_000 + "a", 100)
+        limit.check(["😀" * 253], 100)  # four bytes each
+    many = CHARS_AT_ONCE + 1  # in two pieces
+    limit.check(["a" * 10 * many], many)
+    with pytest.raises(ContextOverflow):
+        limit.check(["é", "a" * 10 * many, "é" * 4], many)
+    sparse = TextLimit(10, ignores_spaces=True)
+    sparse.check([" " * 100_000 + "a"], 100)
+    sparse.check_length("a" * 2000, 100)  # it may be white space
+    with pytest.raises(ContextOverflow):
+        sparse.check([" " * CHARS_AT_ONCE + "a" * 1000, " ", "a" * 10], 100)
 
 
 def test_memory_is_given_back_wherever_that_is_possible() -> None:

@@ -261,7 +261,7 @@ async def test_tools_that_may_not_be_used_are_no_trouble(served: Served) -> None
 async def test_reasoning_options_reach_the_template(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
 
-    def render(messages: Any, **kwargs: Any) -> str:
+    def render(messages: Any, check: Any, **kwargs: Any) -> str:
         seen.update(kwargs)
         return "prompt"
 

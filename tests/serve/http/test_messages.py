@@ -144,7 +144,7 @@ async def test_calls_and_results_of_earlier_turns_reach_the_template(served: Ser
 async def test_thinking_is_off_unless_asked_for(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
 
-    def render(messages: Any, **kwargs: Any) -> str:
+    def render(messages: Any, check: Any, **kwargs: Any) -> str:
         seen.append((kwargs["enable_thinking"], kwargs["thinking"]))
         return "prompt"
 

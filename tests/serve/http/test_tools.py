@@ -120,7 +120,7 @@ async def test_tools_reach_the_template_unless_none_is_to_be_called(
 ) -> None:
     seen: list[Any] = []
 
-    def render(messages: Any, **kwargs: Any) -> str:
+    def render(messages: Any, check: Any, **kwargs: Any) -> str:
         seen.append(kwargs.get("tools"))
         return "prompt"
 
