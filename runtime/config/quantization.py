@@ -50,13 +50,14 @@ FORMATS: Mapping[
     "fp8": FormatEntry(file="scaled"),
     "gguf": FormatEntry(file="gguf"),
     "gptq": FormatEntry(file="gptq", asked=("gptq_marlin", "marlin", "moe_wna16")),
-    "modelopt": FormatEntry(file="scaled", asked=("fp8", "modelopt_fp4", "petit_nvfp4")),
+    "modelopt": FormatEntry(file="modelopt", asked=("fp8", "modelopt_fp4", "petit_nvfp4")),
     "mxfp4": FormatEntry(file="mxfp4"),
+    "quark": FormatEntry(file="quark"),
     "torchao": FormatEntry(file="torchao"),
 }
 
 # Forms whose weights may stay in groups of 4 bits.
-GROUPED = ("awq", "compressed-tensors", "gguf", "gptq", "torchao")
+GROUPED = ("awq", "compressed-tensors", "gguf", "gptq", "modelopt", "quark", "torchao")
 
 # What `--quantization` may name that nothing here reads, and why.
 UNREADABLE: Mapping[str, str] = {

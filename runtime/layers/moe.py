@@ -125,14 +125,15 @@ class MoE(Weighted):
 
     def follow(self, stored: Container[str]) -> None:
         """Take all experts from one tensor where the checkpoint has them so, instead of each from its own; and the
-        other way about.
+        other way about, by the usual names, which quantisers give to every family's.
         """
         if "{}" in self.names.gate and any(f"{self.name}.{name}" in stored for name in TOGETHER.values()):
             self.names = self.names._replace(**TOGETHER)
             self.allocate()
-        elif "{}" not in self.names.gate and f"{self.name}.{NAMES.gate.format(0)}" in stored:
+        elif self.names.gate != NAMES.gate and f"{self.name}.{NAMES.gate.format(0)}" in stored:
             apart = {"gate": NAMES.gate, "up": NAMES.up, "down": NAMES.down}
-            self.names = self.names._replace(**apart, interleaved=False, transposed=False)
+            bias = ".bias" if self.names.bias else ""
+            self.names = self.names._replace(**apart, bias=bias, interleaved=False, transposed=False)
             self.allocate()
 
     def split(self, group: TensorParallelGroup) -> None:

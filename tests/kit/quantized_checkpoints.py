@@ -282,6 +282,76 @@ def fp8(*, scope: str = "block", static: bool = False) -> tuple[Quantize, dict]:
     return quantize, settings | ({"weight_block_size": [48, 32]} if scope == "block" else {})
 
 
+def modelopt(kind: str, *, before: bool = False) -> tuple[Quantize, dict]:
+    """As NVIDIA's ModelOpt exports: 4 bits two outputs to a byte, mxfp4, or fp8 in blocks; inputs scaled `before`."""
+
+    def quantize(weight: Tensor) -> tuple[Tensors, Tensor]:
+        factor = torch.linspace(0.5, 2.0, weight.shape[1]).bfloat16() if before else torch.ones(1)
+        stored, plain = by_kind(weight / factor.float())
+        return stored | ({"pre_quant_scale": factor} if before else {}), plain * factor.float()
+
+    def by_kind(weight: Tensor) -> tuple[Tensors, Tensor]:
+        if kind == "mxfp4":
+            return by_exponents(weight, 4)
+        if kind == "fp8_pb_wo":
+            stored, plain = fp8(scope="block")[0](weight)
+            scale = stored["weight_scale_inv"]
+            return {"weight": stored["weight"], "weight_scale": scale[:, None, :, None]}, plain
+        groups = weight.unflatten(1, (-1, 32))
+        scale = groups.abs().amax(2) / 7
+        numbers = (groups / scale[:, :, None]).round().flatten(1).to(torch.int8)
+        stored = {
+            "weight": ((numbers[::2] & 15) | numbers[1::2] << 4).view(torch.uint8),
+            "weight_scale": scale,
+        }
+        return stored | {"weight_scale_2": scale.max()}, numbers * scale.repeat_interleave(32, 1)
+
+    block = {"weight_block_size": [48, 32]} if kind == "fp8_pb_wo" else {}
+    return quantize, {"quant_method": "modelopt", "quant_algo": kind, **block}
+
+
+def quark(dtype: str, *, reorder: bool = True) -> tuple[Quantize, dict]:
+    """As AMD's Quark exports: 4 bits as AWQ, signed or not, in order or not; e2m1 and e2m3 with exponents."""
+
+    def quantize(weight: Tensor) -> tuple[Tensors, Tensor]:
+        if dtype.startswith("fp"):
+            return by_exponents(weight, int(dtype[2]))
+        parts, plain = awq(zero_point=dtype == "uint4")[0](weight)
+        packed = {"weight": parts["qweight"], "weight_zero_point": parts.get("qzeros")}
+        if packed["weight_zero_point"] is None:  # all 8; signed they are less 8, which is their highest bit
+            packed["weight"] = packed["weight"] ^ torch.tensor(-0x77777778, dtype=torch.int32)
+            packed["weight_zero_point"] = torch.zeros_like(parts["scales"][:, ::8], dtype=torch.int32)
+        if not reorder:
+            places = [4 * place for place in (0, 4, 1, 5, 2, 6, 3, 7)]
+            packed = {
+                name: torch.stack([(part >> place & 15) << 4 * i for i, place in enumerate(places)])
+                .sum(0)
+                .int()
+                for name, part in packed.items()
+            }
+        return {**packed, "weight_scale": parts["scales"]}, plain
+
+    weight = {"dtype": dtype, "qscheme": "per_group", "group_size": 32}
+    export = {"pack_method": "reorder" if reorder else "order", "weight_format": "real_quantized"}
+    return quantize, {"quant_method": "quark", "global_quant_config": {"weight": weight}, "export": export}
+
+
+def by_exponents(weight: Tensor, bits: int) -> tuple[Tensors, Tensor]:
+    """e2m1 or e2m3, dense in bytes, lowest bits first, and a power of two for each 32 inputs."""
+    steps, half = (2, 8) if bits == 4 else (8, 32)
+    numbers = [
+        (i / steps if i < steps else 2.0 ** (i // steps - 1) * (1 + i % steps / steps)) for i in range(half)
+    ]
+    table = torch.tensor(numbers)
+    groups = weight.unflatten(1, (-1, 32))
+    exponents = groups.abs().amax(2).log2().floor() - 2
+    scaled = groups / 2.0 ** exponents[:, :, None]
+    codes = (scaled.abs().unsqueeze(-1) - table).abs().argmin(-1)
+    plain = table[codes] * scaled.sign() * 2.0 ** exponents[:, :, None]
+    dense = words((codes + half * (scaled < 0)).flatten(1), bits).view(torch.uint8)
+    return {"weight": dense, "weight_scale": (exponents + 127).to(torch.uint8)}, plain.flatten(1)
+
+
 def torchao(kind: str) -> tuple[Quantize, dict]:
     """By torchao's own tensors, flattened as it does for safetensors; 4 bits, for which it needs a GPU, packed here."""
     from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
@@ -334,5 +404,7 @@ FORMS: dict[str, Callable[..., tuple[Quantize, dict]]] = {
     "gptq": gptq,
     "awq": awq,
     "fp8": fp8,
+    "modelopt": modelopt,
+    "quark": quark,
     "torchao": torchao,
 }

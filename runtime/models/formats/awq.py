@@ -80,4 +80,9 @@ def _add(derived: Derived, stored: Stored, layer: str, bits: int, *, symmetric: 
 def _unpack(words: Tensor, bits: int, count: int) -> Tensor:
     """int32 [n, W] -> [n, count], the outputs in order."""
     numbers = unpack(words, bits, count)
-    return numbers.unflatten(1, (-1, 8))[:, :, PLACE].flatten(1) if bits == 4 else numbers
+    return in_awq_order(numbers) if bits == 4 else numbers
+
+
+def in_awq_order(numbers: Tensor) -> Tensor:
+    """[n, O] as they stand in words of eight -> in their order."""
+    return numbers.unflatten(1, (-1, 8))[:, :, PLACE].flatten(1)

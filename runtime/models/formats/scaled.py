@@ -1,4 +1,4 @@
-"""Weights with scales beside them: fp8 (also DeepSeek's blocks), compressed-tensors, ModelOpt's fp8 and fp4.
+"""Weights with scales beside them: fp8 (also DeepSeek's blocks), compressed-tensors, ModelOpt's fp8 and int8.
 
 The names and dtypes of the tensors say what they are, whatever the configuration calls the scheme:
 
@@ -7,7 +7,6 @@ The names and dtypes of the tensors say what they are, whatever the configuratio
                                    older versions as many in a word as fit
     weight_packed uint8 [O, I / 2] e2m1, two in a byte, with a scale for each 16 (e4m3; weight_global_scale divides it)
                                    or each 32 (e8m0); so has e2m3, four in three bytes
-    weight uint8 [O, I / 2]        ModelOpt's e2m1, with weight_scale (e4m3) and weight_scale_2 (float32)
 
 The configuration says how wide they are and which part shares a scale, where that is not a whole share of the weight.
 Static scales of activations are not needed: activations are not rounded.
@@ -32,11 +31,12 @@ from runtime.models.formats.stored import Derived, Read, Stored, first_of, requi
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 NARROW = (*FLOAT8, torch.int8)
+IN_WEIGHTS = ("weight_input", "weight_output")  # where a rotation is part of the weights that are stored
 PACKED_FORMATS = ("marlin-24", "sparse-24-bitmask", "sparse-bitmask")  # that have other layouts
 
 # Of activations, which are not rounded here.
 _UNNEEDED = re.compile(
-    r".*\.(input_scale|input_zero_point|input_global_scale|output_zero_point|activation_scale|"
+    r".*[._](input_scale|input_zero_point|input_global_scale|output_zero_point|activation_scale|"
     r"input_scale_ub|q_proj\.output_scale|q_scale|(q_proj|o_proj)\.q_scale|[kvq]_zero_point)"
 )
 # A cache's scales, under the names that tools have for them.
@@ -55,9 +55,10 @@ def derive(stored: Stored, fields: Fields) -> Derived:
     for name, dtype in stored.dtypes.items():
         if name.endswith("_packed"):
             weight = name.removesuffix("_packed")
-            (_add_whole_numbers if dtype == torch.int32 else _add_floats)(derived, stored, weight, schemes)
-        elif dtype == torch.uint8 and f"{name}_scale_2" in stored.shapes:
-            _add_modelopt4(derived, stored, name)
+            if dtype == torch.int32:
+                _add_whole_numbers(derived, stored, weight, schemes)
+            else:
+                add_floats(derived, stored, weight, name, schemes)
         elif dtype in NARROW and not name.endswith(("_scale", "_zero_point", "_scale_inv")):
             _add_scaled(derived, stored, name, schemes)
         elif _UNNEEDED.fullmatch(name):
@@ -96,6 +97,7 @@ def _schemes(values: Mapping[str, Any]) -> Schemes:
     blocks = [values.get("weight_block_size"), *(each.get("block_structure") for each in weights)]
     pairs = [tuple(each) for each in blocks if isinstance(each, list | tuple) and len(each) == 2]
     pairs += [(1, each.get("group_size")) for each in weights]
+    pairs += [(128, 128)] if str(values.get("quant_algo")).lower() == "fp8_pb_wo" else []
     return Schemes(
         tuple(dict.fromkeys(each["num_bits"] for each in weights if each.get("num_bits") in range(1, 9))),
         tuple((a, b) for a, b in pairs if _is_size(a) and _is_size(b)),
@@ -119,13 +121,20 @@ def _check(fields: Fields) -> None:
         if each in PACKED_FORMATS:
             raise CheckpointError(f"{fields.path}{each} weights are not supported; use a dense checkpoint.")
     transforms = values.get("transform_config")
-    if isinstance(transforms, Mapping) and transforms.get("config_groups"):
-        raise CheckpointError(f"{fields.path}transform_config: rotated weights are not supported.")
+    rotations = transforms.get("config_groups") if isinstance(transforms, Mapping) else None
+    for name, rotation in (rotations if isinstance(rotations, Mapping) else {}).items():
+        applied = rotation.get("apply") if isinstance(rotation, Mapping) else None
+        places = [each.get("location") if isinstance(each, Mapping) else None for each in applied or [None]]
+        if not all(place in IN_WEIGHTS for place in places):
+            raise CheckpointError(
+                f"{fields.path}transform_config: {name} rotates activations or the cache, which is not supported; "
+                "use a checkpoint whose rotations all stand in its weights (SpinQuant's R1 and R2), or one without."
+            )
 
 
 def _add_scaled(derived: Derived, stored: Stored, name: str, schemes: Schemes) -> None:
     """One number of 8 bits for each weight, times its scale."""
-    scale = first_of(stored, f"{name}_scale_inv", f"{name}_scale")
+    scale = first_of(stored, f"{name}_scale_inv", f"{name}_scale", f"{name}_weight_scale")
     if scale is None:
         raise CheckpointError(f"The quantized checkpoint lacks {name}_scale.")
     shape, zero = stored.shapes[name], f"{name}_zero_point"
@@ -196,9 +205,9 @@ def _packing(candidates: Sequence[int], words: int, count: int) -> tuple[int, bo
     return 0, True
 
 
-def _add_floats(derived: Derived, stored: Stored, name: str, schemes: Schemes) -> None:
+def add_floats(derived: Derived, stored: Stored, name: str, packed: str, schemes: Schemes) -> None:
     """e2m1 with a scale for each 16 or 32, for the former one that divides those of the whole tensor; or e2m3."""
-    packed, scale = f"{name}_packed", f"{name}_scale"
+    scale = f"{name}_scale"
     whole = f"{name}_global_scale"
     whole = whole if whole in stored.shapes else None
     require(stored, scale)
@@ -220,19 +229,6 @@ def _add_floats(derived: Derived, stored: Stored, name: str, schemes: Schemes) -
     derived.add(name, shape, [packed, scale, *([whole] if whole else [])], make)
 
 
-def _add_modelopt4(derived: Derived, stored: Stored, name: str) -> None:
-    scale, whole = f"{name}_scale", f"{name}_scale_2"
-    require(stored, scale)
-    *rows, half = stored.shapes[name]
-    shape = (*rows, 2 * half)
-
-    def make(read: Read) -> Tensor:
-        scales = _scales(read(scale)) * read(whole).float()
-        return look_up(nibbles(read(name)), E2M1) * _spread(scales, shape, Schemes((), ()), scale)
-
-    derived.add(name, shape, [name, scale, whole], make)
-
-
 def _scales(stored: Tensor) -> Tensor:
     """float32, of any dtype that scales have: bytes are exponents."""
     return power_of_two(stored) if stored.dtype == torch.uint8 else stored.float()
@@ -242,6 +238,16 @@ def _spread(scales: Tensor, shape: tuple[int, ...], schemes: Schemes, name: str)
     """Scales out to the shape of their weight: by blocks that the configuration names, if any of them fits."""
     if scales.numel() == 1:
         return scales.reshape(())
+    if scales.dim() == 4 and len(shape) == 2:  # blocks by ModelOpt: [a, 1, b, 1]
+        scales = scales.squeeze(3).squeeze(1)
+    if scales.dim() == 1 and len(shape) == 3:  # one for each expert
+        scales = scales.unsqueeze(-1)
+    if scales.dim() == 2 and len(shape) == 3 and scales.shape[1] == shape[2] != 1:
+        if shape[1] == shape[2]:
+            raise CheckpointError(
+                f"{name} has a scale for each row or for each column, which cannot be told."
+            )
+        scales = scales.unsqueeze(1)
     if scales.dim() == len(shape) - 1:
         scales = scales.unsqueeze(-1)
     if scales.dim() != len(shape):

@@ -61,6 +61,12 @@ FORMS = [
     ("gptq", {"planes": True, "bits": 7}),
     ("awq", {"zero_point": False}),
     ("awq", {"bits": 3}),
+    ("modelopt", {"kind": "w4a16_awq"}),
+    ("modelopt", {"kind": "mxfp4", "before": True}),
+    ("modelopt", {"kind": "fp8_pb_wo"}),
+    ("quark", {"dtype": "int4"}),
+    ("quark", {"dtype": "uint4", "reorder": False}),
+    ("quark", {"dtype": "fp6_e2m3"}),
 ]
 IDS = torch.randint(3, 128, (3, 40), generator=torch.Generator().manual_seed(0)).tolist()
 
@@ -225,6 +231,31 @@ def test_a_caches_scales_are_found_under_every_name(tmp_path: Path) -> None:
         assert model.layers[0].attention.kv_scales.values == {"k_scale": 0.25, "v_scale": 0.5}
 
 
+def test_rotations_that_stand_in_the_weights_ask_for_nothing(tmp_path: Path) -> None:
+    quantized, plain = quantized_checkpoints.write(tmp_path, "compressed-tensors", preset="W4A16")
+    places = [{"location": "weight_output"}, {"location": "weight_input"}]
+    rotated = {"transform_config": {"config_groups": {"R1": {"type": "hadamard", "apply": places}}}}
+    check_same_tensors(read_whole(opened(changed(tmp_path / "rotated", quantized, rotated))), plain)
+
+
+def test_experts_of_modelopt_may_be_together_and_with_inputs_first(tmp_path: Path) -> None:
+    """As those of gpt-oss and Llama 4: [X, I, O] with packed inputs in the middle; fp8 with a scale for each."""
+    stored, plain = quantized_checkpoints.by_exponents(torch.randn(6, 64), 4)
+    packed = stored["weight"].view(2, 3, 32).mT.contiguous()  # two experts of 64 inputs and 3 outputs
+    exponents = stored["weight_scale"].view(2, 3, 2).mT.contiguous()
+    narrow = torch.randn(2, 5, 4).to(torch.float8_e4m3fn)
+    scales = torch.tensor([0.5, 3.0])
+    save_file(
+        {"a": packed, "a_weight_scale": exponents, "a_input_scale": torch.ones(())}
+        | {"b": narrow, "b_weight_scale": scales},
+        tmp_path / "model.safetensors",
+    )
+    files = TensorFiles(WeightFiles("safetensors", (tmp_path / "model.safetensors",)))
+    found = read_whole(QuantizedTensors(files, Fields({"quant_method": "modelopt"}, "")))
+    wanted = {"a": plain.view(2, 3, 64).mT, "b": narrow.float() * scales[:, None, None]}
+    torch.testing.assert_close(found, wanted)
+
+
 def test_fp4_of_modelopt_is_numbers_times_two_scales(tmp_path: Path) -> None:
     packed = torch.randint(0, 256, (4, 16), dtype=torch.uint8)
     scale, whole = torch.rand(4, 2).to(torch.float8_e4m3fn), torch.tensor(0.37)
@@ -279,6 +310,8 @@ KEPT = [
     ("gptq", {"version": 2, "group_size": -1}),
     ("awq", {}),
     ("torchao", {"kind": "int4"}),
+    ("modelopt", {"kind": "w4a16_awq"}),
+    ("quark", {"dtype": "int4"}),
 ]
 
 
@@ -377,7 +410,20 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
         "microscaling",
     ),
     ("compressed-tensors", {"format": "marlin-24"}, {}, "marlin-24"),
-    ("compressed-tensors", {"transform_config": {"config_groups": {"a": {}}}}, {}, "rotated"),
+    ("compressed-tensors", {"transform_config": {"config_groups": {"a": {}}}}, {}, "a rotates activations"),
+    (
+        "compressed-tensors",
+        {"transform_config": {"config_groups": {"R4": {"apply": [{"location": "input"}]}}}},
+        {},
+        "R4 rotates activations",
+    ),
+    ("modelopt", {}, {"model.layers.0.mlp.up_proj.weight": torch.zeros(3, 5).byte()}, "do not fit"),
+    ("modelopt", {}, {"model.layers.0.mlp.up_proj.pre_quant_scale": torch.ones(5)}, "does not fit"),
+    ("modelopt", {}, {"model.layers.0.mlp.up_proj.svdquant_lora_a": torch.ones(5)}, "SVDQuant"),
+    ("quark", {}, {"model.layers.0.mlp.up_proj.weight_zero_point": None}, "lacks .*weight_zero_point"),
+    ("quark", {}, {"model.layers.0.mlp.up_proj.weight": torch.zeros(64, 5).int()}, "do not fit"),
+    ("quark", {"global_quant_config": {"weight": {"dtype": "int3"}}}, {}, "weights of int3"),
+    ("quark", {"export": {"weight_format": "fake_quantized"}}, {}, "must be real_quantized"),
 ]
 
 
@@ -385,7 +431,12 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
 def test_what_cannot_be_read_is_refused_by_name(
     form: str, config: dict[str, Any], tensors: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
-    options = {"compressed-tensors": {"preset": "W4A16"}, "torchao": {"kind": "int8"}}.get(form, {})
+    options = {
+        "compressed-tensors": {"preset": "W4A16"},
+        "modelopt": {"kind": "w4a16_awq"},
+        "quark": {"dtype": "int4"},
+        "torchao": {"kind": "int8"},
+    }.get(form, {})
     quantized, _ = quantized_checkpoints.write(tmp_path / "whole", form, **options)
     with pytest.raises(CheckpointError, match=reason):
         paged_forward.load(changed(tmp_path / "changed", quantized, config, tensors))

@@ -173,3 +173,28 @@ def test_experts_in_one_tensor_may_be_in_one_each(tmp_path: Path) -> None:
     values |= {"attn_temperature_tuning": 4, "no_rope_layer_interval": 2, "no_rope_layers": []}
     (tmp_path / "config.json").write_text(json.dumps(values))
     assert torch.equal(logits(str(tmp_path)), logits(published))
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "mixtral"])
+def test_experts_have_the_usual_names_once_they_were_quantised(family: str, tmp_path: Path) -> None:
+    """As llm-compressor writes them, each a linear layer of its own."""
+    published = tiny_checkpoints.cached(family)
+    shutil.copytree(published, tmp_path, dirs_exist_ok=True)
+    stored, usual = {}, {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        if found := re.fullmatch(r"(.*experts\.)(gate_up|down)_proj(_bias)?", name):
+            prefix, kind, bias = found.groups()
+            for expert, each in enumerate(tensor if bias else tensor.mT):
+                parts = (
+                    {"gate_proj": each[::2], "up_proj": each[1::2]}
+                    if kind == "gate_up"
+                    else {"down_proj": each}
+                )
+                for own, part in parts.items():
+                    suffix = "bias" if bias else "weight"
+                    stored[f"{prefix}{expert}.{own}.{suffix}"] = part.contiguous()
+        else:
+            stored[re.sub(r"\b(w[123])\b", lambda own: usual[own[1]], name)] = tensor
+    assert len(stored) > 70
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert torch.equal(logits(str(tmp_path)), logits(published))

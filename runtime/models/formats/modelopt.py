@@ -1,0 +1,107 @@
+"""ModelOpt's unified checkpoints: what `scaled` reads, and weights packed two to a byte.
+
+    weight uint8 [O, I / 2]   e2m1, with weight_scale e4m3 for each 16 inputs and weight_scale_2 of the whole, or with
+                              weight_scale uint8, an exponent for each 32
+    weight uint8 [O / 2, I]   signed 4 bits, two outputs in a byte, the lower half first, with weight_scale float [O, G]
+    pre_quant_scale [I]       by which inputs are multiplied first: here the weight's columns
+    NAME, NAME_weight_scale   of all experts together; [X, I, O] where the model has inputs first
+
+Source: NVIDIA's Model Optimizer, `export/quant_utils.py` and `export/unified_export_hf.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ops.matmul.grouped import GroupedWeight, GroupForm
+from runtime.config.fields import Fields
+from runtime.errors import CheckpointError
+from runtime.models.formats import scaled
+from runtime.models.formats.bits import E2M1, look_up, nibbles, power_of_two
+from runtime.models.formats.stored import Derived, Read, Stored, require
+
+BEFORE, LOW_RANK = ".pre_quant_scale", ".svdquant_lora_a"
+
+
+def derive(stored: Stored, fields: Fields) -> Derived:
+    """See `runtime.models.formats`."""
+    derived = scaled.derive(stored, fields)
+    for name, dtype in stored.dtypes.items():
+        stem = name if name.endswith("weight") else f"{name}_weight"
+        if name.endswith(LOW_RANK):
+            raise CheckpointError(
+                f"{name}: weights with a part of low rank (SVDQuant) are not supported; use a checkpoint without it."
+            )
+        if dtype == torch.uint8 and f"{stem}_scale" in stored.shapes:
+            by_bits = stored.dtypes[f"{stem}_scale"] in (torch.uint8, torch.float8_e4m3fn)
+            (_add_floats if by_bits else _add_whole_numbers)(derived, stored, name, stem)
+    for name in stored.shapes:
+        if name.endswith(BEFORE):
+            _multiply_columns(derived, stored, f"{name.removesuffix(BEFORE)}.weight", name)
+    return derived
+
+
+def _add_floats(derived: Derived, stored: Stored, name: str, stem: str) -> None:
+    """e2m1, two in a byte along the inputs, which of all experts together may come first."""
+    scale, whole = f"{stem}_scale", f"{stem}_scale_2"
+    by_exponent = stored.dtypes[scale] == torch.uint8
+    packed, grid = stored.shapes[name], stored.shapes[scale]
+    size = 16 if by_exponent else 8  # bytes that share a scale
+    along = next((axis for axis in (-1, -2)[: len(packed) - 1] if _shares(packed, grid, axis, size)), None)
+    if along is None or (along == -2 and len(packed) != 3):
+        raise CheckpointError(f"{name} and {scale} do not fit each other.")
+    if not by_exponent:
+        require(stored, whole)
+    shape = list(packed)
+    shape[along] *= 2
+
+    def make(read: Read) -> Tensor:
+        scales = power_of_two(read(scale)) if by_exponent else read(scale).float()
+        if not by_exponent:
+            second = read(whole).float()
+            scales = scales * second.view(*second.shape, *(1,) * (scales.dim() - second.dim()))
+        numbers = look_up(nibbles(read(name).transpose(along, -1)), E2M1)
+        return (
+            numbers * scales.transpose(along, -1).repeat_interleave(2 * size, dim=-1).contiguous()
+        ).transpose(along, -1)
+
+    derived.add(name, shape, [name, scale, *([] if by_exponent else [whole])], make)
+
+
+def _shares(packed: tuple[int, ...], grid: tuple[int, ...], axis: int, size: int) -> bool:
+    """Whether the scales are those of `size` neighbours each along this axis."""
+    wanted = list(packed)
+    wanted[axis] //= size
+    return not packed[axis] % size and tuple(wanted) == grid
+
+
+def _add_whole_numbers(derived: Derived, stored: Stored, name: str, stem: str) -> None:
+    scale, second = f"{stem}_scale", f"{stem}_scale_2"
+    half, in_size, *more = stored.shapes[name]
+    out_size, groups, *_ = (*stored.shapes[scale], 0, 0)
+    if more or len(stored.shapes[scale]) != 2 or out_size != 2 * half or not groups or in_size % groups:
+        raise CheckpointError(f"{name} and {scale} do not fit each other.")
+
+    def read_codes(read: Read) -> Tensor:
+        return nibbles(read(name).T).T.contiguous() ^ 8
+
+    def make(read: Read) -> Tensor:
+        scales = read(scale).float().repeat_interleave(in_size // groups, dim=1)
+        return (read_codes(read).float() - 8) * scales
+
+    def make_grouped(read: Read, rows: slice) -> GroupedWeight:
+        return GroupedWeight(read_codes(read), read(scale).float()).rows(rows)
+
+    # The second scale is for rounding to fp8 what this gives.
+    used = [name, scale, *([second] if second in stored.shapes else [])]
+    derived.add(
+        name, (out_size, in_size), used, make, make_grouped, GroupForm(in_size // groups, shifted=False)
+    )
+
+
+def _multiply_columns(derived: Derived, stored: Stored, weight: str, scale: str) -> None:
+    made = derived.made.get(weight)
+    if made is None or stored.shapes[scale] != made.shape[-1:]:
+        raise CheckpointError(f"{scale} does not fit {weight}.")
+    derived.add(weight, made.shape, [scale], lambda read: made.make(read) * read(scale).float())
