@@ -304,11 +304,11 @@ class EngineCore:
             num_generated=sum(actor.progress.num_generated for actor in alive),
             gen_throughput=sum(actor.progress.gen_throughput for actor in alive),
             kernels=alive[0].runner.kernels_description if alive else "",
-            step_age_s=max((actor.step_age_s for actor in alive), default=0.0),
+            step_age_s=max((actor.steps.age_s for actor in alive), default=0.0),
             predicted_step_s=max(
-                (s for actor in alive if (s := actor.predicted_step_s) is not None), default=None
+                (s for actor in alive if (s := actor.steps.predicted_s) is not None), default=None
             ),
-            hangs=any(actor.hangs for actor in alive),
+            hangs=any(actor.steps.hangs for actor in alive),
             room=max(0, self._scheduler.room),
             estimated_wait_s=self._scheduler.wait_s,
         )

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,7 +19,8 @@ from runtime.actors.kv_events import KvEventPublisher
 from runtime.actors.live_requests import LiveRequest, LiveRequests
 from runtime.actors.mailbox import Mailbox
 from runtime.actors.step_times import Progress
-from runtime.batch import Batch, Runner, StepOutput
+from runtime.actors.steps_in_flight import StepsInFlight
+from runtime.batch import Batch, Runner
 from runtime.config.plan import SchedulerPlan
 from runtime.errors import (
     EngineFailure,
@@ -44,10 +44,8 @@ logger = logging.getLogger("penstock.scheduler")
 # Of the loop, from a request's bytes to this inbox: the handler's, the tokenizer's, and one to spare.
 ARRIVAL_TURNS = 3
 MAX_ARRIVAL_TURNS = 50  # however many keep coming
-WATCHDOG_PERIOD_S = 1.0
 # Of a step's time, for the masks of grammars before the next step is filled, and the least that is worth a timer.
 MASK_SHARE, MIN_WAIT_S = 0.5, 0.0002
-STOOD_STILL_S = 0.5  # by which the loop is late
 QUEUE_PERIOD_S = 1.0
 MAX_RETRY_AFTER_S = 60
 CLOSE_TIMEOUT_S = 30.0
@@ -114,6 +112,7 @@ class SchedulerActor:
         self.scheduler = scheduler
         self.runner = runner
         self.progress = Progress(scheduler, plan.log_interval_steps)
+        self.steps = StepsInFlight(runner, self.progress, plan.watchdog_timeout_s)
         # Steps in flight while the next one is filled: for overlap one, in a pipeline one for each stage.
         self._depth = plan.micro_batches - 1 if plan.micro_batches > 1 else int(plan.overlap)
         self._watchdog_timeout_s = plan.watchdog_timeout_s
@@ -129,7 +128,6 @@ class SchedulerActor:
         self._num_arriving = 0  # choices in the inbox
         self._tokens_arriving = 0  # of their prompts
         self._step_tokens = min(plan.chunk_tokens or plan.max_prefill_tokens, plan.max_prefill_tokens)
-        self._in_flight: deque[tuple[Batch, asyncio.Future[StepOutput]]] = deque()
         self._num_broken = 0  # times in a row that the scheduler failed, without a step applied between
 
     @classmethod
@@ -199,25 +197,6 @@ class SchedulerActor:
         return min(max(1, math.ceil(self.wait_s)), MAX_RETRY_AFTER_S)
 
     @property
-    def step_age_s(self) -> float:
-        """For how long the step in flight has been awaited; 0 where none is."""
-        return time.monotonic() - self.progress.last_step_s if self._in_flight else 0.0
-
-    @property
-    def predicted_step_s(self) -> float | None:
-        """How long the step in flight should take; None where none is, or where that is not known."""
-        return self.progress.times.predicted_s(self._in_flight[0][0]) if self._in_flight else None
-
-    @property
-    def hangs(self) -> bool:
-        """Whether the step in flight has taken much longer than it should."""
-        if not self._in_flight:
-            return False
-        return self.step_age_s > self.progress.times.patience_s(
-            self._in_flight[0][0], self._watchdog_timeout_s
-        )
-
-    @property
     def alive(self) -> list[SchedulerActor]:
         """As of a router: this one."""
         return [self]
@@ -259,9 +238,9 @@ class SchedulerActor:
     async def _run_steps(self) -> None:
         while True:
             try:
-                if not self._in_flight or self.progress.num_steps % self._receive_interval == 0:
+                if not self.steps or self.progress.num_steps % self._receive_interval == 0:
                     self._receive()
-                if self._in_flight:
+                if self.steps:
                     await self._wait_for_masks()
                 batch = self.scheduler.fill()
                 self._publish_events()  # of what was applied before, too
@@ -270,7 +249,7 @@ class SchedulerActor:
                 continue
             if batch is not None:
                 self._launch(batch)
-            if self._in_flight and (batch is None or len(self._in_flight) > self._depth):
+            if self.steps and (batch is None or len(self.steps) > self._depth):
                 await self._finish_oldest()
             elif batch is None:
                 self._wake_with_host_data()
@@ -282,7 +261,7 @@ class SchedulerActor:
         masks = self.scheduler.awaited_masks
         if masks is None:
             return
-        left_s = (self.predicted_step_s or 0.0) * MASK_SHARE - self.step_age_s
+        left_s = (self.steps.predicted_s or 0.0) * MASK_SHARE - self.steps.age_s
         if left_s < MIN_WAIT_S:
             return
         loop = asyncio.get_running_loop()
@@ -315,24 +294,12 @@ class SchedulerActor:
             await asyncio.sleep(0)
 
     async def _watch_steps(self) -> None:
-        """Raise `EngineFailure` when a step has not come back for too long: callers must not wait for ever.
-
-        Time in which this whole process stood still (stopped, or its machine moved) is not the step's.
-        """
-        timeout_s = self._watchdog_timeout_s
-        period_s = min(WATCHDOG_PERIOD_S, timeout_s / 2) if timeout_s > 0 else WATCHDOG_PERIOD_S
-        while True:
-            due_s = time.monotonic() + period_s
-            await anyio.sleep(period_s)
-            late_s = time.monotonic() - due_s
-            if late_s > STOOD_STILL_S:
-                self.progress.last_step_s = min(self.progress.last_step_s + late_s, time.monotonic())
-            if self._in_flight and 0 < timeout_s < self.step_age_s:
-                reason = f"No step came back for {timeout_s:g} s (--watchdog-timeout)."
-                batches = [batch for batch, _ in self._in_flight]
-                state = {**self.scheduler.load._asdict(), "num_steps": self.progress.num_steps}
-                write_record(self._crash_folder, reason, state, batches, self._requests)
-                raise EngineFailure("The engine hangs: a step did not come back.")
+        """Raise `EngineFailure` when a step has not come back for too long: callers must not wait for ever."""
+        await self.steps.wait_until_overdue()
+        reason = f"No step came back for {self._watchdog_timeout_s:g} s (--watchdog-timeout)."
+        state = {**self.scheduler.load._asdict(), "num_steps": self.progress.num_steps}
+        write_record(self._crash_folder, reason, state, self.steps.batches, self._requests)
+        raise EngineFailure("The engine hangs: a step did not come back.")
 
     async def _watch_queue(self) -> None:
         """End the requests that wait for longer than they may, with what to do about it."""
@@ -353,10 +320,7 @@ class SchedulerActor:
     # --- steps ---
 
     def _launch(self, batch: Batch) -> None:
-        if not self._in_flight:
-            self.progress.last_step_s = time.monotonic()
-        self._in_flight.append((batch, self.runner.launch(batch)))
-        self.progress.note_launch(batch)
+        self.steps.add(batch, self.runner.launch(batch))
         if batch.stats.num_new:
             self._note_entered(batch)
         if self._series is not None:
@@ -374,15 +338,14 @@ class SchedulerActor:
                 self._series.entered(now_s - live.times.queued, sequence.num_cached)
 
     async def _finish_oldest(self) -> None:
-        batch, future = self._in_flight[0]
         try:
-            output = await self._output(future)
+            output = await self.steps.output()
         except WorkerFailed:  # nothing can be computed any more: the owner decides
             raise
         except Exception as error:  # the step boundary: whatever the forward raised costs only its requests
             await self._recover(error)
             return
-        self._in_flight.popleft()
+        batch = self.steps.pop()
         try:
             deltas = self.scheduler.apply(batch, output)
         except Exception as error:
@@ -411,40 +374,21 @@ class SchedulerActor:
             self._requests.fail(request_id, NotFinite(NOT_FINITE))
         return [delta for delta in deltas if delta.request_id not in broken]
 
-    async def _output(self, future: asyncio.Future[StepOutput]) -> StepOutput:
-        """The result of the oldest step in flight. Gives the loop a turn; cancelled, the step goes on."""
-        self.runner.finish_oldest()
-        if future.done():
-            await asyncio.sleep(0)
-            return future.result()
-        return await asyncio.shield(future)
-
     async def _recover(self, error: Exception) -> None:
         """A step failed: the pages are as new, and everybody is computed again.
 
         For want of memory its newest request is given up; else the one for which it fails, once that is known.
         """
         logger.error("a step failed", exc_info=error)
-        batches = [batch for batch, _ in self._in_flight]
-        self._in_flight.popleft()
-        await self._let_finish()
+        batches = self.steps.batches
+        self.steps.pop()
+        await self.steps.let_finish()
         if isinstance(error, OutOfMemory):
             lost, reason = self.scheduler.give_up_newest(batches), OutOfMemory(NO_MEMORY)
         else:
             lost, reason = self.scheduler.fail(batches), StepFailed(STEP_FAILED)
         for request_id in lost:
             self._requests.fail(request_id, reason)
-
-    async def _let_finish(self) -> None:
-        """Wait for the steps in flight, of which nothing is wanted any more."""
-        while self._in_flight:
-            try:
-                await self._output(self._in_flight[0][1])
-            except WorkerFailed:
-                raise
-            except Exception as another:  # as the step before it, perhaps: its outcome does not matter
-                logger.error("a step behind it failed too: %s", another)
-            self._in_flight.popleft()
 
     async def _rebuild(self, error: Exception, failed: Collection[int] = ()) -> None:
         """The scheduler itself raised: make its tables anew, and have everybody computed again.
@@ -453,7 +397,7 @@ class SchedulerActor:
         then, as long as it goes on, the newest: what came last is likeliest to be the reason, or the memory it takes.
         """
         logger.error("the scheduler failed; what runs is computed again", exc_info=error)
-        await self._let_finish()
+        await self.steps.let_finish()
         lost: set[int] = set()
         if isinstance(error, RowFailed):
             lost = {error.request_id}

@@ -6,11 +6,10 @@ import asyncio
 import logging
 import traceback
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,10 +29,11 @@ from runtime.worker.cpu_graph import NO_ROWS, CpuGraph
 from runtime.worker.cuda_graph import CudaGraphRunner
 from runtime.worker.device import Device, DeviceThread, Read
 from runtime.worker.graph_capture import BackgroundCapture
-from runtime.worker.logprobs import CHUNK, ScoredPrompts, prompt_indices
+from runtime.worker.logprobs import CHUNK, prompt_indices
 from runtime.worker.non_finite import NonFiniteSearch
 from runtime.worker.sampler import Sampled, Sampler, chooses_greedily, chooses_plainly, sampling_arrays
 from runtime.worker.step_inputs import NO_ARRAYS, Forward, Staging, StepInputs, prepare
+from runtime.worker.step_outputs import copy_out
 from runtime.worker.step_profiler import StepProfiler
 from runtime.worker.step_timer import StepTimer
 
@@ -314,7 +314,7 @@ class StepExecutor:
         batch, inputs, _, chosen = begun
         if chosen is not None:
             self._keep(inputs, chosen.ids)
-            return self._copy_out(batch, chosen)
+            return copy_out(self.device, batch, chosen)
         hidden = self._final_hidden(begun)
         sampled = prompts = vectors = None
         if batch.sampling is not None:
@@ -327,20 +327,20 @@ class StepExecutor:
             )
         if batch.embedding_rows is not None:
             vectors = self._vectors(hidden, batch, batch.embedding_rows)
-        return self._copy_out(batch, sampled, prompts, vectors)
+        return copy_out(self.device, batch, sampled, prompts, vectors)
 
     def _run_cpu_graph(self, graph: CpuGraph, batch: Batch) -> Read[StepOutput]:
         """Compute a step by one native call, and choose its tokens in the same one where that is simple."""
         last_tokens, sampling, vector_rows = self.last_tokens, batch.sampling, batch.embedding_rows
         if vector_rows is not None and sampling is None and self._model.pooler.pooling.needs_all:
             hidden = graph.hidden_of_all(batch, last_tokens)
-            return self._copy_out(batch, vectors=self._vectors(hidden, batch, vector_rows))
+            return copy_out(self.device, batch, vectors=self._vectors(hidden, batch, vector_rows))
         if vector_rows is None and sampling is None:
             graph.run(batch, last_tokens)
-            return self._copy_out(batch)
+            return copy_out(self.device, batch)
         is_plain = vector_rows is None and sampling is not None and chooses_greedily(sampling)
         if is_plain and graph.chooses and self._graphs_choose:
-            return self._copy_out(batch, Sampled(*graph.choose(batch, last_tokens)))
+            return copy_out(self.device, batch, Sampled(*graph.choose(batch, last_tokens)))
         rows = sampling.rows if sampling is not None else NO_ROWS
         num_samples = len(rows)
         if vector_rows is not None:
@@ -351,33 +351,12 @@ class StepExecutor:
             sampled = self._sampler.sample(self._model.logits(hidden[:num_samples]), batch)
             last_tokens[torch.from_numpy(batch.sequence_indices[sampling.rows])] = sampled.ids
         vectors = self._model.pooler.finish(hidden[num_samples:]) if vector_rows is not None else None
-        return self._copy_out(batch, sampled, vectors=vectors)
+        return copy_out(self.device, batch, sampled, vectors=vectors)
 
     def _vectors(self, hidden: Tensor, batch: Batch, rows: np.ndarray) -> Tensor:
         """hidden [T, E] of the batch's tokens -> the vectors of these rows, float32 [M, D]."""
         counts = batch.counts.astype(np.int64)
         return self._model.pooler(hidden, np.cumsum(counts)[rows], counts[rows])
-
-    def _copy_out(
-        self,
-        batch: Batch,
-        sampled: Sampled | None = None,
-        prompts: ScoredPrompts | None = None,
-        vectors: Tensor | None = None,
-    ) -> Read[StepOutput]:
-        """Start copying results to the host behind the forward; what is returned waits for that."""
-        tensors = [*sampled.tensors()] if sampled is not None else []
-        if prompts is not None:
-            tensors += prompts.tensors()
-        if vectors is not None:
-            tensors.append(vectors)
-        host, copied = self.device.download(tensors)
-
-        def read() -> StepOutput:
-            copied.wait()
-            return _output(batch, sampled, prompts, host)
-
-        return read
 
     def _final_hidden(self, begun: _Begun) -> Tensor:
         """[T, E], the final norm applied; from a pipeline, only where logits or vectors are wanted."""
@@ -424,40 +403,3 @@ class StepExecutor:
             traceback.clear_frames(error.__traceback__)  # they hold what the step had computed so far
             self.device.release_unused()
             raise OutOfMemory("The device ran out of memory in a step.") from error
-
-
-def _output(
-    batch: Batch, sampled: Sampled | None, prompts: ScoredPrompts | None, host: Sequence[Tensor]
-) -> StepOutput:
-    """Plain values from the copies on the host, in the order in which `_copy_out` lists them."""
-    num_rows = len(batch.sequences)
-    copies = iter(host)
-    tokens: list[list[int]] = [[] for _ in range(num_rows)]
-    failed: list[int] = []
-    stuck: list[int] = []
-    logprobs, prompt_logprobs = None, []
-    embeddings: list[list[float] | None] | None = None
-    if sampled is not None and batch.sampling is not None:
-        rows = batch.sampling.rows.tolist()
-        read = sampled.read(list(islice(copies, len(sampled.tensors()))))
-        for row, new_ids in zip(rows, read.tokens, strict=True):
-            tokens[row] = new_ids
-        failed = [rows[index] for index in read.failed]
-        stuck = [rows[index] for index in read.stuck]
-        if read.logprobs is not None:
-            by_row = dict(zip(rows, read.logprobs, strict=True))
-            logprobs = [by_row.get(row) for row in range(num_rows)]
-    if prompts is not None:
-        prompt_logprobs = prompts.read(list(islice(copies, len(prompts.tensors()))))
-    if batch.embedding_rows is not None:
-        embeddings = [None for _ in range(num_rows)]
-        vectors = next(copies)
-        finite = vectors.isfinite().all(-1).tolist()
-        for row, vector, is_finite in zip(
-            batch.embedding_rows.tolist(), vectors.tolist(), finite, strict=True
-        ):
-            if is_finite:
-                embeddings[row] = vector
-            else:
-                failed.append(row)
-    return StepOutput(tokens, failed, logprobs, prompt_logprobs, embeddings, stuck)

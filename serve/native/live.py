@@ -59,7 +59,7 @@ def _replica(actor: SchedulerActor, *, with_tree: bool) -> dict[str, Any]:
         "num_running": load.num_running,
         "num_waiting": load.num_waiting,
         "num_retracted": load.num_retracted,
-        "step_age_s": round(actor.step_age_s, 4),
+        "step_age_s": round(actor.steps.age_s, 4),
         "pages": {
             "running": load.num_used_pages,
             "prefix": load.num_evictable_pages,

@@ -15,7 +15,7 @@ import pytest
 
 import http_server
 import scripted_core
-from runtime.actors import scheduler, step_times
+from runtime.actors import step_times, steps_in_flight
 from runtime.actors.engine_core import EngineCore
 from runtime.errors import EngineFailure
 from runtime.request import Request
@@ -64,8 +64,8 @@ async def test_a_step_that_takes_too_long_is_seen_and_the_end_of_it_too(
 
 async def test_a_process_that_stood_still_is_not_a_step_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_times, "LEAST_PATIENCE_S", 0.25)
-    monkeypatch.setattr(scheduler, "WATCHDOG_PERIOD_S", 0.02)
-    monkeypatch.setattr(scheduler, "STOOD_STILL_S", 0.1)
+    monkeypatch.setattr(steps_in_flight, "WATCHDOG_PERIOD_S", 0.02)
+    monkeypatch.setattr(steps_in_flight, "STOOD_STILL_S", 0.1)
     async with running() as (core, runner, http):
         await core.submit(request()).whole()
         runner.open.clear()
