@@ -58,6 +58,13 @@ struct Codes {
         return (low >> (4 * half) & BYTE_CODES) | (upper >> ((BITS - 4) * (2 * e + half)) & UPPER_BITS) << 4;
     }
 
+    // Of 4 bits, the words of eight inputs.
+    static Words words(const uint8_t* unit, int output) {
+        Words found;
+        std::memcpy(&found, unit + output * 4, sizeof(found));
+        return found;
+    }
+
     // Puts the codes of eight inputs there, in the order of their bytes; what is there is 0.
     static void put(uint8_t* group, int64_t k, int64_t output, uint64_t codes) {
         uint8_t* unit = group + k / DEPTH * UNIT;
@@ -192,15 +199,6 @@ template <class T, int BITS, int ROWS>
     for (int r = 0; r < ROWS; r++)
         for (int i = 0; i < VECTORS; i++)
             std::memcpy(reinterpret_cast<uint8_t*>(result[r]) + i * sizeof(CodeFloats), &sums[r][i], sizeof(CodeFloats));
-}
-
-template <class T, int BITS, int ROWS = MAX_TILE_ROWS>
-inline void multiply_rows_codes(const Product4Operands& o, int64_t row, int64_t height, const uint8_t* panel,
-                                Floats (*sums)[2]) {
-    if constexpr (ROWS > 0) {
-        if (height != ROWS) return multiply_rows_codes<T, BITS, ROWS - 1>(o, row, height, panel, sums);
-        multiply_codes<T, BITS, ROWS>(o, row, panel, sums);
-    }
 }
 
 // Calls work(Codes<bits>).

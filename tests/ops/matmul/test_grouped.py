@@ -158,6 +158,7 @@ def test_a_row_is_the_same_alone_and_among_others(
         (True, False, 4),
         (True, True, 4),
         (False, False, 6),
+        (True, False, 5),
         (True, False, 8),
     ):
         given = weight(100, 256, 32, shifted=shifted, bits=bits)._replace(rounded_rows=rounded)
