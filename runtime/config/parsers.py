@@ -41,7 +41,7 @@ TOOL_CALL_PARSERS: Mapping[str, Signs] = {
     "gemma3": (),
     "glm47": (),
     "hermes": (),
-    "json": (),
+    "json": ('"tool_call_name"',),
     "qwen": (),
     "step3p5": (),
 }
@@ -68,9 +68,13 @@ REASONING_PARSERS: Mapping[str, Signs] = {
 }
 
 
+# Of the same formats, in other templates.
+_ALSO = (("llama4", "<|header_start|>"), ("phi4", "functools["))
+
+
 def guess(parsers: Mapping[str, Signs], template: str) -> tuple[str, str] | None:
     """(name, sign) of the format that the template gives away."""
     for name, signs in parsers.items():
         if signs and all(sign in template for sign in signs):
             return name, signs[0]
-    return None
+    return next(((name, sign) for name, sign in _ALSO if name in parsers and sign in template), None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,7 +17,7 @@ from jinja2.utils import Namespace
 
 from runtime.config.chat_templates import chat_template_named
 from runtime.errors import ConfigurationError, InvalidRequest, TakesLong
-from runtime.tokenizer.messages import Accepts, accepted_content, asks_for_none, prepare_messages
+from runtime.tokenizer.messages import Accepts, accepted_content, asks_for_none, prepare_messages, whole_tool
 from runtime.tokenizer.template_costs import TemplateLimit
 from runtime.tokenizer.template_limits import MAX_BYTES, MAX_SECONDS, MeteredEnvironment, metered
 
@@ -96,22 +96,45 @@ class ChatTemplate:
             raise InvalidRequest(
                 f"chat_template_kwargs may not set {min(taken)}.", param="chat_template_kwargs"
             )
-        prepared = prepare_messages(
-            messages, self._accepts[name], none_with_calls=name in self._asks_for_none
-        )
-        variables = {
-            **self._special,
-            "documents": None,
-            **kwargs,
-            "messages": prepared,
-            "tools": None if tools is None else [dict(tool) for tool in tools],
-        }
-        if continue_final_message:
-            return self._continued(name, prepared, variables)
-        parts = self._render(name, {**variables, "add_generation_prompt": add_generation_prompt})
-        if check is not None:
-            check(parts)
-        return "".join(parts)
+        variables = {**self._special, "documents": None, **kwargs}
+        failure: _CannotRender | None = None
+        for prepared, offered in self._readings(name, messages, tools):
+            given = {**variables, "messages": prepared, "tools": offered}
+            try:
+                if continue_final_message:
+                    return self._continued(name, prepared, given)
+                parts = self._render(name, {**given, "add_generation_prompt": add_generation_prompt})
+            except _CannotRender as error:
+                if _on_loop():
+                    raise TakesLong(error.message, param="messages") from error  # the other ways take time
+                failure = failure or error
+                continue
+            if check is not None:
+                check(parts)
+            return "".join(parts)
+        raise failure or _CannotRender()
+
+    def _readings(
+        self, name: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+    ) -> Iterator[tuple[list[dict[str, Any]], list[dict[str, Any]] | None]]:
+        """Messages and tools as the template seems to want them; then in the other ways in which it may.
+
+        What a template wants is guessed from its text, and some fail for what they do not expect.
+        """
+        accepts, none_with_calls = self._accepts[name], name in self._asks_for_none
+        offered = None if tools is None else [dict(tool) for tool in tools]
+        ways: list[tuple[Accepts, bool]] = [(accepts, none_with_calls), (accepts, not none_with_calls)]
+        if accepts != "string":
+            ways.append(("string", none_with_calls))
+        seen: list[Any] = []
+        for way, none in ways:
+            prepared = prepare_messages(messages, way, none_with_calls=none)
+            if prepared not in seen:
+                seen.append(prepared)
+                yield prepared, offered
+        whole = None if offered is None else [whole_tool(tool) for tool in offered]
+        if whole != offered:
+            yield prepare_messages(messages, accepts, none_with_calls=none_with_calls), whole
 
     def _name(self, tools: bool) -> str:
         if tools and "tool_use" in self._compiled:
@@ -136,9 +159,7 @@ class ChatTemplate:
                 f"The chat template refuses these messages: {refusal.reason}", param="messages"
             ) from refusal
         except _FOREIGN as error:
-            raise InvalidRequest(
-                "The chat template cannot render these messages.", param="messages"
-            ) from error
+            raise _CannotRender from error
 
     def _continued(self, name: str, prepared: list[dict[str, Any]], variables: dict[str, Any]) -> str:
         """Mark the end of the last message, render, and cut at the mark."""
@@ -186,6 +207,13 @@ def _mark_end(message: dict[str, Any]) -> str:
             part["text"] = text + _CONTINUE
             return text
     raise InvalidRequest("The final message has no text to continue.", param="messages")
+
+
+class _CannotRender(InvalidRequest):
+    """A template's own mistake, on data that it does not expect."""
+
+    def __init__(self) -> None:
+        super().__init__("The chat template cannot render these messages.", param="messages")
 
 
 class _Refusal(jinja2.TemplateError):

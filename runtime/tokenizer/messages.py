@@ -163,3 +163,15 @@ class _Arguments(dict[str, Any]):
 
     def __radd__(self, text: str) -> str:
         return text + str(self)
+
+
+def whole_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """The tool with what a client may leave out of it."""
+    function = tool.get("function")
+    if not isinstance(function, Mapping):
+        return dict(tool)
+    parameters = {"type": "object", "properties": {}, **(function.get("parameters") or {})}
+    return {
+        **tool,
+        "function": {**function, "description": function.get("description") or "", "parameters": parameters},
+    }

@@ -134,11 +134,14 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
         if estimate is not None:
             for value in args:
                 meter.walk(value)
-            meter.afford(estimate(owner, *args, **kwargs))
+            named = {name: value for name, value in kwargs.items() if name not in _SCOPES}
+            meter.afford(estimate(owner, *args, **named))
         result = super().call(__context, __obj, *args, **kwargs)
         meter.bill(size_of(result))
         return result
 
+
+_SCOPES = ("_loop_vars", "_block_vars")  # that jinja gives every call where a loop or block has variables
 
 # --- what a template is rewritten to ---
 

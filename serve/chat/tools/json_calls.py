@@ -29,14 +29,26 @@ class Keys(NamedTuple):
 _KEYS = Keys()
 
 
-def json_list(keys: Keys = _KEYS, *, only_offered: bool = False) -> CallReader:
-    """[{"name": ..., "arguments": {...}}, ...], or one such object; with `only_offered` another name makes no call."""
+def json_list(keys: Keys = _KEYS, *, only_offered: bool = False, several: bool = False) -> CallReader:
+    """[{"name": ..., "arguments": {...}}, ...], or one such object; with `only_offered` another name makes no call.
+
+    `several`: objects may follow each other without a list.
+    """
 
     def read(context: CallContext) -> Reader[bool]:
         source = context.source
         yield from source.skip()
         if (yield from source.one_of(_LIST)) is None:
-            return (yield from _read_object(context, keys, only_offered=only_offered))
+            found = yield from _read_object(context, keys, only_offered=only_offered)
+            while found and several:
+                source.trace()
+                yield from source.skip()
+                if (yield from source.peek()) != "{":
+                    break
+                if not (yield from _read_object(context, keys, only_offered=only_offered)):
+                    context.output.content(source.traced())
+                    break
+            return found
         if not (yield from _read_object(context, keys, only_offered=only_offered)):
             return False
         while True:

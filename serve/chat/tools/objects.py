@@ -53,10 +53,10 @@ NEMOTRON = ToolFormat(
     rendered_all=("<TOOLCALL>[", ", ", "]</TOOLCALL>"),
 )
 
-HUNYUAN = ToolFormat(
+HUNYUAN = ToolFormat(  # Apriel's too; MiniMax M1 writes its objects below each other, without a list
     call_open=("<tool_calls>",),
     call_close=("</tool_calls>",),
-    read=json_list(),
+    read=json_list(several=True),
     rendered=_arguments,
     rendered_all=("<tool_calls>[", ", ", "]</tool_calls>"),
 )

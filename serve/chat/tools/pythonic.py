@@ -31,6 +31,7 @@ LLAMA4 = ToolFormat(
     section_open=("<|python_start|>", "<|python_end|>"),  # its template writes a text between them, then JSON
     section_close=("<|python_end|>",),
     call_open=("[",),
+    separators=(";",),
     bare=True,
     read=_read_llama4,
     rendered=lambda name: (f"{name}(", ")"),

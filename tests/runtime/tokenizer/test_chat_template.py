@@ -163,6 +163,47 @@ def test_kind_of_content_is_read_from_the_template(source, accepts):
     assert accepted_content(tree) == accepts
 
 
+def test_texts_are_replaced_in_loops_that_have_variables():
+    source = "{% for m in messages %}{% set c = m.content %}{{ c.replace('l', 'L').strip() }}{% endfor %}"
+    assert compiled(source).render([USER]) == reference(source, [USER]) == "heLLo\n\nthere"
+
+
+@pytest.mark.parametrize(
+    ("source", "message", "text"),
+    [
+        (  # loops over what it does not call by its content, and takes texts only
+            "{% for m in messages %}{% if m.role == 'call' %}{% for c in m.content %}{% endfor %}{% endif %}"
+            "{{ 'user ' + m['content'] }}{% endfor %}",
+            {"role": "user", "content": [{"type": "text", "text": "hello"}]},
+            "user hello",
+        ),
+        (  # knows calls without content, and looks into it before it does
+            "{% for m in messages %}{{ 'thought ' if '</think>' in m.content }}"
+            "{% if m.content is none %}none{% endif %}{{ m.tool_calls | length }} call{% endfor %}",
+            {"role": "assistant", "content": None, "tool_calls": [CALL]},
+            "1 call",
+        ),
+    ],
+)
+def test_messages_are_given_in_another_way_to_a_template_that_fails(source, message, text):
+    assert compiled(source).render([message]) == text
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["{{ '# ' + tools[0].function.description }}", "# {{ tools[0].function.parameters.properties | items }}"],
+)
+def test_tools_may_leave_out_what_their_template_reads(source):
+    for given in ({"name": "f"}, {"name": "f", "parameters": {}}, {"name": "f", "parameters": None}):
+        assert (
+            compiled(source).render([USER], tools=[{"type": "function", "function": given}]).startswith("# ")
+        )
+    assert (
+        compiled("{{ tools }}").render([USER], tools=[{"function": {"name": "f"}}])
+        == "[{'function': {'name': 'f'}}]"
+    )
+
+
 def test_tool_template_is_used_for_requests_with_tools():
     template = ChatTemplate({"default": "plain", "tool_use": "{{ tools | length }} tools"}, {})
     assert template.render([USER]) == "plain"

@@ -112,6 +112,35 @@ PUBLISHED = [
         f'<|tool_call_start|>[{{"name": "look", "arguments": {ARGUMENTS}, "id": "1"}}, '
         '{"name": "stop", "arguments": {}}]<|tool_call_end|>',
     ),
+    Published(
+        "Llama 4 with JSON, vLLM's example",
+        """<|header_start|> {"name": function name, "parameters": dictionary} "; ".""",
+        "llama4",
+        None,
+        f'{{"name": "look", "parameters": {ARGUMENTS}}}; {{"name": "stop", "parameters": {{}}}}',
+    ),
+    Published(
+        "Phi-4-mini, vLLM's example",
+        'formatted as functools[{"name": [function name], "arguments": [function arguments as JSON]}, ...]',
+        "phi4",
+        None,
+        f'functools[{{"name": "look", "arguments": {ARGUMENTS}}}, {{"name": "stop", "arguments": {{}}}}]',
+    ),
+    Published(
+        "xLAM, vLLM's examples",
+        '[{"name": "tool_call_name", "arguments": {"arg1": "value1", "arg2": "value2"}}, ...]',
+        "json",
+        None,
+        f'[{{"name": "look", "arguments": {ARGUMENTS}}}, {{"name": "stop", "arguments": {{}}}}]',
+    ),
+    Published(
+        "MiniMax M1, vLLM's example",
+        "<tool_calls> ... </tool_calls>",
+        "hunyuan",
+        None,
+        f'<tool_calls>\n{{"name": "look", "arguments": {ARGUMENTS}}}\n'
+        '{"name": "stop", "arguments": {}}\n</tool_calls>',
+    ),
 ]
 
 
