@@ -1,4 +1,4 @@
-"""Two thousand requests, a third of them cancelled at random moments, leave everything as it was."""
+"""A thousand requests, a third of them cancelled at random moments, leave everything as it was."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import psutil
 import tiny_models
 from serve import Engine
 
-NUM_REQUESTS = 2000
+NUM_REQUESTS = 1000
 CANCELLED = 0.3
 AT_ONCE = 64
 

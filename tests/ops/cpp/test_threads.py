@@ -58,7 +58,7 @@ def sleepers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("num_threads", [2, 3, 5])
 def test_sleeping_threads_do_all_rounds(sleepers: Path, num_threads: int) -> None:
-    rounds = 20_000
+    rounds = 10_000
     done = subprocess.run(
         [sleepers, str(num_threads), str(rounds)], capture_output=True, text=True, check=True, timeout=100
     )
