@@ -46,7 +46,7 @@ def json_list(keys: Keys = _KEYS, *, only_offered: bool = False, several: bool =
                 if (yield from source.peek()) != "{":
                     break
                 if not (yield from _read_object(context, keys, only_offered=only_offered)):
-                    context.output.content(source.traced())
+                    yield from leave(context, source.traced())
                     break
             return found
         if not (yield from _read_object(context, keys, only_offered=only_offered)):
@@ -59,10 +59,16 @@ def json_list(keys: Keys = _KEYS, *, only_offered: bool = False, several: bool =
                     context.output.content(source.traced())
                 return True
             if not (yield from _read_object(context, keys, only_offered=only_offered)):
-                context.output.content(source.traced())
+                yield from leave(context, source.traced())
                 return True
 
     return read
+
+
+def leave(context: CallContext, rest: str) -> Reader[None]:
+    """Pass on as text what does not go on as a call, but for punctuation at the end of an output."""
+    if any(map(str.isalnum, rest)) or (rest and (yield from context.source.peek())):
+        context.output.content(rest)
 
 
 def named(
@@ -141,9 +147,7 @@ def _read_object(context: CallContext, keys: Keys, *, only_offered: bool) -> Rea
     has_started = yield from _read_members(context, keys, strange, only_offered=only_offered)
     if has_started and strange:
         context.output.content(", ".join(strange))
-    unfinished = context.source.traced() if has_started else ""
-    if any(map(str.isalnum, unfinished)) or (unfinished and (yield from context.source.peek())):
-        context.output.content(unfinished)
+    yield from leave(context, context.source.traced() if has_started else "")
     return has_started
 
 

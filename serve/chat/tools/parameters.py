@@ -31,6 +31,7 @@ class Parameters:
     key_end: tuple[str, ...]  # behind a parameter's name
     value_open: tuple[str, ...] = ()  # further on, before its value
     value_close: tuple[str, ...]
+    unclosed: tuple[str, ...] = ()  # what ends a value that is not closed, and follows it
     call_close: tuple[str, ...]
     string_attribute: bool = False  # the tag says whether the value is a string: name="x" string="true"
 
@@ -42,7 +43,7 @@ class Parameters:
             "open": Marks((self.parameter_open,)),
             "key_end": Marks(self.key_end),
             "value": Marks(self.value_open),
-            "close": Marks(self.value_close),
+            "close": Marks(self.value_close + self.unclosed),
             "end": Marks(self.call_close),
         }
 
@@ -94,8 +95,9 @@ class Parameters:
                 types = frozenset({"string"}) if is_string else (types or _ANY) - {"string"}
             if not (yield from self._value(context, types)):
                 return False
-        is_cut = not (yield from source.peek())
+        is_at_end = not (yield from source.peek())
         rest = source.traced()
+        is_cut = is_at_end and not any(mark in rest for mark in self.call_close)
         if not is_cut:
             output.arguments("{}" if before == "{" else "}")
         if any(map(str.isalnum, rest)) or (rest.strip() and not is_cut):
@@ -117,14 +119,19 @@ class Parameters:
         yield from self._one_newline(context)
         if types == {"string"}:
             output.arguments('"')
-            if (yield from source.until(close, lambda text: output.arguments(quoted(text)))) is None:
+            mark = yield from source.until(close, lambda text: output.arguments(quoted(text)))
+            if mark is None:
                 return False
             output.arguments('"')
+            if mark in self.unclosed:
+                source.give_back(mark)
             return True
         pieces: list[str] = []
         mark = yield from source.until(close, pieces.append)
         text = "".join(pieces)
         output.arguments(text if mark is None else typed(text, types))
+        if mark in self.unclosed:
+            source.give_back(mark)
         return mark is not None
 
     def _one_newline(self, context: CallContext) -> Reader[None]:

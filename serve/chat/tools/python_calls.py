@@ -8,6 +8,7 @@ from collections.abc import Callable
 from serve.chat.scan.json_text import MAX_NAME_CHARS, quoted
 from serve.chat.scan.source import Marks, Reader, Source
 from serve.chat.tools.format import CallContext, CallReader
+from serve.chat.tools.json_calls import leave
 
 MAX_DEPTH = 32
 
@@ -27,7 +28,7 @@ def python_calls(*, brackets: bool = True, only_offered: bool = True) -> CallRea
     """Calls in brackets, of which the first is taken already, or one after another without any."""
 
     def read(context: CallContext) -> Reader[bool]:
-        source, output = context.source, context.output
+        source = context.source
         if not brackets:
             yield from source.skip()
             yield from source.one_of(_LIST)
@@ -42,7 +43,7 @@ def python_calls(*, brackets: bool = True, only_offered: bool = True) -> CallRea
             has_comma = (yield from source.one_of(_COMMA)) is not None
             goes_on = has_comma or (not brackets and (yield from source.peek()).isidentifier())
             if not goes_on or not (yield from _call(context, only_offered=only_offered)):
-                output.content(source.traced())
+                yield from leave(context, source.traced())
                 return True
 
     return read
@@ -83,9 +84,7 @@ def _call(context: CallContext, *, only_offered: bool) -> Reader[bool]:
 
 def _broken(context: CallContext) -> Reader[bool]:
     """The call does not go on as one: what was taken of it is text."""
-    unfinished = context.source.traced()
-    if any(map(str.isalnum, unfinished)) or (yield from context.source.peek()):
-        context.output.content(unfinished)
+    yield from leave(context, context.source.traced())
     return True
 
 

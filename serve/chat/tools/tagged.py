@@ -10,6 +10,7 @@ _QWEN = Parameters(
     parameter_open="<parameter=",
     key_end=(">",),
     value_close=("\n</parameter>", "</parameter>"),
+    unclosed=("\n<parameter=", "\n</function>\n</tool_call>", "\n</function>\n</seed:tool_call>"),
     call_close=("</function>",),
 )
 
@@ -82,6 +83,7 @@ _MINIMAX = Parameters(
     parameter_open="<parameter name=",
     key_end=(">",),
     value_close=("</parameter>",),
+    unclosed=("\n<parameter name=", "\n</invoke>\n</minimax:tool_call>"),
     call_close=("</invoke>",),
 )
 

@@ -262,3 +262,46 @@ def test_kimis_own_ids_are_kept() -> None:
     parser = OutputParser(settings_of("kimi_k2"))
     message = collect(parser.feed(TEXTS["kimi_k2"], final=True))
     assert [call.id for call in message.tool_calls] == ["functions.get_weather:0", "functions.stop:1"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "calls", "content"),
+    [
+        (
+            "qwen3_coder",
+            "<tool_call>\n<function=get_weather>\n<parameter=city>\nRome\n<parameter=days>\n3\n</function>\n</tool_call>",
+            [("get_weather", '{"city": "Rome", "days": 3}')],
+            None,
+        ),
+        (
+            "minimax-m2",
+            '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Rome\n<parameter name="days">3'
+            "</parameter>\n</invoke>\n</minimax:tool_call>",
+            [("get_weather", '{"city": "Rome", "days": 3}')],
+            None,
+        ),
+        (
+            "glm45",
+            "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n<arg_key>days\n</tool_call>",
+            [("get_weather", '{"city": "Rome"}')],
+            "\n<arg_key>days\n</tool_call>",
+        ),
+        ("pythonic", "[get_weather(city='Rome'),", [("get_weather", '{"city": "Rome"}')], None),
+        (
+            "hermes",
+            '<tool_call>[{"name": "stop", "arguments": {}}, ',
+            [("stop", "{}")],
+            None,
+        ),
+    ],
+)
+def test_calls_are_whole_where_a_model_leaves_a_mark_out(
+    name: str, text: str, calls: list[tuple[str, str]], content: str | None
+) -> None:
+    """A value ends where the next one begins; punctuation before the end of an output is no content."""
+    for pieces in ([text], list(text)):
+        parser = OutputParser(ParserSettings(calls=FORMATS[name], tools=OFFERED))
+        events = [event for piece in pieces for event in parser.feed(piece)] + parser.feed("", final=True)
+        message = collect(events)
+        assert [(call.name, call.arguments) for call in message.tool_calls] == calls
+        assert message.content == content
