@@ -14,8 +14,9 @@ dataclasses, `Annotated` with `Range` or `Length`, and `NotBuilt`. Fields with `
 schema. `Fields` reads keys that are declared elsewhere than in a dataclass.
 
 Rules: a key that is absent takes the default. `null` does too, unless the annotation lists None. An integer
-may be written 3.0, never "3" or true. Keys that are not declared are ignored, unless the dataclass says
-`closed: ClassVar[bool] = True`; then they are refused with a hint.
+may be written 3.0, never "3" or true. Keys that are not declared are ignored, and noted where somebody asks for
+them, but for those in `without_effect: ClassVar[frozenset[str]]`. Where the dataclass says
+`closed: ClassVar[bool] = True` they are refused with a hint.
 """
 
 from __future__ import annotations
@@ -24,15 +25,17 @@ import difflib
 import math
 import types
 from collections.abc import Callable, Collection, Mapping
+from contextvars import ContextVar
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from runtime.errors import InvalidRequest
 
 MAX_DEPTH = 64  # of values declared Any
 AT_ONCE = 16_384  # items of a list whose types are looked at, in a fifth of a millisecond
 MAX_EXACT = 2**63  # larger numbers have lost digits in JSON
+MAX_NOTED = 256  # keys that are not declared, of one body; more than there are declared ones elsewhere
 
 T = TypeVar("T")
 Decoder = Callable[[Any], Any]
@@ -89,15 +92,30 @@ class _MismatchError(Exception):
         return self
 
 
-def decode(cls: type[T], value: object, path: str = "") -> T:
+class Undeclared(NamedTuple):
+    """A key with a value that its object's declaration does not know."""
+
+    holder: Mapping[str, Any]
+    name: str
+    fields: Fields
+
+
+_NOTED: ContextVar[list[Undeclared] | None] = ContextVar("penstock_undeclared", default=None)
+
+
+def decode(cls: type[T], value: object, path: str = "", *, noted: list[Undeclared] | None = None) -> T:
     """`value` (from JSON) as an instance of the dataclass `cls`; `path` is where it stands in the body.
 
-    Raises `InvalidRequest` with the dotted path of the culprit, and nothing else.
+    Keys that are not declared, at any depth, are added to `noted`. Raises `InvalidRequest` with the dotted path of the
+    culprit, and nothing else.
     """
+    token = _NOTED.set(noted)
     try:
         return _decoder(cls)(value)
     except _MismatchError as mismatch:
         raise _refusal(mismatch, path) from None
+    finally:
+        _NOTED.reset(token)
 
 
 def _refusal(mismatch: _MismatchError, path: str) -> InvalidRequest:
@@ -109,7 +127,10 @@ def _refusal(mismatch: _MismatchError, path: str) -> InvalidRequest:
 class Fields:
     """Named keys of a JSON object with their annotations."""
 
-    def __init__(self, hints: Mapping[str, Any], *, closed: bool = False) -> None:
+    def __init__(
+        self, hints: Mapping[str, Any], *, closed: bool = False, without_effect: Collection[str] = ()
+    ) -> None:
+        self._without_effect = without_effect
         self._checks = {name: _decoder(hint) for name, hint in hints.items()}
         self._nullable = {name for name, hint in hints.items() if _lists_none(hint)}
         self._closed = closed
@@ -117,7 +138,7 @@ class Fields:
     @property
     def names(self) -> Collection[str]:
         """The declared keys."""
-        return self._checks.keys()
+        return self._checks.keys() | set(self._without_effect)
 
     def read(self, value: object, path: str = "") -> dict[str, Any]:
         """The declared keys that are set; `path` is where the object stands. Raises as `decode`."""
@@ -135,13 +156,23 @@ class Fields:
         found = {}
         for name, item in value.items():  # few of the many that there could be
             check = self._checks.get(name)
-            if check is None or (item is None and name not in self._nullable):
+            if check is None:
+                self._note(value, name)
+                continue
+            if item is None and name not in self._nullable:
                 continue
             try:
                 found[name] = check(item)
             except _MismatchError as mismatch:
                 raise mismatch.under(name) from None
         return found
+
+    def _note(self, holder: Mapping[str, Any], name: str) -> None:
+        noted = _NOTED.get()
+        if noted is None or len(noted) == MAX_NOTED or name in self._without_effect:
+            return
+        if not _is_unset(holder[name]):
+            noted.append(Undeclared(holder, name, self))
 
 
 @cache
@@ -345,7 +376,11 @@ def _dict(item: Any) -> Decoder:
 def _object(cls: type) -> Decoder:
     hints = get_type_hints(cls, include_extras=True)
     declared = [field for field in fields(cls) if field.init]
-    keys = Fields({field.name: hints[field.name] for field in declared}, closed=getattr(cls, "closed", False))
+    keys = Fields(
+        {field.name: hints[field.name] for field in declared},
+        closed=getattr(cls, "closed", False),
+        without_effect=getattr(cls, "without_effect", ()),
+    )
     required = [f.name for f in declared if f.default is MISSING and f.default_factory is MISSING]
 
     def decode_object(value: Any) -> Any:

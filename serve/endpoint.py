@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import difflib
 import logging
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio.to_thread
@@ -31,7 +30,7 @@ from runtime.errors import (
 from runtime.request import Chunk
 from serve.access import CALLER, CLIENT, Access, Client, OpenCalls, RouteScope, caller_of
 from serve.background import background_tasks
-from serve.decode import decode
+from serve.decode import Fields, Undeclared, decode
 from serve.errors import NATIVE, ErrorFormat, refusal_response
 from serve.json_pieces import loads
 
@@ -201,33 +200,63 @@ def parse_object(body: bytes) -> dict[str, Any]:
 def decode_open(
     cls: type[T], json: Mapping[str, Any], core: EngineCore, route: str, *, beside: Collection[str] = ()
 ) -> T:
-    """`decode(cls, json)` for a body that may hold fields that it does not know, which are logged once.
+    """`decode(cls, json)` for a body that may hold fields that it does not know, which are told (`tell_unknown`).
 
-    Not of that kind: the names in `beside` and in the class's `without_effect`. Raises as `decode`, and for an unknown
-    field where --refuse-unknown-fields says so.
+    Not of that kind: the names in `beside`, which other readers of the body know. Raises as `decode`, and as that.
     """
-    body = decode(cls, json)
-    if unknown := (json.keys() - _known_fields(cls)).difference(beside):
-        name = min(unknown)[:80]
-        if not core.plan.serve.refuse_unknown_fields:
-            _log_unknown(name, route)
-        else:
-            close = difflib.get_close_matches(name, _known_fields(cls).union(beside), n=1)
-            hint = f"; did you mean {close[0]}?" if close else "."
-            raise InvalidRequest(f"{name} is not a field of this route{hint}", param=name)
+    noted: list[Undeclared] = []
+    body = decode(cls, json, noted=noted)
+    told: set[tuple[Fields, str]] = set()  # in many messages it is the same one
+    for holder, name, known in noted:
+        on_top = holder is json
+        if (on_top and name in beside) or (known, name) in told:
+            continue
+        told.add((known, name))
+        names = {*known.names, *beside} if on_top else known.names
+        tell_unknown((*_path_of(holder, json), name), names, core, route)
     return body
 
 
-@cache
-def _known_fields(cls: type) -> frozenset[str]:
-    declared = {field.name for field in dataclasses.fields(cls) if field.init}
-    return frozenset(declared | getattr(cls, "without_effect", frozenset()))
+def tell_unknown(
+    path: Sequence[str | int],
+    known: Collection[str],
+    core: EngineCore,
+    route: str,
+    *,
+    fate: str = "which is ignored",
+) -> None:
+    """Log a field that no API knows, once for all places of a list.
+
+    Raises `InvalidRequest` instead, with the nearest of the `known` names, where --refuse-unknown-fields says so.
+    """
+    path = [str(each)[:80] if isinstance(each, str) else each for each in path]
+    if not core.plan.serve.refuse_unknown_fields:
+        _log_unknown(".".join(each for each in path if isinstance(each, str)), route, fate)
+        return
+    name = ".".join(map(str, path))
+    close = difflib.get_close_matches(str(path[-1]), known, n=1)
+    hint = f"; did you mean {close[0]}?" if close else "."
+    raise InvalidRequest(f"{name} is not a field of this route{hint}", param=name)
 
 
 @lru_cache(maxsize=256)
-def _log_unknown(name: str, route: str) -> None:
+def _log_unknown(name: str, route: str, fate: str) -> None:
     """Logs each name once; the cache is the memory of that."""
-    logger.warning("a request to %s has a field that is ignored, since no API knows it: %r", route, name)
+    logger.warning("a request to %s has a field that no API knows, %s: %r", route, fate, name)
+
+
+def _path_of(wanted: object, value: object) -> tuple[str | int, ...]:
+    """The keys and indices that lead from a body to an object in it."""
+    places: list[tuple[object, tuple[str | int, ...]]] = [(value, ())]
+    while places:
+        place, path = places.pop()
+        if place is wanted:
+            return path
+        inner = (
+            place.items() if isinstance(place, dict) else enumerate(place) if isinstance(place, list) else ()
+        )
+        places += [(each, (*path, key)) for key, each in inner if isinstance(each, dict | list)]
+    return ()
 
 
 def require_json(request: HttpRequest) -> None:

@@ -120,6 +120,11 @@ def thinking_switch(enabled: bool) -> dict[str, bool]:
     return {"enable_thinking": enabled, "thinking": enabled}
 
 
+def effort_switch(effort: str) -> dict[str, bool | str]:
+    """What a `reasoning_effort` means to a template: any but "none" also switches thinking on."""
+    return {**thinking_switch(effort != "none"), "reasoning_effort": effort}
+
+
 def _length_check(core: EngineCore, chat: ChatRequest) -> Callable[[Sequence[str]], None] | None:
     """What refuses a prompt that cannot fit while it is in parts; None where it would be cut, or nothing is known."""
     limit = core.tokenizer.text_limit if core.tokenizer is not None else None

@@ -8,7 +8,7 @@ from uuid import uuid4
 
 from runtime.errors import InvalidRequest
 from runtime.request import LogprobParams
-from serve.chat.request import ChatRequest, thinking_switch
+from serve.chat.request import ChatRequest, effort_switch, thinking_switch
 from serve.openai.requests import keep_last_of
 from serve.openai.schema import ChatBody, Message
 from serve.prompts import namespaces_of
@@ -88,6 +88,7 @@ def _thinking_tokens(body: ChatBody) -> int | None:
         body.max_thinking_tokens,
         body.thinking_token_budget,
         body.reasoning.max_tokens if body.reasoning is not None else None,
+        body.thinking.budget_tokens if body.thinking is not None else None,
     )
     return next((each for each in given if each is not None), None)
 
@@ -107,11 +108,7 @@ def _template_kwargs(body: ChatBody) -> Mapping[str, Any]:
         kwargs = thinking_switch(enabled) | kwargs
     if body.reasoning is not None:
         effort = effort or body.reasoning.effort
-    if effort is not None:
-        kwargs.setdefault("reasoning_effort", effort)
-        if effort == "none":
-            kwargs = thinking_switch(False) | kwargs
-    return kwargs
+    return kwargs if effort is None else effort_switch(effort) | kwargs
 
 
 def _logprobs(body: ChatBody) -> LogprobParams | None:

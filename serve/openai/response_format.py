@@ -34,9 +34,9 @@ def grammar_of(response_format: Mapping[str, Any] | None) -> Grammar | None:
     kind = response_format.get("type")
     if kind == "text":
         return None
-    if kind == "json_object":
+    if kind == "json_object" and response_format.get("schema") is None:
         return Grammar("json_object", param="response_format")
-    if kind == "json_schema":
+    if kind in ("json_object", "json_schema"):  # llama.cpp and Together have a schema beside either word
         return _json_schema(response_format)
     if kind == "structural_tag":
         tag = {name: value for name, value in response_format.items() if name != "type"}

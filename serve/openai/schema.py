@@ -1,5 +1,5 @@
-"""Bodies of the OpenAI endpoints. Keys that no API knows are ignored and logged, as clients expect; what other servers
-know is named here.
+"""Bodies of the OpenAI endpoints. Keys that no API knows are ignored and logged, at any depth, as clients expect; what
+other servers know is named here.
 
 Accepted without effect: `user` (an identifier for abuse reports; this server writes none), and `WITHOUT_EFFECT`.
 """
@@ -118,12 +118,16 @@ class CompletionBody(OpenAIBody):
 class Part:
     """One part of a message's content."""
 
+    without_effect: ClassVar[frozenset[str]] = frozenset({"cache_control"})  # every prefix is cached
+
     type: str
     text: str | None = None
 
 
 @dataclass(slots=True, kw_only=True)
 class CalledFunction:
+    without_effect: ClassVar[frozenset[str]] = frozenset({"parsed_arguments"})  # by a client, of `arguments`
+
     name: str
     arguments: str | dict[str, Any] | None = None
 
@@ -132,6 +136,8 @@ class CalledFunction:
 class ToolCall:
     """A call that the assistant made in an earlier turn."""
 
+    without_effect: ClassVar[frozenset[str]] = frozenset({"index", "provider_specific_fields"})
+
     function: CalledFunction
     id: str | None = None
     type: str = "function"
@@ -139,6 +145,11 @@ class ToolCall:
 
 @dataclass(slots=True, kw_only=True)
 class Message:
+    # What clients send back of an answer, and marks for caches.
+    without_effect: ClassVar[frozenset[str]] = frozenset(
+        {"annotations", "cache_control", "parsed", "provider_specific_fields", "refusal"}
+    )
+
     role: str
     content: str | list[Part] | None = None
     name: str | None = None
@@ -153,6 +164,8 @@ class Message:
 
 @dataclass(slots=True, kw_only=True)
 class Reasoning:
+    without_effect: ClassVar[frozenset[str]] = frozenset({"summary", "generate_summary"})  # it is given whole
+
     enabled: bool | None = None
     enable: bool | None = None
     effort: str | None = None
@@ -165,6 +178,7 @@ class Thinking:
     """As DeepSeek, Z.ai and Moonshot say it."""
 
     type: Literal["enabled", "disabled"]
+    budget_tokens: ThinkingTokens | None = None  # as max_thinking_tokens
 
 
 @dataclass(slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from uuid import uuid4
 from runtime.errors import InvalidRequest
 from runtime.grammar_spec import Grammar
 from runtime.request import LogprobParams
-from serve.chat.request import ChatRequest, PreparedChat, prepare, render, thinking_switch
+from serve.chat.request import ChatRequest, PreparedChat, effort_switch, prepare, render
 from serve.openai.models import check_model
 from serve.openai.response_format import grammar_of
 from serve.openai.responses.items import (
@@ -88,11 +88,7 @@ def _grammar(body: ResponsesBody) -> Grammar | None:
 
 def _template_kwargs(body: ResponsesBody) -> dict[str, Any]:
     effort = body.reasoning.effort if body.reasoning is not None else None
-    if effort is None:
-        return {}
-    if effort == "none":
-        return thinking_switch(False)
-    return {**thinking_switch(True), "reasoning_effort": effort}
+    return {} if effort is None else effort_switch(effort)
 
 
 def fitted(core: EngineCore, chat: ChatRequest, num_kept: int, num_output: int) -> ChatRequest:

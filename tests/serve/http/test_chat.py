@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from collections.abc import Mapping
 from typing import Any
 
+import httpx
 import openai
 import orjson
 import pytest
 
 import fake_core
 from runtime.tokenizer.chat_template import ChatTemplate
+from serve.decode import decode
+from serve.openai.messages import chat_of
+from serve.openai.responses.call import _template_kwargs as kwargs_of_response
+from serve.openai.responses.schema import ResponsesBody
+from serve.openai.schema import ChatBody
 from served_core import Serve, Served
 
+Fields = dict[str, Any]
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
 LONG = 200
 
@@ -313,6 +322,82 @@ async def test_unknown_field_is_logged_once(served: Served, caplog: pytest.LogCa
         await chat(served, max_tokens=1, store=True, extra_body={"temprature": 1})
     [line] = [record.getMessage() for record in caplog.records if record.name == "penstock.http"]
     assert "'temprature'" in line
+
+
+TOOL: Fields = {"type": "function", "function": {"name": "f", "parameters": {}}}
+UNKNOWN: Mapping[str, Fields] = {  # by path, in a body that is otherwise right
+    "messages.1.contnet": {"messages": [HELLO[0], {"role": "user", "content": "Hi", "contnet": "a"}]},
+    "messages.0.content.0.txt": {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "Hi", "txt": "a"}]}]
+    },
+    "stream_options.include_usages": {"stream": True, "stream_options": {"include_usages": True}},
+    "tools.0.functon": {"tools": [{**TOOL, "functon": {}}], "tool_choice": "none"},
+    "tools.0.function.paramters": {
+        "tools": [{**TOOL, "function": {"name": "f", "paramters": {}}}],
+        "tool_choice": "none",
+    },
+    "response_format.json_shema": {"response_format": {"type": "text", "json_shema": {}}},
+    "response_format.json_schema.scheme": {
+        "response_format": {"type": "json_schema", "json_schema": {"schema": {}, "scheme": {}}}
+    },
+}
+KNOWN: Fields = {  # what clients send back of an answer, nothing of which says anything
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}]},
+        {"role": "assistant", "content": "Yes?", "refusal": None, "annotations": [], "audio": None},
+        *HELLO,
+    ],
+    "tools": [TOOL],
+    "tool_choice": "none",
+    "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "strict": True}},
+}
+
+
+async def test_unknown_fields_below_the_body_are_told(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    open_one, strict = await serve(), await serve(refuse_unknown_fields=True)
+
+    async def ask(served: Served, fields: Fields) -> httpx.Response:
+        return await served.http.post(
+            "/v1/chat/completions", json={"messages": HELLO, "max_tokens": 1, **fields}
+        )
+
+    for path, fields in UNKNOWN.items():
+        for _ in range(2):
+            assert (await ask(open_one, fields)).status_code == 200, path
+        refused = await ask(strict, fields)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, path)
+        assert "did you mean" in refused.json()["error"]["message"]
+    told = [record.getMessage() for record in caplog.records if record.name == "penstock.http"]
+    assert [line.rpartition(": ")[2] for line in told] == [
+        repr(re.sub(r"\.\d+", "", path)) for path in UNKNOWN
+    ]
+    for served in (open_one, strict):
+        assert (await ask(served, KNOWN)).status_code == 200
+    assert len(told) == len([r for r in caplog.records if r.name == "penstock.http"])
+
+
+def test_any_effort_switches_thinking_and_what_says_so_wins() -> None:
+    cases: list[tuple[Fields, bool]] = [
+        ({"reasoning_effort": "low"}, True),
+        ({"reasoning_effort": "none"}, False),
+        ({"reasoning": {"effort": "high"}}, True),
+        ({"reasoning_effort": "low", "enable_thinking": False}, False),
+        ({"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}, True),
+    ]
+    for fields, thinks in cases:
+        asked = chat_of(decode(ChatBody, {"messages": HELLO, **fields}))
+        assert asked.template_kwargs["enable_thinking"] is thinks, fields
+    for effort in ("low", "none"):
+        response = decode(ResponsesBody, {"reasoning": {"effort": effort}})
+        asked = chat_of(decode(ChatBody, {"messages": HELLO, "reasoning_effort": effort}))
+        assert asked.template_kwargs == kwargs_of_response(response)
+
+
+async def test_a_schema_beside_json_object_is_enforced(served: Served) -> None:
+    await chat(served, extra_body={"response_format": {"type": "json_object", "schema": {"type": "object"}}})
+    [request] = served.core.submitted
+    assert request.grammar is not None
+    assert (request.grammar.kind, request.grammar.source) == ("json_schema", '{"type":"object"}')
 
 
 async def test_unknown_field_is_refused_on_demand(serve: Serve) -> None:

@@ -247,7 +247,6 @@ ROUTES: Mapping[str, Route] = {
             "user": "reported to nobody",
             "spaces_between_special_tokens": SPACES,
             "add_special_tokens": PREFIX,
-            "reasoning_effort": "the demo model's template does not read it, and thinks only when it is told to",
             "parallel_tool_calls": "the demo model makes one call",
         },
     ),
