@@ -21,7 +21,7 @@ from runtime.config.plan import Plan
 from runtime.distributed.link import encode
 from runtime.distributed.worker_group import WorkerGroup, thread_environment
 from runtime.errors import CheckpointError, ConfigurationError, EngineFailure, first_error
-from runtime.kv_cache.kinds import Specs
+from runtime.kv_cache.kinds import CacheKind, Specs
 from runtime.kv_cache.page_events import PageEvents
 from runtime.kv_cache.prefix_cache import PrefixCache
 from runtime.kv_cache.registry import make_kinds
@@ -124,11 +124,9 @@ class _ReplicaLoader:
     async def finish(self) -> Replica:
         """Size and make the KV pools, and the runner, which owns worker and processes from then on."""
         from runtime.distributed.group_runner import GroupRunner
-        from runtime.distributed.mesh import RankInfo
         from runtime.worker.model_runner import ModelRunner
-        from runtime.worker.worker import CacheSetup
 
-        worker, group, facts = self._worker, self._group, self._facts
+        worker, group = self._worker, self._group
         if worker is None:
             raise RuntimeError("A replica finishes when it has loaded.")
         steps = None
@@ -139,48 +137,59 @@ class _ReplicaLoader:
             await anyio.to_thread.run_sync(worker.memory),
             *(body["memory"] for body in await group.receive()),
         ]
-        given, specs = self._plan, worker.cache_specs
-        ranks = [
-            RankInfo(rank=rank, tp_size=given.parallel.tp_size, pp_size=given.parallel.pp_size)
-            for rank in range(given.parallel.ranks)
-        ]
-        local = [rank.local_specs(specs, facts.num_layers) for rank in ranks]
-        pages, reason = _size(given, local, memory, steps)
-        plan = self._plan = replace(
-            given, scheduler=replace(given.scheduler, max_running=max_running(given, pages))
-        )
-        kinds = make_kinds(specs, plan, pages)
-        limits = [plan.scheduler.max_running, *(kind.max_sequences for kind in kinds if kind.max_sequences)]
-        plan = self._plan = replace(plan, scheduler=replace(plan.scheduler, max_running=min(limits)))
-        cache = CacheSetup(
-            num_pages=pages,
-            page_size=plan.cache.page_size,
-            kv_dtype=plan.cache.kv_dtype,
-            num_sequences=plan.scheduler.max_running,
-            kinds={kind.name: kind.count for kind in kinds},
-        )
+        cache, kinds, reason = self._size_cache(worker.cache_specs, memory, steps)
+        plan = self._plan
         kv_bytes = await self._join(worker, cache)
-        logger.info("KV Cache is allocated. #tokens: %d, %.2f GB", pages * cache.page_size, kv_bytes / GIB)
-        also = "".join(f", {count} for {name} layers" for name, count in cache.kinds.items())
-        reason = f"{pages} pages{also} of {cache.page_size} tokens in {cache.kv_dtype}: {reason}"
+        num_tokens = cache.num_pages * cache.page_size
+        logger.info("KV Cache is allocated. #tokens: %d, %.2f GB", num_tokens, kv_bytes / GIB)
         after = await anyio.to_thread.run_sync(worker.memory)
         _log_memory(plan, memory[0], after, kv_bytes, reason, steps)
+        prefixes = PrefixCache(
+            cache.num_pages,
+            plan.cache.page_size,
+            enabled=plan.cache.prefix_cache,
+            kinds=kinds,
+            events=PageEvents(plan.cache.page_size) if self._kv_events is not None else None,
+        )
         scheduler = Scheduler(
             plan.scheduler,
-            PrefixCache(
-                pages,
-                plan.cache.page_size,
-                enabled=plan.cache.prefix_cache,
-                kinds=kinds,
-                events=PageEvents(plan.cache.page_size) if self._kv_events is not None else None,
-            ),
-            vocab_size=facts.vocab_size,
+            prefixes,
+            vocab_size=self._facts.vocab_size,
             context_length=plan.model.context_length,
         )
         executor = await self._lead(worker)
         runner = ModelRunner(executor, kernels_description=worker.kernels_description)
         self._runner = GroupRunner(runner, group, worker.mesh) if group.workers else runner
         return Replica(plan, scheduler, self._runner, self._kv_events)
+
+    def _size_cache(
+        self, specs: Specs, memory: Sequence[Mapping[str, int]], steps: StepMemory | None
+    ) -> tuple[CacheSetup, list[CacheKind], str]:
+        """What the pools hold on every rank, and why. The plan learns how many sequences fit into them."""
+        from runtime.distributed.mesh import RankInfo
+        from runtime.worker.worker import CacheSetup
+
+        plan, parallel = self._plan, self._plan.parallel
+        ranks = [
+            RankInfo(rank=rank, tp_size=parallel.tp_size, pp_size=parallel.pp_size)
+            for rank in range(parallel.ranks)
+        ]
+        local = [rank.local_specs(specs, self._facts.num_layers) for rank in ranks]
+        pages, reason = _size(plan, local, memory, steps)
+        plan = replace(plan, scheduler=replace(plan.scheduler, max_running=max_running(plan, pages)))
+        kinds = make_kinds(specs, plan, pages)
+        limits = [plan.scheduler.max_running, *(kind.max_sequences for kind in kinds if kind.max_sequences)]
+        self._plan = replace(plan, scheduler=replace(plan.scheduler, max_running=min(limits)))
+        cache = CacheSetup(
+            num_pages=pages,
+            page_size=plan.cache.page_size,
+            kv_dtype=plan.cache.kv_dtype,
+            num_sequences=min(limits),
+            kinds={kind.name: kind.count for kind in kinds},
+        )
+        also = "".join(f", {count} for {name} layers" for name, count in cache.kinds.items())
+        reason = f"{pages} pages{also} of {cache.page_size} tokens in {cache.kv_dtype}: {reason}"
+        return cache, kinds, reason
 
     async def close(self) -> None:
         """Give everything back, however far it came."""
