@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from runtime.errors import CheckpointError
 from runtime.layers.build import Build
 from runtime.layers.embedding import Embedding, VocabularyWeight
 from runtime.layers.sharding import TensorParallelGroup, shard_range
@@ -19,6 +20,7 @@ class LMHead(VocabularyWeight):
 
     Logits are multiplied by `scale`, then bounded to soft_cap * tanh(logit / soft_cap), and a `bias` is added. Cut over
     ranks, each computes the logits of its part of the vocabulary; rank 0 gets all of them and the others their own.
+    The vectors of a `unit` head, which has its own, are scaled to length one before all that.
     """
 
     def __init__(
@@ -31,9 +33,11 @@ class LMHead(VocabularyWeight):
         bias: bool = False,
         scale: float | None = None,
         soft_cap: float | None = None,
+        unit: bool = False,
     ) -> None:
         super().__init__()
         self.name = name
+        self.unit = unit
         self.has_bias = bias
         self.scale = scale
         self.soft_cap = soft_cap
@@ -64,8 +68,14 @@ class LMHead(VocabularyWeight):
             yield whole(f"{self.name}.bias", self.bias, ("vocab",), self._ids)
 
     def prepare(self) -> None:
+        """Raises CheckpointError for a unit head in groups, whose scales are read with its codes."""
+        if self.unit and (self.weight is None or self.kept):
+            raise CheckpointError(
+                f"{self.name}.weight must be in full precision: its vectors are scaled to length one."
+            )
         if self.weight is not None and not self.kept:
-            self.weight = frozen(self.method.prepare_weight(self.weight, self.kernels))
+            weight = F.normalize(self.weight, dim=1) if self.unit else self.weight
+            self.weight = frozen(self.method.prepare_weight(weight, self.kernels))
 
     @property
     def prepared(self) -> Tensor:

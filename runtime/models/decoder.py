@@ -109,10 +109,12 @@ def assemble(
     embedding_scale: float | None = None,
     logits_scale: float | None = None,
     soft_cap: float | None = None,
+    unit_head: bool = False,
 ) -> Decoder:
     """A decoder with Llama's names for its ends, `layer` giving each layer by its number.
 
     `unit_offset` is that of the final norm, in whose place another `norm` may be given; `soft_cap` that of the logits.
+    With `unit_head` the head's vectors are scaled to length one.
     """
     embedding = Embedding(embedding_name, config.vocab_size, config.hidden_size, build, scale=embedding_scale)
     return Decoder(
@@ -127,5 +129,6 @@ def assemble(
             bias=head_bias,
             scale=logits_scale,
             soft_cap=soft_cap,
+            unit=unit_head,
         ),
     )

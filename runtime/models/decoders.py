@@ -7,6 +7,8 @@ from typing import Any
 
 from runtime.models.entry import Entry
 
+_BAICHUAN = {"max_position_embeddings": 4096}
+
 _QWEN = {
     "max_position_embeddings": 32768,
     "num_key_value_heads": 32,
@@ -160,6 +162,8 @@ ARCHITECTURES: Mapping[str, Entry] = {
     "ArceeForCausalLM": Entry(
         "arcee", {"hidden_act": "relu2", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
     ),
+    "BaiChuanForCausalLM": Entry("baichuan", _BAICHUAN, spelling="baichuan"),
+    "BaichuanForCausalLM": Entry("baichuan", _BAICHUAN, spelling="baichuan"),
     "CohereForCausalLM": Entry("cohere:cohere", {**_COHERE, "rope_theta": 500000.0}, renamed=_LAYER_NORM),
     "Cohere2ForCausalLM": Entry(
         "cohere:cohere2", {**_COHERE, "sliding_window": 4096}, renamed=_LAYER_NORM, spelling="cohere2"

@@ -24,6 +24,7 @@ LIKE_LLAMA: Mapping[str, Mapping[str, Any]] = {
         "rms_norm_eps": 1e-5,
     },
 }
+BAICHUAN_2_VOCAB = 125696
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
@@ -58,6 +59,19 @@ def gpt_oss(values: Mapping[str, Any]) -> dict[str, Any]:
 def llama(values: Mapping[str, Any]) -> dict[str, Any]:
     """Models that transformers computes as Llama, each of which has values of its own where it is silent."""
     return {**LIKE_LLAMA.get(str(values.get("model_type")), {}), **values}
+
+
+def baichuan(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Of both sizes one class is published: that of 13B rotates nothing, and states no `max_position_embeddings`.
+
+    Baichuan 2 is known by its vocabulary.
+    """
+    if values.get("max_position_embeddings") is None and "BaichuanForCausalLM" in values["architectures"]:
+        raise CheckpointError(
+            "BaichuanForCausalLM of 13B, whose config.json states no max_position_embeddings, adds to scores by "
+            "distance (ALiBi), which is not supported; that of 7B is."
+        )
+    return {"unit_head": values.get("vocab_size") == BAICHUAN_2_VOCAB, **values}
 
 
 def mistral3(values: Mapping[str, Any]) -> dict[str, Any]:

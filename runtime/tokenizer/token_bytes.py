@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from runtime.tokenizer.backend import Backend, FastBackend
+from runtime.tokenizer.pieces import PiecesBackend
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -67,6 +68,8 @@ class _Table(dict[int, bytes]):
 
 def token_bytes_of(backend: Backend) -> TokenBytes | None:
     """The table for this tokenizer; None where its decoder looks at more than one token at a time."""
+    if isinstance(backend, PiecesBackend):
+        return TokenBytes(backend, backend.bytes_of, backend.bytes_behind)
     if not isinstance(backend, FastBackend):
         return None
     decoder = backend.library.decoder

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import TokenizerPlan
 from runtime.errors import ConfigurationError, InvalidRequest
-from runtime.tokenizer.backend import Backend, EncodedPair, read_tokenizer
+from runtime.tokenizer.backend import Backend, EncodedPair
 from runtime.tokenizer.chat_template import ChatTemplate, load_template
+from runtime.tokenizer.files import read_tokenizer
 from runtime.tokenizer.incremental import IncrementalDecoder
 from runtime.tokenizer.text_limit import text_limit_of
 from runtime.tokenizer.token_bytes import TokenBytes, token_bytes_of

@@ -23,7 +23,7 @@ from runtime.errors import ConfigurationError
 from runtime.grammar.json_schema import Unsupported
 from runtime.grammar.with_llguidance import LLGuidanceBackend, LLGuidanceMatcher
 from runtime.grammar_spec import Grammar, InvalidGrammar
-from runtime.tokenizer.backend import read_tokenizer
+from runtime.tokenizer.files import read_tokenizer
 from runtime.tokenizer.tokenizer import Tokenizer
 from serve.bench import report
 from serve.bench.metrics import Summary, summarize

@@ -13,7 +13,7 @@ from runtime.config.plan import TokenizerPlan
 from runtime.grammar.backend import Backend, Matcher
 from runtime.grammar.with_llguidance import LLGuidanceBackend, LLGuidanceMatcher
 from runtime.grammar_spec import Grammar
-from runtime.tokenizer.backend import read_tokenizer
+from runtime.tokenizer.files import read_tokenizer
 from runtime.tokenizer.tokenizer import Tokenizer
 from serve.demo import demo_path
 

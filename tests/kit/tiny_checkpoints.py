@@ -30,6 +30,11 @@ def seeing_gemma3(**text: Any) -> Any:
     )
 
 
+def baichuan(**values: Any) -> Any:
+    """Baichuan 2 of 7B, whose layers are those of Llama."""
+    return CONFIG_MAPPING["llama"](**{**values, "num_key_value_heads": values["num_attention_heads"]})
+
+
 def internlm2(**values: Any) -> Any:
     """Of which transformers has the layers alone, those of Llama."""
     return CONFIG_MAPPING["llama"](**values)
@@ -97,6 +102,7 @@ def seeing_llama4(**text: Any) -> Any:
 
 
 NAMED_OTHERWISE: dict[str, Any] = {  # than transformers names their configuration
+    "baichuan": baichuan,
     "deepseek_v3": deepseek_v3,
     "gemma3": CONFIG_MAPPING["gemma3_text"],
     "gemma3_seeing": seeing_gemma3,
@@ -112,10 +118,10 @@ NAMED_OTHERWISE: dict[str, Any] = {  # than transformers names their configurati
     "qwen3_5_seeing": seeing_qwen3_5,
 }
 FAMILIES = (
-    "arcee", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "ernie4_5", "ernie4_5_moe", "exaone4", "gemma",
-    "gemma2", "gemma3", "gemma3_seeing", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_neox", "gpt_oss", "granite",
-    "granitemoe", "granitemoehybrid", "hunyuan_v1_dense", "internlm2", "internlm3", "iquestcoder", "llama", "llama4",
-    "llama4_seeing", "ministral", "ministral3", "ministral3_seeing", "mistral", "mistral_seeing", "mixtral",
+    "arcee", "baichuan", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "ernie4_5", "ernie4_5_moe", "exaone4",
+    "gemma", "gemma2", "gemma3", "gemma3_seeing", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_neox", "gpt_oss",
+    "granite", "granitemoe", "granitemoehybrid", "hunyuan_v1_dense", "internlm2", "internlm3", "iquestcoder", "llama",
+    "llama4", "llama4_seeing", "ministral", "ministral3", "ministral3_seeing", "mistral", "mistral_seeing", "mixtral",
     "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5",
     "qwen3_5_moe", "qwen3_5_moe_seeing", "qwen3_5_seeing", "qwen3_moe", "qwen3_next", "qwen3_seeing", "seed_oss",
     "smollm3", "stablelm", "starcoder2",
@@ -146,6 +152,7 @@ SEEING = {
     "qwen3_5_moe_seeing",
 }  # whose text part is a class of its own
 PUBLISHED_AS = {  # which transformers saves as Llama
+    "baichuan": "BaichuanForCausalLM",
     "internlm2": "InternLM2ForCausalLM",
     "internlm3": "InternLM3ForCausalLM",
     "iquestcoder": "IQuestCoderForCausalLM",
@@ -311,6 +318,11 @@ def write(
     if family == "internlm2":
         model.save_pretrained(Path(directory) / TWIN)
         tensors["state_dict"] = as_internlm2(model.state_dict(), config.num_key_value_heads)
+    if family == "baichuan":
+        tensors["state_dict"] = as_baichuan(model.state_dict())
+        head = model.get_output_embeddings().weight.data  # the twin's vectors are as long as these become
+        head.copy_(torch.nn.functional.normalize(head))
+        model.save_pretrained(Path(directory) / TWIN)
     model.save_pretrained(
         directory, max_shard_size=max_shard_size, save_original_format=published_names, **tensors
     )
@@ -320,8 +332,19 @@ def write(
         saved["architectures"] = [PUBLISHED_AS[family]]
         if family == "internlm2":
             saved["bias"] = saved.pop("attention_bias")
+        if family == "baichuan":
+            saved["unit_head"] = config_overrides.get("unit_head", True)  # as its vocabulary says elsewhere
         file.write_text(json.dumps(saved), encoding="utf-8")
     return str(directory)
+
+
+def as_baichuan(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Llama's tensors as Baichuan is published."""
+    found = {name: tensor.clone() for name, tensor in tensors.items()}
+    for name in [name for name in found if ".q_proj." in name]:
+        parts = [found.pop(name.replace("q_proj", part)) for part in ("q_proj", "k_proj", "v_proj")]
+        found[name.replace("q_proj", "W_pack")] = torch.cat(parts)
+    return found
 
 
 def as_internlm2(tensors: dict[str, torch.Tensor], num_groups: int) -> dict[str, torch.Tensor]:

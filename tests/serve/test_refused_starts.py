@@ -17,7 +17,7 @@ import tiny_tokenizers
 from runtime.config.plan import TokenizerPlan
 from runtime.errors import CheckpointError, ConfigurationError
 from runtime.models.config import read_facts
-from runtime.tokenizer.backend import read_tokenizer
+from runtime.tokenizer.files import read_tokenizer
 from serve.sync_engine import SyncEngine
 
 Header = dict[str, Any]

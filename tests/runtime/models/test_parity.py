@@ -637,6 +637,11 @@ VARIANTS = {
     "mistral": Variant("mistral"),
     "mistral-window": Variant("mistral", {"sliding_window": 7}, {"window": no_window}),
     "mistral-seeing": Variant("mistral_seeing", {"sliding_window": 7}, {"window": no_window}),
+    "baichuan": Variant(
+        "baichuan",
+        mutations={"values": each("attention.qkv", lambda x: x.weight[-9:].zero_())},
+        overrides={"unit head": {"unit_head": False}},
+    ),
     "internlm2": Variant(
         "internlm2", mutations={"values": each("attention.qkv", lambda x: x.weight[-9:].zero_())}
     ),

@@ -198,3 +198,18 @@ def test_experts_have_the_usual_names_once_they_were_quantised(family: str, tmp_
     assert len(stored) > 70
     save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
     assert torch.equal(logits(str(tmp_path)), logits(published))
+
+
+def test_of_baichuan_the_sizes_and_generations_are_told_apart() -> None:
+    published = {
+        "architectures": ["BaichuanForCausalLM"],
+        "vocab_size": 125696,
+        "max_position_embeddings": 4096,
+    }
+    known = entry("BaichuanForCausalLM")
+    assert known.values(published)["unit_head"] is True
+    assert known.values({**published, "vocab_size": 64000})["unit_head"] is False
+    first = {"architectures": ["BaiChuanForCausalLM"], "vocab_size": 64000}
+    assert entry("BaiChuanForCausalLM").values(first)["max_position_embeddings"] == 4096
+    with pytest.raises(CheckpointError, match="13B.*ALiBi"):
+        known.values({**published, "max_position_embeddings": None})

@@ -177,7 +177,7 @@ def test_loading_a_tokenizer_imports_neither_torch_nor_transformers(tmp_path):
     write(tmp_path)
     code = f"""
 import sys
-from runtime.tokenizer.backend import read_tokenizer
+from runtime.tokenizer.files import read_tokenizer
 from runtime.tokenizer import tokenizer
 from runtime.config.plan import TokenizerPlan
 read_tokenizer(TokenizerPlan(tokenizer_path={str(tmp_path)!r}, mode="auto", trust_remote_code=False, revision=None,
