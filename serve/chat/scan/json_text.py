@@ -1,4 +1,7 @@
-"""JSON as it comes: values are passed on as they were written, only strings and braces are followed."""
+"""JSON as it comes: values are passed on as they were written, only strings and braces are followed.
+
+What JSON does not allow in a string and models write all the same becomes an escape, so that a client can read it.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ from serve.chat.scan.source import Marks, Reader, Sink, Source
 MAX_NAME_CHARS = 256
 
 _IN_STRING = re.compile(r'["\\]')
+_CONTROL = re.compile(r"[\x00-\x1f]")
+_ESCAPES = frozenset('"\\/bfnrtu')
 _AFTER_SCALAR = re.compile(r"[\s,;}\]<\[|]")
 _OPENING, _CLOSING = "{[", "}]"
 NO_MARKS = Marks(())
@@ -49,16 +54,26 @@ def read_string(source: Source, sink: Sink) -> Reader[bool]:
     """Pass on one string with its quotes; False where the text ends within it."""
     sink((yield from source.next()))
     while True:
-        found = yield from source.while_in(_IN_STRING, sink)
+        found = yield from source.while_in(_IN_STRING, lambda text: sink(_CONTROL.sub(_spelled, text)))
         if not found:
             return False
-        sink((yield from source.next()))
+        mark = yield from source.next()
         if found == '"':
+            sink(mark)
             return True
         escaped = yield from source.next()
+        if escaped in _ESCAPES:
+            sink(mark + escaped)
+        elif escaped == "'":
+            sink(escaped)
+        else:
+            sink(_CONTROL.sub(_spelled, escaped) if _CONTROL.match(escaped) else mark + mark + escaped)
         if not escaped:
             return False
-        sink(escaped)
+
+
+def _spelled(control: re.Match[str]) -> str:
+    return quoted(control[0])
 
 
 def short_string(source: Source) -> Reader[str | None]:

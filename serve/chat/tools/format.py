@@ -124,7 +124,8 @@ def _read_section(context: CallContext, form: ToolFormat, *, has_begun: bool) ->
         if not (yield from form.read(context)):
             break
         yield from source.skip()
-        yield from source.one_of(form.call_closers)
+        if (yield from source.one_of(form.call_closers)) is None and form.call_close:
+            yield from _too_many_brackets(context, form)
         source.trace()
         yield from source.skip()
         separator = yield from source.one_of(form.between)
@@ -143,3 +144,16 @@ def _read_section(context: CallContext, form: ToolFormat, *, has_begun: bool) ->
             return
         break
     output.content(source.traced())
+
+
+def _too_many_brackets(context: CallContext, form: ToolFormat) -> Reader[None]:
+    """Those between the end of a call and its closing mark say nothing; without the mark they are text."""
+    source = context.source
+    source.trace()
+    while (yield from source.peek()) in ("}", "]"):
+        yield from source.next()
+        yield from source.skip()
+    is_closed = (yield from source.one_of(form.call_closers)) is not None
+    rest = source.traced()
+    if rest and not is_closed:
+        context.output.content(rest)

@@ -13,6 +13,7 @@ from serve.chat.tools.format import CallContext, CallReader
 
 _BRACE, _COLON, _COMMA = Marks(("{",)), Marks((":",)), Marks((",",))
 _LIST, _LIST_END = Marks(("[",)), Marks(("]",))
+_FENCE, _FENCE_END = Marks(("```json",)), Marks(("```",))
 _NAME = re.compile(r"[\w.:/-]{1,128}")
 # Members of a call's object that say nothing the call does not say.
 _LABELS = ("id", "type", "tool_call_id")
@@ -101,8 +102,13 @@ def named(
         source.traced()
         output.start(*name)
         yield from source.skip()
+        is_fenced = (yield from source.one_of(_FENCE)) is not None
+        yield from source.skip()
         if (yield from read_arguments(context)):
             output.end_call()
+        if is_fenced:
+            yield from source.skip()
+            yield from source.one_of(_FENCE_END)
         if behind is not None:
             yield from source.skip()
             yield from source.one_of(behind)

@@ -13,7 +13,7 @@ def _arguments(name: str) -> Rendered:
 HERMES = ToolFormat(  # and Qwen 2.5 and 3, Granite 4, many others
     call_open=("<tool_call>",),
     call_close=("</tool_call>",),
-    read=json_list(),
+    read=json_list(several=True),
     rendered=lambda name: (f'<tool_call>\n{{"name": "{name}", "arguments": ', "}\n</tool_call>"),
     rendered_all=("", "\n", ""),
 )

@@ -21,6 +21,7 @@ NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
 _WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "0": "\0", "\n": ""}
 _HEX = {"x": 2, "u": 4, "U": 8}
+_BEHIND_STRING = ",)]}:"
 _QUOTED = {quote: re.compile(rf"[\\{quote}]") for quote in "\"'"}
 
 
@@ -172,7 +173,9 @@ def _key(context: CallContext, before: str) -> Reader[bool]:
 
 
 def _string(context: CallContext) -> Reader[bool]:
-    """Pass on one string as JSON's, as it comes."""
+    """Pass on one string as JSON's, as it comes. It ends with a quote that something follows which can: models forget
+    to escape the others.
+    """
     source, output = context.source, context.output
     quote = yield from source.next()
     output.arguments('"')
@@ -182,8 +185,14 @@ def _string(context: CallContext) -> Reader[bool]:
             return False
         yield from source.next()
         if found == quote:
-            output.arguments('"')
-            return True
+            space = ""
+            while (letter := (yield from source.peek())).isspace():
+                space += yield from source.next()
+            if not letter or letter in _BEHIND_STRING or context.ends.may_begin(letter, 0):
+                output.arguments('"')
+                return True
+            output.arguments(quoted(quote + space))
+            continue
         escaped = yield from source.next()
         if not escaped:
             return False

@@ -288,6 +288,31 @@ def test_kimis_own_ids_are_kept() -> None:
         ),
         ("pythonic", "[get_weather(city='Rome'),", [("get_weather", '{"city": "Rome"}')], None),
         (
+            "lfm2",
+            "<|tool_call_start|>[f(a='x 'y, z' w', b=1)]<|tool_call_end|>",
+            [("f", """{"a": "x 'y, z' w", "b": 1}""")],
+            None,
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "f", "arguments": {"a": "x\ny\\\'\\d\t"}}</tool_call>',
+            [("f", r"""{"a": "x\ny'\\d\t"}""")],
+            None,
+        ),
+        ("hermes", '<tool_call>\n{"name": "stop", "arguments": {}}}\n</tool_call>', [("stop", "{}")], None),
+        (
+            "hermes",
+            '<tool_call>{"name": "f", "arguments": {}}\n{"name": "stop"}\n</tool_call>',
+            [("f", "{}"), ("stop", "{}")],
+            None,
+        ),
+        (
+            "deepseekv31",
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+            [("f", "{}")],
+            None,
+        ),
+        (
             "hermes",
             '<tool_call>[{"name": "stop", "arguments": {}}, ',
             [("stop", "{}")],
@@ -295,10 +320,11 @@ def test_kimis_own_ids_are_kept() -> None:
         ),
     ],
 )
-def test_calls_are_whole_where_a_model_leaves_a_mark_out(
+def test_calls_are_whole_where_a_model_errs_in_writing_them(
     name: str, text: str, calls: list[tuple[str, str]], content: str | None
 ) -> None:
-    """A value ends where the next one begins; punctuation before the end of an output is no content."""
+    """A value ends where the next one begins, a string with a quote that something follows which can, arguments can be
+    read as JSON, and brackets or commas too many are no content."""
     for pieces in ([text], list(text)):
         parser = OutputParser(ParserSettings(calls=FORMATS[name], tools=OFFERED))
         events = [event for piece in pieces for event in parser.feed(piece)] + parser.feed("", final=True)
