@@ -2,16 +2,27 @@
 
 Without them a malicious client holds memory and connections for ever: with a header that never ends, a body that
 never arrives, or an answer that it never reads.
+
+Requests that offer to go on in another protocol (Java's client asks each server for HTTP/2 so) are answered as if they
+did not, as RFC 9110, 7.8 allows; and clients of HTTP/1.0 get streams that end with the connection (RFC 9112, 6.1).
 """
 
 from __future__ import annotations
 
 import asyncio
 import weakref
+from collections.abc import Awaitable, Callable
+from functools import partial
+from http import HTTPStatus
 from typing import cast
 
+import httptools
+import orjson
+from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from runtime.errors import InvalidRequest
+from serve.errors import Failure, openai_body
 from serve.sse import BODY_WRITER
 
 MAX_HEAD_BYTES = 64 * 1024
@@ -19,7 +30,6 @@ HEAD_S = 10.0  # in which a request's head must arrive, from its first byte or f
 BODY_S = 30.0  # for which the body may stay away; each megabyte that arrived gives as long again
 BODY_BYTES = 1_000_000
 STALL_S = 30.0  # for which a client may leave an answer unread without taking any of it
-_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
 class BodyWriter:
@@ -55,6 +65,7 @@ class Connection(HttpToolsProtocol):
     body_s = BODY_S
     stall_s = STALL_S
 
+    _plain_head = b""  # of a request that offers another protocol: as it is without that
     _num_unparsed = 0  # bytes since the parser last completed something
     _num_body_bytes = 0  # since the body's time was last extended
     _cycles: tuple[RequestResponseCycle, ...] = ()  # requests that are not answered, pipelined ones included
@@ -80,10 +91,40 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._num_unparsed += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._feed(memoryview(data))
+        except httptools.HttpParserError:
+            self.logger.warning("Invalid HTTP request received.")
+            self.send_400_response("The request is not valid HTTP.")
+            return
         if self._num_unparsed > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self.transport.write(_TOO_LARGE)
-            self.transport.close()
+            self._refuse(
+                HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
+                f"The head of the request has more than {MAX_HEAD_BYTES} bytes.",
+            )
+
+    def _feed(self, data: memoryview) -> None:
+        """Parse `data`; each offer of another protocol ends the parser, and a new one reads that head without it."""
+        while True:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as offer:
+                head, self._plain_head = self._plain_head, b""
+                data = data[offer.args[0] :]
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.feed_data(head)
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(HTTPStatus.BAD_REQUEST, msg)
+
+    def _refuse(self, status: HTTPStatus, message: str) -> None:
+        """Answer what is no request, in the shape of all other errors, and close."""
+        body = orjson.dumps(openai_body(Failure(status, InvalidRequest.kind, message)))
+        head = f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        self.transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        self.transport.close()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -92,9 +133,16 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._num_unparsed = self._num_body_bytes = 0
+        if (
+            self.parser.should_upgrade()
+        ):  # the parser stops here, and `data_received` begins again without the offer
+            self._plain_head = self._head_without_upgrade()
+            return
         super().on_headers_complete()
         self._watch_arrival(self.body_s)
         if self.cycle is not None:
+            if self.scope["http_version"] == "1.0":
+                self.cycle.send = partial(_send_until_close, self.cycle, self.cycle.send)  # type: ignore[method-assign]
             open_ones = [cycle for cycle in self._cycles if not cycle.response_complete]
             self._cycles = (*open_ones, self.cycle)
             self.scope[BODY_WRITER] = BodyWriter(self.cycle)  # type: ignore[typeddict-unknown-key]
@@ -108,9 +156,17 @@ class Connection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self._plain_head:
+            return
         self._num_unparsed = 0
         self._stop_arrival()
         super().on_message_complete()
+
+    def _head_without_upgrade(self) -> bytes:
+        """The head that was just read, written anew."""
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        fields = [b"%b: %b\r\n" % field for field in self.headers if field[0] != b"upgrade"]
+        return b"".join([method, b" ", self.url, b" HTTP/", version, b"\r\n", *fields, b"\r\n"])
 
     def _watch_arrival(self, delay_s: float) -> None:
         self._stop_arrival()
@@ -171,3 +227,14 @@ class Connection(HttpToolsProtocol):
             self._watch_stall()  # slow, but reading
         else:
             self.transport.abort()
+
+
+async def _send_until_close(
+    cycle: RequestResponseCycle, send: Callable[[ASGISendEvent], Awaitable[None]], message: ASGISendEvent
+) -> None:
+    """Send a part of an answer without chunks, which clients of HTTP/1.0 do not know."""
+    if message["type"] == "http.response.start":
+        cycle.chunked_encoding = False
+    elif message["type"] == "http.response.body":
+        cycle.expected_content_length = len(message.get("body", b""))
+    await send(message)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import urlsplit
 
+import orjson
 import pytest
 
 import http_server
@@ -27,6 +29,7 @@ class App:
 
     def __init__(self) -> None:
         self.left = asyncio.Event()  # the client of an answer is gone
+        self.keeps_alive = False
         self.num_waits = 0  # of a body writer that was not ready
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -37,12 +40,15 @@ class App:
                 return
             size, more = size + len(message["body"]), message["more_body"]
         body = b"x" * 50_000_000 if scope["path"] == "/flood" else b"size %d" % size
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"connection", b"close")]})
+        await send({"type": "http.response.start", "status": 200, "headers": self._headers()})
         if scope["path"] == "/pieces":
             await self._write_pieces(scope[BODY_WRITER])
         await send({"type": "http.response.body", "body": body, "more_body": scope["path"] == "/flood"})
         await receive()
         self.left.set()
+
+    def _headers(self) -> list[tuple[bytes, bytes]]:
+        return [] if self.keeps_alive else [(b"connection", b"close")]
 
     async def _write_pieces(self, writer: BodyWriter) -> None:
         for number in range(NUM_PIECES):
@@ -93,6 +99,51 @@ async def test_a_body_may_be_larger_than_a_head(address: tuple[str, int]) -> Non
     size = 8 * MAX_HEAD_BYTES
     answered = await exchange(address, HEAD + b"content-length: %d\r\n\r\n" % size, b"a" * size)
     assert b"size %d" % size in answered
+
+
+OFFER = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAAAAIAAAAB\r\n"
+
+
+@patient
+@pytest.mark.parametrize("split", [False, True])
+async def test_an_offer_of_another_protocol_is_declined(address: tuple[str, int], split: bool) -> None:
+    """As java.net.http.HttpClient makes it with its first request to a server."""
+    request = HEAD + OFFER + b"content-length: 5\r\n\r\n"
+    parts = [request, b"hello"] if split else [request + b"hello"]
+    answered = await exchange(address, *parts)
+    assert answered.startswith(b"HTTP/1.1 200 ")
+    assert b"size 5" in answered
+
+
+@patient
+async def test_pipelined_offers_are_declined_each(address: tuple[str, int], app: App) -> None:
+    app.keeps_alive = True
+    bodies = [b"x" * size for size in range(1, 21)]
+    requests = [HEAD + OFFER + b"content-length: %d\r\n\r\n" % len(body) + body for body in bodies]
+    answered = await exchange(address, b"".join(requests) + HEAD + b"connection: close\r\n\r\n")
+    assert [int(size) for size in re.findall(rb"size (\d+)", answered)] == [*range(1, 21), 0]
+
+
+@patient
+async def test_http_1_0_gets_no_chunks(address: tuple[str, int]) -> None:
+    answered = await exchange(address, b"GET / HTTP/1.0\r\n\r\n")
+    head, _, body = answered.partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head
+    assert body == b"size 0"
+
+
+@patient
+@pytest.mark.parametrize(
+    ("sent", "status"), [(b"nonsense\r\n\r\n", 400), (HEAD + b"x: " + b"a" * 5 * MAX_HEAD_BYTES, 431)]
+)
+async def test_what_is_no_request_is_refused_as_all_else(
+    address: tuple[str, int], sent: bytes, status: int
+) -> None:
+    answered = await exchange(address, sent)
+    head, _, body = answered.partition(b"\r\n\r\n")
+    if status == 400 or head:  # a reset may overtake the answer while more is on its way
+        assert head.startswith(b"HTTP/1.1 %d " % status)
+        assert orjson.loads(body)["error"]["code"] == status
 
 
 @pytest.mark.parametrize("sent", [b"", HEAD, HEAD + b"content-length: 5\r\n\r\nab"])
