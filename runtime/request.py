@@ -71,6 +71,7 @@ class Request:
     logprobs: LogprobParams | None = None
     add_special_tokens: bool = True  # chat templates write their own
     truncate: bool = False  # cut a too long prompt instead of refusing it
+    cut_output: bool = False  # where all of `max_new_tokens` would not fit, generate as many as do
     keep_last: int | None = (
         None  # so many tokens of the prompt's end; -1: as many as leave room for the output
     )

@@ -1,4 +1,4 @@
-"""Routes of SGLang for which there is nothing here yet: they answer 501 and say what is missing, never 404."""
+"""Routes of SGLang and Ollama for which there is nothing here yet: they answer 501 and say what is missing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,14 @@ CONTROL = {
     "/pause_generation": (("POST",), "Pausing"),
     "/continue_generation": (("POST",), "Pausing"),
 }
-MISSING = {path: what for table in (GENERATING, CONTROL) for path, (_, what) in table.items()}
+OLLAMA = {
+    "/api/pull": (("POST",), "Fetching models"),
+    "/api/push": (("POST",), "Publishing models"),
+    "/api/create": (("POST",), "Making models"),
+    "/api/copy": (("POST",), "Copying models"),
+    "/api/delete": (("DELETE",), "Deleting models"),
+}
+MISSING = {path: what for table in (GENERATING, CONTROL, OLLAMA) for path, (_, what) in table.items()}
 
 
 async def answer(http: HttpRequest, core: EngineCore) -> ASGIApp:

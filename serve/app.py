@@ -98,6 +98,8 @@ ROUTES = (  # searched from the first to the last: what is called most often com
     RouteSpec(POST, "/v1/messages/count_tokens", messages.count_tokens, USER, messages.ERROR_FORMAT),
     RouteSpec(POST, "/api/chat", ollama.chat, USER, ollama.ERROR_FORMAT),
     RouteSpec(POST, "/api/generate", ollama.generate, USER, ollama.ERROR_FORMAT),
+    RouteSpec(POST, "/api/embed", ollama.embed, USER, ollama.ERROR_FORMAT),
+    RouteSpec(POST, "/api/embeddings", ollama.embeddings, USER, ollama.ERROR_FORMAT),
     RouteSpec(GET, "/api/tags", ollama_models.tags, USER, ollama.ERROR_FORMAT),
     RouteSpec(POST, "/api/show", ollama_models.show, USER, ollama.ERROR_FORMAT),
     RouteSpec(GET, "/api/ps", ollama_models.running, USER, ollama.ERROR_FORMAT),
@@ -136,6 +138,10 @@ ROUTES = (  # searched from the first to the last: what is called most often com
     RouteSpec(GET, "/v1/models/{model:path}", models.retrieve_model, USER, OPENAI),
     *(RouteSpec(methods, path, absent.answer, USER) for path, (methods, _) in absent.GENERATING.items()),
     *(RouteSpec(methods, path, absent.answer, ADMIN) for path, (methods, _) in absent.CONTROL.items()),
+    *(
+        RouteSpec(methods, path, absent.answer, USER, ollama.ERROR_FORMAT)
+        for path, (methods, _) in absent.OLLAMA.items()
+    ),
 )
 
 

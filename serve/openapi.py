@@ -60,6 +60,8 @@ BODIES: Mapping[str, tuple[type, ...]] = {
     "serve.anthropic.messages.count_tokens": (CountBody,),
     "serve.ollama.handlers.chat": (ollama.ChatBody,),
     "serve.ollama.handlers.generate": (ollama.GenerateBody,),
+    "serve.ollama.handlers.embed": (ollama.EmbedBody,),
+    "serve.ollama.handlers.embeddings": (ollama.EmbeddingsBody,),
     "serve.ollama.models.show": (ollama.ShowBody,),
     "serve.native.generate.generate": (GenerateBody,),
     "serve.native.encode.encode": (EncodeBody,),

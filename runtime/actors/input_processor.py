@@ -206,7 +206,7 @@ class InputProcessor:
             if request.wants_embedding and request.text is not None and len(self._suffix) < context:
                 ids = ids[: context - len(self._suffix)] + self._suffix
         if new is not None and len(ids) + new > context:
-            if not request.truncate:
+            if not (request.truncate or request.cut_output):
                 raise ContextOverflow(
                     f"Requested token count exceeds the model's maximum context length of {context} tokens. "
                     f"You requested a total of {len(ids) + new} tokens: {len(ids)} of input and "

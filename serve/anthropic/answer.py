@@ -35,7 +35,7 @@ def message_answer(prepared: PreparedChat, chunk: Chunk, model: str) -> dict[str
     return {
         **_opening(prepared, model),
         "content": [block for block in blocks if block is not None],
-        "stop_reason": _stop_reason(finish, prepared.finish_kind(finish, parser)),
+        "stop_reason": _stop_reason(prepared, finish, prepared.finish_kind(finish, parser), chunk.usage),
         "stop_sequence": _stop_sequence(finish),
         "usage": _usage(chunk.usage, parser.num_reasoning_tokens),
     }
@@ -68,11 +68,13 @@ def _block(part: Part) -> dict[str, Any] | None:
     return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": arguments}
 
 
-def _stop_reason(finish: Finish, kind: str) -> str:
+def _stop_reason(prepared: PreparedChat, finish: Finish, kind: str, usage: Usage) -> str:
     if kind == "tool_calls":
         return "tool_use"
     if kind == "length":
-        return "max_tokens"
+        wanted = prepared.request.sampling.max_new_tokens
+        is_cut = wanted is not None and usage.output < wanted
+        return "model_context_window_exceeded" if is_cut else "max_tokens"
     return "end_turn" if _stop_sequence(finish) is None else "stop_sequence"
 
 
@@ -119,8 +121,10 @@ class MessageEvents:
         except (RequestError, EngineFailure) as error:
             return b"".join([*written, error_event(describe(error))])
         kind = self._prepared.finish_kind(finish, self._parser)
-        delta = {"stop_reason": _stop_reason(finish, kind), "stop_sequence": _stop_sequence(finish)}
-        usage = _usage(self._usage or Usage(0, 0, 0), self._parser.num_reasoning_tokens)
+        used = self._usage or Usage(0, 0, 0)
+        reason = _stop_reason(self._prepared, finish, kind, used)
+        delta = {"stop_reason": reason, "stop_sequence": _stop_sequence(finish)}
+        usage = _usage(used, self._parser.num_reasoning_tokens)
         written.append(event("message_delta", {"type": "message_delta", "delta": delta, "usage": usage}))
         written.append(event("message_stop", {"type": "message_stop"}))
         return b"".join(written)

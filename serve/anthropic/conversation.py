@@ -11,6 +11,7 @@ from runtime.errors import InvalidRequest
 from runtime.grammar_spec import Grammar
 from serve.anthropic.schema import (
     CountBody,
+    DocumentBlock,
     MessagesBody,
     TextBlock,
     ThinkingBlock,
@@ -46,6 +47,7 @@ def chat_of(body: CountBody, *, label: str) -> ChatRequest:
         template_kwargs=kwargs,
         continue_final_message=messages[-1]["role"] == "assistant",
         max_thinking_tokens=_budget(body),
+        cut_output=True,
         label=label,
     )
 
@@ -138,13 +140,15 @@ def _user(blocks: Sequence[Mapping[str, Any]], path: str) -> list[Message]:
         match block.get("type"):
             case "text":
                 texts.append(decode(TextBlock, block, where).text)
+            case "document":
+                texts.append(_document(decode(DocumentBlock, block, where), where))
             case "tool_result":
                 if texts:
                     messages.append({"role": "user", "content": _joined(texts)})
                     texts = []
                 messages.append(_tool_result(decode(ToolResultBlock, block, where), where))
             case other:
-                raise _unknown(other, where, "text and tool_result")
+                raise _unknown(other, where, "text, document and tool_result")
     if texts or not messages:
         messages.append({"role": "user", "content": _joined(texts)})
     return messages
@@ -165,6 +169,15 @@ def _text(blocks: Sequence[Mapping[str, Any]], path: str) -> str:
             raise _unknown(block.get("type"), f"{path}.{index}", "text")
         texts.append(decode(TextBlock, block, f"{path}.{index}").text)
     return _joined(texts)
+
+
+def _document(document: DocumentBlock, path: str) -> str:
+    """A document's title, what is said of it, and its text."""
+    if document.citations is not None and document.citations.enabled:
+        raise InvalidRequest(
+            f"{path}.citations is not supported yet; leave it out.", param=f"{path}.citations"
+        )
+    return _joined([part for part in (document.title, document.context, document.source.data) if part])
 
 
 def _joined(texts: Sequence[str]) -> str:

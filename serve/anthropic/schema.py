@@ -46,6 +46,29 @@ class ToolResultBlock:
 
 
 @dataclass(slots=True, kw_only=True)
+class PlainText:
+    type: Literal["text"]
+    data: str
+    media_type: Literal["text/plain"] = "text/plain"
+
+
+@dataclass(slots=True, kw_only=True)
+class Citations:
+    enabled: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class DocumentBlock:
+    """A document whose source is text; files and addresses of files are refused."""
+
+    type: Literal["document"] = "document"
+    source: PlainText
+    title: str | None = None
+    context: str | None = None
+    citations: Citations | None = None
+
+
+@dataclass(slots=True, kw_only=True)
 class Turn:
     """One message. Blocks are read by their type: see `serve.anthropic.conversation`."""
 
@@ -89,6 +112,19 @@ class OutputConfig:
 
 
 @dataclass(slots=True, kw_only=True)
+class ContextEdit:
+    """Keeping all thoughts of earlier turns: the one edit that leaves the messages as they are."""
+
+    type: Literal["clear_thinking_20251015"]
+    keep: Literal["all"]
+
+
+@dataclass(slots=True, kw_only=True)
+class ContextManagement:
+    edits: list[ContextEdit] = field(default_factory=list)
+
+
+@dataclass(slots=True, kw_only=True)
 class CountBody:
     """The body of /v1/messages/count_tokens."""
 
@@ -103,7 +139,7 @@ class CountBody:
     output_config: OutputConfig | None = None
     cache_control: dict[str, Any] | None = None
     speed: Literal["standard"] | None = None
-    context_management: NotBuilt = None
+    context_management: ContextManagement | None = None
     mcp_servers: NotBuilt = None
     user_profile_id: NotBuilt = None
     workspace_id: NotBuilt = None

@@ -48,6 +48,7 @@ class ChatRequest:
     logprobs: LogprobParams | None = None
     add_special_tokens: bool = False  # the chat template writes its own
     keep_last: int | None = None  # as in `Request`
+    cut_output: bool = False  # as in `Request`
     namespace: tuple[str | None, str | None] | None = None  # as in `Request`
     priority: int | None = None  # as in `Request`
     label: str = field(default_factory=lambda: uuid4().hex)
@@ -104,6 +105,7 @@ def prepare(core: EngineCore, chat: ChatRequest) -> PreparedChat:
         logprobs=chat.logprobs,
         add_special_tokens=chat.add_special_tokens,
         keep_last=chat.keep_last,
+        cut_output=chat.cut_output,
         truncate=serve.allow_auto_truncate,
         shown_special_ids=shown_special_ids(core.tokenizer, settings),
         grammar=grammar_of_chat(core, wanted, choice, settings, parallel=chat.parallel_tool_calls),

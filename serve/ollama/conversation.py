@@ -49,6 +49,7 @@ def _chat(
         template_kwargs=kwargs,
         continue_final_message=messages[-1]["role"] == "assistant",
         logprobs=logprobs_of(body),
+        cut_output=True,
         label=uuid4().hex,
     )
 

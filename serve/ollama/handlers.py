@@ -1,11 +1,13 @@
-"""`/api/chat` and `/api/generate`: the handlers."""
+"""`/api/chat`, `/api/generate`, `/api/embed` and `/api/embeddings`: the handlers."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+import anyio.to_thread
 from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp
 
@@ -15,14 +17,22 @@ from runtime.request import Chunk, Request
 from serve.chat.events import ChatEvent, Content
 from serve.chat.request import prepare
 from serve.decode import decode
-from serve.endpoint import json_response, or_disconnect, parse_object, read_body
+from serve.endpoint import (
+    json_response,
+    or_disconnect,
+    parse_object,
+    read_all_or_disconnect,
+    read_body,
+    read_call,
+)
 from serve.ollama.answer import FRAMING, Answer, in_message, in_response
 from serve.ollama.conversation import chat_of, chat_of_prompt, logprobs_of
 from serve.ollama.errors import ERROR_FORMAT
 from serve.ollama.models import served_name
-from serve.ollama.schema import ChatBody, GenerateBody
+from serve.ollama.schema import ChatBody, EmbedBody, EmbeddingsBody, GenerateBody
+from serve.openai.embeddings import check_vectors, vector_of
 from serve.openai.response_format import grammar_of
-from serve.prompts import of_client
+from serve.prompts import of_client, vector_requests
 from serve.sampling import sampling_params
 from serve.sse import EventStream
 
@@ -96,7 +106,58 @@ def _raw_request(core: EngineCore, body: GenerateBody) -> Request:
         grammar=grammar_of(body.response_format()),
         logprobs=logprobs_of(body),
         truncate=serve.allow_auto_truncate,
+        cut_output=True,
     )
+
+
+# --- vectors ---
+
+
+async def embed(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    """A vector for each text."""
+    begun = time.perf_counter_ns()
+    body, model, requests = await read_call(http, core, _read_embed)
+    chunks = await read_all_or_disconnect(core.submit_all(of_client(core, requests)), http.receive)
+    answer = {
+        "model": model,
+        "embeddings": [vector_of(chunk, body.dimensions) for [chunk] in chunks],
+        "total_duration": time.perf_counter_ns() - begun,
+        "load_duration": 0,
+        "prompt_eval_count": sum(chunk.usage.prompt for [chunk] in chunks),
+    }
+    return await anyio.to_thread.run_sync(json_response, answer)
+
+
+async def embeddings(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    """The vector of one text, in the words of the older API."""
+    requests = await read_call(http, core, _read_embeddings)
+    [[chunk]] = await read_all_or_disconnect(core.submit_all(of_client(core, requests)), http.receive)
+    return json_response({"embedding": vector_of(chunk, None)})
+
+
+def _read_embed(core: EngineCore, raw: bytes) -> tuple[EmbedBody, str, list[Request]]:
+    body = decode(EmbedBody, parse_object(raw))
+    model = served_name(core, body.model)
+    check_vectors(core, body.dimensions)
+    return body, model, _vectors_of(core, body.input, truncate=body.truncate)
+
+
+def _read_embeddings(core: EngineCore, raw: bytes) -> list[Request]:
+    body = decode(EmbeddingsBody, parse_object(raw))
+    served_name(core, body.model)
+    check_vectors(core, None)
+    return _vectors_of(core, body.prompt, truncate=True, name="prompt")
+
+
+def _vectors_of(
+    core: EngineCore, given: str | list[str], *, truncate: bool, name: str = "input"
+) -> list[Request]:
+    texts = [given] if isinstance(given, str) else given
+    for index, text in enumerate(texts):
+        if not text:
+            param = name if isinstance(given, str) else f"{name}.{index}"
+            raise InvalidRequest(f"{param} must not be empty.", param=param)
+    return vector_requests([Request(text=text) for text in texts], core, truncate=truncate)
 
 
 def _as_text(chunk: Chunk) -> list[ChatEvent]:

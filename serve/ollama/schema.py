@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from runtime.errors import InvalidRequest
 from serve.decode import Length, NotBuilt, Range
 from serve.openai.schema import MAX_MESSAGES
+from serve.prompts import MAX_PROMPTS
 
 MAX_TOP_LOGPROBS = 20
 
@@ -166,6 +167,32 @@ class GenerateBody(OllamaBody):
     width: NotBuilt = None
     height: NotBuilt = None
     steps: NotBuilt = None
+
+
+@dataclass(slots=True, kw_only=True)
+class EmbedBody:
+    """The body of /api/embed. Too long a text is cut unless `truncate` is false."""
+
+    closed: ClassVar[bool] = True
+
+    model: Annotated[str, Length(1, 1024)]
+    input: str | Annotated[list[str], Length(1, MAX_PROMPTS)]
+    truncate: bool = True
+    dimensions: Annotated[int, Range(1, 1 << 20)] | None = None
+    options: Options = field(default_factory=Options)
+    keep_alive: float | str | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class EmbeddingsBody:
+    """The body of /api/embeddings, the older route: one text, one vector."""
+
+    closed: ClassVar[bool] = True
+
+    model: Annotated[str, Length(1, 1024)]
+    prompt: str
+    options: Options = field(default_factory=Options)
+    keep_alive: float | str | None = None
 
 
 @dataclass(slots=True, kw_only=True)

@@ -76,13 +76,7 @@ async def create(http: HttpRequest, core: EngineCore) -> ASGIApp:
 def _read(core: EngineCore, raw: bytes) -> tuple[EmbeddingBody, str, list[Request]]:
     body = decode_open(EmbeddingBody, parse_object(raw), core, "/v1/embeddings")
     model = check_model(core, body.model)
-    if core.facts.labels:
-        raise InvalidRequest("This model gives scores of labels, not vectors: use /classify or /v1/rerank.")
-    size = core.facts.vector_size
-    if body.dimensions is not None and body.dimensions > size:
-        raise InvalidRequest(
-            f"dimensions must be at most {size}, the size of this model's vectors.", param="dimensions"
-        )
+    check_vectors(core, body.dimensions)
     is_batch = isinstance(body.input, list) and not isinstance((body.input or [0])[0], int)
     prompts: list[Any] = list(body.input) if is_batch else [body.input]
     for index, prompt in enumerate(prompts):
@@ -104,12 +98,21 @@ def _read(core: EngineCore, raw: bytes) -> tuple[EmbeddingBody, str, list[Reques
     return body, model, wanted
 
 
+def check_vectors(core: EngineCore, dimensions: int | None) -> None:
+    """Raise `InvalidRequest` where the model gives no vectors, or none with so many numbers."""
+    if core.facts.labels:
+        raise InvalidRequest("This model gives scores of labels, not vectors: use /classify or /v1/rerank.")
+    size = core.facts.vector_size
+    if dimensions is not None and dimensions > size:
+        raise InvalidRequest(
+            f"dimensions must be at most {size}, the size of this model's vectors.", param="dimensions"
+        )
+
+
 def _response(body: EmbeddingBody, model: str, answers: Sequence[Sequence[Chunk]]) -> Response:
     data, num_tokens = [], 0
     for index, [chunk] in enumerate(answers):
-        if chunk.embedding is None:
-            raise InvalidRequest("The request was aborted before its vector was computed.")
-        vector = _shortened(chunk.embedding, body.dimensions)
+        vector = vector_of(chunk, body.dimensions)
         data.append(
             {"object": "embedding", "index": index, "embedding": _encoded(vector, body.encoding_format)}
         )
@@ -118,8 +121,14 @@ def _response(body: EmbeddingBody, model: str, answers: Sequence[Sequence[Chunk]
     return json_response({"object": "list", "data": data, "model": model, "usage": usage})
 
 
-def _shortened(vector: list[float], dimensions: int | None) -> list[float]:
-    """The first numbers, scaled to length 1 again (Matryoshka representations, arXiv 2205.13147)."""
+def vector_of(chunk: Chunk, dimensions: int | None) -> list[float]:
+    """The vector, or its first numbers scaled to length 1 again (Matryoshka representations, arXiv 2205.13147).
+
+    Raises `InvalidRequest` where there is none.
+    """
+    if chunk.embedding is None:
+        raise InvalidRequest("The request was aborted before its vector was computed.")
+    vector = chunk.embedding
     if dimensions is None or dimensions == len(vector):
         return vector
     first = vector[:dimensions]

@@ -6,8 +6,10 @@ import base64
 from collections.abc import AsyncIterator
 from typing import Any
 
+import anthropic
 import httpx
 import numpy as np
+import ollama
 import openai
 import pytest
 import torch
@@ -112,6 +114,51 @@ async def test_an_engine_for_embeddings_generates_nothing(url: str) -> None:
         assert (refused.status_code, "--is-embedding" in refused.text) == (400, True)
         assert (await client.get("/health_generate")).status_code == 200
         assert (await client.get("/get_model_info")).json()["is_generation"] is False
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_output_that_does_not_fit_ends_with_the_context(url: str, stream: bool) -> None:
+    """Clients of Anthropic's and Ollama's APIs name large limits whatever the model."""
+    asked: Any = {"model": "default", "max_tokens": 16_000}
+
+    def turns(words: int) -> Any:
+        return [{"role": "user", "content": "Tell" + " the" * words}]
+
+    async with anthropic.AsyncAnthropic(base_url=url, api_key="none") as client:
+        counted = await client.messages.count_tokens(model="default", messages=turns(1000))
+        asked["messages"] = turns(1000 + 2046 - counted.input_tokens)
+        if stream:
+            async with client.messages.stream(**asked, extra_body={"temperature": 0}) as events:
+                message = await events.get_final_message()
+        else:
+            message = await client.messages.create(**asked, extra_body={"temperature": 0})
+        short = await client.messages.create(**{**asked, "max_tokens": 1})
+    assert (message.stop_reason, message.usage.output_tokens) == ("model_context_window_exceeded", 2)
+    assert (short.stop_reason, short.usage.output_tokens) == ("max_tokens", 1)
+    options = {"num_predict": 32_000, "temperature": 0}
+    found = await ollama.AsyncClient(host=url).chat("default", asked["messages"], options=options)
+    assert (found.done_reason, found.eval_count) == ("length", 2)
+
+
+async def test_ollamas_client_gets_the_same_vectors(url: str, wanted: list[list[float]]) -> None:
+    client = ollama.AsyncClient(host=url)
+    found = await client.embed("default", TEXTS)
+    assert found.prompt_eval_count
+    assert found.total_duration
+    for each, vector in zip(found.embeddings, wanted, strict=True):
+        assert each == pytest.approx(vector, abs=1e-4)
+    short = await client.embed("default", TEXTS[0], dimensions=8)
+    assert len(short.embeddings[0]) == 8
+    assert (await client.embeddings("default", TEXTS[0])).embedding == pytest.approx(wanted[0], abs=1e-4)
+    assert len((await client.embed("default", "long " * 10_000)).embeddings) == 1  # cut, as there
+    for wrong in (
+        {"input": "a " * 10_000, "truncate": False},
+        {"input": ["a", ""]},
+        {"input": "a", "dimensions": 0},
+    ):
+        with pytest.raises(ollama.ResponseError) as refused:
+            await client._request_raw("POST", "/api/embed", json={"model": "default", **wrong})
+        assert refused.value.status_code == 400, wrong
 
 
 async def test_python_refuses_in_the_same_words() -> None:

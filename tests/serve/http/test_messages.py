@@ -65,6 +65,31 @@ async def test_message_is_answered(served: Served) -> None:
     assert answer.id.startswith("msg_")
 
 
+async def test_documents_of_text_stand_in_the_prompt(served: Served) -> None:
+    source = {"type": "text", "media_type": "text/plain", "data": "Frogs are green."}
+    document = {"type": "document", "title": "Frogs", "context": "A note.", "source": source}
+    turn = {"role": "user", "content": [document, {"type": "text", "text": "Which colour?"}]}
+    await create(served, messages=[turn])
+    [request] = served.core.submitted
+    assert "Frogs\n\nA note.\n\nFrogs are green.\n\nWhich colour?" in (request.text or "")
+    for wrong in ({"citations": {"enabled": True}}, {"source": {"type": "url", "url": "http://127.0.0.1"}}):
+        with pytest.raises(anthropic.BadRequestError):
+            await create(served, messages=[{"role": "user", "content": [{**document, **wrong}]}])
+
+
+async def test_context_management_that_clears_nothing_is_accepted(served: Served) -> None:
+    keep = {"type": "clear_thinking_20251015", "keep": "all"}
+    body = {**BODY, "context_management": {"edits": [keep]}}
+    assert (await served.http.post("/v1/messages", json=body)).status_code == 200
+    for edit in (
+        {"type": "clear_tool_uses_20250919"},
+        {**keep, "keep": {"type": "thinking_turns", "value": 1}},
+    ):
+        body = {**BODY, "context_management": {"edits": [edit]}}
+        refused = await served.http.post("/v1/messages", json=body)
+        assert (refused.status_code, "context_management.edits.0" in refused.text) == (400, True)
+
+
 async def test_events_come_in_the_documented_order(served: Served) -> None:
     found = await events(served)
     kinds = [event["type"] for event in found]

@@ -182,7 +182,8 @@ async def test_errors_are_the_clients_own(serve: Serve) -> None:
     assert unknown.value.status_code == 404
     with pytest.raises(ollama.ResponseError) as absent:
         await client_of(served).pull(fake_core.MODEL)
-    assert (absent.value.status_code, absent.value.error) == (404, "Not Found.")
+    words = "Fetching models: this server does not support it yet."
+    assert (absent.value.status_code, absent.value.error) == (501, words)
     served.core.refusal = Overloaded("The queue is full.")
     with pytest.raises(ollama.ResponseError) as busy:
         await chat(served)
