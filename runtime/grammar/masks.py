@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
@@ -49,11 +50,13 @@ class MaskThread:
         self._fast = _Lane("penstock-masks", self._compute)
 
     def ask(self, position: Position, output: Output, data: HostData) -> None:
-        """What applies to the token after these. Returns at once."""
+        """What applies to the token after these. Returns at once; on the event loop, which hands on all that it asks in
+        one turn together.
+        """
         if position.num_asked == position.num_answered:  # else behind what it was asked before
             position.on_slow_thread = position.slow
         position.num_asked += 1
-        (self._slow if position.on_slow_thread else self._fast).inbox.put(Ask(position, output, data))
+        (self._slow if position.on_slow_thread else self._fast).ask(Ask(position, output, data))
 
     def close(self) -> None:
         """End the threads, when what they compute now is done."""
@@ -130,24 +133,44 @@ class MaskThread:
 
 
 class _Lane:
-    """A thread that takes all that waits in its inbox at a time."""
+    """A thread that takes all that waits in its inbox at a time.
+
+    It is woken once for all that the event loop asks in one turn, when that is over: woken at the first of a step's
+    rows, it would wait for Python's lock on a processor that the loop or the forward is using.
+    """
 
     def __init__(self, name: str, compute: Callable[[Sequence[Ask]], None]) -> None:
-        self.inbox: SimpleQueue[Ask | None] = SimpleQueue()
+        self._asked: list[Ask] = []  # in this turn of the event loop
+        self._inbox: SimpleQueue[list[Ask] | None] = SimpleQueue()
         self._compute = compute
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
+    def ask(self, ask: Ask) -> None:
+        self._asked.append(ask)
+        if len(self._asked) > 1:
+            return
+        try:
+            asyncio.get_running_loop().call_soon(self._hand_on)
+        except RuntimeError:  # there is none
+            self._hand_on()
+
     def close(self) -> None:
-        self.inbox.put(None)
+        self._inbox.put(None)
         self._thread.join()
 
+    def _hand_on(self) -> None:
+        asked, self._asked = self._asked, []
+        self._inbox.put(asked)
+
     def _run(self) -> None:
-        while True:
-            asks = [self.inbox.get()]
-            while not self.inbox.empty():
-                asks.append(self.inbox.get())
-            taken = [ask for ask in asks if ask is not None]
+        is_open = True
+        while is_open:
+            parts = [self._inbox.get()]
+            while not self._inbox.empty():
+                parts.append(self._inbox.get())
+            is_open = None not in parts
+            taken = [ask for part in parts if part is not None for ask in part]
             try:
                 self._compute(taken)
             except Exception:  # a mistake of ours: it costs these outputs, not all that come
@@ -156,8 +179,6 @@ class _Lane:
                     ask.data.fail()
             for ask in taken:
                 ask.position.num_answered += 1
-            if len(taken) < len(asks):
-                return
 
 
 def _force(ask: Ask, token_id: int, mask: NDArray[np.int32]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtime.constraint import HostData, Output
+from runtime.constraint import FEW_ROWS, HostData, Output, allow, only_tokens
 from runtime.grammar import with_llguidance
 from runtime.grammar.masks import MaskThread
 from runtime.grammar.position import Ends, Position
@@ -40,11 +41,13 @@ class Backend:
     num_words = 1
 
     def __init__(self) -> None:
+        self.sizes: list[int] = []  # of what was computed together
         self.go = threading.Event()
         self.go.set()
 
     def fill_masks(self, matchers: Sequence[Any], masks: np.ndarray) -> None:
         self.go.wait(30)
+        self.sizes.append(len(matchers))
         for matcher in matchers:
             matcher.threads.append(threading.current_thread().name)
         if any(matcher.breaks for matcher in matchers):
@@ -106,6 +109,32 @@ def test_a_matcher_that_breaks_costs_its_own_output_only(backend: Backend, threa
     backend.go.set()
     assert there(first).bitmask is not None
     assert [there(answer).failed for answer in answers] == [False, True, False]
+
+
+async def test_what_the_loop_asks_in_one_turn_is_computed_together(
+    backend: Backend, thread: MaskThread
+) -> None:
+    for _ in range(3):
+        answers = [HostData() for _ in range(7)]
+        for answer in answers:
+            thread.ask(position(Matcher()), Output([], 0, 0, 0), answer)
+        while not all(answer.is_there for answer in answers):
+            await asyncio.sleep(0)
+    assert backend.sizes == [7, 7, 7]
+
+
+@pytest.mark.parametrize("num_rows", [1, FEW_ROWS, FEW_ROWS + 1, 32])
+def test_the_only_token_of_a_mask_is_found_in_any_word(num_rows: int) -> None:
+    masks = np.zeros((num_rows, 5), np.int32)
+    for token_id in (0, 31, 32, 95, 159):
+        masks[:] = 6
+        assert only_tokens(masks) == {}
+        masks[-1] = 0
+        assert only_tokens(masks) == {}
+        allow(masks[-1], [token_id])
+        assert only_tokens(masks) == {num_rows - 1: token_id}
+        allow(masks[-1], [64])
+        assert only_tokens(masks) == {}
 
 
 async def test_an_output_beyond_the_limits_of_its_grammar_costs_no_other(
