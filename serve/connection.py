@@ -30,6 +30,7 @@ HEAD_S = 10.0  # in which a request's head must arrive, from its first byte or f
 BODY_S = 30.0  # for which the body may stay away; each megabyte that arrived gives as long again
 BODY_BYTES = 1_000_000
 STALL_S = 30.0  # for which a client may leave an answer unread without taking any of it
+LINGER_S, LINGER_BYTES = 10.0, 32 * 1024 * 1024  # that a client may go on writing behind its answer
 
 
 class BodyWriter:
@@ -58,16 +59,33 @@ class BodyWriter:
             cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
 
 
+class _AnswerTransport:
+    """The transport of one request-response cycle, which closes through the connection. References that weakly."""
+
+    __slots__ = ("_connection", "is_closing", "write")
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = weakref.ref(connection)
+        self.write, self.is_closing = connection.transport.write, connection.transport.is_closing
+
+    def close(self) -> None:
+        connection = self._connection()
+        if connection is not None:
+            connection.close_behind_answer()
+
+
 class Connection(HttpToolsProtocol):
     """Closes itself when the head is too large, or when the client stops sending or reading midway."""
 
     head_s = HEAD_S
     body_s = BODY_S
     stall_s = STALL_S
+    linger_s = LINGER_S
 
     _plain_head = b""  # of a request that offers another protocol: as it is without that
     _num_unparsed = 0  # bytes since the parser last completed something
     _num_body_bytes = 0  # since the body's time was last extended
+    _num_lingered = -1  # bytes that were dropped behind the last answer; -1: there will be more answers
     _cycles: tuple[RequestResponseCycle, ...] = ()  # requests that are not answered, pipelined ones included
     _arrival: asyncio.TimerHandle | None = None
     _stall: asyncio.TimerHandle | None = None
@@ -90,6 +108,9 @@ class Connection(HttpToolsProtocol):
     # --- reading the request ---
 
     def data_received(self, data: bytes) -> None:
+        if self._num_lingered >= 0:
+            self._drop(data)
+            return
         self._num_unparsed += len(data)
         self._unset_keepalive_if_required()
         try:
@@ -132,6 +153,8 @@ class Connection(HttpToolsProtocol):
             self._watch_arrival(self.head_s)
 
     def on_headers_complete(self) -> None:
+        if self._num_lingered >= 0:  # behind the body that was dropped
+            return
         self._num_unparsed = self._num_body_bytes = 0
         if (
             self.parser.should_upgrade()
@@ -145,9 +168,12 @@ class Connection(HttpToolsProtocol):
                 self.cycle.send = partial(_send_until_close, self.cycle, self.cycle.send)  # type: ignore[method-assign]
             open_ones = [cycle for cycle in self._cycles if not cycle.response_complete]
             self._cycles = (*open_ones, self.cycle)
+            self.cycle.transport = _AnswerTransport(self)  # type: ignore[assignment]
             self.scope[BODY_WRITER] = BodyWriter(self.cycle)  # type: ignore[typeddict-unknown-key]
 
     def on_body(self, body: bytes) -> None:
+        if self._num_lingered >= 0:
+            return
         self._num_unparsed = 0
         self._num_body_bytes += len(body)
         if self._num_body_bytes >= BODY_BYTES:
@@ -160,6 +186,9 @@ class Connection(HttpToolsProtocol):
             return
         self._num_unparsed = 0
         self._stop_arrival()
+        if self._num_lingered >= 0:
+            self.transport.close()
+            return
         super().on_message_complete()
 
     def _head_without_upgrade(self) -> bytes:
@@ -191,6 +220,33 @@ class Connection(HttpToolsProtocol):
         return cycle is not None and not cycle.more_body and not cycle.response_complete
 
     # --- the end ---
+
+    def close_behind_answer(self) -> None:
+        """Close, but let a client that is still writing its body do so first, for a while.
+
+        A socket that is closed with unread bytes resets the connection, and what resets it may reach the client before
+        it has read the answer, a 413 say.
+        """
+        if self.transport.is_closing():
+            return
+        if self.pipeline or self.cycle is None or not self.cycle.more_body:
+            self.transport.close()
+            return
+        self._num_lingered = 0
+        self._watch_arrival(self.linger_s)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+
+    def _drop(self, data: bytes) -> None:
+        """What comes behind the last answer, up to the end of its request's body."""
+        self._unset_keepalive_if_required()
+        self._num_lingered += len(data)
+        try:
+            self.parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            self.transport.abort()
+        if self._num_lingered > LINGER_BYTES:
+            self.transport.abort()
 
     def shutdown(self) -> None:
         """Close at once unless a request that arrived in full is being answered."""

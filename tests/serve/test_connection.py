@@ -18,14 +18,19 @@ from serve.sse import BODY_WRITER
 
 NUM_PIECES, PIECE_BYTES = 400, 50_000
 HEAD = b"POST / HTTP/1.1\r\nhost: x\r\n"
+NUM_REFUSED = 60
+REFUSED = b"POST /refused HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (NUM_REFUSED * PIECE_BYTES)
 
 
 class Hasty(Connection):
-    head_s = body_s = stall_s = 0.05
+    head_s = body_s = stall_s = linger_s = 0.05
 
 
 class App:
-    """Reads the whole body, then answers with its size; /flood answers with more than any buffer holds."""
+    """Reads the whole body, then answers with its size; /flood answers with more than any buffer holds.
+
+    /refused is answered before any of its body is read.
+    """
 
     def __init__(self) -> None:
         self.left = asyncio.Event()  # the client of an answer is gone
@@ -33,7 +38,7 @@ class App:
         self.num_waits = 0  # of a body writer that was not ready
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        size, more = 0, True
+        size, more = 0, scope["path"] != "/refused"
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":
@@ -144,6 +149,42 @@ async def test_what_is_no_request_is_refused_as_all_else(
     if status == 400 or head:  # a reset may overtake the answer while more is on its way
         assert head.startswith(b"HTTP/1.1 %d " % status)
         assert orjson.loads(body)["error"]["code"] == status
+
+
+async def write_body(writer: asyncio.StreamWriter) -> None:
+    """Of `REFUSED`. Raises ConnectionError where the server does not read it."""
+    for _ in range(NUM_REFUSED):
+        writer.write(b"x" * PIECE_BYTES)
+        await writer.drain()
+        await asyncio.sleep(0.001)
+
+
+@patient
+async def test_a_client_may_write_its_body_to_the_end_behind_the_answer(address: tuple[str, int]) -> None:
+    reader, writer = await asyncio.open_connection(*address)
+    writer.write(REFUSED)
+    head = await reader.readuntil(b"\r\n\r\n")  # the answer has left before the body comes
+    assert head.startswith(b"HTTP/1.1 200")
+    await write_body(writer)
+    assert b"size 0" in await asyncio.wait_for(reader.read(), 10)
+    writer.close()
+
+
+async def test_a_body_that_stays_away_behind_the_answer_is_given_up(address: tuple[str, int]) -> None:
+    assert b"size 0" in await exchange(address, REFUSED)
+
+
+@patient
+async def test_no_more_than_so_much_is_read_behind_an_answer(
+    address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("serve.connection.LINGER_BYTES", 10 * PIECE_BYTES)
+    reader, writer = await asyncio.open_connection(*address)
+    writer.write(REFUSED)
+    await reader.readuntil(b"\r\n\r\n")
+    with pytest.raises(ConnectionError):
+        await write_body(writer)
+    writer.close()
 
 
 @pytest.mark.parametrize("sent", [b"", HEAD, HEAD + b"content-length: 5\r\n\r\nab"])
