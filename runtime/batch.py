@@ -58,9 +58,8 @@ class Batch:
     page_table: Ints  # [B, pages of the longest row], padded with 0 beyond a row's own pages
     sampling: Sampling | None  # None: no row yields a token
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
-    embedding_rows: Ints | None = (
-        None  # rows of which a vector is wanted instead of a token; None: there are none
-    )
+    # Rows of which a vector is wanted instead of a token; None: there are none.
+    embedding_rows: Ints | None = None
     # What layers are told of each row, [B] each, by name (`Request.row_values`); no graph was captured with them.
     row_values: Mapping[str, Ints] = field(default_factory=dict)
     # By kind of cache beside the pages, what its layers need to know (`runtime.kv_cache.kinds`): arrays by name.

@@ -72,17 +72,14 @@ class Request:
     add_special_tokens: bool = True  # chat templates write their own
     truncate: bool = False  # cut a too long prompt instead of refusing it
     cut_output: bool = False  # where all of `max_new_tokens` would not fit, generate as many as do
-    keep_last: int | None = (
-        None  # so many tokens of the prompt's end; -1: as many as leave room for the output
-    )
+    # So many tokens of the prompt's end; -1: as many as leave room for the output.
+    keep_last: int | None = None
     wants_embedding: bool = False
     grammar: Grammar | None = None  # what the output must match; the engine makes the constraint of it
-    namespace: tuple[str | None, str | None] | None = (
-        None  # cache_salt and extra_key: shares prefixes within it
-    )
-    row_values: Mapping[str, int] = field(
-        default_factory=dict
-    )  # what layers are told of its rows, 0 where others say nothing: which adapter, say
+    # `cache_salt` and `extra_key`: shares prefixes within it.
+    namespace: tuple[str | None, str | None] | None = None
+    # What layers are told of its rows, 0 where others say nothing: which adapter, say.
+    row_values: Mapping[str, int] = field(default_factory=dict)
     priority: int | None = None  # None: after all that have one
     follows: bool = False  # another prompt of its call was let in: the queue takes this one too, full or not
     shown_special_ids: frozenset[int] = frozenset()  # special tokens that stay in the text all the same

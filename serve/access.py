@@ -120,9 +120,8 @@ class Access:
 
     def _client_of(self, headers: Mapping[bytes, bytes]) -> Client | None:
         scheme, _, rest = headers.get(b"authorization", b"").partition(b" ")
-        shown = (
-            rest.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key")
-        )  # Anthropic's clients
+        # Anthropic's clients send x-api-key.
+        shown = rest.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key")
         if shown is None:
             return None
         given = _digest(shown)

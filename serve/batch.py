@@ -86,9 +86,8 @@ async def answer_lines(
     async def following() -> tuple[int, bytes]:
         async with turn:  # each line goes to one worker
             if not ahead:
-                ahead.extend(
-                    await run_in_daemon(partial(_some, numbered, ahead_bytes))
-                )  # may be long in coming
+                # May be long in coming.
+                ahead.extend(await run_in_daemon(partial(_some, numbered, ahead_bytes)))
             return ahead.popleft() if ahead else (0, b"")
 
     async def work() -> None:

@@ -30,9 +30,8 @@ MAX_STRINGS = 150_000  # keys and texts in one body: as many biases as a vocabul
 _INSIDE = rb'[^"\\]*+(?:\\.[^"\\]*+)*+'  # a text
 _STRING = re.compile(rb'"%b"' % _INSIDE, re.DOTALL)
 _STRINGS = re.compile(rb'[^"]*+(?:"%b"[^"]*+)*+' % _INSIDE, re.DOTALL)
-_VALUES = re.compile(
-    rb'(?:[^",]*+(?:"%b"[^",]*+)*+,)*+' % _INSIDE, re.DOTALL
-)  # each with the comma behind it
+# Each with the comma behind it.
+_VALUES = re.compile(rb'(?:[^",]*+(?:"%b"[^",]*+)*+,)*+' % _INSIDE, re.DOTALL)
 _TEXT = re.compile(_INSIDE, re.DOTALL)
 _BETWEEN = re.compile(rb'[^"\\/bfnrtu0-9a-fA-F\x80-\xbf]')  # no later byte of an escape or a character
 _COLON = re.compile(rb"[ \t\r\n]*+:")

@@ -66,9 +66,8 @@ def run(args: Args) -> int:
 async def _main(args: Args) -> int:
     signals = Signals()
     check_access(args)
-    read_prompt(
-        args.debug.debug_tensor_dump_input_file
-    )  # what is wrong with it shows before a model is loaded
+    # What is wrong with it shows before a model is loaded.
+    read_prompt(args.debug.debug_tensor_dump_input_file)
     with signals.caught(), bind(args.http.host, args.http.port) as listening:
         try:
             return await _start_and_serve(args, signals, listening)

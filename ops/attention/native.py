@@ -137,9 +137,8 @@ def _attend_row(
     first_page = _first_key(start, sight) // metadata.page_size
     base = first_page * metadata.page_size  # the position of the first gathered key
     pages = metadata.page_table[row, first_page : -(-end // metadata.page_size)].long()
-    keys, values = (
-        _gather_row(pool, pages, q.dtype)[:, : end - base] for pool in (k_pool, v_pool)
-    )  # [K, S, D]
+    # [K, S, D]
+    keys, values = (_gather_row(pool, pages, q.dtype)[:, : end - base] for pool in (k_pool, v_pool))
     keys, values = keys.unsqueeze(0), values.unsqueeze(0)
     # The query group takes the place of the batch: keys and values are shared along it.
     queries = q.view(count, num_kv_heads, -1, head_dim).permute(2, 1, 0, 3)  # [G, K, N, D]

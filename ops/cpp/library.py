@@ -26,14 +26,11 @@ class KernelDescription(NamedTuple):
     """
 
     kernels: str  # "C++" or "torch"
-    library: (
-        str  # the name of the compiled file, in which stands the hash of what was compiled; torch's version
-    )
+    library: str  # the compiled file, whose name holds the hash of what was compiled; torch's version
     num_threads: int
     instruction_set: str  # such as "avx512f avx512_vnni avx512_bf16"
-    matrix_unit: (
-        bool | None
-    )  # whether the system has granted AMX to kernels that use it; None where torch decides
+    # Whether the system has granted AMX to kernels that use it; None where torch decides.
+    matrix_unit: bool | None
 
     def __str__(self) -> str:
         text = f"{self.kernels}, {self.library}, {self.num_threads} threads, {self.instruction_set}"

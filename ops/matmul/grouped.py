@@ -8,9 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-WHOLE = tuple(
-    float(number) for number in range(-8, 8)
-)  # what codes 0 .. 15 stand for where they are whole numbers
+# What codes 0 .. 15 stand for where they are whole numbers.
+WHOLE = tuple(float(number) for number in range(-8, 8))
 ROWS_AT_ONCE = 256  # while rounding: they stay in the cache
 
 

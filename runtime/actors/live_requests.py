@@ -66,13 +66,11 @@ class LiveRequest:
         self.times = RequestTimes()
         self.ends: list[Chunk] = []  # whoever puts it into the output: the last chunk of each choice
         self.sequences: list[Sequence] = []  # the tokenizer: one for each choice
-        self.scheduler: SchedulerHandle | None = (
-            None  # the engine core or the router; None before, and while no replica is alive
-        )
+        # The engine core or the router; None before, and while no replica is alive.
+        self.scheduler: SchedulerHandle | None = None
         self.decoders: list[ChoiceDecoder] = []  # the detokenizer, from the first output on
-        self.aborting: Finish | None = (
-            None  # `abort`: it is to end so, which its scheduler may not have done yet
-        )
+        # `abort`: it is to end so, which its scheduler may not have done yet.
+        self.aborting: Finish | None = None
 
     @property
     def waits(self) -> bool:
@@ -152,9 +150,8 @@ class LiveRequests:
 
     def __init__(self, observers: Seq[RequestObserver] = ()) -> None:
         self.observers = observers
-        self.recent: deque[Timeline] = deque(
-            maxlen=NUM_RECENT
-        )  # of requests that have ended, the last one last
+        # Of requests that have ended, the last one last.
+        self.recent: deque[Timeline] = deque(maxlen=NUM_RECENT)
         self._live: dict[int, LiveRequest] = {}  # by request id
         self._idle = asyncio.Event()
         self._idle.set()

@@ -39,9 +39,8 @@ class ReplicaLoad(NamedTuple):
     num_cached: int  # tokens of the new prompt that it has in its cache
 
 
-BalancePolicy = Callable[
-    [Sequence[ReplicaLoad]], int
-]  # the replicas that can take it -> index of the one that does
+# The replicas that can take it -> index of the one that does.
+BalancePolicy = Callable[[Sequence[ReplicaLoad]], int]
 
 
 class Router:

@@ -29,9 +29,8 @@ class ModelFacts:
     recurrent: bool = False  # some layers keep a state instead of keys and values
     weight_bytes: int = 0  # on disk
     preferred_sampling: Mapping[str, Any] = field(default_factory=dict)  # generation_config's values
-    quantization: str | None = (
-        None  # the form of its weights, by its name in FORMATS (config/quantization.py)
-    )
+    # The form of its weights, by its name in FORMATS (config/quantization.py).
+    quantization: str | None = None
     by_transformers: bool = False  # transformers' own modules compute it, not a family of ours
     is_encoder: bool = False  # sees each text whole, caches nothing and writes no token
     pooling: Pooling | None = None  # of a checkpoint that is made for vectors; None: the last token's

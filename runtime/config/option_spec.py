@@ -41,9 +41,8 @@ class OptionSpec:
     none_text: bool = False  # "None" and "" mean nothing
     secret: bool = False  # never shown
     plan: Any = None  # the field of the plan that shows what is done, such as `CachePlan.page_size`
-    says: str = (
-        "the same"  # as that field; or "the opposite", or "other" where that is no value of the option
-    )
+    # As the plan says it; or "the opposite", or "other" where that is no value of the option.
+    says: str = "the same"
     outcome: Outcome = Outcome.WORKS
     instead: str = ""  # what serves in the meantime, of an option or value that is not supported yet
     reason: str = ""  # why nothing reads it (always, inert); ends a sentence

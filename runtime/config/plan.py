@@ -40,9 +40,8 @@ class ModelPlan(Section):
     any_dtype: bool = False  # tensors may differ in their dtypes: all are converted
     delete_after_loading: bool = False  # the checkpoint
     state_dtype: str = "float32"  # of the states of recurrent layers
-    quantization: str | None = (
-        None  # how weights are rounded when they are loaded; None: they stay as they are
-    )
+    # How weights are rounded when they are loaded; None: they stay as they are.
+    quantization: str | None = None
     kv_scales: str | None = None  # a file with those of an 8-bit cache
 
 
@@ -54,9 +53,8 @@ class CachePlan(Section):
     mem_fraction: float  # of the device's memory, for weights and KV together; or, if `of_free_memory`,
     of_free_memory: bool = False  # of the memory that is free once the weights are in place, for KV alone
     max_total_tokens: int | None  # cap; the pool is sized when the weights are in place
-    window_ratio: float | None = (
-        None  # pages of sliding-window layers for each page of the others; None: as many, in one pool
-    )
+    # Pages of sliding-window layers for each page of the others; None: as many, in one pool.
+    window_ratio: float | None = None
     max_states: int | None = None  # of recurrent layers; None: as memory allows
 
 
@@ -82,14 +80,12 @@ class SchedulerPlan(Section):
     micro_batches: int = 1  # in flight at the same time, without a sequence in common: one for each stage
     priorities: bool = False  # requests have them: they order the queue, displace, and interrupt who runs
     low_priority_first: bool = False  # lower numbers go before higher ones
-    preemption_threshold: int = (
-        10  # a priority must be further above a running one's than this to interrupt it
-    )
+    # A priority must be further above a running one's than this to interrupt it.
+    preemption_threshold: int = 10
     max_new_sequences: int | None = None  # that one step takes on; None: no limit of its own
     max_forced: int = 0  # tokens that a grammar forces are appended up to so many at once; 0: each is sampled
-    forced_share: float = (
-        0.0  # of the running rows: so many steps of one token must be saved by that at a time
-    )
+    # Of the running rows: so many steps of one token must be saved by that at a time.
+    forced_share: float = 0.0
     receive_interval: int = 1  # steps between two looks at the inbox while something runs
     max_micro_batch: int | None = None  # rows of one of them; None: no limit of its own
 
@@ -102,17 +98,15 @@ class KernelPlan(Section):
     # token where "prefill_attention" differs from it.
     choices: Mapping[str, str] = field(default_factory=dict)
     fallback: Mapping[str, str] | None = None  # instead, where the kernels in C++ turn out not to compile
-    settings: Mapping[str, Mapping[str, Any]] = field(
-        default_factory=dict
-    )  # what backends are made with, by file
+    # What backends are made with, by file.
+    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     # The same as users call it: "torch_native", "triton", ...
     attention_backend: str = "torch_native"
     prefill_attention_backend: str = "torch_native"  # of rows of several tokens
     decode_attention_backend: str = "torch_native"  # of rows of one token
     sampling_backend: str = "pytorch"
-    raw_logprobs: bool = (
-        False  # log-probabilities of the output are of the logits before anything changes them
-    )
+    # Log-probabilities of the output are of the logits before anything changes them.
+    raw_logprobs: bool = False
     logits_folder: str | None = None  # where the logits of every step are written; None: nowhere
     nan_detection: bool = False  # say where values stop being finite numbers
 
@@ -224,9 +218,8 @@ class ObservePlan(Section):
     e2e_bounds: Bounds = buckets.E2E_LATENCY
     prompt_bounds: Bounds = ()  # of the histogram of prompt lengths; (): there is none
     output_bounds: Bounds = ()
-    labels_header: str = (
-        "x-customer-labels"  # a JSON object whose entries become labels of the request's metrics
-    )
+    # A JSON object whose entries become labels of the request's metrics.
+    labels_header: str = "x-customer-labels"
     request_labels: tuple[str, ...] = ()  # those that it may set
     request_log_level: int | None = None  # how much is logged of each request; None: nothing
     log_request_times: bool = False

@@ -40,9 +40,8 @@ TORCHAO: Mapping[str, str] = {
     **{f"int4wo-{group}": f"int4wo-{group}" for group in (32, 64, 128, 256)},
 }
 
-FORMATS: Mapping[
-    str, FormatEntry
-] = {  # by the name that a checkpoint's configuration has for it (quant_method)
+# By the name that a checkpoint's configuration has for it (quant_method).
+FORMATS: Mapping[str, FormatEntry] = {
     "awq": FormatEntry(file="awq", asked=("awq_marlin", "moe_wna16")),
     "bitsandbytes": FormatEntry(file="bitsandbytes"),
     "compressed-tensors": FormatEntry(file="scaled", asked=("w8a8_int8", "w8a8_fp8")),

@@ -25,9 +25,8 @@ _TOKEN = re.compile(
     re.VERBOSE,
 )
 _BLANKS = re.compile(r"\s*")
-_KEYWORDS = frozenset(
-    {"%ignore", "%import", "%declare", "%override", "%if", "%lark"}
-)  # passed on as they are
+# Passed on as they are.
+_KEYWORDS = frozenset({"%ignore", "%import", "%declare", "%override", "%if", "%lark"})
 _OPTIONS = frozenset({"no_forcing", "allow_initial_skip", "ignore_once"})
 # Attributes of rules that want something of the sampler, or that tokens be taken back.
 _ATTRIBUTES = frozenset({"temperature", "max_tokens", "stop"})

@@ -16,9 +16,8 @@ MAX_DEPTH = 64
 MAX_PATTERN = 128 * 1024
 MAX_REPEAT = 65_535
 MAX_LEAST = 20_000  # characters of the shortest text that matches: a grammar spells out what it leaves no choice about
-MAX_AMBIGUOUS = (
-    6_000_000  # the same, times what may be left out: as many states are gone through, in about 1 s
-)
+# The same, times what may be left out: as many states are gone through, in about 1 s.
+MAX_AMBIGUOUS = 6_000_000
 MAX_BRANCHES = 64  # into which anchors inside groups are multiplied out
 
 ANYTHING = "(?s:.*)"

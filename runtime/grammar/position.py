@@ -17,9 +17,8 @@ class Ends(NamedTuple):
 
     model: frozenset[int]  # token ids that the backend allows where the grammar accepts
     request: frozenset[int]  # further ones that end this request's output, allowed there as well
-    min_tokens: (
-        int  # before so many, and with `avoid` at any time, it ends only where nothing else is allowed
-    )
+    # Before so many, and with `avoid` at any time, it ends only where nothing else is allowed.
+    min_tokens: int
     avoid: bool
 
 

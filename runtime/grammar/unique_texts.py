@@ -20,9 +20,8 @@ from runtime.grammar.unique_items import MAX_LISTED, UniqueArrays
 
 QUOTE, BACKSLASH = 0x22, 0x5C
 TOKENS_BETWEEN_PAUSES = 256
-MAX_COMPARED = (
-    32  # texts that begin as the present one; where there are more, it must end with a token of its own
-)
+# Texts that begin as the present one; where there are more, it must end with a token of its own.
+MAX_COMPARED = 32
 
 
 class QuotingTokens:

@@ -14,9 +14,8 @@ from runtime.tokenizer.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-NUM_COMPARED = (
-    512  # tokens whose bytes are compared with ours; tokenizers that differ do so in classes of tokens
-)
+# Tokens whose bytes are compared with ours; tokenizers that differ do so in classes of tokens.
+NUM_COMPARED = 512
 # Classes of tokens that are allowed together where a text may go on with so many characters: of those that JSON and `.`
 # in patterns allow, and letters and digits. All other tokens are tried one by one: with the library's own classes (up
 # to 10, 30 and any number of characters) most of them near the end of a text of limited length, and of identifiers.

@@ -34,9 +34,8 @@ ENFORCED = Enforced(
 )
 MAX_BLANKS = 20  # between two tokens of JSON
 COMPILE_THREADS = 2
-CACHE_BYTES = (
-    64 * 1024 * 1024
-)  # of what the library keeps itself; whole grammars are kept by `GrammarCompiler`
+# Of what the library keeps itself; whole grammars are kept by `GrammarCompiler`.
+CACHE_BYTES = 64 * 1024 * 1024
 
 
 class XGrammarMatcher:

@@ -42,9 +42,8 @@ class CacheKind:
     """
 
     name: ClassVar[str]
-    one_step_back: ClassVar[bool] = (
-        False  # a token can be computed once more, but only in the step behind its own
-    )
+    # A token can be computed once more, but only in the step behind its own.
+    one_step_back: ClassVar[bool] = False
 
     less_memory: ClassVar[str] = ""  # what to do where units take too much memory, and what they are
 

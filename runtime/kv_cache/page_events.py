@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
-Event = list[
-    Any
-]  # ["BlockStored", hashes, hash before them or None, token ids, page size, adapter or None], ...
+# ["BlockStored", hashes, hash before them or None, token ids, page size, adapter or None], ...
+Event = list[Any]
 
 
 class PageEvents:

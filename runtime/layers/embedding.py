@@ -90,9 +90,8 @@ class Embedding(VocabularyWeight):
 
     def allocate(self) -> None:
         self.weight = self.make_weight(self.name, self.ids, self.size)
-        self.head_weight: nn.Parameter | None = (
-            None  # of a tied head, in a layout that the lookup cannot read
-        )
+        # Of a tied head, in a layout that the lookup cannot read.
+        self.head_weight: nn.Parameter | None = None
 
     def split(self, group: TensorParallelGroup) -> None:
         """Keep this rank's part of the vocabulary."""

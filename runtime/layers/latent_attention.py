@@ -75,9 +75,8 @@ class LatentAttention(Weighted):
         return KVSpec(1, self.rank + self.rope_dim, values_in_keys=True)
 
     def allocate(self) -> None:
-        self.expansion = parameter(
-            self._rows.size, self.rank
-        )  # of each head its keys', then its values' rows
+        # Of each head its keys', then its values' rows.
+        self.expansion = parameter(self._rows.size, self.rank)
 
     def split(self, group: TensorParallelGroup) -> None:
         """Keep this rank's heads."""

@@ -32,9 +32,8 @@ class Histogram:
 
     def __init__(self, bounds: Bounds) -> None:
         self.bounds = bounds
-        self.counts = [0] * (
-            len(bounds) + 1
-        )  # by the first bound that is at least the value; the last: above all
+        # By the first bound that is at least the value; the last: above all.
+        self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:

@@ -21,9 +21,8 @@ from runtime.models.tensors import TensorFiles
 
 GROUP = 32
 FILE_BYTES = 4 * 10**9  # of weights in one file, and about what is in memory at once
-MATRIX = re.compile(
-    r".*\.(\w+_proj|fc1|fc2|w[123])\.weight"
-)  # routers, embeddings and heads stay as they are
+# Routers, embeddings and heads stay as they are.
+MATRIX = re.compile(r".*\.(\w+_proj|fc1|fc2|w[123])\.weight")
 IGNORE = ["lm_head", r"re:.*\.gate$", r"re:.*\.router$", r"re:.*embed.*"]
 FLOAT8_MOST = 448.0  # of e4m3
 

@@ -44,9 +44,8 @@ HELD_BYTES = 16 * 2**20  # of mapped pages, before they are given back
 
 Cut = tuple[slice, ...]  # what to read of a tensor; () for all of it
 Cuts = Mapping[str, Sequence[Cut]]  # tensor name -> the parts that are wanted
-Take = Callable[
-    [str, int, Tensor], None
-]  # gets a tensor's name, the number of one of its parts, and that part
+# Gets a tensor's name, the number of one of its parts, and that part.
+Take = Callable[[str, int, Tensor], None]
 
 
 class Tensors(Protocol):

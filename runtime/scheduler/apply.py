@@ -24,9 +24,8 @@ class RowFailed(Exception):
         super().__init__(f"The row of request {request_id} could not be applied.")
 
 
-_new = (
-    tuple.__new__
-)  # two named tuples for every row of a step: this takes 0.17 us for both, their own names 0.39
+# Two named tuples for every row of a step: this takes 0.17 us for both, their own names 0.39.
+_new = tuple.__new__
 Retire = Callable[[Sequence, Finish, bool], None]  # the last value: whether its KV is to be trusted
 Rewind = Callable[[Sequence], None]
 

@@ -55,9 +55,8 @@ class CpuGraph:
         self._capacity, self._max_rows, self._context_length = capacity, max_rows, context_length
         with torch.inference_mode():
             self._inputs = captured_step.Inputs.empty(capacity, max_rows)
-            self._hidden = torch.empty(
-                max_rows, model.hidden_size, dtype=model.dtype
-            )  # of the rows asked for
+            # Of the rows asked for.
+            self._hidden = torch.empty(max_rows, model.hidden_size, dtype=model.dtype)
             self._step = Step(page_size=cache.page_size, **self._inputs.addresses())
             attention = self._inputs.attention(self._step)
             self._kinds = {name: self._buffers(name) for name in cache.kinds}

@@ -36,9 +36,8 @@ class Choice:
 
     logits: Callable[[Tensor], Tensor]  # hidden [R, E] -> float32 [R, V]
     choose: Callable[..., tuple[Tensor, Tensor]]
-    greedy_only: (
-        bool  # `choose` is planned on the host, so that only one plan is captured: that of greedy rows
-    )
+    # `choose` is planned on the host, so that only one plan is captured: that of greedy rows.
+    greedy_only: bool
 
 
 @dataclass(frozen=True, slots=True)

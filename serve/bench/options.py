@@ -19,9 +19,8 @@ from serve.bench.workload import (
 )
 
 DEFAULT_NUM_PROMPTS = 1000
-WARMUP_SEED = (
-    10_007  # added to the seed: warm-up prompts must not fill the prefix cache with what is measured
-)
+# Added to the seed: warm-up prompts must not fill the prefix cache with what is measured.
+WARMUP_SEED = 10_007
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter):

@@ -45,9 +45,8 @@ class SchemaReport:
     num_valid: int = 0
     num_invalid: int = 0
     valid_rejected: list[int] = field(default_factory=list)
-    reordered: list[int] = field(
-        default_factory=list
-    )  # accepted once their names stood in the schema's order
+    # Accepted once their names stood in the schema's order.
+    reordered: list[int] = field(default_factory=list)
     invalid_accepted: list[int] = field(default_factory=list)
     failed: list[int] = field(default_factory=list)  # a limit of the grammar was reached
     masks_us: list[float] = field(default_factory=list, repr=False)

@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
 
 MAX_FILE_BYTES = 100 * 1024 * 1024
-MAX_ARRIVING_BYTES = (
-    256 * 1024 * 1024
-)  # of all uploads together, which are held in memory until they are whole
+# Of all uploads together, which are held in memory until they are whole.
+MAX_ARRIVING_BYTES = 256 * 1024 * 1024
 MAX_LISTED = 10_000
 MAX_CONTENT_TYPE = 1024  # characters
 MAX_BOUNDARY = 70  # RFC 2046

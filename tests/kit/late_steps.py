@@ -47,9 +47,8 @@ def attend(
     if any(count != 1 for count in inputs.counts_host):
         return native.attend(q, k_pool, v_pool, inputs, scale=scale, **options)
     pages = inputs.page_table.long()  # [B, W]
-    keys, values = (
-        pool[pages].transpose(1, 2).flatten(2, 3).to(q.dtype) for pool in (k_pool, v_pool)
-    )  # [B, K, W * page, D]
+    # [B, K, W * page, D]
+    keys, values = (pool[pages].transpose(1, 2).flatten(2, 3).to(q.dtype) for pool in (k_pool, v_pool))
     queries = q.unflatten(1, (keys.shape[1], -1))  # [B, K, G, D]
     scores = queries @ keys.transpose(2, 3) * scale
     unseen = torch.arange(keys.shape[2]) > inputs.starts[:, None, None, None]

@@ -61,9 +61,8 @@ class Way(NamedTuple):
     mask: bool  # with a mask of all tokens, none of which is hidden
     positions: bool  # with the positions of the new ones
     single: bool  # one token at a time, once there is a cache
-    whole: bool = (
-        False  # without any cache: of a sequence its tokens are kept, and all computed again in every step
-    )
+    # Without any cache: of a sequence its tokens are kept, and all computed again in every step.
+    whole: bool = False
 
 
 WAYS = [

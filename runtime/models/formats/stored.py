@@ -51,9 +51,8 @@ class Derived:
     """What becomes of a checkpoint's tensors: those not named here are the model's own."""
 
     made: dict[str, Made] = field(default_factory=dict)
-    used: set[str] = field(
-        default_factory=set
-    )  # stored tensors that others are made of, or that nobody needs
+    # Stored tensors that others are made of, or that nobody needs.
+    used: set[str] = field(default_factory=set)
     renamed: dict[str, str] = field(default_factory=dict)  # stored name -> the model's
 
     def add(

@@ -75,9 +75,8 @@ def call_of(
         chat = fitted(core, chat, len(system), body.max_output_tokens or 1)
     prepared = prepare(core, chat)
     head = _head(body, model, prepared, tools)
-    num_bytes = 3 * body.num_bytes + (
-        previous.num_bytes if previous else 0
-    )  # as items, as messages, in the answer
+    # As items, as messages, in the answer.
+    num_bytes = 3 * body.num_bytes + (previous.num_bytes if previous else 0)
     return ResponseCall(body, prepared, head, items, conversation, num_bytes)
 
 

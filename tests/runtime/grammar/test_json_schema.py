@@ -385,9 +385,8 @@ def test_what_pydantic_writes_works() -> None:
     whole.kids.append(whole.model_copy(update={"pet": Cat(name="é"), "kids": []}))
     assert grammars.accepts(matcher, whole.model_dump_json())
     assert not grammars.accepts(matcher, whole.model_dump_json().replace('"dog"', '"cow"'))
-    assert not grammars.accepts(
-        matcher, whole.model_dump_json().replace('"kind":"dog",', "")
-    )  # says nothing apart
+    # Says nothing apart.
+    assert not grammars.accepts(matcher, whole.model_dump_json().replace('"kind":"dog",', ""))
     num_ended = 0
     for seed in range(20):
         text = grammars.random_output(matcher, seed, max_tokens=400)

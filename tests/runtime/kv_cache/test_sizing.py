@@ -134,9 +134,8 @@ def test_asked_fraction_holds_weights_and_cache() -> None:
     made = plan(mem_fraction_static=0.5)
     page = 16 * TOKEN_BYTES
     assert pages(made, available=8 * GIB, weights=2 * GIB) == 3 * GIB // page  # 8 free, 5 stay free
-    assert (
-        pages(made, available=10 * GIB, weights=2 * GIB) == 3 * GIB // page
-    )  # mapped weights do not show as used
+    # Mapped weights do not show as used.
+    assert pages(made, available=10 * GIB, weights=2 * GIB) == 3 * GIB // page
 
 
 def test_asked_tokens_cap_the_pool() -> None:

@@ -43,9 +43,8 @@ SHAPES = {
     "qwen3_moe": quantized_checkpoints.MOE_SHAPE,
     "gpt_oss": {**quantized_checkpoints.SHAPE, "intermediate_size": 64},
 }
-Write = Callable[
-    [str, Path], Any
-]  # of a checkpoint to a folder -> how transformers is to read it, or its logits
+# Of a checkpoint to a folder -> how transformers is to read it, or its logits.
+Write = Callable[[str, Path], Any]
 
 
 def saved(**settings: Any) -> Write:

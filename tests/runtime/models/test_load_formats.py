@@ -61,9 +61,8 @@ async def test_npcache_writes_a_copy_once_and_reads_it_from_then_on(tmp_path: Pa
     assert torch.equal(logits(path, load_format="npcache", any_dtype=True, mmap=False), expected)
     assert index.stat().st_mtime_ns == written
     name = next(iter(tensors))
-    torch.save(
-        {**tensors, name: tensors[name] + 1}, tmp_path / "pytorch_model-0.bin"
-    )  # no longer the same files
+    # No longer the same files.
+    torch.save({**tensors, name: tensors[name] + 1}, tmp_path / "pytorch_model-0.bin")
     assert not torch.equal(logits(path, load_format="npcache", any_dtype=True), expected)
     for damaged in ("{", '{"source": 3}'):
         index.write_text(damaged)

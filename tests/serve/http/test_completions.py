@@ -92,9 +92,8 @@ async def test_ids_without_a_text_are_not_echoed(served: Served, token_id: int) 
 
 
 async def test_echo_alone_scores_the_prompt(served: Served) -> None:
-    nothing = await complete(
-        served, prompt="Hello you", max_tokens=0
-    )  # as sglang.bench_serving asks now and then
+    # As sglang.bench_serving asks now and then.
+    nothing = await complete(served, prompt="Hello you", max_tokens=0)
     assert (nothing.choices[0].text, nothing.choices[0].finish_reason) == ("", "length")
     answer = await complete(served, prompt="Hello you", echo=True, logprobs=1, max_tokens=0)
     [choice] = answer.choices
@@ -109,9 +108,8 @@ async def test_offsets_find_the_tokens_in_the_text(served: Served) -> None:
     choice = (await complete(served, prompt="Größe", echo=True, logprobs=2)).choices[0]
     logprobs = choice.logprobs
     placed = list(zip(logprobs.text_offset, logprobs.tokens))
-    whole = [
-        (offset, token) for offset, token in placed[:-1] if "\ufffd" not in token
-    ]  # the last ends the text
+    # The last ends the text.
+    whole = [(offset, token) for offset, token in placed[:-1] if "\ufffd" not in token]
     assert len(whole) > 20
     for offset, token in whole:
         assert choice.text[offset : offset + len(token)] == token

@@ -54,9 +54,8 @@ async def test_the_official_client_gets_vectors(url: str, wanted: list[list[floa
         for each, vector in zip(found.data, wanted, strict=True):
             assert each.embedding == pytest.approx(vector, abs=1e-4)
         assert found.usage.prompt_tokens == found.usage.total_tokens > 3
-        packed = await client.embeddings.create(
-            model="default", input=TEXTS[0]
-        )  # base64, unpacked by the client
+        # Base64, unpacked by the client.
+        packed = await client.embeddings.create(model="default", input=TEXTS[0])
         assert packed.data[0].embedding == pytest.approx(found.data[0].embedding, abs=1e-6)
         short = await client.embeddings.create(model="default", input=TEXTS[0], dimensions=8)
     first = np.array(wanted[0][:8])
