@@ -131,7 +131,7 @@ def build_model(
                 module.follow(tensors.shapes)
     if tensors is not None:
         if isinstance(tensors, QuantizedTensors):
-            tensors.without_zero_biases(collect_shards(model))
+            tensors.check_plain(collect_shards(model))
             tensors.keep_grouped(_kept(build))
         ignored = _ignored(tensors.shapes, tied=config.flag("tie_word_embeddings"))
         shapes = {name: shape for name, shape in tensors.shapes.items() if name not in ignored}

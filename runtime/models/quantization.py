@@ -76,6 +76,8 @@ def _beside(directory: Path) -> dict[str, Any]:
     modelopt = _read(directory / "hf_quant_config.json")
     if isinstance(modelopt.get("quantization"), Mapping):
         return {"quant_method": "modelopt", **modelopt["quantization"]}
+    if (directory / "quanto_qmap.json").is_file():
+        return {"quant_method": "quanto"}
     older = _read(directory / "quantize_config.json") or _read(directory / "quant_config.json")
     if not older or "quant_method" in older:
         return older

@@ -6,6 +6,7 @@ import ctypes
 import json
 import mmap
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -248,10 +249,22 @@ class _TorchFile:
         try:
             tensors = torch.load(self.path, map_location="cpu", weights_only=True, mmap=self._mapped)
         except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
-            raise CheckpointError(f"{self.path} cannot be read as weights.") from error
-        if not isinstance(tensors, Mapping) or not all(isinstance(x, Tensor) for x in tensors.values()):
+            raise CheckpointError(f"{self.path} cannot be read as weights.{_of_a_library(error)}") from error
+        plain = (Tensor, torch.nn.Parameter)
+        if not isinstance(tensors, Mapping) or not all(type(x) in plain for x in tensors.values()):
             raise CheckpointError(f"{self.path} must hold a table of tensors and nothing else.")
         return tensors
+
+
+def _of_a_library(error: Exception) -> str:
+    """A sentence on the class that a pickle asks for, as those of torchao and HQQ do; else nothing."""
+    found = re.search(r"GLOBAL ((?:\w+\.)+\w+)", str(error))
+    return (
+        f" It holds objects of {found[1]}, which are not loaded from pickles: save the model as safetensors with the "
+        "library that wrote it."
+        if found
+        else ""
+    )
 
 
 _Reader = _RawTensors | _TorchFile

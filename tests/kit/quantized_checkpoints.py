@@ -227,8 +227,10 @@ def words(numbers: Tensor, bits: int) -> Tensor:
     return torch.tensor(packed, dtype=torch.int64).to(torch.int32)
 
 
-def awq(*, group_size: int = 32, zero_point: bool = True, bits: int = 4) -> tuple[Quantize, dict]:
-    """As AutoAWQ packs for its gemm kernel; without zeros each is 8."""
+def awq(
+    *, group_size: int = 32, zero_point: bool = True, bits: int = 4, version: str = "gemm"
+) -> tuple[Quantize, dict]:
+    """As AutoAWQ packs for its gemm kernel, or for gemv; without zeros each is 8."""
 
     def interleaved(numbers: Tensor) -> Tensor:
         places = [0, 2, 4, 6, 1, 3, 5, 7]
@@ -246,6 +248,13 @@ def awq(*, group_size: int = 32, zero_point: bool = True, bits: int = 4) -> tupl
         zeros = (-low / scales).round().clamp(0, top).long() if zero_point else torch.full_like(low, 8).long()
         numbers = (groups / scales[:, None] + zeros[:, None]).round().clamp(0, top).long()
         plain = ((numbers - zeros[:, None]) * scales[:, None]).flatten(0, 1).T
+        if version == "gemv":
+            width = -(-len(scales) // 8) * 8 + 8  # more than there are groups
+            scales, zeros = (
+                torch.nn.functional.pad(each.T, (0, width - len(each))) for each in (scales, zeros)
+            )
+            parts = {"qweight": words(numbers.flatten(0, 1).T, 4), "qzeros": words(zeros, 4)}
+            return {**parts, "scales": scales.half()}, plain
         stored = {
             "qweight": interleaved(numbers.flatten(0, 1)),
             "scales": scales.half(),
@@ -257,7 +266,7 @@ def awq(*, group_size: int = 32, zero_point: bool = True, bits: int = 4) -> tupl
         "bits": bits,
         "group_size": group_size,
         "zero_point": zero_point,
-        "version": "gemm",
+        "version": version,
     }
 
 

@@ -4,11 +4,17 @@
     qzeros  int32 [G, O * bits / 32]   likewise
     scales  float [G, O]
 
+Or, packed for gemv, words along the inputs, in order: qweight [O, I / 8], qzeros [O, at least G / 8] and scales
+[O, at least G], those beyond the last group unused.
+
 weight[o, i] = scales[i / group_size, o] * (q[i, o] - zero[i / group_size, o]). Without zeros (`zero_point` false) each
-is half the range. Source: AutoAWQ's "gemm" packing, GPTQModel's of other bits.
+is half the range. Source: AutoAWQ's "gemm" and "gemv" packing, GPTQModel's of other bits.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,58 +29,103 @@ ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output, of eight, that stands in each fo
 PLACE = tuple(ORDER.index(output) for output in range(8))
 
 
+class Parts(NamedTuple):
+    """How the parts of a weight [O, I] are read."""
+
+    out_size: int
+    in_size: int
+    groups: int
+    codes: Callable[[Read], Tensor]  # [O, I]
+    scales: Callable[[Read], Tensor]  # float32 [O, G]
+    zeros: Callable[[Read], Tensor] | None  # [O, G]; None: half the range
+
+
 def derive(stored: Stored, fields: Fields) -> Derived:
     """See `runtime.models.formats`."""
     bits = fields.optional_integer("bits") or fields.optional_integer("w_bit") or 4
     if not 2 <= bits <= 8:
         raise fields.wrong("bits", "from 2 to 8")
     version = str(fields.values.get("version") or "gemm").lower()
-    if version != "gemm":
-        raise CheckpointError(f"{fields.path}version {version} is not supported; use one packed for gemm.")
-    derived = Derived()
+    if version not in ("gemm", "gemv") or (version == "gemv" and bits != 4):
+        raise CheckpointError(
+            f"{fields.path}version {version} of {bits} bits is not supported; use one packed for gemm, or of 4 bits "
+            "for gemv."
+        )
+    derived, symmetric = Derived(), fields.values.get("zero_point") is False
     for name in stored.shapes:
         if name.endswith(".qweight"):
-            _add(
-                derived,
-                stored,
-                name.removesuffix(".qweight"),
-                bits,
-                symmetric=fields.values.get("zero_point") is False,
-            )
+            layer = name.removesuffix(".qweight")
+            names = (name, f"{layer}.scales", f"{layer}.qzeros")
+            without_zeros = symmetric and names[2] not in stored.shapes
+            require(stored, *names[: 2 if without_zeros else 3])
+            if version == "gemm":
+                parts = _for_gemm(stored, names, bits, without_zeros)
+            else:
+                parts = _for_gemv(stored, names, _group_size(fields), without_zeros)
+            _add(derived, layer, names[: 2 if without_zeros else 3], parts, bits)
     return derived
 
 
-def _add(derived: Derived, stored: Stored, layer: str, bits: int, *, symmetric: bool) -> None:
-    packed, zeros, scales = f"{layer}.qweight", f"{layer}.qzeros", f"{layer}.scales"
-    without_zeros = symmetric and zeros not in stored.shapes
-    require(stored, scales, *(() if without_zeros else (zeros,)))
+def _group_size(fields: Fields) -> int:
+    """0 for a whole row."""
+    name = "group_size" if "group_size" in fields.values else "q_group_size"
+    return 0 if fields.values.get(name) == -1 else fields.integer(name)
+
+
+def _for_gemm(stored: Stored, names: tuple[str, str, str], bits: int, without_zeros: bool) -> Parts:
+    packed, scales, zeros = names
     in_size, words = stored.shapes[packed]
     groups, out_size = stored.shapes[scales]
-    if words != -(-out_size * bits // 32) or in_size % groups:
+    fitting = without_zeros or stored.shapes[zeros] == (groups, words)
+    if words != -(-out_size * bits // 32) or in_size % groups or not fitting:
         raise CheckpointError(f"{packed} and {scales} do not fit each other.")
+    return Parts(
+        out_size,
+        in_size,
+        groups,
+        lambda read: _unpack(read(packed), bits, out_size).T,
+        lambda read: read(scales).float().T,
+        None if without_zeros else lambda read: _unpack(read(zeros), bits, out_size).T,
+    )
 
-    def read_zeros(read: Read) -> Tensor:
-        return (
-            torch.full((groups, out_size), 1 << (bits - 1))
-            if without_zeros
-            else _unpack(read(zeros), bits, out_size)
-        )
+
+def _for_gemv(stored: Stored, names: tuple[str, str, str], group_size: int, without_zeros: bool) -> Parts:
+    packed, scales, zeros = names
+    out_size, words = stored.shapes[packed]
+    in_size = 8 * words
+    groups = in_size // (group_size or in_size)
+    rows, width = stored.shapes[scales]
+    fitting = without_zeros or stored.shapes[zeros] == (rows, -(-width // 8))
+    if rows != out_size or groups > width or groups * (group_size or in_size) != in_size or not fitting:
+        raise CheckpointError(f"{packed} and {scales} do not fit each other.")
+    return Parts(
+        out_size,
+        in_size,
+        groups,
+        lambda read: unpack(read(packed), 4, in_size),
+        lambda read: read(scales).float()[:, :groups],
+        None if without_zeros else lambda read: unpack(read(zeros), 4, groups),
+    )
+
+
+def _add(derived: Derived, layer: str, used: tuple[str, ...], parts: Parts, bits: int) -> None:
+    size = parts.in_size // parts.groups
+
+    def zeros(read: Read) -> Tensor:
+        if parts.zeros is not None:
+            return parts.zeros(read)
+        return torch.full((parts.out_size, parts.groups), 1 << (bits - 1))
 
     def make(read: Read) -> Tensor:
-        size = in_size // groups
-        scale, zero = (
-            each.repeat_interleave(size, dim=0) for each in (read(scales).float(), read_zeros(read))
-        )
-        return ((_unpack(read(packed), bits, out_size) - zero).float() * scale).T
+        scale, zero = (each.repeat_interleave(size, dim=1) for each in (parts.scales(read), zeros(read)))
+        return (parts.codes(read) - zero).float() * scale
 
     def make_grouped(read: Read, rows: slice) -> GroupedWeight:
-        scale = read(scales).float().T
-        codes = _unpack(read(packed), bits, out_size).T.to(torch.uint8)
-        return GroupedWeight(codes, scale, (8 - read_zeros(read).T) * scale).rows(rows)
+        scale = parts.scales(read)
+        return GroupedWeight(parts.codes(read).to(torch.uint8), scale, (8 - zeros(read)) * scale).rows(rows)
 
-    used = [packed, scales, *(() if without_zeros else (zeros,))]
-    kept = (make_grouped, GroupForm(in_size // groups)) if bits == 4 else (None, None)
-    derived.add(f"{layer}.weight", (out_size, in_size), used, make, *kept)
+    kept = (make_grouped, GroupForm(size)) if bits == 4 else (None, None)
+    derived.add(f"{layer}.weight", (parts.out_size, parts.in_size), used, make, *kept)
 
 
 def _unpack(words: Tensor, bits: int, count: int) -> Tensor:

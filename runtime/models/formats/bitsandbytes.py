@@ -51,16 +51,23 @@ def _add_by_table(derived: Derived, stored: Stored, name: str, state_name: str) 
     shape, block, nested_block, offset = _state(stored, state_name)
     count = prod(shape)
     num_bytes = prod(stored.shapes[name]) * stored.dtypes[name].itemsize
-    if not count <= num_bytes * 2 < count + 32 or -(-count // block) != stored.shapes[names["absmax"]][0]:
+    blocks = -(-count // block)
+    sizes = {names["absmax"]: blocks, names["quant_map"]: 16}
+    if nested:
+        sizes |= {names["nested_absmax"]: -(-blocks // nested_block), names["nested_quant_map"]: 256}
+    fitting = all(prod(stored.shapes[part]) == size for part, size in sizes.items())
+    if not count <= num_bytes * 2 < count + 32 or not fitting:
         raise CheckpointError(f"{name} and its quant_state do not fit each other.")
 
     def make(read: Read) -> Tensor:
-        scales = read(names["absmax"])
+        scales = read(names["absmax"]).flatten()
         if nested:
-            inner = read(names["nested_absmax"]).float().repeat_interleave(nested_block)[: len(scales)]
-            scales = look_up(scales, read(names["nested_quant_map"])) * inner + offset
+            inner = (
+                read(names["nested_absmax"]).flatten().float().repeat_interleave(nested_block)[: len(scales)]
+            )
+            scales = look_up(scales, read(names["nested_quant_map"]).flatten()) * inner + offset
         codes = nibbles(read(name).contiguous().flatten().view(torch.uint8), high_first=True)[:count]
-        numbers = look_up(codes, read(names["quant_map"]))
+        numbers = look_up(codes, read(names["quant_map"]).flatten())
         return (numbers * scales.float().repeat_interleave(block)[:count]).view(shape)
 
     used = [name, state_name, names["absmax"], names["quant_map"]]
@@ -88,6 +95,8 @@ def _state(stored: Stored, name: str) -> tuple[tuple[int, ...], int, int, float]
 def _add_whole_numbers(derived: Derived, stored: Stored, layer: str) -> None:
     name, scale = f"{layer}.weight", f"{layer}.SCB"
     require(stored, name)
+    if stored.shapes[scale] != stored.shapes[name][:1]:
+        raise CheckpointError(f"{name} and {scale} do not fit each other.")
 
     def make(read: Read) -> Tensor:
         return read(name).float() * (read(scale).float() / 127).unsqueeze(-1)

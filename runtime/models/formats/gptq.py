@@ -78,13 +78,14 @@ def _zeros(words: Tensor, bits: int, count: int, fields: Fields) -> Tensor:
 def _add(derived: Derived, stored: Stored, layer: str, bits: int, group_size: int, fields: Fields) -> None:
     packed, zeros, scales = f"{layer}.qweight", f"{layer}.qzeros", f"{layer}.scales"
     order = f"{layer}.g_idx" if f"{layer}.g_idx" in stored.shapes else None
-    require(stored, zeros, scales)
+    require(stored, zeros, scales, *([f"{layer}.g_idx"] if fields.values.get("desc_act") is True else ()))
     words, out_size = stored.shapes[packed]
     groups = stored.shapes[scales][0]
     if -(-out_size * bits // 32) != stored.shapes[zeros][-1]:
         bits = next((b for b in BITS if -(-out_size * b // 32) == stored.shapes[zeros][-1]), bits)
     in_size = stored.shapes[order][0] if order else words * 32 // bits
-    if -(-in_size * bits // 32) != words or stored.shapes[zeros] != (groups, -(-out_size * bits // 32)):
+    shapes = {zeros: (groups, -(-out_size * bits // 32)), scales: (groups, out_size)}
+    if -(-in_size * bits // 32) != words or any(stored.shapes[name] != each for name, each in shapes.items()):
         raise CheckpointError(f"{packed}, {zeros} and {scales} do not fit each other with {bits} bits.")
     size = in_size if group_size == -1 else group_size
     if -(-in_size // size) != groups:  # as this layer has it

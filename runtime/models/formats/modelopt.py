@@ -1,7 +1,7 @@
 """ModelOpt's unified checkpoints: what `scaled` reads, and weights packed two to a byte.
 
-    weight uint8 [O, I / 2]   e2m1, with weight_scale e4m3 for each 16 inputs and weight_scale_2 of the whole, or with
-                              weight_scale uint8, an exponent for each 32
+    weight uint8 [O, I / 2]   e2m1, with weight_scale e4m3 for each 16 inputs (or 32, 64, 128) and weight_scale_2 of the
+                              whole, or with weight_scale uint8, an exponent for each 32
     weight uint8 [O / 2, I]   signed 4 bits, two outputs in a byte, the lower half first, with weight_scale float [O, G]
     pre_quant_scale [I]       by which inputs are multiplied first: here the weight's columns
     NAME, NAME_weight_scale   of all experts together; [X, I, O] where the model has inputs first
@@ -10,6 +10,9 @@ Source: NVIDIA's Model Optimizer, `export/quant_utils.py` and `export/unified_ex
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +29,7 @@ BEFORE, LOW_RANK = ".pre_quant_scale", ".svdquant_lora_a"
 
 def derive(stored: Stored, fields: Fields) -> Derived:
     """See `runtime.models.formats`."""
-    derived = scaled.derive(stored, fields)
+    derived, groups = scaled.derive(stored, fields), _group_sizes(fields.values)
     for name, dtype in stored.dtypes.items():
         stem = name if name.endswith("weight") else f"{name}_weight"
         if name.endswith(LOW_RANK):
@@ -35,21 +38,40 @@ def derive(stored: Stored, fields: Fields) -> Derived:
             )
         if dtype == torch.uint8 and f"{stem}_scale" in stored.shapes:
             by_bits = stored.dtypes[f"{stem}_scale"] in (torch.uint8, torch.float8_e4m3fn)
-            (_add_floats if by_bits else _add_whole_numbers)(derived, stored, name, stem)
+            (_add_floats if by_bits else _add_whole_numbers)(derived, stored, name, stem, groups)
     for name in stored.shapes:
         if name.endswith(BEFORE):
             _multiply_columns(derived, stored, f"{name.removesuffix(BEFORE)}.weight", name)
     return derived
 
 
-def _add_floats(derived: Derived, stored: Stored, name: str, stem: str) -> None:
+def _group_sizes(values: Mapping[str, Any]) -> set[int]:
+    """What the configuration says of all weights; none where it does not, or says it of each layer."""
+    stated = values.get("config_groups")
+    groups = (
+        [each.get("weights") for each in stated.values() if isinstance(each, Mapping)]
+        if isinstance(stated, Mapping)
+        else []
+    )
+    sizes = [
+        values.get("group_size"),
+        *(each.get("group_size") for each in groups if isinstance(each, Mapping)),
+    ]
+    return (
+        set() if "quantized_layers" in values else {each for each in sizes if type(each) is int and each > 0}
+    )
+
+
+def _add_floats(derived: Derived, stored: Stored, name: str, stem: str, groups: set[int]) -> None:
     """e2m1, two in a byte along the inputs, which of all experts together may come first."""
     scale, whole = f"{stem}_scale", f"{stem}_scale_2"
     by_exponent = stored.dtypes[scale] == torch.uint8
     packed, grid = stored.shapes[name], stored.shapes[scale]
-    size = 16 if by_exponent else 8  # bytes that share a scale
-    along = next((axis for axis in (-1, -2)[: len(packed) - 1] if _shares(packed, grid, axis, size)), None)
-    if along is None or (along == -2 and len(packed) != 3):
+    stated = [each // 2 for each in groups]
+    sizes = (16,) if by_exponent else stated or (8, 16, 32, 64)  # bytes that share a scale
+    fitting = ((axis, size) for axis in (-1, -2)[: len(packed) - 1] for size in sizes)
+    along, size = next((each for each in fitting if _shares(packed, grid, *each)), (0, 0))
+    if not size or (along == -2 and len(packed) != 3):
         raise CheckpointError(f"{name} and {scale} do not fit each other.")
     if not by_exponent:
         require(stored, whole)
@@ -76,11 +98,18 @@ def _shares(packed: tuple[int, ...], grid: tuple[int, ...], axis: int, size: int
     return not packed[axis] % size and tuple(wanted) == grid
 
 
-def _add_whole_numbers(derived: Derived, stored: Stored, name: str, stem: str) -> None:
+def _add_whole_numbers(derived: Derived, stored: Stored, name: str, stem: str, sizes: set[int]) -> None:
     scale, second = f"{stem}_scale", f"{stem}_scale_2"
     half, in_size, *more = stored.shapes[name]
     out_size, groups, *_ = (*stored.shapes[scale], 0, 0)
-    if more or len(stored.shapes[scale]) != 2 or out_size != 2 * half or not groups or in_size % groups:
+    if (
+        more
+        or len(stored.shapes[scale]) != 2
+        or out_size != 2 * half
+        or not groups
+        or in_size % groups
+        or (sizes and in_size // groups not in sizes)
+    ):
         raise CheckpointError(f"{name} and {scale} do not fit each other.")
 
     def read_codes(read: Read) -> Tensor:

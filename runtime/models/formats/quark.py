@@ -35,7 +35,7 @@ def derive(stored: Stored, fields: Fields) -> Derived:
     reorder = not isinstance(export, Mapping) or export.get("pack_method", "reorder") == "reorder"
     for name, dtype in stored.dtypes.items():
         if dtype == torch.uint8 and f"{name}_scale" in stored.shapes:
-            scaled.add_floats(derived, stored, name, name, scaled.Schemes((), ()))
+            scaled.add_floats(derived, stored, name, name, scaled.Schemes())
         elif dtype == torch.int32 and f"{name}_scale" in stored.shapes:
             if dtypes >= {"int4", "uint4"}:
                 raise CheckpointError(f"{fields.path[:-1]} has layers in int4 and in uint4: {ADVICE}")
@@ -69,10 +69,10 @@ def _add_whole_numbers(derived: Derived, stored: Stored, name: str, *, signed: b
     scale, zero = f"{name}_scale", f"{name}_zero_point"
     require(stored, zero)
     words, grid = stored.shapes[name], stored.shapes[scale]
-    if len(words) != 2 or len(grid) != 2 or words[1] != -(-grid[1] // 8) or words[0] % grid[0]:
+    if len(words) != 2 or len(grid) != 2 or words[1] != -(-grid[1] // 8) or not grid[0] or words[0] % grid[0]:
         raise CheckpointError(f"{name} and {scale} do not fit each other.")
     in_size, (groups, out_size) = words[0], grid
-    if stored.shapes[zero] not in ((groups, words[1]), grid):
+    if stored.shapes[zero] != (grid if stored.dtypes[zero].is_floating_point else (groups, words[1])):
         raise CheckpointError(f"{zero} and {scale} do not fit each other.")
 
     def codes(words: Tensor) -> Tensor:

@@ -82,8 +82,30 @@ def _add_cache_scale(derived: Derived, stored: Stored, name: str, ours: str) -> 
 class Schemes(NamedTuple):
     """What a configuration says of its weights, of all groups of layers together: a weight's shapes choose."""
 
-    bits: tuple[int, ...]
-    blocks: tuple[tuple[int, int], ...]  # outputs and inputs that share a scale
+    bits: tuple[int, ...] = ()
+    blocks: tuple[tuple[int, int], ...] = ()  # outputs and inputs that share a scale
+    strategies: frozenset[str] = frozenset()  # those of all weights; none where it is not said of all
+    shifted: bool = False  # all have zeros
+    ordered: bool = False  # all have an order of columns
+
+    def check(self, grid: tuple[int, ...], shape: tuple[int, ...], name: str) -> None:
+        """Raise CheckpointError for scales that no strategy gives to a weight [O, I]."""
+        if not self.strategies or len(shape) != 2:
+            return
+        allowed = {
+            tuple(-(-size // part) for size, part in zip(shape, each, strict=True)) for each in self.blocks
+        }
+        allowed |= {(), (1,), (1, 1)} if "tensor" in self.strategies else set()
+        allowed |= {shape[:1], (shape[0], 1)} if "channel" in self.strategies else set()
+        if grid not in allowed:
+            raise CheckpointError(f"{name}: {list(grid)} scales do not cover {list(shape)} {self.stated}.")
+
+    @property
+    def stated(self) -> str:
+        return "in blocks of " + (" or ".join(f"{a} by {b}" for a, b in self.blocks) or "equal size")
+
+
+STRATEGIES = frozenset(("tensor", "channel", "group", "tensor_group", "block"))
 
 
 def _schemes(values: Mapping[str, Any]) -> Schemes:
@@ -98,9 +120,13 @@ def _schemes(values: Mapping[str, Any]) -> Schemes:
     pairs = [tuple(each) for each in blocks if isinstance(each, list | tuple) and len(each) == 2]
     pairs += [(1, each.get("group_size")) for each in weights]
     pairs += [(128, 128)] if str(values.get("quant_algo")).lower() == "fp8_pb_wo" else []
+    strategies = {str(each.get("strategy")) for each in weights}
     return Schemes(
         tuple(dict.fromkeys(each["num_bits"] for each in weights if each.get("num_bits") in range(1, 9))),
         tuple((a, b) for a, b in pairs if _is_size(a) and _is_size(b)),
+        frozenset(strategies if strategies <= STRATEGIES else ()),
+        bool(weights) and all(each.get("symmetric") is False for each in weights),
+        bool(weights) and all(each.get("actorder") == "group" for each in weights),
     )
 
 
@@ -138,7 +164,11 @@ def _add_scaled(derived: Derived, stored: Stored, name: str, schemes: Schemes) -
     if scale is None:
         raise CheckpointError(f"The quantized checkpoint lacks {name}_scale.")
     shape, zero = stored.shapes[name], f"{name}_zero_point"
+    require(stored, *([zero] if schemes.shifted else ()))
     zero = zero if zero in stored.shapes else None
+    if scale.endswith("_inv") and schemes.blocks:
+        schemes = schemes._replace(strategies=frozenset(("block",)))
+    schemes.check(stored.shapes[scale], shape, scale)
 
     def make(read: Read) -> Tensor:
         numbers = read(name).float()
@@ -156,10 +186,13 @@ def _add_whole_numbers(derived: Derived, stored: Stored, name: str, schemes: Sch
         other if other in stored.shapes else None for other in (f"{name}_zero_point", f"{name}_g_idx")
     )
     require(stored, scale, shape_name)
-    shape = tuple(int(size) for size in stored.read(shape_name).tolist())
-    rows, words = stored.shapes[packed][-2:]
+    require(stored, *([f"{name}_zero_point"] if schemes.shifted else ()))
+    require(stored, *([f"{name}_g_idx"] if schemes.ordered else ()))
+    shape = tuple(int(size) for size in stored.read(shape_name).flatten().tolist())
+    rows, words = (*stored.shapes[packed], 0, 0)[:2]
     if len(shape) != 2 or rows != shape[0] or not 0 < shape[1] <= 2**24:
         raise CheckpointError(f"{shape_name} is {list(shape)}, which does not fit {packed}.")
+    schemes.check(stored.shapes[scale], shape, scale)
     bits, dense = _packing(schemes.bits or tuple(range(1, 9)), words, shape[1])
     if bits == 0:
         raise CheckpointError(f"{packed} of {words} words does not hold {shape[1]} numbers of 1 to 8 bits.")
@@ -190,6 +223,9 @@ def _add_whole_numbers(derived: Derived, stored: Stored, name: str, schemes: Sch
         return GroupedWeight(unpack(read(packed), 4, shape[1]).to(torch.uint8), scales, shifts).rows(rows)
 
     grid = stored.shapes[scale]
+    packed_zeros = zero is not None and stored.dtypes[zero] == torch.int32
+    if zero is not None and stored.shapes[zero][packed_zeros:] != grid[packed_zeros:]:
+        raise CheckpointError(f"{zero} and {scale} do not fit each other.")
     kept = bits == 4 and order is None and len(grid) == 2 and grid[0] == rows and shape[1] % grid[1] == 0
     used = [packed, scale, shape_name, *(x for x in (zero, order) if x)]
     form = GroupForm(shape[1] // grid[1]) if kept else None
@@ -211,9 +247,18 @@ def add_floats(derived: Derived, stored: Stored, name: str, packed: str, schemes
     whole = f"{name}_global_scale"
     whole = whole if whole in stored.shapes else None
     require(stored, scale)
-    *rows, size = stored.shapes[packed]
-    of_6_bits = size == stored.shapes[scale][-1] * 24
+    *rows, size = (*stored.shapes[packed],)
+    *rows_too, groups = (*stored.shapes[scale],)
+    of_6_bits = size == groups * 24
     shape = (*rows, size * 8 // (6 if of_6_bits else 4))
+    small = size == groups * 8 and stored.dtypes[scale] not in (torch.uint8, torch.float8_e8m0fnu)
+    if (
+        rows != rows_too
+        or not (of_6_bits or small or size == groups * 16)
+        or stored.dtypes[packed] != torch.uint8
+    ):
+        raise CheckpointError(f"{packed} and {scale} do not fit each other.")
+    require(stored, *([f"{name}_global_scale"] if small else ()))
 
     def make(read: Read) -> Tensor:
         scales = _scales(read(scale))
@@ -256,9 +301,8 @@ def _spread(scales: Tensor, shape: tuple[int, ...], schemes: Schemes, name: str)
     if block is None and (
         schemes.blocks or any(size % found for found, size in zip(scales.shape, shape, strict=True))
     ):
-        stated = " or ".join(f"{rows} by {columns}" for rows, columns in schemes.blocks) or "equal size"
         raise CheckpointError(
-            f"{name}: {list(scales.shape)} scales in blocks of {stated} do not cover {list(shape)}."
+            f"{name}: {list(scales.shape)} scales {schemes.stated} do not cover {list(shape)}."
         )
     return spread(scales, shape, block or ())
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import NamedTuple, Protocol
@@ -43,6 +44,7 @@ class Made(NamedTuple):
     make_rows: Callable[[Read, slice], Tensor] | None = None
 
 
+PLAIN = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # dtypes of what is not quantised
 PARTS = ("codes", "scales", "shifts")  # of a weight in groups, as tensors named NAME.codes and so on
 
 
@@ -78,7 +80,8 @@ class QuantizedTensors:
     def __init__(self, stored: Stored, fields: Fields) -> None:
         self._stored = stored
         form = import_module(f"runtime.models.formats.{FORMATS[fields.values['quant_method']].file}")
-        self._derived: Derived = form.derive(stored, fields)
+        with fitting("tensors"):
+            self._derived: Derived = form.derive(stored, fields)
         derived = self._derived
         plain = {name: name for name in stored.shapes if name not in derived.used | derived.renamed.keys()}
         self._plain = plain | {
@@ -106,9 +109,17 @@ class QuantizedTensors:
             for part in PARTS[1 : 2 + form.shifted]:
                 self.shapes[f"{name}.{part}"] = (out_size, in_size // form.group)
 
-    def without_zero_biases(self, wanted: Iterable[str]) -> None:
-        """Forget biases that the model does not want and that are zero: some tools write them for every layer."""
-        known = set(wanted)
+    def check_plain(self, wanted: Iterable[str]) -> None:
+        """Forget biases that the model does not want and that are zero: some tools write them for every layer.
+
+        Raises CheckpointError for what it wants and what is in a quantised dtype with nothing that says how to read it.
+        """
+        known, dtypes = set(wanted), self._stored.dtypes
+        for name in known & self._plain.keys():
+            if (dtype := dtypes[self._plain[name]]) not in PLAIN:
+                raise CheckpointError(
+                    f"The quantized checkpoint has {name} in {dtype}, and lacks its scales."
+                )
         for name in [name for name in self._plain if name.endswith(".bias") and name not in known]:
             if not self._stored.read(self._plain[name]).any():
                 del self._plain[name], self.shapes[name]
@@ -128,7 +139,8 @@ class QuantizedTensors:
                     rows = made.make_rows(self._stored.read, cut[0] if cut else slice(None))
                     take(name, number, rows[(slice(None), *cut[1:])])
             else:
-                tensor = made.make(self._stored.read)
+                with fitting(name):
+                    tensor = made.make(self._stored.read)
                 if tuple(tensor.shape) != made.shape:
                     raise CheckpointError(f"{name} becomes {list(tensor.shape)}, not {list(made.shape)}.")
                 give_parts(take, cuts, name, tensor)
@@ -145,13 +157,23 @@ class QuantizedTensors:
         every = slice(0, made.shape[0])
         spans = [cut[0] if cut else every for each in wanted for cut in cuts.get(each, ())]
         rows = slice(min(span.start for span in spans), max(span.stop for span in spans))
-        weight = made.make_grouped(self._stored.read, rows).as_form(self._kept[name])
+        with fitting(name):
+            weight = made.make_grouped(self._stored.read, rows).as_form(self._kept[name])
         shifts = torch.zeros_like(weight.scales) if weight.shifts is None else weight.shifts
         for each, tensor in zip(wanted, (weight.codes, weight.scales, shifts), strict=True):
             for number, cut in enumerate(cuts.get(each, ())):
                 span, *columns = cut or (every,)
                 here = slice(span.start - rows.start, span.stop - rows.start)
                 take(each, number, tensor[(here, *columns)])
+
+
+@contextmanager
+def fitting(name: str) -> Iterator[None]:
+    """Say of which tensor a damaged checkpoint's parts do not fit each other."""
+    try:
+        yield
+    except (ArithmeticError, IndexError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"The quantized checkpoint's {name} cannot be read: {error}.") from error
 
 
 def require(stored: Stored, *names: str) -> None:

@@ -73,6 +73,8 @@ def _add(derived: Derived, stored: Stored, dtypes: Mapping[str, torch.dtype], na
     def make(read: Read) -> Tensor:
         return whole(read) * read(before).float() if scaled_before else whole(read)
 
+    for part in () if of_4_bits else (scale, *([zero] if zero in dtypes else [])):
+        _check_grid(shape, stored.shapes[part], f"{data} and {part} do not fit each other.")
     used = [data, scale, *(each for each in (zero, before) if each in dtypes)]
     if not of_4_bits:
         derived.add(name, shape, used, make)
@@ -83,3 +85,14 @@ def _add(derived: Derived, stored: Stored, dtypes: Mapping[str, torch.dtype], na
         raise CheckpointError(f"{data} and {scale} do not fit each other.")
     kept = (None, None) if scaled_before or outer else (grouped, GroupForm(in_size // groups))
     derived.add(name, (*shape[:-1], in_size), used, make, *kept)
+
+
+def _check_grid(shape: tuple[int, ...], grid: tuple[int, ...], message: str) -> None:
+    """Raise CheckpointError unless scales are those of a whole, of rows, of groups of a row or of blocks of 128."""
+    *outer, out_size, in_size = shape
+    *outer_too, rows, columns = (*grid, 0, 0) if len(grid) < 2 else grid
+    of_groups = rows in (1, out_size) and columns and in_size % columns == 0
+    in_eights = columns == 1 or not of_groups or in_size // columns % 8 == 0
+    blocks = (rows, columns) == (-(-out_size // 128), -(-in_size // 128))
+    if len(outer) != len(outer_too) or not (blocks or (of_groups and in_eights)):
+        raise CheckpointError(message)

@@ -61,6 +61,7 @@ FORMS = [
     ("gptq", {"planes": True, "bits": 7}),
     ("awq", {"zero_point": False}),
     ("awq", {"bits": 3}),
+    ("awq", {"version": "gemv"}),
     ("modelopt", {"kind": "w4a16_awq"}),
     ("modelopt", {"kind": "mxfp4", "before": True}),
     ("modelopt", {"kind": "fp8_pb_wo"}),
@@ -178,6 +179,9 @@ def test_a_form_is_found_in_the_files_of_older_tools(tmp_path: Path) -> None:
         (Path(quantized) / name).write_text(json.dumps(settings))
         assert read_facts(quantized).quantization == {"fp8": "modelopt"}.get(form, form)
         check_same_tensors(read_whole(opened(quantized)), plain)
+    (Path(plain) / "quanto_qmap.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"quantized \(quanto\)"):
+        read_facts(plain)
 
 
 @pytest.mark.parametrize(
@@ -256,16 +260,17 @@ def test_experts_of_modelopt_may_be_together_and_with_inputs_first(tmp_path: Pat
     torch.testing.assert_close(found, wanted)
 
 
-def test_fp4_of_modelopt_is_numbers_times_two_scales(tmp_path: Path) -> None:
+@pytest.mark.parametrize("group", [16, 32])
+def test_fp4_of_modelopt_is_numbers_times_two_scales(group: int, tmp_path: Path) -> None:
     packed = torch.randint(0, 256, (4, 16), dtype=torch.uint8)
-    scale, whole = torch.rand(4, 2).to(torch.float8_e4m3fn), torch.tensor(0.37)
+    scale, whole = torch.rand(4, 32 // group).to(torch.float8_e4m3fn), torch.tensor(0.37)
     wanted = torch.empty(4, 32)
     for row in range(4):
         for column in range(32):
             code = int(packed[row, column // 2]) >> (4 * (column % 2)) & 15
             exponent, half = code >> 1 & 3, code & 1
             size = half / 2 if exponent == 0 else 2.0 ** (exponent - 1) * (1 + half / 2)
-            wanted[row, column] = (-size if code & 8 else size) * float(scale[row, column // 16]) * 0.37
+            wanted[row, column] = (-size if code & 8 else size) * float(scale[row, column // group]) * 0.37
     stored = {"a.weight": packed, "a.weight_scale": scale, "a.weight_scale_2": whole}
     save_file(stored | {"a.input_scale": torch.ones(())}, tmp_path / "model.safetensors")
     files = TensorFiles(WeightFiles("safetensors", (tmp_path / "model.safetensors",)))
@@ -391,7 +396,9 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("gptq", {"checkpoint_format": "marlin"}, {}, r"quantized \(marlin\)"),
     ("gptq", {}, {"model.layers.0.mlp.up_proj.scales": None}, "lacks model.layers.0.mlp.up_proj.scales"),
     ("gptq", {}, {"model.layers.0.mlp.up_proj.g_idx": torch.full((64,), 9).int()}, "groups beyond"),
-    ("awq", {"version": "gemv"}, {}, "version gemv"),
+    ("awq", {"version": "gemv_fast"}, {}, "version gemv_fast"),
+    ("awq", {"version": "gemv"}, {}, "do not fit each other"),
+    ("awq", {}, {"model.layers.0.mlp.up_proj.qzeros": torch.zeros(3, 16).int()}, "do not fit each other"),
     ("awq", {"bits": 9}, {}, "bits must be from 2 to 8"),
     ("awq", {"bits": 8}, {}, "do not fit each other"),
     ("fp8", {}, {"model.layers.0.mlp.up_proj.weight_scale_inv": None}, "lacks .*up_proj.weight_scale"),
@@ -417,6 +424,39 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
         {},
         "R4 rotates activations",
     ),
+    (
+        "compressed-tensors",
+        {"config_groups": {"a": {"weights": {"num_bits": 4, "symmetric": False}}}},
+        {},
+        "lacks .*weight_zero_point",
+    ),
+    (
+        "compressed-tensors",
+        {"config_groups": {"a": {"weights": {"num_bits": 4, "actorder": "group"}}}},
+        {},
+        "lacks .*weight_g_idx",
+    ),
+    (
+        "compressed-tensors",
+        {},
+        {"model.layers.0.mlp.up_proj.weight_scale": torch.ones(128, 1)},
+        "do not cover",
+    ),
+    ("compressed-tensors", {}, {"model.layers.0.mlp.up_proj.weight_shape": torch.ones(())}, "does not fit"),
+    (
+        "compressed-tensors",
+        {},
+        {"model.layers.0.mlp.up_proj.weight_packed": torch.ones(128).int()},
+        "of 0 words",
+    ),
+    ("gptq", {"desc_act": True}, {"model.layers.0.mlp.up_proj.g_idx": None}, "lacks .*g_idx"),
+    ("gptq", {}, {"model.layers.0.mlp.up_proj.scales": torch.ones(2, 64)}, "do not fit each other"),
+    ("bitsandbytes", {}, {"model.layers.0.mlp.up_proj.SCB": None}, "in torch.int8, and lacks its scales"),
+    ("bitsandbytes", {}, {"model.layers.0.mlp.up_proj.SCB": torch.ones(64)}, "do not fit each other"),
+    ("torchao", {}, {"model.layers.0.mlp.up_proj._weight_scale": torch.ones(64, 1)}, "do not fit each other"),
+    ("torchao", {}, {"model.layers.0.mlp.up_proj._weight_scale": torch.ones(0, 1)}, "do not fit each other"),
+    ("awq", {}, {"model.layers.0.mlp.up_proj.scales": torch.ones(0, 128)}, "cannot be read"),
+    ("modelopt", {"group_size": 64}, {}, "do not fit"),
     ("modelopt", {}, {"model.layers.0.mlp.up_proj.weight": torch.zeros(3, 5).byte()}, "do not fit"),
     ("modelopt", {}, {"model.layers.0.mlp.up_proj.pre_quant_scale": torch.ones(5)}, "does not fit"),
     ("modelopt", {}, {"model.layers.0.mlp.up_proj.svdquant_lora_a": torch.ones(5)}, "SVDQuant"),
@@ -432,6 +472,7 @@ def test_what_cannot_be_read_is_refused_by_name(
     form: str, config: dict[str, Any], tensors: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     options = {
+        "bitsandbytes": {"kind": "int8"},
         "compressed-tensors": {"preset": "W4A16"},
         "modelopt": {"kind": "w4a16_awq"},
         "quark": {"dtype": "int4"},

@@ -6,6 +6,7 @@ import gc
 import json
 import shutil
 import sys
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +232,14 @@ def test_loading_takes_little_more_than_the_weights(form: str, wide: Path) -> No
     size = (wide / "model.safetensors").stat().st_size
     slack = 16 * 2**20  # what the allocator keeps differs by runs
     assert peak_of_loading(path, **changes) < 1.1 * size + slack
+
+
+def test_a_pickle_of_other_objects_is_refused_with_their_name(tmp_path: Path) -> None:
+    """As torchao's and HQQ's own tensors are."""
+    shutil.copy(Path(tiny_checkpoints.cached()) / "config.json", tmp_path)
+    torch.save({"lm_head.weight": Fraction(1, 2)}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"objects of fractions\.Fraction, .* as safetensors"):
+        paged_forward.load(str(tmp_path))
 
 
 @pytest.fixture(scope="module")
