@@ -82,21 +82,29 @@ class ContextOverflow(InvalidRequest):
 
 
 class Unauthorized(RequestError):
+    """The route asks for a key, and the request has none that is known."""
+
     status = 401
     kind = "AuthenticationError"
 
 
 class Forbidden(RequestError):
+    """The sender is known, or a page of another origin, and may not do this."""
+
     status = 403
     kind = "PermissionDeniedError"
 
 
 class NotFound(RequestError):
+    """What was named is not there: a model, a file, a response, a batch, metrics."""
+
     status = 404
     kind = "NotFoundError"
 
 
 class PayloadTooLarge(RequestError):
+    """The body has more bytes, or holds more values, than its route takes."""
+
     status = 413
     kind = "PayloadTooLargeError"
 

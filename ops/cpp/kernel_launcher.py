@@ -284,6 +284,7 @@ class Arena:
     blocks: list[_Block] = field(default_factory=list)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A contiguous tensor in a block that nobody uses any more, or in a new one."""
         nbytes = max(1, prod(shape)) * dtype.itemsize
         fitting = [
             block for block in self.blocks if block.free and nbytes <= block.memory.nbytes <= 2 * nbytes

@@ -23,6 +23,8 @@ class Section:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPlan(Section):
+    """Which checkpoint is loaded, from where, in which precision and onto which device."""
+
     path: str
     load_format: str  # "auto", "safetensors", "pt", "npcache", "sharded_state", "gguf", "dummy"
     dtype: str  # "float32", "bfloat16", "float16"
@@ -34,9 +36,8 @@ class ModelPlan(Section):
     mmap: bool = True
     num_load_threads: int = 1
     shard_pattern: str | None = None  # how files of sharded_state are called, if not as they are written
-    custom_loaders: Sequence[
-        str
-    ] = ()  # functions that give the tensors in place of files, as package.module.name
+    # Functions that give the tensors in place of files, as package.module.name.
+    custom_loaders: Sequence[str] = ()
     any_dtype: bool = False  # tensors may differ in their dtypes: all are converted
     delete_after_loading: bool = False  # the checkpoint
     state_dtype: str = "float32"  # of the states of recurrent layers
@@ -47,6 +48,8 @@ class ModelPlan(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachePlan(Section):
+    """The pages of the KV cache: their size, their precision, and how much memory they get."""
+
     page_size: int
     prefix_cache: bool  # keep finished prefixes in the radix tree
     kv_dtype: str  # as torch calls it: that of the model, "bfloat16", "float8_e5m2", "float8_e4m3fn"
@@ -60,6 +63,8 @@ class CachePlan(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerPlan(Section):
+    """How many sequences run and wait, and what a step may compute."""
+
     max_running: int
     max_queued: int
     max_queued_tokens: int = 2**23  # of the prompts that wait
@@ -151,6 +156,8 @@ class ParallelPlan(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerPlan(Section):
+    """How text becomes ids and back, and how the model writes thoughts and calls."""
+
     tokenizer_path: str | None  # None: ids in, ids out
     mode: str  # "auto", "slow"
     trust_remote_code: bool
@@ -167,6 +174,8 @@ class TokenizerPlan(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServePlan(Section):
+    """Where the server listens, who may call it, and what it answers on its own account."""
+
     host: str
     port: int
     api_key: str | None = field(repr=False)
@@ -230,6 +239,8 @@ class ObservePlan(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
+    """All sections."""
+
     model: ModelPlan
     cache: CachePlan
     scheduler: SchedulerPlan

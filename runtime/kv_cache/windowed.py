@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 
 class WindowedPages(CacheKind):
+    """Pages of a pool of their own for sliding-window layers; a running sequence holds those of its window."""
+
     name = "windowed"
 
     # --- how large, before there is one ---

@@ -14,6 +14,7 @@ E4M3_CAPABILITY = (8, 9)  # below it Triton has no e4m3
 
 
 def cache_plan(builder: PlanBuilder, gpu: Gpu | None, dtype: str, facts: ModelFacts) -> CachePlan:
+    """`gpu` is that of the plan, None on a CPU; `dtype` is the model's."""
     args = builder.args.cache
     for option in ("max_mamba_cache_size", "mamba_ssm_dtype"):
         if builder.args.changed(option) and facts.path and not facts.recurrent:

@@ -36,6 +36,7 @@ FUSED = ("activation", "norm", "rope")
 def kernel_plan(
     builder: PlanBuilder, machine: Machine, gpu: Gpu | None, dtype: str, facts: ModelFacts, cache: CachePlan
 ) -> KernelPlan:
+    """`gpu` is that of the plan, None on a CPU; `dtype` is the model's, that of its cache is in `cache`."""
     attention, decode, prefill = _attention(builder, machine, gpu, _shape(dtype, facts, cache))
     sampling = _chosen(builder, "sampling_backend", SAMPLING, _unmet(SAMPLING, machine, gpu))
     choices, reasons = _small_operations(builder, machine, gpu)

@@ -26,6 +26,7 @@ _OTHER_DEVICES = {
 
 
 def model_plan(builder: PlanBuilder, machine: Machine, facts: ModelFacts) -> ModelPlan:
+    """The device is decided here, before all other sections."""
     args = builder.args.model
     device = _device(builder, machine)
     return build(

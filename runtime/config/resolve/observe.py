@@ -19,6 +19,7 @@ TAKEN_LABELS = frozenset({"model_name", "le"})
 
 
 def observe_plan(builder: PlanBuilder) -> ObservePlan:
+    """It follows from the options alone."""
     return build(
         ObservePlan,
         metrics=builder.follow("enable_metrics"),

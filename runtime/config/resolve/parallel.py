@@ -18,6 +18,7 @@ TORCHRUN = "TORCHELASTIC_RUN_ID"  # set by torchrun in what it starts
 
 
 def parallel_plan(builder: PlanBuilder, machine: Machine, facts: ModelFacts, device: str) -> ParallelPlan:
+    """Refuses ranks that the model's heads and layers, or this machine's devices, do not allow."""
     args = builder.args.parallel
     _check_heads(builder, facts)
     _check_stages(builder, facts)

@@ -19,6 +19,7 @@ DECAY_STEPS = 600  # over which the share reserved for output falls to its minim
 def schedule_plan(
     builder: PlanBuilder, gpu: Gpu | None, cache: CachePlan, facts: ModelFacts
 ) -> SchedulerPlan:
+    """`gpu` is that of the plan, None on a CPU."""
     conservativeness = builder.args.schedule.schedule_conservativeness
     # Shares of the remaining output that admission reserves.
     ratio = min(0.7 * conservativeness, 1.0)

@@ -24,6 +24,7 @@ DEMO_NAME = "penstock-demo"
 
 
 def text_plan(builder: PlanBuilder, machine: Machine, model_path: str) -> TokenizerPlan:
+    """Reads the checkpoint's chat template, from which the formats of thoughts and calls follow."""
     args = builder.args.text
     try:
         if args.chat_template is not None:
@@ -137,6 +138,7 @@ def _tokenizer_path(builder: PlanBuilder, model_path: str) -> Decision[str | Non
 
 
 def serve_plan(builder: PlanBuilder, model_path: str, demo_path: str | None) -> ServePlan:
+    """`demo_path` is where the demo model lies, which has a name of its own; None: there is none."""
     args = builder.args.http
     if args.api_key is not None and not args.api_key.strip():
         builder.refuse("api_key", "--api-key is empty; leave it out to ask for no key.")

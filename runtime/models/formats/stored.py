@@ -67,6 +67,11 @@ class Derived:
         form: GroupForm | None = None,
         make_rows: Callable[[Read, slice], Tensor] | None = None,
     ) -> None:
+        """The model's tensor `name` of this shape is made of the stored tensors in `used`.
+
+        `make` gives all of it, `make_rows` and `make_grouped` a slice of its rows, where that is possible: dequantised,
+        or in groups of the given form.
+        """
         self.made[name] = Made(tuple(shape), make, make_grouped, form, make_rows)
         self.used.update(used)
 
