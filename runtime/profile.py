@@ -38,7 +38,10 @@ def profile_path(
     """
     named = next((environment[name] for name in FOLDER_VARIABLES if environment.get(name)), None)
     base = Path(named or Path(tempfile.gettempdir()) / "penstock-profiles").resolve()
-    folder = (base / (output_dir or "")).resolve()
+    try:
+        folder = (base / (output_dir or "")).resolve()
+    except ValueError:  # a name with a NUL
+        folder = Path()
     if not folder.is_relative_to(base):
         raise InvalidRequest(
             f"output_dir must lie in the server's folder of profiles, which {FOLDER_VARIABLES[0]} sets.",

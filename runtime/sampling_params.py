@@ -73,8 +73,8 @@ class ParamSpec:
     def limits(self) -> str:
         """The range in words; empty when there is none."""
         if self.high < MAX_INT32:
-            return f"in {'(' if self.above_low else '['}{self.low:g}, {self.high:g}]"
-        return f"at least {self.low:g}" if self.low > -math.inf and self.high == MAX_INT32 else ""
+            return f"in {'(' if self.above_low else '['}{self.low:.15g}, {self.high:.15g}]"
+        return f"at least {self.low:.15g}" if self.low > -math.inf and self.high == MAX_INT32 else ""
 
     def check(self, name: str, value: float) -> None:
         """Raises `InvalidRequest` naming the parameter when a number is out of range."""
@@ -85,7 +85,9 @@ class ParamSpec:
         ):
             return
         words = f"at most {self.high}" if self.high >= MAX_INT32 and value > self.high else self.limits
-        raise InvalidRequest(f"{name} must be {words or f'at least {self.low:g}'}, not {value}.", param=name)
+        raise InvalidRequest(
+            f"{name} must be {words or f'at least {self.low:.15g}'}, not {value}.", param=name
+        )
 
 
 def _stops(value: str | list[str]) -> tuple[str, ...]:

@@ -306,9 +306,9 @@ def _is_unset(value: Any) -> bool:
 def _ranged(check: Decoder, limits: Range) -> Decoder:
     low, high = limits.low, limits.high
     if high == math.inf:
-        words = f"must be at least {low:g}"
+        words = f"must be at least {low:.15g}"
     else:
-        words = f"must be in [{low:g}, {high:g}]"
+        words = f"must be in [{low:.15g}, {high:.15g}]"
 
     def ranged(value: Any) -> Any:
         number = check(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import difflib
 import logging
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
@@ -190,11 +191,20 @@ def parse_object(body: bytes) -> dict[str, Any]:
     try:
         value = loads(body)
     except orjson.JSONDecodeError as error:
-        where = f"line {error.lineno}, column {error.colno}"
-        raise InvalidRequest(f"The body is not valid JSON: the trouble is at {where}.") from None
+        raise InvalidRequest(f"The body is not valid JSON: {_trouble(body, error)}.") from None
     if not isinstance(value, dict):
         raise InvalidRequest("The body must be a JSON object.")
     return value
+
+
+def _trouble(body: bytes, error: orjson.JSONDecodeError) -> str:
+    if body.startswith(codecs.BOM_UTF8):
+        return "it begins with a byte order mark; leave that out"
+    try:
+        body.decode()
+    except UnicodeDecodeError as wrong:
+        return f"it is not UTF-8, which the byte at {wrong.start} shows"
+    return f"the trouble is at line {error.lineno}, column {error.colno}"
 
 
 def decode_open(
@@ -260,13 +270,18 @@ def _path_of(wanted: object, value: object) -> tuple[str | int, ...]:
 
 
 def require_json(request: HttpRequest) -> None:
-    """Raises `InvalidRequest` unless the body is declared as JSON.
+    """Raises `InvalidRequest` unless the body is declared as JSON, and not as compressed.
 
     A page of another site may send other types here without being asked whether it is allowed to.
     """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise InvalidRequest("Unsupported Media Type: Only 'application/json' is allowed.")
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding != "identity":
+        raise InvalidRequest(
+            f"The body's content-encoding ({encoding[:40]}) is not supported; send it uncompressed."
+        )
 
 
 # --- the answer ---

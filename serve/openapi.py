@@ -95,6 +95,8 @@ _ERROR: Json = {
     "required": ["error"],
 }
 _STYLE = (
+    ":root{color-scheme:light dark}nav{columns:16rem}nav a{display:block}code,a,td{overflow-wrap:anywhere}"
+    "td:first-child{min-width:7rem}"
     "body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
     "table{border-collapse:collapse;width:100%}td,th{border:1px solid #8884;padding:.2rem .5rem;text-align:left;"
     "vertical-align:top}code{font-size:.9em}h2{margin-top:2.5rem}"
@@ -273,13 +275,19 @@ def as_html(described: Json) -> str:
 
 
 def _html(described: Json) -> Iterator[str]:
-    yield f"<!doctype html><html lang=en><meta charset=utf-8><title>Penstock API</title><style>{_STYLE}</style>"
-    yield "<h1>HTTP API</h1><p>The same as <a href=/openapi.json>/openapi.json</a>, for people.</p>"
+    yield "<!doctype html><html lang=en><meta charset=utf-8>"
+    yield "<meta name=viewport content='width=device-width,initial-scale=1'>"
+    yield f"<title>Penstock API</title><style>{_STYLE}</style>"
+    yield "<h1>HTTP API</h1><p>The same as <a href=/openapi.json>/openapi.json</a>, for people.</p><nav>"
+    for path in map(html.escape, described["paths"]):
+        yield f"<a href='#{path}'>{path}</a> "
+    yield "</nav>"
     schemas = described["components"]["schemas"]
     for path, operations in described["paths"].items():
         operation = next(iter(operations.values()))
         methods = ", ".join(method.upper() for method in operations)
-        yield f"<h2><code>{methods} {html.escape(path)}</code></h2><p>{html.escape(operation['summary'])}</p>"
+        name = html.escape(path)
+        yield f"<h2 id='{name}'><code>{methods} {name}</code></h2><p>{html.escape(operation['summary'])}</p>"
         body = next((each["requestBody"] for each in operations.values() if "requestBody" in each), None)
         if body is not None:
             schema = body["content"]["application/json"]["schema"]

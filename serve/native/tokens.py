@@ -12,8 +12,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp
 
 from runtime.config.template_files import read_json
-from runtime.errors import InvalidRequest
-from runtime.tokenizer.text_limit import LARGE_TEXT_BYTES, give_back_memory
+from runtime.errors import ContextOverflow, InvalidRequest
+from runtime.tokenizer.text_limit import LARGE_TEXT_BYTES, TextLimit, give_back_memory
 from serve.chat.request import render
 from serve.decode import Length
 from serve.endpoint import decode_open, json_response, parse_object, read_body
@@ -92,7 +92,7 @@ def _tokenize(core: EngineCore, raw: bytes) -> dict[str, Any]:
         texts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
     for text in texts:
         if tokenizer.text_limit is not None:
-            tokenizer.text_limit.check([text], MAX_CONTEXTS * core.plan.model.context_length)
+            _check_text(tokenizer.text_limit, text, MAX_CONTEXTS * core.plan.model.context_length)
     found = tokenizer.encode_batch(texts, add_special_tokens=special)
     if len(raw) > LARGE_TEXT_BYTES:
         give_back_memory()
@@ -104,6 +104,16 @@ def _tokenize(core: EngineCore, raw: bytes) -> dict[str, Any]:
         "max_model_len": core.plan.model.context_length,
         "token_strs": pieces if strings and is_list else pieces[0],
     }
+
+
+def _check_text(limit: TextLimit, text: str, most: int) -> None:
+    try:
+        limit.check([text], most)
+    except ContextOverflow:
+        raise InvalidRequest(
+            f"A text of more than {most} tokens ({MAX_CONTEXTS} times the model's context) is not tokenized.",
+            param="prompt",
+        ) from None
 
 
 def _detokenize(core: EngineCore, raw: bytes) -> dict[str, Any]:

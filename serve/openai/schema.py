@@ -28,6 +28,7 @@ WITHOUT_EFFECT = frozenset(
         "length_penalty",
         "media_io_kwargs",  # of images, which are refused
         "metadata",
+        "prediction",  # makes the same answer faster there
         "prompt_cache_key",
         "prompt_cache_retention",
         "request_id",
@@ -212,7 +213,6 @@ class ChatBody(OpenAIBody):
     function_call: NotBuilt = None
     audio: NotBuilt = None
     n_probs: NotBuilt = None
-    prediction: NotBuilt = None
     web_search_options: NotBuilt = None
     input_ids: NotBuilt = None
     echo: NotBuilt = None

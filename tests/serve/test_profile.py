@@ -65,6 +65,7 @@ async def test_the_trace_holds_steps_and_kernels(tmp_path: Path, monkeypatch: py
         for wrong in (
             {"output_dir": "/etc"},
             {"output_dir": "a/../.."},
+            {"output_dir": "a\0b"},
             {"profile_prefix": "a/b"},
             {"steps": 1},
         ):

@@ -105,6 +105,14 @@ async def test_what_is_wrong_is_named(url: str, body: dict[str, Any], param: str
     assert answer.json()["error"]["param"].startswith(param)
 
 
+async def test_too_long_a_text_is_not_tokenized(url: str) -> None:
+    async with httpx.AsyncClient(base_url=url) as client:
+        refused = await client.post("/tokenize", json={"prompt": "a " * 900_000})
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"]) == (400, "prompt")
+    assert f"{8 * 2048} tokens" in error["message"]
+
+
 @pytest.mark.parametrize("url", [{"is_embedding": True}], indirect=True)
 async def test_an_engine_for_embeddings_generates_nothing(url: str) -> None:
     async with httpx.AsyncClient(base_url=url, timeout=30) as client:

@@ -55,6 +55,22 @@ async def test_malformed_body_is_refused(served: Served, path: str, raw: bytes) 
 
 
 @pytest.mark.parametrize(
+    ("raw", "headers", "words"),
+    [
+        (b"{}", {"content-encoding": "gzip"}, "content-encoding (gzip)"),
+        (b'{"text": "\xff"}', {}, "not UTF-8"),
+        (b"\xef\xbb\xbf{}", {}, "byte order mark"),
+        (b'{"text": NaN}', {}, "line 1, column 10"),
+    ],
+)
+async def test_message_says_why_a_body_cannot_be_read(
+    served: Served, raw: bytes, headers: dict[str, str], words: str
+) -> None:
+    response = await served.http.post(GENERATE, content=raw, headers={**JSON, **headers})
+    assert (response.status_code, words in response.json()["error"]["message"]) == (400, True), response.text
+
+
+@pytest.mark.parametrize(
     ("body", "param"),
     [
         ({}, "text"),

@@ -66,6 +66,8 @@ async def test_document_and_page_are_served(served: Served) -> None:
     page = await served.http.get("/docs")
     assert page.headers["content-type"].startswith("text/html")
     assert "<code>POST /v1/chat/completions</code>" in page.text
+    assert "<a href='#/v1/chat/completions'>" in page.text
+    assert "width=device-width" in page.text
     assert "<script" not in page.text
 
 
