@@ -33,7 +33,7 @@ from serve.access import CALLER, CLIENT, Access, Client, OpenCalls, RouteScope, 
 from serve.background import background_tasks
 from serve.decode import Fields, Undeclared, decode
 from serve.errors import NATIVE, ErrorFormat, refusal_response
-from serve.json_pieces import loads
+from serve.json_pieces import freed_when_refused, loads
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
@@ -175,7 +175,7 @@ async def off_loop(work: Callable[[], T], *, small: bool) -> T:
     if small:
         with suppress(TakesLong):
             return work()
-    return await anyio.to_thread.run_sync(work)
+    return await anyio.to_thread.run_sync(freed_when_refused, work)
 
 
 def _too_large(limit: int) -> PayloadTooLarge:

@@ -15,11 +15,13 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from typing import Any
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any, TypeVar
 
 import orjson
 
-from runtime.errors import InvalidRequest, PayloadTooLarge
+from runtime.errors import InvalidRequest, PayloadTooLarge, RequestError
 
 PIECE_BYTES = 32_768  # half a millisecond of token ids
 FREED_VALUES = 1000  # at a time
@@ -37,6 +39,40 @@ _BETWEEN = re.compile(rb'[^"\\/bfnrtu0-9a-fA-F\x80-\xbf]')  # no later byte of a
 _COLON = re.compile(rb"[ \t\r\n]*+:")
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _CLOSING = bytes.maketrans(b"[{", b"]}")
+
+
+T = TypeVar("T")
+_LARGE: ContextVar[list[Any] | None] = ContextVar("penstock_large_values", default=None)
+
+
+def freed_when_refused(work: Callable[[], T]) -> T:
+    """What `work` returns. Where it raises `RequestError`, what `loads` gave it is freed here, some values at a time.
+
+    Else whoever drops the error would free millions of values at once, on the event loop. The error loses its frames,
+    which hold them. Only for work that has no effects.
+    """
+    large: list[Any] = []
+    token = _LARGE.set(large)
+    try:
+        return work()
+    except RequestError as refused:
+        refused.__traceback__ = refused.__context__ = None
+        _free(large)
+        raise
+    finally:
+        _LARGE.reset(token)
+
+
+def _free(places: list[Any]) -> None:
+    """Empty these lists and objects, the innermost first."""
+    for place in reversed(places):
+        while place:
+            if isinstance(place, dict):
+                for _ in range(min(FREED_VALUES, len(place))):
+                    place.popitem()
+            else:
+                del place[-FREED_VALUES:]
+            time.sleep(PAUSE_S)
 
 
 def loads(body: bytes) -> Any:
@@ -163,18 +199,13 @@ class _Reader:
             self.root = found
         if not last:
             self._open = self._still_open(self._open[:num_kept], len(brackets))
+            if (large := _LARGE.get()) is not None:
+                large += self._open[num_kept:]
             self._brackets = brackets
 
     def free(self) -> None:
         """Free what was read some values at a time: the error that ends the reading would free it at once."""
-        for place in reversed(self._open):
-            while place:
-                if isinstance(place, dict):
-                    for _ in range(min(FREED_VALUES, len(place))):
-                        place.popitem()
-                else:
-                    del place[-FREED_VALUES:]
-                time.sleep(PAUSE_S)
+        _free(self._open)
         self.root, self._open = None, []
 
     def _brackets_behind(self, piece: bytes) -> tuple[bytes, int]:

@@ -87,8 +87,8 @@ class ChatTemplate:
         """The prompt's text. `kwargs` are further variables of the template.
 
         With `continue_final_message` the text ends where the last message ends, and there is no generation
-        prompt; otherwise `check` sees the parts of the text before they are joined, which holds the interpreter,
-        and raises what it wants. Raises InvalidRequest for messages that are malformed or that the template refuses.
+        prompt. `check` sees the parts of the text before they are joined, which holds the interpreter, and raises what
+        it wants. Raises InvalidRequest for messages that are malformed or that the template refuses.
         """
         name = self._name(bool(tools))
         taken = _OURS.intersection(kwargs)
@@ -102,8 +102,9 @@ class ChatTemplate:
             given = {**variables, "messages": prepared, "tools": offered}
             try:
                 if continue_final_message:
-                    return self._continued(name, prepared, given)
-                parts = self._render(name, {**given, "add_generation_prompt": add_generation_prompt})
+                    parts = self._continued(name, prepared, given)
+                else:
+                    parts = self._render(name, {**given, "add_generation_prompt": add_generation_prompt})
             except _CannotRender as error:
                 if _on_loop():
                     raise TakesLong(error.message, param="messages") from error  # the other ways take time
@@ -161,19 +162,28 @@ class ChatTemplate:
         except _FOREIGN as error:
             raise _CannotRender from error
 
-    def _continued(self, name: str, prepared: list[dict[str, Any]], variables: dict[str, Any]) -> str:
-        """Mark the end of the last message, render, and cut at the mark."""
-        end = _mark_end(prepared[-1])
-        text = "".join(self._render(name, {**variables, "add_generation_prompt": False}))
+    def _continued(self, name: str, prepared: list[dict[str, Any]], variables: dict[str, Any]) -> list[str]:
+        """Mark the end of the last message, render, and cut at the mark. The parts of the text."""
+        end = _mark_end(prepared[-1]).strip()
+        parts = self._render(name, {**variables, "add_generation_prompt": False})
         mark = _CONTINUE.strip()
-        if mark not in text or end.strip() not in text:
+        marked = next((index for index in reversed(range(len(parts))) if mark in parts[index]), None)
+        # Most write the message as a part of its own; looking through all that is long holds the interpreter.
+        if marked is None or end not in parts[marked]:
+            parts, marked = ["".join(parts)], 0
+        last = parts[marked]
+        if mark not in last or end not in last:
             raise InvalidRequest(
                 "The chat template leaves the final message out, so it cannot be continued.", param="messages"
             )
-        end_index = text.rindex(mark)
-        kept = text[:end_index]
-        # A template that trims messages has trimmed the mark's space: then the message's own goes too.
-        return kept if text.startswith(_CONTINUE, end_index) else kept.rstrip()
+        end_index = last.rindex(mark)
+        kept = [*parts[:marked], last[:end_index]]
+        if not "".join([last[end_index:], *parts[marked + 1 :]]).startswith(_CONTINUE):
+            # A template that trims messages has trimmed the mark's space: then the message's own goes too.
+            while kept and not kept[-1].rstrip():
+                kept.pop()
+            kept[-1:] = [text.rstrip() for text in kept[-1:]]
+        return kept
 
 
 def load_template(

@@ -11,7 +11,7 @@ import pytest
 
 from runtime.errors import InvalidRequest, PayloadTooLarge
 from serve import json_pieces
-from serve.json_pieces import MAX_CONTAINERS, MAX_STRINGS, PIECE_BYTES, loads
+from serve.json_pieces import MAX_CONTAINERS, MAX_STRINGS, PIECE_BYTES, freed_when_refused, loads
 
 TEXTS = ("", "a", 'é€😀 \n"\\,[]{}', "😀é" * 40, "x" * 250, "[{" * 30, "\\" * 9)
 BYTES = (b",", b"]", b"[", b"{", b"}", b'"', b":", b"\\", b" ", b"1", b"\xff", b"")
@@ -98,6 +98,26 @@ def test_lists_objects_keys_and_texts_are_counted_but_not_brackets_in_texts() ->
         loads(orjson.dumps({"a" * PIECE_BYTES: 1}))
     brackets = '[{\\"' * MAX_CONTAINERS
     assert loads(orjson.dumps({"text": brackets, "b": [brackets]})) == {"text": brackets, "b": [brackets]}
+
+
+@pytest.mark.parametrize("refuses", [True, False])
+def test_what_a_refused_body_held_is_freed_at_once(refuses: bool) -> None:
+    found: list[Any] = []
+    body = {"ids": list(range(20_000)), "deep": [[{"a": "b" * 300}] * 300], "last": 1}
+
+    def work() -> Any:
+        found.append(loads(orjson.dumps(body)))
+        if refuses:
+            raise InvalidRequest("no")
+        return found[0]
+
+    if not refuses:
+        assert freed_when_refused(work) == body
+        return
+    with pytest.raises(InvalidRequest) as caught:
+        freed_when_refused(work)
+    assert not found[0]
+    assert "work" not in [frame.name for frame in caught.traceback]
 
 
 def test_brackets_without_an_end_are_refused() -> None:
