@@ -14,7 +14,9 @@ ARCHITECTURES = {  # by llama.cpp's name; "llama" with experts is Mixtral
     "gemma": "GemmaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
+    "gpt-oss": "GptOssForCausalLM",
     "llama": "LlamaForCausalLM",
+    "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen2moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
@@ -37,7 +39,7 @@ _VALUES = {  # name behind the architecture's -> name in config.json
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
-_WINDOWED = ("gemma2", "gemma3")  # whose windows the file states
+_WINDOWED = ("gemma2", "gemma3", "gpt-oss", "phi3")  # whose windows the file states
 _SAMPLING = {
     "temp": "temperature",
     "top_k": "top_k",
@@ -84,8 +86,8 @@ def _config(header: GgufHeader) -> dict[str, Any]:
         for theirs, ours in _VALUES.items()
         if f"{name}.{theirs}" in header.values
     }
-    if name not in _WINDOWED:
-        read.pop("sliding_window", None)
+    if name not in _WINDOWED or not read.get("sliding_window"):
+        read["sliding_window"] = None
     experts = header.values.get(f"{name}.expert_count") or 0
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
@@ -122,6 +124,8 @@ def _heads(header: GgufHeader, name: str) -> dict[str, Any]:
     """The heads' size, how much of it is rotated, and what scores are scaled by; Gemma's activation."""
     values, found = header.values, {}
     rotated, size = values.get(f"{name}.rope.dimension_count"), values.get(f"{name}.attention.key_length")
+    if name == "phi3" and (values.get(f"{name}.attention.head_count") or 0) > 0:  # which does not state it
+        size = values.get(f"{name}.embedding_length", 0) // values[f"{name}.attention.head_count"]
     if size is not None or rotated is not None:
         found["head_dim"] = size or rotated
     if size and rotated and rotated != size:
@@ -148,6 +152,17 @@ def _rope_scaling(header: GgufHeader, name: str) -> dict[str, Any] | None:
         context = values.get(f"{name}.context_length")
         same = {"short_factor": numbers, "long_factor": numbers, "factor": 1.0, "attention_factor": 1.0}
         return {"rope_type": "longrope", "original_max_position_embeddings": context, **same}
+    factors = [header.tensors.get(f"rope_factors_{kind}.weight") for kind in ("short", "long")]
+    short, long = (None if each is None else _floats(each) for each in factors)
+    if short is not None and long is not None:
+        trained, factor = values.get(f"{prefix}.original_context_length"), values.get(f"{prefix}.attn_factor")
+        found = {
+            "rope_type": "longrope",
+            "short_factor": short,
+            "long_factor": long,
+            "attention_factor": factor,
+        }
+        return {**found, "original_max_position_embeddings": trained}
     kind = values.get(f"{prefix}.type", "none")
     if kind == "none":
         return None
@@ -164,12 +179,14 @@ def _rope_scaling(header: GgufHeader, name: str) -> dict[str, Any] | None:
         ):
             if (value := values.get(f"{prefix}.{theirs}")) is not None:
                 scaling[ours] = value
+        if name == "gpt-oss":
+            scaling["truncate"] = False
     return scaling
 
 
 def _floats(tensor: GgufTensor) -> list[float]:
     if tensor.kind.name != "F32":
-        raise CheckpointError(f"{tensor.file}: rope_freqs.weight must be F32, not {tensor.kind.name}.")
+        raise CheckpointError(f"{tensor.file}: the angles' factors must be F32, not {tensor.kind.name}.")
     with tensor.file.open("rb") as stream:
         stream.seek(tensor.begin)
         return list(struct.unpack(f"<{tensor.shape[0]}f", stream.read(tensor.end - tensor.begin)))

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ NAMES = {  # model_type -> llama.cpp's architecture
     "gemma": "gemma",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
+    "gpt_oss": "gpt-oss",
+    "phi3": "phi3",
 }
 SHAPE = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
 MOE = {
@@ -72,6 +75,9 @@ def convert(
             writer.add_tensor(name, gguf.quantize(stored, number), raw_dtype=number)
     if (config.get("rope_scaling") or config.get("rope_parameters") or {}).get("rope_type") == "llama3":
         writer.add_tensor("rope_freqs.weight", _divisors(source))
+    for reach in ("short", "long"):
+        if factors := (config.get("rope_parameters") or {}).get(f"{reach}_factor"):
+            writer.add_tensor(f"rope_factors_{reach}.weight", np.array(factors, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -116,7 +122,7 @@ def _gguf_tensors(
     )
     experts: dict[str, dict[int, np.ndarray]] = defaultdict(dict)
     found = {}
-    for name, tensor in tensors.items():
+    for name, tensor in _split_experts(tensors) if architecture == "gpt-oss" else tensors.items():
         values = tensor.float().numpy()
         if expert := _EXPERT.fullmatch(name):
             experts[f"{expert[1]}.{expert[3]}.weight"][int(expert[2])] = values
@@ -130,6 +136,20 @@ def _gguf_tensors(
     for name, each in experts.items():
         found[_name(names, name)] = np.stack([each[number] for number in range(len(each))])
     return found
+
+
+def _split_experts(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """gpt-oss': gate and up by turns become two, inputs last."""
+    for name, tensor in tensors.items():
+        prefix, together, kind = name.rpartition("experts.")
+        if not together:
+            yield f"{name}.weight" if name.endswith("sinks") else name, tensor
+            continue
+        kind, suffix = (kind[:-5], "bias") if kind.endswith("_bias") else (kind, "weight")
+        rows = tensor if suffix == "bias" else tensor.mT
+        parts = {"gate_proj": rows[:, ::2], "up_proj": rows[:, 1::2]} if "gate" in kind else {kind: rows}
+        for part, each in parts.items():
+            yield f"{prefix}experts.{part}.{suffix}", each.contiguous()
 
 
 def _name(names: gguf.TensorNameMap, name: str) -> str:
@@ -149,8 +169,9 @@ def _describe(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: str
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
+    if architecture != "phi3":
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
     writer.add_rope_dimension_count(head_dim)
     whole = rope.get("full_attention", rope)
     writer.add_rope_freq_base(whole.get("rope_theta") or config.get("rope_theta") or 10000.0)
@@ -163,7 +184,12 @@ def _describe(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: str
         writer.add_rope_scaling_orig_ctx_len(whole["original_max_position_embeddings"])
         writer.add_rope_scaling_yarn_attn_factor(whole["attention_factor"])
         writer.add_rope_scaling_yarn_beta_fast(whole["beta_fast"])
-    if config.get("sliding_window") and architecture.startswith("gemma"):
+    if whole.get("rope_type") == "longrope":
+        trained = config["original_max_position_embeddings"]
+        longer = config["max_position_embeddings"] / trained
+        writer.add_rope_scaling_orig_ctx_len(trained)
+        writer.add_rope_scaling_attn_factors((1 + np.log(longer) / np.log(trained)) ** 0.5)
+    if config.get("sliding_window") and architecture.startswith(("gemma", "gpt-oss", "phi3")):
         writer.add_sliding_window(config["sliding_window"])
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         if config.get(name):

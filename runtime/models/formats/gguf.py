@@ -73,6 +73,13 @@ _GEMMA = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_GPT_OSS = {
+    "attn_sinks": "self_attn.sinks",
+    "ffn_gate_inp": "mlp.router",
+    "post_attention_norm": "post_attention_layernorm",
+}
+_PHI3 = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+_OF_FAMILIES = {"gemma2": _GEMMA, "gemma3": _GEMMA, "gpt-oss": _GPT_OSS, "phi3": _PHI3}
 _MIXTRAL = {
     "ffn_gate_inp": "block_sparse_moe.gate",
     "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
@@ -133,11 +140,11 @@ def derive(stored: Stored, fields: Fields) -> Derived:
         raise CheckpointError(f"{fields.path}quant_method gguf is that of .gguf files; name the file itself.")
     header, derived = stored.header, Derived()
     architecture = header.architecture
-    parts = _PARTS | (_GEMMA if architecture in ("gemma2", "gemma3") else {})
+    parts = _PARTS | _OF_FAMILIES.get(architecture, {})
     if header.values.get("llama.expert_count"):
         parts |= _MIXTRAL
     for name in header.tensors:
-        if name == "rope_freqs.weight" or name.endswith((".scale", ".input_scale")):
+        if name.startswith(("rope_freqs.", "rope_factors_")) or name.endswith((".scale", ".input_scale")):
             derived.used.add(name)  # with its weight, if it is one of a weight's numbers
         elif f".{_GATE_UP}." in name:
             for half, part in enumerate(("ffn_gate_exps", "ffn_up_exps")):
@@ -158,6 +165,8 @@ def _our_name(name: str, parts: Mapping[str, str]) -> str | None:
         return f"model.layers.{layer}.{ours}.{suffix}"
     ours = _WHOLE_MODEL.get(part) if layer is None else parts.get(part)
     prefix = "" if layer is None else f"model.layers.{layer}."
+    if ours is not None and ours.endswith(".sinks"):
+        return f"{prefix}{ours}"
     return None if ours is None else f"{prefix}{ours}.{suffix}"
 
 

@@ -56,6 +56,19 @@ FILES = [
     ),
     ("mistral", "BF16", {}),
     (
+        "phi3",
+        "Q8_0",
+        {
+            "original_max_position_embeddings": 64,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.0, 1.25, 1.5, 1.75, 2.0, 2.25, 2.5, 3.0],
+                "long_factor": [2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 6.0],
+            },
+        },
+    ),
+    (
         "qwen2",
         "Q5_0",
         {
@@ -162,6 +175,15 @@ def test_a_file_gives_the_logits_of_its_dequantised_weights(
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():  # a norm's weight had 1 added and taken away
         torch.testing.assert_close(found[name].float(), tensor, rtol=0, atol=2e-7, msg=name)
+    mine = paged_forward.all_logits(paged_forward.load(path), IDS[:1], 16)[0]
+    theirs = tiny_checkpoints.reference(plain, IDS[0])
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-3 * float(theirs.std()))
+
+
+def test_gpt_oss_has_sinks_and_experts_apart_with_biases(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 32.0, "beta_fast": 32.0, "truncate": False}
+    yarn |= {"original_max_position_embeddings": 64, "attention_factor": 1.3}
+    path, plain = write(tmp_path, "gpt_oss", "F16", rope_parameters=yarn)
     mine = paged_forward.all_logits(paged_forward.load(path), IDS[:1], 16)[0]
     theirs = tiny_checkpoints.reference(plain, IDS[0])
     torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-3 * float(theirs.std()))
