@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import combinations
 from typing import Any
 
-from runtime.grammar.disjoint import are_disjoint
+from runtime.grammar.disjoint import are_disjoint, conjuncts, property_of
 from runtime.grammar.opposites import NoOppositeError, opposite
 
 Schema = Any
@@ -64,6 +64,32 @@ def _is_size(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 1000
 
 
+# Keywords that say the same whatever stands beside them.
+_ALONE = frozenset(
+    {
+        "type",
+        "enum",
+        "const",
+        "properties",
+        "pattern",
+        "format",
+        "minLength",
+        "maxLength",
+        "minItems",
+        "maxItems",
+    }
+    | {
+        "minimum",
+        "maximum",
+        "multipleOf",
+        "uniqueItems",
+        "minProperties",
+        "maxProperties",
+        "not",
+        "anyOf",
+        "allOf",
+    }
+)
 _SAY_NOTHING = frozenset({"title", "description", "$comment", "examples", "default", "$id", "$schema"})
 
 
@@ -169,7 +195,8 @@ def exclusive(options: list[Schema], peek: Peek) -> list[list[Schema]] | tuple[i
 
     Where two are not seen to exclude each other, a property that tells them apart is required, or one that the other
     requires is forbidden, or one that the other does not know is required; else each gets the other's opposite.
-    Otherwise, and where that would leave nothing of one, the indices of two that may both hold.
+    A schema that implies another one never holds alone, and is left out. Otherwise, and where that would leave nothing
+    of one, the indices of two that may both hold.
     """
     seen = [peek(option) for option in options]
     narrowed: list[list[Schema]] = [[] for _ in options]
@@ -182,10 +209,12 @@ def exclusive(options: list[Schema], peek: Peek) -> list[list[Schema]] | tuple[i
                 if part is None:
                     part = _opposite_in_part(seen[two], peek)
                 if are_disjoint(seen[one], part, peek):
-                    return index, other
+                    if not _implies(seen[one], seen[two]):
+                        return index, other
+                    part = False
                 if part not in narrowed[one]:
                     narrowed[one].append(part)
-    return narrowed
+    return narrowed if any(False not in each for each in narrowed) else (0, len(options) - 1)
 
 
 def _opposite_in_part(schema: Schema, peek: Peek) -> Schema:
@@ -196,21 +225,47 @@ def _opposite_in_part(schema: Schema, peek: Peek) -> Schema:
         return False
 
 
+def _implies(one: Schema, other: Schema) -> bool:
+    """Whether each value of `one` is seen to be one of `other`."""
+    if other is True or one == other:
+        return True
+    if not isinstance(one, dict) or not isinstance(other, dict):
+        return False
+    for keyword, value in other.items():
+        if keyword in _SAY_NOTHING or (keyword in _ALONE and one.get(keyword) == value):
+            continue
+        own = _list(one.get("required"))
+        if keyword == "required" and isinstance(value, list) and all(name in own for name in value):
+            continue
+        return False
+    return True
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _names(value: Any) -> list[str]:
+    return list(value) if isinstance(value, dict) else []
+
+
 def _apart(one: Schema, other: Schema, peek: Peek) -> Schema | None:
     """What makes values of `one` break `other`; None where it is not seen."""
     if not isinstance(one, dict) or not isinstance(other, dict):
         return None
-    mine, theirs = (schema.get("properties") or {} for schema in (one, other))
-    if not isinstance(mine, dict) or not isinstance(theirs, dict):
-        return None
+    ones, others = conjuncts(one, peek), conjuncts(other, peek)
+    mine, theirs = (
+        {name: None for part in parts for name in _names(part.get("properties"))} for parts in (ones, others)
+    )
     for name in mine:
-        if name in theirs and are_disjoint(mine[name], theirs[name], peek):
+        if name in theirs and are_disjoint(property_of(ones, name), property_of(others, name), peek):
             return {"type": "object", "required": [name]}
-    needed, own = (schema.get("required") or [] for schema in (other, one))
-    if isinstance(needed, list) and isinstance(own, list):
-        for name in needed:
-            if isinstance(name, str) and name not in own:
-                return {"type": "object", "properties": {name: False}}
+    needed, own = (
+        [name for part in parts for name in _list(part.get("required"))] for parts in (others, ones)
+    )
+    for name in needed:
+        if isinstance(name, str) and name not in own:
+            return {"type": "object", "properties": {name: False}}
     if other.get("additionalProperties") is False and not other.get("patternProperties"):
         unknown = [name for name in mine if name not in theirs][:MAX_UNKNOWN]
         if unknown:

@@ -8,7 +8,9 @@ meaning, or cannot be written, is refused.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 MAX_DEPTH = 64
@@ -18,6 +20,7 @@ MAX_REPEAT = 65_535
 MAX_LEAST = 20_000  # characters of the shortest text that matches: a grammar spells out what it leaves no choice about
 # The same, times what may be left out: as many states are gone through, in about 1 s.
 MAX_AMBIGUOUS = 6_000_000
+MAX_SEEN = 4096  # characters of a pattern that is compared with others
 MAX_BRANCHES = 64  # into which anchors inside groups are multiplied out
 
 ANYTHING = "(?s:.*)"
@@ -26,6 +29,7 @@ _SPACES = r"\t\n\x0b\x0c\r\x20\xa0\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{20
 # What a class holds under both dialects, and under at least one: the second is what its negation leaves out.
 _NARROW = {"d": "0-9", "w": "0-9A-Za-z_", "s": _SPACES}
 _WIDE = {"d": r"\p{Nd}", "w": r"\p{L}\p{N}_", "s": _SPACES + r"\x1c-\x1f\x85\x{feff}"}
+_PLAIN = re.compile(r"[0-9A-Za-z]|\\x\{([0-9a-f]+)\}")  # one character, as `_literal` writes it
 _CONTROLS = {"t": "\t", "n": "\n", "r": "\r", "f": "\f", "v": "\v"}
 
 
@@ -88,6 +92,49 @@ def full(pattern: str) -> str:
     Raises `PatternError`.
     """
     return _anchored(pattern, "")
+
+
+class Beginning(NamedTuple):
+    text: str
+    is_whole: bool = False
+
+
+@lru_cache(1024)
+def beginnings(pattern: str) -> tuple[Beginning, ...]:
+    """What the texts begin with in which `pattern` is found, as far as it is plain to see: one of these."""
+    try:
+        rows = _Parser(pattern).parse().branches if len(pattern) <= MAX_SEEN else []
+    except PatternError:
+        rows = []
+    found = [
+        each for row in rows for each in (_expanded(row[1:]) if row[:1] == [Start()] else [Beginning("")])
+    ]
+    return tuple(found) if 0 < len(found) <= MAX_BRANCHES else (Beginning(""),)
+
+
+def _expanded(row: Row) -> list[Beginning]:
+    """Of what stands behind `^`. Those that are whole by the end of the row are so in the text if `$` stands there."""
+    found, done = [""], list[Beginning]()
+    for index, node in enumerate(row):
+        letter = _letter(node.item if isinstance(node, Repeat) else node)
+        if isinstance(node, Repeat):
+            known = (letter or "") * min(node.low, MAX_BRANCHES)
+            return [*done, *(Beginning(text + known) for text in found)]
+        if letter is not None:
+            found = [text + letter for text in found]
+        elif isinstance(node, Either) and len(found) * len(node.branches) <= MAX_BRANCHES:
+            inner = [each for branch in node.branches for each in _expanded([*branch, End()])]
+            done += [Beginning(text + each.text) for text in found for each in inner if not each.is_whole]
+            found = [text + each.text for text in found for each in inner if each.is_whole]
+        else:
+            is_whole = isinstance(node, End) and index == len(row) - 1
+            return [*done, *(Beginning(text, is_whole) for text in found)]
+    return [*done, *map(Beginning, found)]
+
+
+def _letter(node: Node) -> str | None:
+    plain = _PLAIN.fullmatch(node.regex) if isinstance(node, Text) else None
+    return None if plain is None else chr(int(plain[1], 16)) if plain[1] else plain[0]
 
 
 def escape(text: str) -> str:

@@ -72,6 +72,9 @@ SCHEMAS: list[Any] = [
     {"allOf": [{"type": "integer"}, {"minimum": 2}, {"maximum": 7}]}, {"type": "integer", "allOf": [{"minimum": 5}]},
     {"allOf": [{"pattern": "^a"}, {"pattern": "b$"}]}, {"anyOf": [{"minimum": 7}, {"maximum": 1}], "type": "integer"},
     {"oneOf": [{"type": "integer"}, {"type": "string"}]}, {"oneOf": [{"const": 1}, {"const": 2}]},
+    {"oneOf": [{"required": ["a"]}, {"required": ["a", "b"]}]}, {"oneOf": [{"pattern": "^a"}, {"enum": ["b", "x y"]}]},
+    {"oneOf": [{"type": "string", "pattern": "^a+b"}, {"type": "string", "pattern": "^(b|x)"}, {"type": "integer"}]},
+    {"oneOf": [{"allOf": [{"required": ["a"]}, {"properties": {"a": {"const": value}}}]} for value in (1, 2)]},
     {"oneOf": [
         {"type": "object", "properties": {"kind": {"const": "one"}, "v": {"type": "integer"}}, "required": ["kind"]},
         {"type": "object", "properties": {"kind": {"const": "two"}, "v": {"type": "string"}}, "required": ["kind"]},
@@ -213,6 +216,8 @@ def test_keywords_that_nothing_enforces_are_refused_by_name_and_place(keyword: s
         ({"required": True}, "/required"),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "/oneOf"),
         ({"oneOf": [{"required": ["a"]}, {"required": ["a"]}]}, "/oneOf"),
+        ({"oneOf": [{"type": "string", "pattern": "^ab$"}, {"type": "string", "pattern": "^a"}]}, "/oneOf"),
+        ({"oneOf": [{"type": "string", "pattern": "^a$"}, {"const": "a\n"}]}, "/oneOf"),
         ({"not": {"pattern": "a"}}, "/not"),
         ({"not": {"contains": {"type": "integer"}}}, "/not"),
         ({"uniqueItems": True, "items": {"type": ["string", "null"]}}, "/uniqueItems"),
