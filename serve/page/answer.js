@@ -52,6 +52,11 @@ export class Answer {
     return this.#view.element;
   }
 
+  /** What it answers, without what it thought. */
+  get text() {
+    return this.#parts().text;
+  }
+
   get isEmpty() {
     return !this.#content && !this.#reasoning && !this.calls.length;
   }
@@ -136,7 +141,7 @@ export class Answer {
       toFirstMs: first === null ? null : first - start,
       perSecond: more > 0 && last > first ? (more / (last - first)) * 1000 : null,
       prompt: usage.prompt_tokens,
-      cached: usage.prompt_tokens_details?.cached_tokens ?? (this.#countsCached ? 0 : "–"),
+      cached: usage.prompt_tokens_details?.cached_tokens ?? (this.#countsCached ? 0 : null),
       completion: usage.completion_tokens,
       finish: this.#finish,
     };

@@ -1,6 +1,7 @@
 // The chat page: the conversation, the composer and the settings.
 
 import { Answer, made } from "./answer.js";
+import { render } from "./markdown.js";
 import { complete, serverInfo } from "./stream.js";
 
 const KEY = "penstock-key"; // in sessionStorage: gone with the tab
@@ -42,7 +43,8 @@ function say(text) {
   if (edited) dropFrom(edited);
   stopEditing();
   const element = made("li", "message user");
-  const bubble = made("div", "text", text);
+  const bubble = made("div", "text");
+  render(bubble, text);
   bubble.dir = "auto";
   element.append(bubble);
   add({ role: "user", message: { role: "user", content: text }, element });
@@ -200,22 +202,36 @@ function showState(status) {
   offerActions();
 }
 
-/** Edit under the user's last message, retry under the last answer; not to be seen while one is written. */
+/** Edit under the user's last message, retry and copy under the last answer; not to be seen while one is written. */
 function offerActions() {
   for (const old of log.querySelectorAll(".actions")) old.remove();
   if (!turns.length) return;
   const asked = turns.findLast((turn) => turn.role === "user");
-  offer(asked, "Edit", () => edit(asked));
-  offer(turns.at(-1), "Retry", retry);
+  offer(asked, { Edit: () => edit(asked) });
+  const last = turns.at(-1);
+  // Browsers give pages no clipboard on plain http from another machine.
+  offer(last, last.text && navigator.clipboard ? { Retry: retry, Copy: copy } : { Retry: retry });
 }
 
-function offer(turn, name, act) {
+function offer(turn, acts) {
   const row = made("div", "actions");
-  const button = made("button", "link", name);
-  button.type = "button";
-  button.addEventListener("click", act);
-  row.append(button);
+  for (const [name, act] of Object.entries(acts)) {
+    const button = made("button", "link", name);
+    button.type = "button";
+    button.addEventListener("click", act);
+    row.append(button);
+  }
   turn.element.append(row);
+}
+
+async function copy(event) {
+  const button = event.currentTarget;
+  try {
+    await navigator.clipboard.writeText(turns.at(-1).text);
+    button.textContent = "Copied";
+  } catch {
+    button.textContent = "Not allowed by the browser";
+  }
 }
 
 function isAtEnd() {

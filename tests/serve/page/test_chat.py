@@ -65,6 +65,30 @@ async def test_message_sent_with_the_keyboard_streams_its_answer(chat: Open, tok
     assert (await figure(page, "speed")).endswith(" tokens/s")
 
 
+async def test_last_answer_is_copied_with_a_click(chat: Open, tokenizer: Tokenizer) -> None:
+    page = await chat(fake_core.FakeCore(tokenizer, text="Some **bold** text."))
+    await page.value("""Object.defineProperty(navigator, "clipboard",
+        { value: { writeText: async (text) => { window.copied = text; } } }) && 0""")
+    await ask(page, "What is this?")
+    await page.click(".answer .actions button:last-child")
+    await page.until("window.copied")
+    assert await page.value("window.copied") == "Some **bold** text."
+    assert await page.text(".answer .actions button:last-child") == "Copied"
+
+
+async def test_what_the_user_writes_is_shown_as_an_answer_is(chat: Open, tokenizer: Tokenizer) -> None:
+    page = await chat(fake_core.FakeCore(tokenizer))
+    await ask(page, f"What does `--page-size`{SHIFT}{ENTER}{SHIFT}do?")
+    assert await page.text(".user .text code") == "--page-size"
+    assert (
+        await page.value('document.querySelector(".user .text").textContent') == "What does --page-size\ndo?"
+    )
+    figures = await page.value(
+        '[...document.querySelectorAll("[data-figure]")].map((row) => row.dataset.figure)'
+    )
+    assert "cached" not in figures  # the server does not count them
+
+
 async def test_shift_enter_starts_a_line_and_enter_sends_both(chat: Open, tokenizer: Tokenizer) -> None:
     core = fake_core.FakeCore(tokenizer)
     page = await chat(core)
