@@ -1,4 +1,4 @@
-"""Requests submitted together and read side by side."""
+"""Requests that are submitted together: read whole, refused in the middle, or left by their client."""
 
 from __future__ import annotations
 
