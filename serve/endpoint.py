@@ -9,7 +9,7 @@ import logging
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio.to_thread
@@ -44,6 +44,7 @@ TEXT_BYTES = 2_000_000
 IDS_BYTES = 10_000_000  # where prompts may be token ids: up to ten characters each
 BYTES_PER_TOKEN = 8  # a context's worth of text is always accepted
 INLINE_BYTES = 4096  # decoding that many takes up to 3 ms (a batch of many objects); more goes to a thread
+MAX_LOGGED = 256  # names of fields that no API knows
 CLIENT_GONE = 499  # for access logs; the client does not read it
 
 logger = logging.getLogger("penstock.http")
@@ -241,7 +242,10 @@ def tell_unknown(
     """
     path = [str(each)[:80] if isinstance(each, str) else each for each in path]
     if not core.plan.serve.refuse_unknown_fields:
-        _log_unknown(".".join(each for each in path if isinstance(each, str)), route, fate)
+        if (
+            _log_unknown.cache_info().currsize < MAX_LOGGED
+        ):  # a client with ever other names would fill the log
+            _log_unknown(".".join(each for each in path if isinstance(each, str)), route, fate)
         return
     name = ".".join(map(str, path))
     close = difflib.get_close_matches(str(path[-1]), known, n=1)
@@ -249,7 +253,7 @@ def tell_unknown(
     raise InvalidRequest(f"{name} is not a field of this route{hint}", param=name)
 
 
-@lru_cache(maxsize=256)
+@cache
 def _log_unknown(name: str, route: str, fate: str) -> None:
     """Logs each name once; the cache is the memory of that."""
     logger.warning("a request to %s has a field that no API knows, %s: %r", route, fate, name)

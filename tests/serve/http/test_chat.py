@@ -14,6 +14,7 @@ import pytest
 
 import fake_core
 from runtime.tokenizer.chat_template import ChatTemplate
+from serve import endpoint
 from serve.decode import decode
 from serve.openai.messages import chat_of
 from serve.openai.responses.call import _template_kwargs as kwargs_of_response
@@ -317,11 +318,21 @@ async def test_template_may_be_told_not_to_open_the_answer(served: Served) -> No
     assert request.keep_last == -1
 
 
+@pytest.fixture
+def _nothing_logged_yet() -> None:
+    endpoint._log_unknown.cache_clear()
+
+
+@pytest.mark.usefixtures("_nothing_logged_yet")
 async def test_unknown_field_is_logged_once(served: Served, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         await chat(served, max_tokens=1, store=True, extra_body={"temprature": 1})
     [line] = [record.getMessage() for record in caplog.records if record.name == "penstock.http"]
     assert "'temprature'" in line
+    for number in range(3):
+        unknown = {f"x{number}_{each}": 1 for each in range(endpoint.MAX_LOGGED // 2)}
+        await chat(served, max_tokens=1, extra_body=unknown)
+    assert len([record for record in caplog.records if record.name == "penstock.http"]) == endpoint.MAX_LOGGED
 
 
 TOOL: Fields = {"type": "function", "function": {"name": "f", "parameters": {}}}
@@ -353,6 +364,7 @@ KNOWN: Fields = {  # what clients send back of an answer, nothing of which says 
 }
 
 
+@pytest.mark.usefixtures("_nothing_logged_yet")
 async def test_unknown_fields_below_the_body_are_told(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
     open_one, strict = await serve(), await serve(refuse_unknown_fields=True)
 
