@@ -27,9 +27,9 @@ template <class T>
 class TextTile {
 public:
     TextTile(const AttendTextsOperands& given, int64_t row_start, int64_t count, int64_t first, int64_t num_tokens,
-             int64_t head, Workspace& workspace)
+             int64_t head, bool ahead, Workspace& workspace)
         : given_(given), row_start_(row_start), count_(count), first_(first), rows_(num_tokens), head_(head),
-          workspace_(workspace), head_dim_(given.head_dim), filled_(head_dim_ / PER_WORD<T>),
+          ahead_(ahead ? given.head_dim : 0), workspace_(workspace), head_dim_(given.head_dim), filled_(head_dim_ / PER_WORD<T>),
           words_(words_with_padding<T>(head_dim_)), scoring_{given.scale * LOG2_E, 0, 0} {}
 
     void attend() {
@@ -58,6 +58,7 @@ public:
 private:
     const AttendTextsOperands& given_;
     const int64_t row_start_, count_, first_, rows_, head_;
+    const int64_t ahead_;  // from a number of this head to the same one of the head that is next, or 0
     Workspace& workspace_;
     const int64_t head_dim_, filled_, words_;  // as in TileOfHead
     const Scoring scoring_;
@@ -76,6 +77,7 @@ private:
         const T* query = static_cast<const T*>(given_.q) + (row_start_ + first_) * given_.q_stride + head_ * head_dim_;
         uint32_t* words = workspace_.queries;
         for (int64_t r = 0; r < rows_; r++, query += given_.q_stride, words += words_) {
+            if (ahead_) fetch(query + ahead_, head_dim_);
             for (int64_t w = 0; w < filled_; w += 8) {
                 const Eight x = words_of(query + w * PER_WORD<T>);
                 std::memcpy(words + w, &x, sizeof(x));
@@ -93,6 +95,8 @@ private:
             const T* keys = static_cast<const T*>(given_.k) + token * given_.k_stride + head;
             const T* values = static_cast<const T*>(given_.v) + token * given_.v_stride + head;
             int64_t k_stride = given_.k_stride, v_stride = given_.v_stride;
+            for (int64_t key = 0; ahead_ && key < std::min<int64_t>(LANES, high - i); key++)
+                fetch(keys + key * k_stride + ahead_, head_dim_), fetch(values + key * v_stride + ahead_, head_dim_);
             if (i < low || i + LANES > high) {
                 std::memset(workspace_.few, 0, 2 * LANES * head_dim_ * sizeof(T));
                 for (int64_t key = std::max(i, low) - i; key < std::min<int64_t>(LANES, high - i); key++) {
@@ -159,15 +163,22 @@ void attend_texts(const void* operands, const Step& step, ThreadGroup& threads) 
     const auto& given = *static_cast<const AttendTextsOperands*>(operands);
     const int64_t fair = step.num_tokens * given.num_heads / (6 * threads.size);
     const int64_t tokens = std::clamp<int64_t>(fair, CHUNK, TILE_ROWS);
+    // Neighbouring heads of a tile are one task, as they lie side by side, where that leaves each thread several tasks.
+    const int64_t tiles = std::max(step.num_rows, step.num_tokens / tokens);
+    const int64_t heads = std::clamp<int64_t>(tiles * given.num_heads / (8 * threads.size), 1, given.num_heads);
+    const int64_t parts = (given.num_heads + heads - 1) / heads;
     Workspace workspace(tokens, given.head_dim, words_with_padding<T>(given.head_dim));
     int64_t mine = threads.take(), begin = 0;
     for (int64_t row = 0; row < step.num_rows; row++) {
         const int64_t count = step.counts[row];
-        for (int64_t first = 0; first < count; first += tokens, begin += given.num_heads)
-            for (; mine < begin + given.num_heads; mine = threads.take())
-                TextTile<T>(given, step.query_starts[row], count, first, std::min(tokens, count - first), mine - begin,
-                            workspace)
-                    .attend();
+        for (int64_t first = 0; first < count; first += tokens, begin += parts)
+            for (; mine < begin + parts; mine = threads.take()) {
+                const int64_t end = std::min((mine - begin + 1) * heads, given.num_heads);
+                for (int64_t head = (mine - begin) * heads; head < end; head++)
+                    TextTile<T>(given, step.query_starts[row], count, first, std::min(tokens, count - first), head,
+                                head + 1 < end, workspace)
+                        .attend();
+            }
     }
 }
 

@@ -31,16 +31,21 @@ struct NormOperands {
     float offset;          // added to the weight
 };
 
-// The sum of the squares of x - mean.
+// The sum of the squares of x - mean: of two sums by turns neither waits for the other.
 template <class T>
 inline float squares_about(const T* x, int64_t size, float mean) {
-    Floats squares{};
-    in_vectors(size, [&](int64_t k, int64_t count) {
-        Floats value = load(x + k, count) - mean;
+    Floats squares{}, others{};
+    int64_t k = 0;
+    for (; k + 2 * LANES <= size; k += 2 * LANES) {
+        const Floats value = load(x + k) - mean, other = load(x + k + LANES) - mean;
+        squares += value * value, others += other * other;
+    }
+    in_vectors(size - k, [&](int64_t i, int64_t count) {
+        Floats value = load(x + k + i, count) - mean;
         for (int64_t lane = count; lane < LANES; lane++) value[lane] = 0;
         squares += value * value;
     });
-    return sum(squares);
+    return sum(squares + others);
 }
 
 template <class T>
