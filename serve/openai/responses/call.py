@@ -6,10 +6,11 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from runtime.errors import InvalidRequest
+from runtime.errors import ContextOverflow, InvalidRequest
 from runtime.grammar_spec import Grammar
 from runtime.request import LogprobParams
 from serve.chat.request import ChatRequest, PreparedChat, effort_switch, prepare, render
@@ -103,19 +104,25 @@ def fitted(core: EngineCore, chat: ChatRequest, num_kept: int, num_output: int) 
         return replace(chat, messages=[*messages[:num_kept], *messages[start:]])
 
     def fits(start: int) -> bool:
-        return core.tokenizer is None or _num_tokens(core, cut(start)) <= limit
+        return _fits(core, cut(start), limit)
 
     if fits(num_kept):
         return chat
     return cut(starts[min(bisect_left(starts, True, key=fits), len(starts) - 1)])
 
 
-def _num_tokens(core: EngineCore, chat: ChatRequest) -> int:
-    text = render(core, chat)
-    if core.tokenizer is None:  # `render` has refused it
-        return 0
-    [ids] = core.tokenizer.encode_batch([text], add_special_tokens=False)
-    return len(ids)
+def _fits(core: EngineCore, chat: ChatRequest, max_tokens: int) -> bool:
+    """Whether its prompt has no more tokens; what is far too long is neither joined nor encoded."""
+    if core.tokenizer is None:
+        return True
+    bound = core.tokenizer.text_limit
+    check = None if bound is None else partial(bound.check, context_length=max_tokens)
+    try:
+        text = render(core, chat, check=check)
+        core.tokenizer.encode_batch([text], add_special_tokens=False, max_tokens=max_tokens)
+    except ContextOverflow:
+        return False
+    return True
 
 
 def _head(
