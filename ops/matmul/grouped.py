@@ -10,6 +10,7 @@ from torch import Tensor
 
 # What codes 0 .. 15 stand for where they are whole numbers.
 WHOLE = tuple(float(number) for number in range(-8, 8))
+CODE_BITS = (4, 5, 6, 8)  # that codes may have
 ROWS_AT_ONCE = 256  # while rounding: they stay in the cache
 
 
@@ -38,8 +39,13 @@ def common_form(forms: Collection[GroupForm]) -> GroupForm | None:
     if any(form.group % group or not is_whole(form.table) for form in forms):
         return None
     shifted = any(form.shifted for form in forms)
-    fitting = (GroupForm(group, each, WHOLE, shifted) for each in (4, 5, 6, 8) if each >= bits)
+    fitting = (GroupForm(group, each, WHOLE, shifted) for each in CODE_BITS if each >= bits)
     return next((form for form in fitting if form.fits), None)
+
+
+def code_bits(bits: int) -> int:
+    """How many bits the codes of whole numbers of so many have, 8 at most."""
+    return next(each for each in CODE_BITS if each >= bits)
 
 
 def is_whole(table: tuple[float, ...]) -> bool:

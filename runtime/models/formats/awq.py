@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ops.matmul.grouped import GroupedWeight, GroupForm
+from ops.matmul.grouped import GroupedWeight, GroupForm, code_bits
 from runtime.config.fields import Fields
 from runtime.errors import CheckpointError
 from runtime.models.formats.bits import unpack
@@ -122,10 +122,12 @@ def _add(derived: Derived, layer: str, used: tuple[str, ...], parts: Parts, bits
 
     def make_grouped(read: Read, rows: slice) -> GroupedWeight:
         scale = parts.scales(read)
-        return GroupedWeight(parts.codes(read).to(torch.uint8), scale, (8 - zeros(read)) * scale).rows(rows)
+        shifts = ((1 << held >> 1) - zeros(read)) * scale
+        return GroupedWeight(parts.codes(read).to(torch.uint8), scale, shifts, bits=held).rows(rows)
 
-    kept = (make_grouped, GroupForm(size)) if bits == 4 else (None, None)
-    derived.add(f"{layer}.weight", (parts.out_size, parts.in_size), used, make, *kept)
+    held = code_bits(bits)
+    form = GroupForm(size, held)
+    derived.add(f"{layer}.weight", (parts.out_size, parts.in_size), used, make, make_grouped, form)
 
 
 def _unpack(words: Tensor, bits: int, count: int) -> Tensor:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ops.matmul.grouped import GroupedWeight, GroupForm
+from ops.matmul.grouped import GroupedWeight, GroupForm, code_bits
 from runtime.config.fields import Fields
 from runtime.errors import CheckpointError
 from runtime.models.formats.bits import unpack, unpack_planes
@@ -100,18 +100,18 @@ def _add(derived: Derived, stored: Stored, layer: str, bits: int, group_size: in
         return (numbers.float() - zero.T[:, group]) * read(scales).float().T[:, group]
 
     def make_grouped(read: Read, rows: slice) -> GroupedWeight:
-        codes = unpack(read(packed).T.contiguous(), 4, in_size).to(torch.uint8)
+        codes = _numbers(read(packed).T.contiguous(), bits, in_size, fields).to(torch.uint8)
         zero, scale = _zeros(read(zeros), bits, out_size, fields).T, read(scales).float().T
-        return GroupedWeight(codes, scale, (8 - zero) * scale).rows(rows)
+        return GroupedWeight(codes, scale, ((1 << held >> 1) - zero) * scale, bits=held).rows(rows)
 
     used = [packed, zeros, scales, *([order] if order else [])]
     in_order = order is None or torch.equal(stored.read(order).long(), torch.arange(in_size) // size)
-    kept = bits == 4 and in_order and groups * size == in_size
+    kept, held = in_order and groups * size == in_size, code_bits(bits)
     derived.add(
         f"{layer}.weight",
         (out_size, in_size),
         used,
         make,
         make_grouped if kept else None,
-        GroupForm(size) if kept else None,
+        GroupForm(size, held) if kept else None,
     )

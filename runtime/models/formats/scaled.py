@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ops.matmul.grouped import GroupedWeight, GroupForm
+from ops.matmul.grouped import GroupedWeight, GroupForm, code_bits
 from runtime.config.fields import Fields
 from runtime.errors import CheckpointError
 from runtime.models.formats.bits import E2M1, E2M3, look_up, nibbles, power_of_two, spread, unpack
@@ -176,7 +176,14 @@ def _add_scaled(derived: Derived, stored: Stored, name: str, schemes: Schemes) -
             numbers = numbers - _spread(read(zero).float(), shape, schemes, zero)
         return numbers * _spread(_scales(read(scale)), shape, schemes, scale)
 
-    derived.add(name, shape, [name, scale, *([zero] if zero else [])], make)
+    def make_grouped(read: Read, rows: slice) -> GroupedWeight:
+        codes = (read(name)[rows].to(torch.int16) + 128).to(torch.uint8)
+        return GroupedWeight(codes, _scales(read(scale))[rows], bits=8)
+
+    whole = stored.dtypes[name] == torch.int8 and zero is None
+    form = _form(stored, shape, scale, 8, shifted=False) if whole else None
+    used = [name, scale, *([zero] if zero else [])]
+    derived.add(name, shape, used, make, make_grouped if form else None, form)
 
 
 def _add_whole_numbers(derived: Derived, stored: Stored, name: str, schemes: Schemes) -> None:
@@ -220,16 +227,27 @@ def _add_whole_numbers(derived: Derived, stored: Stored, name: str, schemes: Sch
     def make_grouped(read: Read, rows: slice) -> GroupedWeight:
         scales, zeros = _scales(read(scale)), read_zeros(read)
         shifts = None if zeros is None else -zeros * scales
-        return GroupedWeight(unpack(read(packed), 4, shape[1]).to(torch.uint8), scales, shifts).rows(rows)
+        codes = unpack(read(packed), bits, shape[1], dense=dense) + ((1 << held >> 1) - offset)
+        return GroupedWeight(codes.to(torch.uint8), scales, shifts, bits=held).rows(rows)
 
     grid = stored.shapes[scale]
     packed_zeros = zero is not None and stored.dtypes[zero] == torch.int32
     if zero is not None and stored.shapes[zero][packed_zeros:] != grid[packed_zeros:]:
         raise CheckpointError(f"{zero} and {scale} do not fit each other.")
-    kept = bits == 4 and order is None and len(grid) == 2 and grid[0] == rows and shape[1] % grid[1] == 0
+    held = code_bits(bits)
+    form = None if order else _form(stored, shape, scale, held)
     used = [packed, scale, shape_name, *(x for x in (zero, order) if x)]
-    form = GroupForm(shape[1] // grid[1]) if kept else None
-    derived.add(name, shape, used, make, make_grouped if kept else None, form)
+    derived.add(name, shape, used, make, make_grouped if form else None, form)
+
+
+def _form(
+    stored: Stored, shape: Sequence[int], scale: str, bits: int, *, shifted: bool = True
+) -> GroupForm | None:
+    """Of a weight whose scales are of outputs and groups of inputs; None where they are of something else."""
+    grid = stored.shapes[scale]
+    if len(shape) != 2 or len(grid) != 2 or grid[0] != shape[0] or not grid[1] or shape[1] % grid[1]:
+        return None
+    return GroupForm(shape[1] // grid[1], bits, shifted=shifted)
 
 
 def _packing(candidates: Sequence[int], words: int, count: int) -> tuple[int, bool]:

@@ -313,6 +313,8 @@ KEPT = [
     ("compressed-tensors", {"preset": "W4A16", "symmetric": False}),
     ("gptq", {}),
     ("gptq", {"version": 2, "group_size": -1}),
+    ("gptq", {"bits": 8}),
+    ("compressed-tensors", {"preset": "W8A8"}),
     ("awq", {}),
     ("torchao", {"kind": "int4"}),
     ("modelopt", {"kind": "w4a16_awq"}),
@@ -321,7 +323,7 @@ KEPT = [
 
 
 @pytest.mark.parametrize(("form", "options"), KEPT, ids=str)
-def test_weights_of_4_bits_stay_so_where_there_are_kernels(
+def test_weights_of_few_bits_stay_so_where_there_are_kernels(
     form: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     cpp_kernels.library()
@@ -338,7 +340,7 @@ def test_weights_of_4_bits_stay_so_where_there_are_kernels(
 
 
 @pytest.mark.parametrize("asked", [None, "w4a8"])
-@pytest.mark.parametrize(("form", "options"), [KEPT[1], KEPT[2], KEPT[4]], ids=str)
+@pytest.mark.parametrize(("form", "options"), [KEPT[1], KEPT[2], KEPT[6]], ids=str)
 def test_experts_of_4_bits_stay_so_on_every_rank(
     form: str, options: dict[str, Any], asked: str | None, tmp_path: Path
 ) -> None:
@@ -377,9 +379,9 @@ def test_a_rank_keeps_whole_groups_and_dequantises_others(
         for layer, other in zip(kept.layers, ordinary.layers, strict=True):
             for part in ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down"):
                 mine, theirs = layer.get_submodule(part), other.get_submodule(part)
-                assert isinstance(mine.weight, PackedWeight4) == (
-                    options.get("group_size") != -1 or part.endswith(("qkv", "gate_up"))
-                )
+                whole_rows = options.get("group_size") == -1 or options.get("preset") == "W8A8"
+                kept_here = not whole_rows or part.endswith(("qkv", "gate_up"))
+                assert isinstance(mine.weight, PackedWeight4) == kept_here
                 x = torch.randn(3, mine.layout.in_size)
                 products = [each.method.multiply(each, x, None, kernels) for each in (mine, theirs)]
                 torch.testing.assert_close(products[0], products[1], rtol=1e-3, atol=1e-4)
