@@ -20,7 +20,14 @@ from urllib.parse import quote
 from runtime.grammar import bounds, conditions, patterns
 from runtime.grammar.formats import INTEGER_BITS, MAX_LENGTHS, format_regex
 from runtime.grammar.opposites import NoOppositeError, opposite
-from runtime.grammar.references import REFERENCES, References, Unsupported, endless, without
+from runtime.grammar.references import (
+    REFERENCES,
+    References,
+    Unsupported,
+    drop_what_references_say,
+    endless,
+    without,
+)
 from runtime.grammar.unique_items import (
     MAX_LISTED,
     MAX_UNIQUE,
@@ -102,6 +109,8 @@ class _Writer:
             self.check_most([written, *definitions.values()], definitions)
         if not definitions:
             return written
+        for each in (written, *definitions.values()):
+            drop_what_references_say(each, definitions, lambda: self.pause(""))
         dead = endless(definitions, lambda: self.pause(""))
         if dead:
             definitions = {

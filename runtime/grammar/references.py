@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -11,6 +11,7 @@ from runtime.grammar_spec import InvalidGrammar
 
 MAX_COMPARED = 100_000  # looks behind references, for comparing schemas and for their opposites
 MAX_STEPS = 16  # of references that lead to references alone
+MAX_LOOKS = 100  # at definitions and alternatives, for the types of one schema
 MAX_PASSES = 20  # over definitions that may lead to themselves
 LOOKS_BETWEEN_PAUSES = 64
 REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
@@ -152,6 +153,57 @@ def without(schema: Any, names: Collection[str]) -> Any:
         elif keyword in ("anyOf", "allOf", "prefixItems"):
             found[keyword] = [without(part, names) for part in value]
     return found
+
+
+def drop_what_references_say(schema: Any, definitions: Mapping[str, Any], pause: Callable[[], None]) -> None:
+    """Take out of a schema, written for the backend, types that the references beside them have already.
+
+    The library refuses references in a circle with anything beside them.
+    """
+    pending = [schema]
+    while pending:
+        part = pending.pop()
+        if not isinstance(part, dict):
+            continue
+        pause()
+        if part.get("additionalProperties") in ({}, True):
+            del part["additionalProperties"]
+        if "type" in part and ("$ref" in part or "anyOf" in part):
+            rest = {keyword: part[keyword] for keyword in ("$ref", "anyOf", "allOf") if keyword in part}
+            looks = iter(range(MAX_LOOKS))
+            if _written_types(rest, definitions, part, looks) <= _named_types(part["type"]):
+                del part["type"]
+        for keyword in ("properties", "patternProperties"):
+            pending += part.get(keyword, {}).values()
+        pending += [part[keyword] for keyword in ("items", "additionalProperties") if keyword in part]
+        for keyword in ("anyOf", "allOf", "prefixItems"):
+            pending += part.get(keyword, ())
+
+
+def _written_types(
+    schema: Any, definitions: Mapping[str, Any], without: Any, looks: Iterator[int]
+) -> frozenset[str]:
+    """The types that a schema allows, where `without` says nothing of its own; all of them without `looks`."""
+    if not isinstance(schema, dict) or next(looks, None) is None:
+        return _TYPES
+    allowed = _named_types(schema["type"]) if "type" in schema and schema is not without else _TYPES
+    parts = list(schema.get("allOf", ()))
+    if "$ref" in schema:
+        parts.append(definitions[schema["$ref"].removeprefix("#/$defs/")])
+    for part in parts:
+        allowed &= _written_types(part, definitions, without, looks)
+    if "anyOf" in schema:
+        options = [_written_types(part, definitions, without, looks) for part in schema["anyOf"]]
+        allowed &= frozenset().union(*options)
+    return allowed
+
+
+def _named_types(value: Any) -> frozenset[str]:
+    names = frozenset([value] if isinstance(value, str) else value)
+    return names | {"integer"} if "number" in names else names
+
+
+_TYPES = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
 
 
 def _ends(schema: Any, ending: set[str], pause: Callable[[], None]) -> bool:

@@ -348,6 +348,31 @@ def test_a_name_has_one_spelling() -> None:
     assert not grammars.accepts(matcher, '{"a":1,"a":"x"}')
 
 
+def test_types_stand_beside_references_in_a_circle() -> None:
+    schema = {
+        "$defs": {
+            "leaf": {"type": "object", "properties": {"v": {"type": "integer"}}, "required": ["v"]},
+            "list": {
+                "type": "object",
+                "properties": {"all": {"items": {"$ref": "#/$defs/any"}}},
+                "required": ["all"],
+            },
+            "any": {"type": "object", "anyOf": [{"$ref": "#/$defs/leaf"}, {"$ref": "#/$defs/list"}]},
+            "whole": {"type": "integer", "anyOf": [{"type": ["integer", "string"]}]},
+        },
+        "type": "object",
+        "additionalProperties": {},
+        "anyOf": [{"$ref": "#/$defs/leaf"}, {"$ref": "#/$defs/list"}],
+        "properties": {"n": {"type": "integer", "$ref": "#/$defs/whole"}},
+    }
+    matcher = grammars.compiled("json_schema", schema)
+    for text in ('{"v": 1}', '{"all": [{"v": 1}, {"all": []}]}', '{"n": 1, "v": 1}'):
+        assert validator_of(schema).is_valid(json.loads(text))
+        assert grammars.accepts(matcher, text), text
+    for text in ('{"v": "x"}', '{"all": [1]}', "1", '{"n": "x", "v": 1}'):
+        assert not grammars.accepts(matcher, text), text
+
+
 def test_references_lead_where_they_say_however_often_they_are_used() -> None:
     schema = {
         "$defs": {
