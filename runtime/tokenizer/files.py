@@ -41,6 +41,21 @@ WITHOUT_FILES = (
     "PerceiverTokenizer",
 )  # whose tokens are bytes or characters
 PIECES = ("BaichuanTokenizer",)  # whose code only hands texts to sentencepiece
+# How a GGUF file of byte-level tokens may say that its texts are split: in ways that transformers knows, as in GPT-2,
+# which it takes all others for, and so with each digit apart. Source: llama.cpp's llama-vocab.cpp.
+SPLIT_BY_NAME = (
+    "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2",
+    "jina-v5-nano", "dbrx", "smaug-bpe", "tekken", "qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2",
+    "megrez", "qwen35", "gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2",
+)  # fmt: skip
+SPLIT_AS_GPT2 = (
+    "gpt-2", "phi-2", "jina-es", "jina-de", "gigachat", "jina-v2-es", "jina-v2-de", "a.x-4.0", "mellum",
+    "modern-bert", "jina-v1-en", "jina-v2-code", "roberta-bpe", "mpt", "olmo", "jais", "trillion",
+    "granite-docling",
+)  # fmt: skip
+DIGITS_APART = (
+    "starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b", "mellum2",
+)  # fmt: skip
 # Each turn begins with a token, of which generation_config.json has the id; a system prompt comes first as it is.
 CHAT = (
     "{% for message in messages %}"
@@ -191,7 +206,24 @@ def _read_gguf(path: Path) -> TokenizerFiles:
         raise ConfigurationError(
             f"transformers cannot read the tokenizer in {path}: {error}. Name another with --tokenizer-path."
         ) from error
+    _split(library.backend_tokenizer, header.values, path)
     return _of_library(library)
+
+
+def _split(tokenizer: tokenizers.Tokenizer, values: Mapping[str, Any], path: Path) -> None:
+    """Have texts split as the file says. Raises ConfigurationError where nothing here knows how."""
+    name = values.get("tokenizer.ggml.pre")
+    if values["tokenizer.ggml.model"] != "gpt2" or name is None or name in (*SPLIT_BY_NAME, *SPLIT_AS_GPT2):
+        return
+    if name not in DIGITS_APART:
+        raise ConfigurationError(
+            f"{path} splits texts in a way that is not known ({name}): name the model's own tokenizer with "
+            "--tokenizer-path."
+        )
+    parts = tokenizers.pre_tokenizers
+    tokenizer.pre_tokenizer = parts.Sequence(
+        [parts.Digits(individual_digits=True), parts.ByteLevel(add_prefix_space=False)]
+    )  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _names_own_code(config: dict[str, Any]) -> bool:

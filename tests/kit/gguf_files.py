@@ -224,7 +224,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter, source: Path, config: dict[str, Any]
     absent = (f"[PAD{number}]" for number in range(config["vocab_size"]))
     ordered = [tokens.get(number, (text, gguf.TokenType.UNUSED)) for number, text in enumerate(absent)]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
+    writer.add_tokenizer_pre(config.get("split", "gpt-2"))
     writer.add_token_list([token for token, _ in ordered])
     writer.add_token_types([kind for _, kind in ordered])
     merges = described["model"]["merges"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from contextlib import suppress
@@ -25,12 +26,14 @@ from ops.matmul.with_cpp import PackedWeight4
 from ops.select import select
 from runtime.config.fields import Fields
 from runtime.config.gguf_header import KINDS, read_header
-from runtime.errors import CheckpointError
+from runtime.config.plan import TokenizerPlan
+from runtime.errors import CheckpointError, ConfigurationError
 from runtime.models.checkpoint import locate
 from runtime.models.config import read_facts
 from runtime.models.formats.gguf import FORMS, GgufFiles, dequantise, in_groups
 from runtime.models.formats.stored import QuantizedTensors
 from runtime.models.quantization import quantization_fields
+from runtime.tokenizer.files import read_tokenizer
 from serve import Engine
 from serve.demo import demo_path
 
@@ -372,6 +375,35 @@ async def test_the_tokenizer_the_template_and_the_ends_are_the_files_own(tmp_pat
             texts_again = [tokenizer.decode(each) for each in ids]
             answers.append((ids, texts_again, answer.choices[0].message.content))
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize(
+    ("split", "pieces"),
+    [
+        ("smollm", ["a", "Ġ", "1", "2", "3", "4"]),
+        ("llama-bpe", ["a", "Ġ", "123", "4"]),
+        ("gpt-2", ["a", "Ġ1234"]),
+        ("deepseek-llm", None),
+    ],
+)
+def test_texts_are_split_as_the_file_says_or_refused(
+    split: str, pieces: list[str] | None, tmp_path: Path
+) -> None:
+    source = Path(tiny_checkpoints.write(tmp_path / "source", vocab_size=4096, num_hidden_layers=1))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(DEMO) / name, source)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"split": split}))
+    path, _ = convert(source, tmp_path / "made", "F16")
+    plan = TokenizerPlan(
+        tokenizer_path=path, mode="auto", trust_remote_code=False, revision=None, chat_template=None
+    )
+    if pieces is None:
+        with pytest.raises(ConfigurationError, match=r"not known \(deepseek-llm\): .*--tokenizer-path"):
+            read_tokenizer(plan)
+        return
+    backend: Any = read_tokenizer(plan).backend
+    assert [piece for piece, _ in backend.library.pre_tokenizer.pre_tokenize_str("a 1234")] == pieces
 
 
 @pytest.fixture(scope="module")
