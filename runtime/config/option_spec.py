@@ -41,8 +41,9 @@ class OptionSpec:
     none_text: bool = False  # "None" and "" mean nothing
     secret: bool = False  # never shown
     plan: Any = None  # the field of the plan that shows what is done, such as `CachePlan.page_size`
-    # As the plan says it; or "the opposite", or "other" where that is no value of the option.
-    says: str = "the same"
+    # As the plan says it; or "the opposite", or "other" where that is no value of the option; or the values of the
+    # option for what the plan has as false and as true.
+    says: str | tuple[str, str] = "the same"
     outcome: Outcome = Outcome.WORKS
     instead: str = ""  # what serves in the meantime, of an option or value that is not supported yet
     reason: str = ""  # why nothing reads it (always, inert); ends a sentence

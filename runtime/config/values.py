@@ -63,6 +63,8 @@ def in_its_words(option: Option, planned: Any) -> Any:
     Raises `LookupError` where the option has no such value: graphs of several sizes are no `--cuda-graph-max-bs`.
     """
     field = option.spec.plan
+    if isinstance(option.spec.says, tuple):
+        return option.spec.says[bool(planned)]
     if option.type is bool:
         zero_is_off = "None" not in field.__objclass__.__annotations__[field.__name__]
         is_on = bool(planned) if zero_is_off else planned is not None and planned is not False

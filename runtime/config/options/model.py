@@ -122,6 +122,7 @@ class ModelArgs:
         "such a family.",
         choices=("auto", "native", "sglang", "transformers"),
         plan=ModelPlan.by_transformers,
+        says=("native", "transformers"),
     )
     delete_ckpt_after_loading: bool = option(
         False,

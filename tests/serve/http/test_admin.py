@@ -81,8 +81,12 @@ def test_server_info_says_what_is_done_in_the_words_of_the_options(asked: bool) 
     plan, _ = decide(args, Machine.named("cpu"), ANY_MODEL, demo_path=demo_path())
     info = by_option(plan)
     assert {name: info[name] for name in flags} == dict.fromkeys(flags, asked)
-    assert (info["chunked_prefill_size"], info["enable_torch_compile"]) == (48, False)
-    elsewhere = {"model_impl", "base_gpu_id", "cuda_graph_max_bs", "schedule_conservativeness"}
+    assert (info["chunked_prefill_size"], info["enable_torch_compile"], info["model_impl"]) == (
+        48,
+        False,
+        "native",
+    )
+    elsewhere = {"base_gpu_id", "cuda_graph_max_bs", "schedule_conservativeness"}
     assert not elsewhere & info.keys()  # no value of theirs says what is done
 
 
