@@ -100,6 +100,7 @@ CHAT: Fields = {
         "messages": [*STORY, {"role": "assistant", "content": "The fox"}],
     },
     "reasoning": {"reasoning": {"enabled": True}},
+    "reasoning_effort": "low",
     "separate_reasoning": {"separate_reasoning": False, **THINK},
     "stream_reasoning": {"stream_reasoning": False, "stream": True, **THINK},
     "include_reasoning": {"include_reasoning": False, **THINK},
@@ -298,7 +299,11 @@ ROUTES: Mapping[str, Route] = {
         MESSAGES,
         declared(MessagesBody),
         refused={"model": "other", "service_tier": "flex", "speed": "fast"},
-        idle={"metadata": "reported to nobody", "cache_control": "every prefix is cached"},
+        idle={
+            "metadata": "reported to nobody",
+            "cache_control": "every prefix is cached",
+            "context_management": "of its edits the one that changes nothing is understood",
+        },
     ),
     "/api/chat": Route(
         {
