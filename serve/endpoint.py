@@ -217,14 +217,14 @@ def decode_open(
     """
     noted: list[Undeclared] = []
     body = decode(cls, json, noted=noted)
-    told: set[tuple[Fields, str]] = set()  # in many messages it is the same one
-    for holder, name, known in noted:
-        on_top = holder is json
-        if (on_top and name in beside) or (known, name) in told:
-            continue
-        told.add((known, name))
-        names = {*known.names, *beside} if on_top else known.names
-        tell_unknown((*_path_of(holder, json), name), names, core, route)
+    told: dict[tuple[Fields, str], Undeclared] = {}  # in many messages it is the same one
+    for each in noted:
+        if each.holder is not json or each.name not in beside:
+            told.setdefault((each.fields, each.name), each)
+    paths = _paths_of({id(each.holder) for each in told.values()}, json)
+    for holder, name, known in told.values():
+        names = {*known.names, *beside} if holder is json else known.names
+        tell_unknown((*paths.get(id(holder), ()), name), names, core, route)
     return body
 
 
@@ -259,18 +259,20 @@ def _log_unknown(name: str, route: str, fate: str) -> None:
     logger.warning("a request to %s has a field that no API knows, %s: %r", route, fate, name)
 
 
-def _path_of(wanted: object, value: object) -> tuple[str | int, ...]:
-    """The keys and indices that lead from a body to an object in it."""
-    places: list[tuple[object, tuple[str | int, ...]]] = [(value, ())]
-    while places:
+def _paths_of(wanted: Collection[int], body: object) -> dict[int, tuple[str | int, ...]]:
+    """By the id of an object within a body: the keys and indices that lead to it. Looks once at each."""
+    found: dict[int, tuple[str | int, ...]] = {}
+    places: list[tuple[object, tuple[str | int, ...]]] = [(body, ())]
+    while places and len(found) < len(wanted):
         place, path = places.pop()
-        if place is wanted:
-            return path
-        inner = (
-            place.items() if isinstance(place, dict) else enumerate(place) if isinstance(place, list) else ()
-        )
+        if id(place) in wanted:
+            found[id(place)] = path
+        if isinstance(place, dict):
+            inner = place.items()
+        else:
+            inner = enumerate(place) if isinstance(place, list) else ()
         places += [(each, (*path, key)) for key, each in inner if isinstance(each, dict | list)]
-    return ()
+    return found
 
 
 def require_json(request: HttpRequest) -> None:
