@@ -156,9 +156,7 @@ class Connection(HttpToolsProtocol):
         if self._num_lingered >= 0:  # behind the body that was dropped
             return
         self._num_unparsed = self._num_body_bytes = 0
-        if (
-            self.parser.should_upgrade()
-        ):  # the parser stops here, and `data_received` begins again without the offer
+        if self.parser.should_upgrade():  # the parser stops here, and `_feed` begins again without the offer
             self._plain_head = self._head_without_upgrade()
             return
         super().on_headers_complete()

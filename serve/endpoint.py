@@ -242,9 +242,8 @@ def tell_unknown(
     """
     path = [str(each)[:80] if isinstance(each, str) else each for each in path]
     if not core.plan.serve.refuse_unknown_fields:
-        if (
-            _log_unknown.cache_info().currsize < MAX_LOGGED
-        ):  # a client with ever other names would fill the log
+        # A client with ever other names would fill the log.
+        if _log_unknown.cache_info().currsize < MAX_LOGGED:
             _log_unknown(".".join(each for each in path if isinstance(each, str)), route, fate)
         return
     name = ".".join(map(str, path))

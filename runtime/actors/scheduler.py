@@ -423,9 +423,8 @@ class SchedulerActor:
                 self._take_in(message)
             except Exception as error:
                 reason = StepFailed(BROKEN)
-                if isinstance(error, PenstockError) and isinstance(
-                    message, Admit
-                ):  # refused: nothing is broken
+                # Refused: nothing is broken.
+                if isinstance(error, PenstockError) and isinstance(message, Admit):
                     reason = error
                 else:
                     broken = broken or error

@@ -49,9 +49,8 @@ def opposite(schema: Schema, peek: Peek, known: Iterable[str], depth: int = 0) -
                     found.append({"type": "object", "required": [name], "properties": {name: other}})
         elif keyword == "items" and isinstance(value, dict | bool):
             other = opposite(value, peek, known, depth + 1)
-            if (
-                other is not False and "prefixItems" not in schema
-            ):  # the first one breaks it: others may as well
+            # The first one breaks it: others may as well.
+            if other is not False and "prefixItems" not in schema:
                 found.append({"type": "array", "minItems": 1, "items": [other], "additionalItems": True})
         elif keyword.startswith("exclusive") and isinstance(value, bool):
             continue  # of draft 4: the limit beside it says enough

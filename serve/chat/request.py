@@ -92,9 +92,8 @@ def prepare(core: EngineCore, chat: ChatRequest) -> PreparedChat:
     serve = core.plan.serve
     sampling = sampling_params("chat", chat.sampling, serve.preferred_sampling, facts=core.facts)
     wanted, named = chat.grammar, grammars_of(sampling)
-    if (
-        wanted is None and len(named) == 1
-    ):  # it is the answer's grammar too, and not that of the thoughts before it
+    # It is the answer's grammar too, and not that of the thoughts before it.
+    if wanted is None and len(named) == 1:
         [wanted] = named
         sampling = replace(sampling, **{wanted.kind: None})
     prompt = render(core, chat, check=_length_check(core, chat))
