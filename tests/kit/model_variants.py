@@ -506,7 +506,10 @@ VARIANTS = {
     "mistral-window": Variant("mistral", {"sliding_window": 7}, {"window": no_window}),
     "mistral-seeing": Variant("mistral_seeing", {"sliding_window": 7}, {"window": no_window}),
     "baichuan": Variant(
-        "baichuan",
+        "baichuan", mutations={"values": each("attention.qkv", lambda x: x.weight[-9:].zero_())}
+    ),
+    "baichuan2": Variant(
+        "baichuan2",
         mutations={"values": each("attention.qkv", lambda x: x.weight[-9:].zero_())},
         overrides={"unit head": {"unit_head": False}},
     ),

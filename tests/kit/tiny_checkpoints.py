@@ -31,7 +31,7 @@ def seeing_gemma3(**text: Any) -> Any:
 
 
 def baichuan(**values: Any) -> Any:
-    """Baichuan 2 of 7B, whose layers are those of Llama."""
+    """Baichuan and Baichuan 2 of 7B, whose layers are those of Llama."""
     return CONFIG_MAPPING["llama"](**{**values, "num_key_value_heads": values["num_attention_heads"]})
 
 
@@ -103,6 +103,7 @@ def seeing_llama4(**text: Any) -> Any:
 
 NAMED_OTHERWISE: dict[str, Any] = {  # than transformers names their configuration
     "baichuan": baichuan,
+    "baichuan2": baichuan,
     "deepseek_v3": deepseek_v3,
     "gemma3": CONFIG_MAPPING["gemma3_text"],
     "gemma3_seeing": seeing_gemma3,
@@ -118,8 +119,8 @@ NAMED_OTHERWISE: dict[str, Any] = {  # than transformers names their configurati
     "qwen3_5_seeing": seeing_qwen3_5,
 }
 FAMILIES = (
-    "arcee", "baichuan", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "ernie4_5", "ernie4_5_moe", "exaone4",
-    "gemma", "gemma2", "gemma3", "gemma3_seeing", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_neox", "gpt_oss",
+    "arcee", "baichuan", "baichuan2", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "ernie4_5", "ernie4_5_moe",
+    "exaone4", "gemma", "gemma2", "gemma3", "gemma3_seeing", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_neox", "gpt_oss",
     "granite", "granitemoe", "granitemoehybrid", "hunyuan_v1_dense", "internlm2", "internlm3", "iquestcoder", "llama",
     "llama4", "llama4_seeing", "ministral", "ministral3", "ministral3_seeing", "mistral", "mistral_seeing", "mixtral",
     "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5",
@@ -152,7 +153,8 @@ SEEING = {
     "qwen3_5_moe_seeing",
 }  # whose text part is a class of its own
 PUBLISHED_AS = {  # which transformers saves as Llama
-    "baichuan": "BaichuanForCausalLM",
+    "baichuan": "BaiChuanForCausalLM",
+    "baichuan2": "BaichuanForCausalLM",
     "internlm2": "InternLM2ForCausalLM",
     "internlm3": "InternLM3ForCausalLM",
     "iquestcoder": "IQuestCoderForCausalLM",
@@ -318,10 +320,11 @@ def write(
     if family == "internlm2":
         model.save_pretrained(Path(directory) / TWIN)
         tensors["state_dict"] = as_internlm2(model.state_dict(), config.num_key_value_heads)
-    if family == "baichuan":
+    if family in ("baichuan", "baichuan2"):
         tensors["state_dict"] = as_baichuan(model.state_dict())
-        head = model.get_output_embeddings().weight.data  # the twin's vectors are as long as these become
-        head.copy_(torch.nn.functional.normalize(head))
+        if family == "baichuan2":
+            head = model.get_output_embeddings().weight.data  # the twin's vectors are as long as these become
+            head.copy_(torch.nn.functional.normalize(head))
         model.save_pretrained(Path(directory) / TWIN)
     model.save_pretrained(
         directory, max_shard_size=max_shard_size, save_original_format=published_names, **tensors
@@ -332,7 +335,7 @@ def write(
         saved["architectures"] = [PUBLISHED_AS[family]]
         if family == "internlm2":
             saved["bias"] = saved.pop("attention_bias")
-        if family == "baichuan":
+        if family == "baichuan2":
             saved["unit_head"] = config_overrides.get("unit_head", True)  # as its vocabulary says elsewhere
         file.write_text(json.dumps(saved), encoding="utf-8")
     return str(directory)

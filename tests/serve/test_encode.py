@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -11,26 +10,11 @@ import pytest
 
 import fake_core
 from runtime.actors.engine_core import EngineCore
+from runtime.actors.output_stream import OutputStream
 from runtime.errors import EngineFailure
 from runtime.request import Chunk, Finish, Request, Usage
 from serve import Engine, InvalidRequest, SyncEngine
 from serve.engine import EngineLife
-
-
-class Answered:
-    """The output stream of a request that has ended."""
-
-    def __init__(self, chunk: Chunk | EngineFailure) -> None:
-        self._chunk = chunk
-
-    async def whole(self) -> list[Chunk]:
-        await asyncio.sleep(0)
-        if isinstance(self._chunk, EngineFailure):
-            raise self._chunk
-        return [self._chunk]
-
-    def close(self) -> None:
-        pass
 
 
 class EncodingCore:
@@ -46,14 +30,17 @@ class EncodingCore:
     def check_room(self) -> None:
         """There is always room."""
 
-    def submit(self, request: Request) -> Answered:
+    def submit(self, request: Request) -> OutputStream:
         self.submitted.append(request)
+        stream = OutputStream(request.id, 1, abort=lambda _: None)
         if self.failure is not None:
-            return Answered(self.failure)
+            stream.fail(self.failure)
+            return stream
         count = len(request.ids or request.text or ())
         vector = None if request.label.startswith("aborted") else [float(count), 0.5]
         finish = Finish("stop") if vector else Finish("abort", message="Aborted by the user.")
-        return Answered(Chunk(0, "", [], finish, Usage(count, 0, 0), embedding=vector))
+        stream.put(Chunk(0, "", [], finish, Usage(count, 0, 0), embedding=vector))
+        return stream
 
 
 @pytest.fixture
