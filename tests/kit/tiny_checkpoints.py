@@ -120,12 +120,12 @@ NAMED_OTHERWISE: dict[str, Any] = {  # than transformers names their configurati
 }
 FAMILIES = (
     "arcee", "baichuan", "baichuan2", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "ernie4_5", "ernie4_5_moe",
-    "exaone4", "gemma", "gemma2", "gemma3", "gemma3_seeing", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_neox", "gpt_oss",
-    "granite", "granitemoe", "granitemoehybrid", "hunyuan_v1_dense", "internlm2", "internlm3", "iquestcoder", "llama",
-    "llama4", "llama4_seeing", "ministral", "ministral3", "ministral3_seeing", "mistral", "mistral_seeing", "mixtral",
-    "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5",
-    "qwen3_5_moe", "qwen3_5_moe_seeing", "qwen3_5_seeing", "qwen3_moe", "qwen3_next", "qwen3_seeing", "seed_oss",
-    "smollm3", "stablelm", "starcoder2",
+    "exaone4", "gemma", "gemma2", "gemma3", "gemma3_seeing", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_neox",
+    "gpt_oss", "granite", "granitemoe", "granitemoehybrid", "hunyuan_v1_dense", "internlm2", "internlm3",
+    "iquestcoder", "llama", "llama4", "llama4_seeing", "ministral", "ministral3", "ministral3_seeing", "mistral",
+    "mistral_seeing", "mixtral", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "phi", "phi3", "qwen2", "qwen2_moe",
+    "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_seeing", "qwen3_5_seeing", "qwen3_moe", "qwen3_next",
+    "qwen3_seeing", "seed_oss", "smollm3", "stablelm", "starcoder2",
 )  # fmt: skip
 CONFIGS: dict[str, Any] = {
     family: NAMED_OTHERWISE.get(family) or CONFIG_MAPPING[family] for family in FAMILIES
