@@ -24,9 +24,11 @@ from runtime.grammar.references import (
     REFERENCES,
     References,
     Unsupported,
+    definition_of,
     drop_what_references_say,
     endless,
     without,
+    written_parts,
 )
 from runtime.grammar.unique_items import (
     MAX_LISTED,
@@ -105,12 +107,12 @@ class _Writer:
     def write(self) -> Schema | bool:
         written = self.schema(self.root, "")
         definitions = self.references.definitions(self.schema)
+        whole = [written, *definitions.values()]
         if self.has_most:
-            self.check_most([written, *definitions.values()], definitions)
+            self.check_most(whole, definitions)
         if not definitions:
             return written
-        for each in (written, *definitions.values()):
-            drop_what_references_say(each, definitions, lambda: self.pause(""))
+        drop_what_references_say(written_parts(whole, lambda: self.pause("")), definitions)
         dead = endless(definitions, lambda: self.pause(""))
         if dead:
             definitions = {
@@ -121,23 +123,11 @@ class _Writer:
             written = {"allOf": [written]} if isinstance(written, bool) else written
         return {"$defs": definitions, **written}
 
-    def check_most(self, pending: list[Any], definitions: Schema) -> None:
+    def check_most(self, whole: list[Any], definitions: Schema) -> None:
         """Refuse objects that may need more names than they may have: the library would not hold their limit."""
-        while pending:
-            schema = pending.pop()
-            if not isinstance(schema, dict):
-                continue
-            self.pause("")
-            if conditions.may_need_too_many(
-                schema, lambda part: definitions[part["$ref"].removeprefix("#/$defs/")]
-            ):
+        for schema in written_parts(whole, lambda: self.pause("")):
+            if conditions.may_need_too_many(schema, lambda part: definition_of(part, definitions)):
                 raise Unsupported("maxProperties", "", "more names are required than an object may have")
-            for keyword in ("properties", "patternProperties"):
-                pending += schema.get(keyword, {}).values()
-            for keyword in ("items", "additionalProperties"):
-                pending += [schema[keyword]] if keyword in schema else []
-            for keyword in ("anyOf", "allOf", "prefixItems"):
-                pending += schema.get(keyword, ())
 
     # --- places ---
 
@@ -531,7 +521,6 @@ _WRITERS: Mapping[str, Writer] = {
     **dict.fromkeys(REFERENCES, _Writer.ref),
     **dict.fromkeys(CONDITIONS, _Writer.condition),
 }
-SUPPORTED = tuple(_WRITERS)
 _UNWRITTEN = re.compile(r"[\x00-\x07\x0b\x0e-\x1f]")  # but by number, as \u0000: see `llguidance_text`
 _NO_NUMBER: Schema = {"type": ["null", "boolean", "string", "array", "object"]}
 

@@ -155,17 +155,28 @@ def without(schema: Any, names: Collection[str]) -> Any:
     return found
 
 
-def drop_what_references_say(schema: Any, definitions: Mapping[str, Any], pause: Callable[[], None]) -> None:
-    """Take out of a schema, written for the backend, types that the references beside them have already.
-
-    The library refuses references in a circle with anything beside them.
-    """
-    pending = [schema]
+def written_parts(schemas: Collection[Any], pause: Callable[[], None]) -> Iterator[dict[str, Any]]:
+    """Schemas written for the backend and those in them, each before its own: it may be changed before the next."""
+    pending = list(schemas)
     while pending:
         part = pending.pop()
         if not isinstance(part, dict):
             continue
         pause()
+        yield part
+        for keyword in ("properties", "patternProperties"):
+            pending += part.get(keyword, {}).values()
+        pending += [part[keyword] for keyword in ("items", "additionalProperties") if keyword in part]
+        for keyword in ("anyOf", "allOf", "prefixItems"):
+            pending += part.get(keyword, ())
+
+
+def drop_what_references_say(parts: Iterator[dict[str, Any]], definitions: Mapping[str, Any]) -> None:
+    """Take out of `written_parts` types that the references beside them have already.
+
+    The library refuses references in a circle with anything beside them.
+    """
+    for part in parts:
         if part.get("additionalProperties") in ({}, True):
             del part["additionalProperties"]
         if "type" in part and ("$ref" in part or "anyOf" in part):
@@ -173,11 +184,11 @@ def drop_what_references_say(schema: Any, definitions: Mapping[str, Any], pause:
             looks = iter(range(MAX_LOOKS))
             if _written_types(rest, definitions, part, looks) <= _named_types(part["type"]):
                 del part["type"]
-        for keyword in ("properties", "patternProperties"):
-            pending += part.get(keyword, {}).values()
-        pending += [part[keyword] for keyword in ("items", "additionalProperties") if keyword in part]
-        for keyword in ("anyOf", "allOf", "prefixItems"):
-            pending += part.get(keyword, ())
+
+
+def definition_of(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> Any:
+    """What a `$ref` that is written for the backend leads to."""
+    return definitions[schema["$ref"].removeprefix("#/$defs/")]
 
 
 def _written_types(
@@ -189,7 +200,7 @@ def _written_types(
     allowed = _named_types(schema["type"]) if "type" in schema and schema is not without else _TYPES
     parts = list(schema.get("allOf", ()))
     if "$ref" in schema:
-        parts.append(definitions[schema["$ref"].removeprefix("#/$defs/")])
+        parts.append(definition_of(schema, definitions))
     for part in parts:
         allowed &= _written_types(part, definitions, without, looks)
     if "anyOf" in schema:

@@ -126,11 +126,7 @@ def _special_tokens(path: Path, config: dict[str, Any], library: tokenizers.Toke
     named = dict(config)
     if "added_tokens_decoder" not in config:
         named |= read_json(path / "special_tokens_map.json")
-    special = {
-        key: text
-        for key, value in named.items()
-        if key.endswith("_token") and (text := _token_text(value)) is not None
-    }
+    special = _named_tokens(named)
     _add_tokens(library, config.get("added_tokens_decoder") or {}, [*special.values(), *_extra_tokens(named)])
     return special
 
@@ -173,12 +169,8 @@ def _read_pieces(path: Path, config: Mapping[str, Any]) -> TokenizerFiles:
 
     Without a template a chat is written as the model's own code does. Raises ConfigurationError.
     """
-    special = {**read_json(path / "special_tokens_map.json"), **config}
-    texts = {
-        name: value["content"] if isinstance(value, dict) else value
-        for name, value in special.items()
-        if name.endswith("_token") and not name.startswith("add_") and value
-    }
+    named = _named_tokens({**read_json(path / "special_tokens_map.json"), **config})
+    texts = {name: text for name, text in named.items() if text}
     generation = read_json(path / "generation_config.json")
     turns = [generation.get(name) for name in ("user_token_id", "assistant_token_id")]
     ids = [token_id for token_id in turns if isinstance(token_id, int)]
@@ -229,6 +221,15 @@ def _split(tokenizer: tokenizers.Tokenizer, values: Mapping[str, Any], path: Pat
 def _names_own_code(config: dict[str, Any]) -> bool:
     auto_map = config.get("auto_map")
     return isinstance(auto_map, list) or (isinstance(auto_map, dict) and "AutoTokenizer" in auto_map)
+
+
+def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Of a configuration: "eos_token" -> "</s>"."""
+    return {
+        name: text
+        for name, value in config.items()
+        if name.endswith("_token") and (text := _token_text(value)) is not None
+    }
 
 
 def _extra_tokens(config: dict[str, Any]) -> list[str]:

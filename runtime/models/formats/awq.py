@@ -13,7 +13,7 @@ is half the range. Source: AutoAWQ's "gemm" and "gemv" packing, GPTQModel's of o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -62,7 +62,7 @@ def derive(stored: Stored, fields: Fields) -> Derived:
                 parts = _for_gemm(stored, names, bits, without_zeros)
             else:
                 parts = _for_gemv(stored, names, _group_size(fields), without_zeros)
-            _add(derived, layer, names[: 2 if without_zeros else 3], parts, bits)
+            add(derived, f"{layer}.weight", names[: 2 if without_zeros else 3], parts, bits)
     return derived
 
 
@@ -108,7 +108,8 @@ def _for_gemv(stored: Stored, names: tuple[str, str, str], group_size: int, with
     )
 
 
-def _add(derived: Derived, layer: str, used: tuple[str, ...], parts: Parts, bits: int) -> None:
+def add(derived: Derived, name: str, used: Sequence[str], parts: Parts, bits: int) -> None:
+    """A weight of whole numbers, in groups where they are kept."""
     size = parts.in_size // parts.groups
 
     def zeros(read: Read) -> Tensor:
@@ -127,7 +128,7 @@ def _add(derived: Derived, layer: str, used: tuple[str, ...], parts: Parts, bits
 
     held = code_bits(bits)
     form = GroupForm(size, held)
-    derived.add(f"{layer}.weight", (parts.out_size, parts.in_size), used, make, make_grouped, form)
+    derived.add(name, (parts.out_size, parts.in_size), used, make, make_grouped, form)
 
 
 def _unpack(words: Tensor, bits: int, count: int) -> Tensor:

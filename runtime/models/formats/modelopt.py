@@ -47,19 +47,10 @@ def derive(stored: Stored, fields: Fields) -> Derived:
 
 def _group_sizes(values: Mapping[str, Any]) -> set[int]:
     """What the configuration says of all weights; none where it does not, or says it of each layer."""
-    stated = values.get("config_groups")
-    groups = (
-        [each.get("weights") for each in stated.values() if isinstance(each, Mapping)]
-        if isinstance(stated, Mapping)
-        else []
-    )
-    sizes = [
-        values.get("group_size"),
-        *(each.get("group_size") for each in groups if isinstance(each, Mapping)),
-    ]
-    return (
-        set() if "quantized_layers" in values else {each for each in sizes if type(each) is int and each > 0}
-    )
+    if "quantized_layers" in values:
+        return set()
+    sizes = [each.get("group_size") for each in (values, *scaled.weight_settings(values))]
+    return {each for each in sizes if type(each) is int and each > 0}
 
 
 def _add_floats(derived: Derived, stored: Stored, name: str, stem: str, groups: set[int]) -> None:

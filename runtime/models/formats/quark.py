@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ops.matmul.grouped import GroupedWeight, GroupForm
 from runtime.config.fields import Fields
 from runtime.errors import CheckpointError
 from runtime.models.formats import scaled
-from runtime.models.formats.awq import in_awq_order
+from runtime.models.formats.awq import Parts, add, in_awq_order
 from runtime.models.formats.bits import unpack
 from runtime.models.formats.stored import Derived, Read, Stored, require
 
@@ -87,17 +86,12 @@ def _add_whole_numbers(derived: Derived, stored: Stored, name: str, *, signed: b
             return stated.float() + (8 if signed else 0)
         return codes(stated).float()
 
-    def make(read: Read) -> Tensor:
-        scales, shifts = (
-            each.repeat_interleave(in_size // groups, dim=0) for each in (read(scale).float(), zeros(read))
-        )
-        return ((codes(read(name)).float() - shifts) * scales).T
-
-    def make_grouped(read: Read, rows: slice) -> GroupedWeight:
-        scales = read(scale).float().T
-        return GroupedWeight(codes(read(name)).T.to(torch.uint8), scales, (8 - zeros(read)).T * scales).rows(
-            rows
-        )
-
-    form = GroupForm(in_size // groups)
-    derived.add(name, (out_size, in_size), [name, scale, zero], make, make_grouped, form)
+    parts = Parts(
+        out_size,
+        in_size,
+        groups,
+        lambda read: codes(read(name)).T,
+        lambda read: read(scale).float().T,
+        lambda read: zeros(read).T,
+    )
+    add(derived, name, [name, scale, zero], parts, bits=4)

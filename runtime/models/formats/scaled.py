@@ -108,14 +108,16 @@ class Schemes(NamedTuple):
 STRATEGIES = frozenset(("tensor", "channel", "group", "tensor_group", "block"))
 
 
-def _schemes(values: Mapping[str, Any]) -> Schemes:
+def weight_settings(values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """What a configuration says of the weights of each of its `config_groups`."""
     groups = values.get("config_groups")
-    stated = (
-        [each.get("weights") for each in groups.values() if isinstance(each, Mapping)]
-        if (isinstance(groups, Mapping))
-        else []
-    )
-    weights = [each for each in stated if isinstance(each, Mapping)]
+    stated = groups.values() if isinstance(groups, Mapping) else ()
+    weights = [each.get("weights") for each in stated if isinstance(each, Mapping)]
+    return [each for each in weights if isinstance(each, Mapping)]
+
+
+def _schemes(values: Mapping[str, Any]) -> Schemes:
+    weights = weight_settings(values)
     blocks = [values.get("weight_block_size"), *(each.get("block_structure") for each in weights)]
     pairs = [tuple(each) for each in blocks if isinstance(each, list | tuple) and len(each) == 2]
     pairs += [(1, each.get("group_size")) for each in weights]
