@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -40,6 +41,8 @@ class Grammar:
     opened_by: int | None = None
     # What the client called it, for errors; None: the kind.
     param: str | None = field(default=None, compare=False)
+    # Of Lark that we wrote: what the client called the schema in a rule, by the rule's name; for errors.
+    places: Mapping[str, str] = field(default_factory=dict[str, str], compare=False)
 
 
 @dataclass(frozen=True, slots=True)

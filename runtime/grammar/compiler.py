@@ -64,7 +64,7 @@ class GrammarCompiler:
         """Raises `InvalidRequest` naming what the client called it, `Overloaded` when too many wait."""
         param = grammar.param or grammar.kind
         marker = self._marker(grammar.begins_after, param)
-        key = Grammar(grammar.kind, grammar.source, grammar.whitespace)
+        key = Grammar(grammar.kind, grammar.source, grammar.whitespace, places=grammar.places)
         try:
             compiled = self._cache.get(key) or await asyncio.wait_for(self._compile(key), COMPILE_TIMEOUT_S)
         except InvalidGrammar as error:

@@ -27,6 +27,7 @@ from runtime.grammar.references import (
     definition_of,
     drop_what_references_say,
     endless,
+    escaped,
     without,
     written_parts,
 )
@@ -75,15 +76,16 @@ Schema = dict[str, Any]
 
 
 def for_backend(
-    schema: Any, unique: UniqueArrays | None = None, room: patterns.Room | None = None
+    schema: Any, unique: UniqueArrays | None = None, room: patterns.Room | None = None, *, at: str = ""
 ) -> Schema | bool:
     """The schema with nothing in it but what is enforced exactly. Raises `Unsupported`.
 
     With `unique`, arrays of texts that must not repeat any are named there, for others to enforce. `room` is what the
-    patterns of other schemas in the same grammar leave.
+    patterns of other schemas in the same grammar leave. `at` is a JSON pointer: only what stands there is written, and
+    what it refers to.
     """
     writer = _Writer(schema, References(schema), room or patterns.Room(), keeps_unique=unique is not None)
-    written = writer.write()
+    written = writer.write(at)
     if unique is not None and writer.has_unique:
         unique.update(unique_names(schema, writer.references.peek))
     return written
@@ -104,8 +106,8 @@ class _Writer:
     multiple: Fraction = Fraction(1)  # the product of all different multipleOf
     multiples: set[Fraction] = field(default_factory=set)
 
-    def write(self) -> Schema | bool:
-        written = self.schema(self.root, "")
+    def write(self, at: str = "") -> Schema | bool:
+        written = self.schema(self.references.resolve(at), at)
         definitions = self.references.definitions(self.schema)
         whole = [written, *definitions.values()]
         if self.has_most:
@@ -235,7 +237,6 @@ class _Writer:
     def enum(self, value: Any, pointer: str, schema: Schema) -> Schema:
         if not isinstance(value, list) or not value:
             raise Unsupported("enum", pointer, "it must be a list that is not empty")
-        self.pause(pointer, len(value))
         for index, item in enumerate(value):
             self.value(item, f"{pointer}/{index}")
         return {"enum": value}
@@ -250,7 +251,7 @@ class _Writer:
         if isinstance(value, dict):
             for key, item in value.items():
                 _check_text(key, pointer)
-                self.value(item, f"{pointer}/{_escaped(key)}")
+                self.value(item, f"{pointer}/{escaped(key)}")
         elif isinstance(value, list):
             for index, item in enumerate(value):
                 self.value(item, f"{pointer}/{index}")
@@ -339,7 +340,7 @@ class _Writer:
 
     def pattern_properties(self, value: Any, pointer: str, schema: Schema) -> Schema:
         named = self._named(value, pointer)
-        patterns_ = [self._pattern(key, "patternProperties", f"{pointer}/{_escaped(key)}") for key in named]
+        patterns_ = [self._pattern(key, "patternProperties", f"{pointer}/{escaped(key)}") for key in named]
         if len(set(patterns_)) < len(patterns_):
             raise Unsupported("patternProperties", pointer, "two patterns are the same")
         return {"patternProperties": dict(zip(patterns_, named.values(), strict=True))}
@@ -352,7 +353,7 @@ class _Writer:
             raise Unsupported(keyword, pointer, f"it may hold up to {MAX_PROPERTIES} names")
         for key in value:
             _check_text(key, pointer)
-        return {key: self.schema(item, f"{pointer}/{_escaped(key)}") for key, item in value.items()}
+        return {key: self.schema(item, f"{pointer}/{escaped(key)}") for key, item in value.items()}
 
     def required(self, value: Any, pointer: str, schema: Schema) -> Schema:
         if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
@@ -545,10 +546,6 @@ def _is_old(root: Any) -> bool:
     """Whether the schema names a draft before 2020-12."""
     named = root.get("$schema") if isinstance(root, dict) else None
     return isinstance(named, str) and any(draft in named for draft in ("draft-0", "2019-09"))
-
-
-def _escaped(name: str) -> str:
-    return name.replace("~", "~0").replace("/", "~1")
 
 
 def types_of(schema: Mapping[str, Any]) -> Sequence[str]:

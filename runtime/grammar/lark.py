@@ -12,7 +12,7 @@ from runtime.grammar_spec import InvalidGrammar
 
 MAX_DEPTH = 64  # of brackets outside texts and JSON
 
-WriteSchema = Callable[[Any], str]
+WriteSchema = Callable[[Any, str], str]  # of a schema, and of the name of the rule that it stands in
 
 _TOKEN = re.compile(
     r"""(?P<skip>[ \t\r\n]+|(?:\#|//)[^\n]*)
@@ -36,6 +36,7 @@ def check_lark(source: str, write_schema: WriteSchema) -> str:
     """The grammar with every `%json` schema replaced by what `write_schema` makes of it. Raises `InvalidGrammar`."""
     written: list[str] = []
     at, depth, in_attributes = 0, 0, False
+    word = rule = ""  # the last word outside brackets, and the rule that it was the name of
     while at < len(source):
         token = _TOKEN.match(source, at)
         if token is None:
@@ -51,10 +52,14 @@ def check_lark(source: str, write_schema: WriteSchema) -> str:
             depth -= 1
         elif kind == "word" and in_attributes and text in _ATTRIBUTES:
             raise InvalidGrammar(f"the attribute {text} is not supported")
+        elif kind == "word" and not depth:
+            word = text
+        elif text == ":" and not depth:
+            rule = word
         elif kind == "reference":
             raise InvalidGrammar(f"there is no other grammar {text}")
         elif kind == "keyword" and text not in _KEYWORDS:
-            at, text = _with_json(source, at, text, write_schema)
+            at, text = _with_json(source, at, text, rule, write_schema)
         written.append(text)
     return "".join(written)
 
@@ -68,13 +73,13 @@ def quoted(text: str) -> str:
     return json.dumps(text).replace("\x7f", "\\u007f")
 
 
-def _with_json(source: str, at: int, keyword: str, write_schema: WriteSchema) -> tuple[int, str]:
+def _with_json(source: str, at: int, keyword: str, rule: str, write_schema: WriteSchema) -> tuple[int, str]:
     """(where the value behind a keyword ends, both as they are written)"""
     begin = _BLANKS.match(source, at).end()  # pyright: ignore[reportOptionalMemberAccess]
     end = _value_end(source, begin)
     value = json_text.parse(source[begin:end])
     if keyword == "%json":
-        return end, f"%json {write_schema(value)}"
+        return end, f"%json {write_schema(value, rule)}"
     if keyword == "%regex":
         return end, f"%regex {json_text.dumps(value)}"
     if keyword == "%llguidance" and isinstance(value, dict) and not value.keys() - _OPTIONS:

@@ -8,6 +8,7 @@ from typing import Any
 from runtime.grammar import json_schema, json_text, patterns
 from runtime.grammar.ebnf import ebnf_to_lark
 from runtime.grammar.lark import check_lark, quoted
+from runtime.grammar.references import Unsupported
 from runtime.grammar.unique_items import UniqueArrays
 from runtime.grammar_spec import WHITESPACE, Grammar, InvalidGrammar, check_whitespace
 
@@ -34,6 +35,11 @@ def for_llguidance(
             return _top(json_schema=_schema(True, options))
         return _top(json_schema=_schema(json_text.parse(grammar.source), options, unique))
     return _top(lark_grammar=_lark(grammar, options))
+
+
+def part_for_llguidance(schema: Any, at: str, whitespace: str | None = None) -> str:
+    """As `for_llguidance`, of what stands in a schema at a JSON pointer alone. Raises `InvalidGrammar`."""
+    return _top(json_schema=_schema(schema, json_options(whitespace), {}, at=at))
 
 
 def json_options(whitespace: str | None) -> dict[str, Any]:
@@ -64,7 +70,36 @@ def _lark(grammar: Grammar, options: dict[str, Any]) -> str:
     if grammar.kind == "structural_tag":
         return structural_tag_to_lark(grammar.source, options)
     room = patterns.Room()
-    return check_lark(grammar.source, lambda schema: json_text.dumps(_schema(schema, options, room=room)))
+
+    def write(schema: Any, rule: str) -> str:
+        try:
+            return json_text.dumps(_schema(schema, options, room=room))
+        except Unsupported as error:
+            raise error.inside(_place(grammar, rule)) from None
+
+    return check_lark(grammar.source, write)
+
+
+def _place(grammar: Grammar, rule: str) -> str:
+    return grammar.places.get(rule, f"{rule}/%json")
+
+
+def schemas_in(grammar: Grammar) -> list[tuple[str, Any]]:
+    """The JSON schemas of a grammar that `for_llguidance` has read, and where they stand; '': it is nothing else."""
+    found: list[tuple[str, Any]] = []
+    if grammar.kind == "json_schema":
+        found = [("", json_text.parse(grammar.source))]
+    elif grammar.kind == "structural_tag":
+        parts = enumerate(json_text.parse(grammar.source)["structures"])
+        found = [(f"structures/{index}/schema", each.get("schema", True)) for index, each in parts]
+    elif grammar.kind == "lark":
+
+        def find(schema: Any, rule: str) -> str:
+            found.append((_place(grammar, rule), schema))
+            return ""
+
+        check_lark(grammar.source, find)
+    return found
 
 
 def _schema(
@@ -72,8 +107,9 @@ def _schema(
     options: dict[str, Any],
     unique: UniqueArrays | None = None,
     room: patterns.Room | None = None,
+    at: str = "",
 ) -> dict[str, Any]:
-    written = json_schema.for_backend(schema, unique, room)
+    written = json_schema.for_backend(schema, unique, room, at=at)
     return {"x-guidance": options, **({"allOf": [written]} if isinstance(written, bool) else written)}
 
 
@@ -120,7 +156,10 @@ def structural_tag_to_lark(source: str, options: dict[str, Any]) -> str:
         trigger = next((trigger for trigger in triggers if each["begin"].startswith(trigger)), None)
         if trigger is None:
             raise InvalidGrammar(f"no trigger begins structures/{index}")
-        schema = json_text.dumps(_schema(each.get("schema", True), options, room=room))
+        try:
+            schema = json_text.dumps(_schema(each.get("schema", True), options, room=room))
+        except Unsupported as error:
+            raise error.inside(f"structures/{index}/schema") from None
         parts = [quoted(each["begin"][len(trigger) :]), f"%json {schema}", quoted(end)]
         by_trigger.setdefault(trigger, []).append(" ".join(part for part in parts if part != '""'))
     if any(one != other and one.startswith(other) for one in by_trigger for other in by_trigger):

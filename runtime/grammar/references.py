@@ -24,6 +24,16 @@ class Unsupported(InvalidGrammar):
         super().__init__(f"{keyword} at {pointer or '/'}: {reason}")
         self.keyword = keyword
         self.pointer = pointer
+        self.reason = reason
+
+    def inside(self, place: str) -> Unsupported:
+        """The same, of a schema that stands at `place` in something larger."""
+        return Unsupported(self.keyword, place + self.pointer, self.reason)
+
+
+def escaped(name: str) -> str:
+    """A name as a part of a JSON pointer."""
+    return name.replace("~", "~0").replace("/", "~1")
 
 
 class References:
@@ -40,8 +50,8 @@ class References:
 
     def name(self, reference: Any, pointer: str) -> str:
         """What its target is called among the definitions. Raises `Unsupported`."""
-        target = self._target(reference, pointer)
-        self._resolve(target)
+        target = self.target(reference, pointer)
+        self.resolve(target)
         if target not in self._names:
             self._names[target] = f"d{len(self._names)}"
             self._pending.append(target)
@@ -52,7 +62,7 @@ class References:
         found: dict[str, Any] = {}
         while self._pending:
             pointer = self._pending.pop()
-            found[self._names[pointer]] = write(self._resolve(pointer), pointer)
+            found[self._names[pointer]] = write(self.resolve(pointer), pointer)
         return found
 
     def peek(self, schema: Any) -> Any:
@@ -66,12 +76,12 @@ class References:
             if not (isinstance(schema, dict) and "$ref" in schema):
                 break
             try:
-                schema = self._resolve(self._target(schema["$ref"], ""))
-            except (Unsupported, UnicodeDecodeError):
+                schema = self.resolve(self.target(schema["$ref"], ""))
+            except Unsupported:
                 break
         return schema
 
-    def _resolve(self, pointer: str) -> Any:
+    def resolve(self, pointer: str) -> Any:
         """What a JSON pointer leads to. Raises `Unsupported`."""
         found = self._root
         for part in pointer.split("/")[1:]:
@@ -86,8 +96,8 @@ class References:
                 )
         return found
 
-    def _target(self, reference: Any, pointer: str) -> str:
-        """The pointer that a reference holds."""
+    def target(self, reference: Any, pointer: str) -> str:
+        """The pointer that a reference at `pointer` holds. Raises `Unsupported`."""
         if not isinstance(reference, str):
             raise Unsupported("$ref", pointer, "it must be a string")
         if self._root_id and reference.startswith(self._root_id + "#"):
@@ -101,7 +111,10 @@ class References:
                     "$ref", pointer, "only references into the schema itself (#/...) are followed"
                 )
             return found[0]
-        return unquote(reference[1:], errors="strict") if "%" in reference else reference[1:]
+        try:
+            return unquote(reference[1:], errors="strict") if "%" in reference else reference[1:]
+        except UnicodeDecodeError:
+            raise Unsupported("$ref", pointer, "its escapes are no text") from None
 
     def _named(self, name: str) -> list[str]:
         """The pointers to what has this name: an $anchor or $dynamicAnchor, or an $id or id such as #name."""
@@ -115,7 +128,7 @@ class References:
                         value = found.get(keyword)
                         if isinstance(value, str) and (keyword.endswith("nchor") or value.startswith("#")):
                             self._anchors.setdefault(value.lstrip("#"), []).append(pointer)
-                    parts = ((key.replace("~", "~0").replace("/", "~1"), item) for key, item in found.items())
+                    parts = ((escaped(key), item) for key, item in found.items())
                     pending += [(f"{pointer}/{key}", item) for key, item in parts]
                 elif isinstance(found, list):
                     pending += [(f"{pointer}/{index}", item) for index, item in enumerate(found)]

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from runtime.constraint import forbid
 from runtime.grammar.backend import Matcher
-from runtime.grammar.llguidance_text import for_llguidance
+from runtime.grammar.llguidance_text import for_llguidance, part_for_llguidance, schemas_in
+from runtime.grammar.refusals import placed
 from runtime.grammar.unique_items import UniqueArrays
 from runtime.grammar.unique_texts import QuotingTokens, UniqueTexts
 from runtime.grammar.vocabulary import load_vocabulary
@@ -154,7 +155,27 @@ class LLGuidanceBackend:
         unique: UniqueArrays = {}
         text = for_llguidance(grammar, self._whitespace, unique)
         kept = UniqueTexts(unique, self._quoting_tokens()) if unique else None
-        return self._background.submit(self._build, text, kept).result()
+        try:
+            return self._background.submit(self._build, text, kept).result()
+        except InvalidGrammar as error:
+            raise self._placed(grammar, str(error)) from error
+
+    def _placed(self, grammar: Grammar, error: str) -> InvalidGrammar:
+        """What the library says of a grammar, with the place in the schema that it is about."""
+        whitespace = grammar.whitespace if grammar.whitespace is not None else self._whitespace
+
+        def refusal(schema: Any, pointer: str) -> str | None:
+            try:
+                text = part_for_llguidance(schema, pointer, whitespace)
+            except InvalidGrammar:  # what it refers to is not enforced, and was not needed
+                return None
+            try:
+                self._background.submit(self._build, text, None).result()
+            except InvalidGrammar as refused:
+                return str(refused)
+            return None
+
+        return placed(schemas_in(grammar), error, refusal)
 
     def _quoting_tokens(self) -> QuotingTokens:
         with self._making_quoting:

@@ -15,7 +15,7 @@ from serve.chat.parser import ParserSettings
 from serve.chat.reasoning import FORMATS as REASONING_FORMATS
 from serve.chat.reasoning import ReasoningFormat
 from serve.chat.tools.choice import ToolChoice
-from serve.chat.tools.enforce import Marks, calls_grammar
+from serve.chat.tools.enforce import Marks, calls_grammar, places
 from serve.chat.tools.offered import OfferedTools
 from serve.chat.tools.table import FORMATS as TOOL_FORMATS
 
@@ -93,7 +93,14 @@ def grammar_of_chat(
         think=None if settings.is_open else think,
         answer=answer,
     )
-    return Grammar("lark", source, begins_after=after)
+    named = "" if wanted is None else wanted.param or wanted.kind
+    return Grammar(
+        "lark",
+        source,
+        begins_after=after,
+        param="tools" if choice.tools else named,
+        places=places(choice, named),
+    )
 
 
 def thinking_limit(

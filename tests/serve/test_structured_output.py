@@ -228,6 +228,29 @@ async def test_a_refused_schema_is_named_in_the_words_of_the_chat_api() -> None:
         assert "uniqueItems at /uniqueItems" in caught.value.message
 
 
+async def test_a_tool_that_cannot_be_enforced_is_named() -> None:
+    nothing = {"allOf": [{"type": "string"}, {"type": "integer"}]}
+    async with connected() as (client, _):
+        for wrong, problem in (
+            (
+                {"unevaluatedItems": False},
+                "unevaluatedItems at tools/add/parameters/properties/x/unevaluatedItems: ",
+            ),
+            (nothing, "schema at tools/add/parameters/properties/x: no value satisfies it"),
+        ):
+            parameters = {"type": "object", "properties": {"x": wrong}, "required": ["x"]}
+            functions = [{"name": "other"}, {"name": "add", "parameters": parameters}]
+            with pytest.raises(openai.BadRequestError) as caught:
+                await client.chat.completions.create(
+                    model="penstock-demo",
+                    messages=ASK,
+                    tools=[{"type": "function", "function": each} for each in functions],
+                    tool_choice="required",
+                )
+            assert caught.value.param == "tools"
+            assert problem in caught.value.message
+
+
 @pytest.mark.parametrize("options", [{"grammar_backend": "none"}, {"skip_tokenizer_init": True}])
 async def test_without_a_backend_a_grammar_is_refused(options: dict[str, Any]) -> None:
     async with running(**options) as engine:

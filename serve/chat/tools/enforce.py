@@ -95,6 +95,24 @@ def calls_grammar(
     return "\n".join(lines) + "\n"
 
 
+def places(choice: ToolChoice, answer: str) -> dict[str, str]:
+    """What a client calls the schemas in `calls_grammar`, that of its answer `answer`, by the names of their rules."""
+    found = {"start": answer}
+    for index, tool in enumerate(choice.tools):
+        where = f"tools/{tool.name}/parameters"
+        found |= {f"rest_{index}": where, f"call_{index}": where}
+        for number, name in enumerate(_ordered(tool)):
+            found[f"arg_{index}_{number}"] = f"{where}/properties/{name}"
+    return found
+
+
+def _ordered(tool: Tool) -> list[str]:
+    """The names of a tool's parameters, the required ones first, in their order."""
+    properties: Mapping[str, Any] = tool.parameters.get("properties") or {}
+    required = [name for name in tool.parameters.get("required") or () if name in properties]
+    return [*required, *(name for name in properties if name not in required)]
+
+
 def _either(rule: str, choice: ToolChoice) -> str:
     return " | ".join(f"{rule}_{index}" for index in range(len(choice.tools)))
 
@@ -136,10 +154,11 @@ def _python(tool: Tool, index: int, rules: list[str], *, enforced: bool) -> str:
             param="tools",
         )
     properties: Mapping[str, Any] = schema.get("properties") or {}
-    required = [name for name in schema.get("required") or () if name in properties]
-    optional = [name for name in properties if name not in required]
+    ordered = _ordered(tool)
+    required = [name for name in ordered if name in (schema.get("required") or ())]
+    optional = ordered[len(required) :]
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    for number, name in enumerate([*required, *optional]):
+    for number, name in enumerate(ordered):
         value = properties[name] if isinstance(properties[name], dict) else {}
         text = json.dumps({**shared, **value, "x-guidance": _STYLE})
         rules.append(f"arg_{index}_{number}: {json.dumps(name + '=')} %json {text}")

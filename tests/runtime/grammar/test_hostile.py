@@ -108,3 +108,9 @@ def test_a_matcher_that_failed_does_not_allow_the_end() -> None:
     assert not matcher.consume([5])
     assert matcher.error
     assert not grammars.allowed(matcher)
+
+
+def test_each_value_of_an_enum_counts_once() -> None:
+    assert grammars.accepts(grammars.compiled("json_schema", {"enum": list(range(10_000))}), "9999")
+    with pytest.raises(InvalidGrammar, match="more than 12000 parts"):
+        grammars.compiled("json_schema", {"enum": list(range(12_000))})
