@@ -10,8 +10,9 @@
     body = decode(Body, json, path="")                # InvalidRequest: "stop.1 must be a string, ..."
 
 Annotations: bool, int, float, str, None, Any, Literal of strings and booleans, unions, list[T], dict[str, T], nested
-dataclasses, `Annotated` with `Range` or `Length`, and `NotBuilt`. Fields with `init=False` are no part of the
-schema. `Fields` reads keys that are declared elsewhere than in a dataclass.
+dataclasses (several in a union are told apart by their `type`, a Literal), `Annotated` with `Range` or `Length`, and
+`NotBuilt`. Fields with `init=False` are no part of the schema. `Fields` reads keys that are declared elsewhere than in
+a dataclass.
 
 Rules: a key that is absent takes the default. `null` does too, unless the annotation lists None. An integer
 may be written 3.0, never "3" or true. Keys that are not declared are ignored, and noted where somebody asks for
@@ -25,10 +26,9 @@ import difflib
 import math
 import types
 from collections.abc import Callable, Collection, Mapping
-from contextvars import ContextVar
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from runtime.errors import InvalidRequest
 
@@ -38,7 +38,13 @@ MAX_EXACT = 2**63  # larger numbers have lost digits in JSON
 MAX_NOTED = 256  # keys that are not declared, of one body; more than there are declared ones elsewhere
 
 T = TypeVar("T")
-Decoder = Callable[[Any], Any]
+Unknown = dict[
+    tuple["Fields", str], Any
+]  # keys that are not declared, each once: the first object that holds it
+Noted = dict[
+    tuple["Fields", str], tuple[str | int, ...]
+]  # likewise, with the keys and indices that lead to it
+Decoder = Callable[[Any, Unknown | None], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,30 +98,45 @@ class _MismatchError(Exception):
         return self
 
 
-class Undeclared(NamedTuple):
-    """A key with a value that its object's declaration does not know."""
-
-    holder: Mapping[str, Any]
-    name: str
-    fields: Fields
-
-
-_NOTED: ContextVar[list[Undeclared] | None] = ContextVar("penstock_undeclared", default=None)
-
-
-def decode(cls: type[T], value: object, path: str = "", *, noted: list[Undeclared] | None = None) -> T:
+def decode(cls: type[T], value: object, path: str = "", *, noted: Noted | None = None) -> T:
     """`value` (from JSON) as an instance of the dataclass `cls`; `path` is where it stands in the body.
 
-    Keys that are not declared, at any depth, are added to `noted`. Raises `InvalidRequest` with the dotted path of the
-    culprit, and nothing else.
+    Keys that are not declared, at any depth, are added to `noted`, each once for all objects of its kind. Raises
+    `InvalidRequest` with the dotted path of the culprit, and nothing else.
     """
-    token = _NOTED.set(noted)
+    unknown: Unknown | None = None if noted is None else {}
     try:
-        return _decoder(cls)(value)
+        made = _decoder(cls)(value, unknown)
     except _MismatchError as mismatch:
         raise _refusal(mismatch, path) from None
-    finally:
-        _NOTED.reset(token)
+    if noted is not None and unknown:
+        _note_places(unknown, value, path, noted)
+    return made
+
+
+def _note_places(unknown: Unknown, value: object, path: str, noted: Noted) -> None:
+    start = tuple(int(key) if key.isdecimal() else key for key in path.split(".")) if path else ()
+    inner = {id(holder) for holder in unknown.values() if holder is not value}
+    places = _paths_of(inner, value) if inner else {}
+    for key, holder in unknown.items():
+        if key not in noted and len(noted) < MAX_NOTED:
+            noted[key] = (*start, *places.get(id(holder), ()), key[1])
+
+
+def _paths_of(wanted: Collection[int], body: object) -> dict[int, tuple[str | int, ...]]:
+    """By the id of an object within a body: the keys and indices that lead to it. Looks once at each."""
+    found: dict[int, tuple[str | int, ...]] = {}
+    places: list[tuple[object, tuple[str | int, ...]]] = [(body, ())]
+    while places and len(found) < len(wanted):
+        place, path = places.pop()
+        if id(place) in wanted:
+            found[id(place)] = path
+        if isinstance(place, dict):
+            inner = place.items()
+        else:
+            inner = enumerate(place) if isinstance(place, list) else ()
+        places += [(each, (*path, key)) for key, each in inner if isinstance(each, dict | list)]
+    return found
 
 
 def _refusal(mismatch: _MismatchError, path: str) -> InvalidRequest:
@@ -143,12 +164,13 @@ class Fields:
     def read(self, value: object, path: str = "") -> dict[str, Any]:
         """The declared keys that are set; `path` is where the object stands. Raises as `decode`."""
         try:
-            return self.found(value)
+            return self.found(value, None)
         except _MismatchError as mismatch:
             raise _refusal(mismatch, path) from None
 
-    def found(self, value: object) -> dict[str, Any]:
-        """As `read`, for a decoder: mismatches are not turned into refusals."""
+    def found(self, value: object, unknown: Unknown | None) -> dict[str, Any]:
+        """As `read`, for a decoder: mismatches are not turned into refusals, keys that are not declared are added to
+        `unknown`."""
         if type(value) is not dict:
             raise _expected("an object", value)
         if self._closed:
@@ -157,22 +179,20 @@ class Fields:
         for name, item in value.items():  # few of the many that there could be
             check = self._checks.get(name)
             if check is None:
-                self._note(value, name)
+                if unknown is not None and len(unknown) < MAX_NOTED and self._matters(name, item):
+                    unknown.setdefault((self, name), value)
                 continue
             if item is None and name not in self._nullable:
                 continue
             try:
-                found[name] = check(item)
+                found[name] = check(item, unknown)
             except _MismatchError as mismatch:
                 raise mismatch.under(name) from None
         return found
 
-    def _note(self, holder: Mapping[str, Any], name: str) -> None:
-        noted = _NOTED.get()
-        if noted is None or len(noted) == MAX_NOTED or name in self._without_effect:
-            return
-        if not _is_unset(holder[name]):
-            noted.append(Undeclared(holder, name, self))
+    def _matters(self, name: str, item: Any) -> bool:
+        """Whether it may be missed that a key which is not declared is ignored."""
+        return name not in self._without_effect and not _is_unset(item)
 
 
 @cache
@@ -199,13 +219,13 @@ def _decoder(annotation: Any) -> Decoder:
 # --- values ---
 
 
-def _bool(value: Any) -> bool:
+def _bool(value: Any, unknown: Unknown | None) -> bool:
     if value is True or value is False:
         return value
     raise _expected("true or false", value)
 
 
-def _int(value: Any) -> int:
+def _int(value: Any, unknown: Unknown | None) -> int:
     if type(value) is int:
         return value
     if type(value) is float and value.is_integer():
@@ -215,7 +235,7 @@ def _int(value: Any) -> int:
     raise _expected("an integer", value)
 
 
-def _float(value: Any) -> float:
+def _float(value: Any, unknown: Unknown | None) -> float:
     if type(value) is float and math.isfinite(value):
         return value
     if type(value) is int:
@@ -225,18 +245,18 @@ def _float(value: Any) -> float:
     raise _expected("a number", value)
 
 
-def _str(value: Any) -> str:
+def _str(value: Any, unknown: Unknown | None) -> str:
     if type(value) is str:
         return value
     raise _expected("a string", value)
 
 
-def _null(value: Any) -> None:
+def _null(value: Any, unknown: Unknown | None) -> None:
     if value is not None:
         raise _expected("null", value)
 
 
-def _any(value: Any) -> Any:
+def _any(value: Any, unknown: Unknown | None) -> Any:
     """Anything, but not so deep that whoever walks it falls."""
     level = [value]
     for _ in range(MAX_DEPTH):
@@ -259,7 +279,7 @@ _PLAIN[None] = _null
 def _literal(choices: tuple[Any, ...]) -> Decoder:
     words = " or ".join(_written(choice) for choice in choices)
 
-    def check(value: Any) -> Any:
+    def check(value: Any, unknown: Unknown | None) -> Any:
         if any(type(value) is type(choice) and value == choice for choice in choices):
             return value
         raise _MismatchError(f"must be {words}")
@@ -284,7 +304,7 @@ def _annotated(annotation: Any) -> Decoder:
     return check
 
 
-def _refuse(value: Any) -> None:
+def _refuse(value: Any, unknown: Unknown | None) -> None:
     if not _is_unset(value):
         raise _MismatchError("is not supported yet; leave it out")
 
@@ -310,8 +330,8 @@ def _ranged(check: Decoder, limits: Range) -> Decoder:
     else:
         words = f"must be in [{low:.15g}, {high:.15g}]"
 
-    def ranged(value: Any) -> Any:
-        number = check(value)
+    def ranged(value: Any, unknown: Unknown | None) -> Any:
+        number = check(value, unknown)
         if number is not None and not low <= number <= high:
             raise _MismatchError(words)
         return number
@@ -320,8 +340,8 @@ def _ranged(check: Decoder, limits: Range) -> Decoder:
 
 
 def _sized(check: Decoder, limits: Length) -> Decoder:
-    def sized(value: Any) -> Any:
-        result = check(value)
+    def sized(value: Any, unknown: Unknown | None) -> Any:
+        result = check(value, unknown)
         if isinstance(result, str | list | dict):
             if not result and limits.low:
                 raise _MismatchError("must not be empty")
@@ -340,7 +360,7 @@ def _list(item: Any) -> Decoder:
     check = _decoder(item)
     only = item if item in (int, str) else None
 
-    def decode_list(value: Any) -> list[Any]:
+    def decode_list(value: Any, unknown: Unknown | None) -> list[Any]:
         if type(value) is not list:
             raise _expected("a list", value)
         if only is not None and _all_are(only, value):  # token ids by the ten thousand
@@ -348,7 +368,7 @@ def _list(item: Any) -> Decoder:
         result = []
         for index, element in enumerate(value):
             try:
-                result.append(check(element))
+                result.append(check(element, unknown))
             except _MismatchError as mismatch:
                 raise mismatch.under(index) from None
         return result
@@ -359,13 +379,13 @@ def _list(item: Any) -> Decoder:
 def _dict(item: Any) -> Decoder:
     check = _decoder(item)
 
-    def decode_dict(value: Any) -> dict[str, Any]:
+    def decode_dict(value: Any, unknown: Unknown | None) -> dict[str, Any]:
         if type(value) is not dict:
             raise _expected("an object", value)
         result = {}
         for key, element in value.items():
             try:
-                result[key] = check(element)
+                result[key] = check(element, unknown)
             except _MismatchError as mismatch:
                 raise mismatch.under(key) from None
         return result
@@ -383,8 +403,8 @@ def _object(cls: type) -> Decoder:
     )
     required = [f.name for f in declared if f.default is MISSING and f.default_factory is MISSING]
 
-    def decode_object(value: Any) -> Any:
-        found = keys.found(value)
+    def decode_object(value: Any, unknown: Unknown | None) -> Any:
+        found = keys.found(value, unknown)
         for name in required:
             if name not in found:
                 raise _MismatchError("is required").under(name)
@@ -408,17 +428,21 @@ def _lists_none(annotation: Any) -> bool:
 
 
 def _union(annotation: Any) -> Decoder:
-    members = [(_decoder(member), _kinds(member)) for member in get_args(annotation)]
+    by_type = [member for member in get_args(annotation) if _types_of(member)]
+    others = [member for member in get_args(annotation) if len(by_type) < 2 or member not in by_type]
+    members = [(_decoder(member), _kinds(member)) for member in others]
+    if len(by_type) > 1:
+        members.append((_by_type(by_type), frozenset({dict})))
     words = _words(annotation)
 
-    def decode_union(value: Any) -> Any:
+    def decode_union(value: Any, unknown: Unknown | None) -> Any:
         troubles: list[_MismatchError] = []
         kind = type(value)
         for check, kinds in members:
             if kind not in kinds:
                 continue
             try:
-                return check(value)
+                return check(value, unknown)
             except _MismatchError as mismatch:
                 troubles.append(mismatch)
         closest = max(troubles, key=lambda mismatch: mismatch.closeness, default=None)
@@ -427,6 +451,30 @@ def _union(annotation: Any) -> Decoder:
         raise closest
 
     return decode_union
+
+
+def _types_of(annotation: Any) -> tuple[str, ...]:
+    """What a dataclass says that the `type` of its objects is, if it does."""
+    if not (is_dataclass(annotation) and isinstance(annotation, type)):
+        return ()
+    hint = get_type_hints(annotation).get("type")
+    return get_args(hint) if get_origin(hint) is Literal else ()
+
+
+def _by_type(classes: Collection[type]) -> Decoder:
+    """Objects of several kinds, each read as its `type` says."""
+    decoders = {name: _decoder(cls) for cls in classes for name in _types_of(cls)}
+    *most, last = decoders
+    words = f"{', '.join(most)} and {last}"
+
+    def decode_by_type(value: Any, unknown: Unknown | None) -> Any:
+        name = value.get("type")
+        if type(name) is str and name in decoders:
+            return decoders[name](value, unknown)
+        shown = f'"{name[:40]}" ' if type(name) is str else ""
+        raise _MismatchError(f"{shown}is not supported here; {words} are").under("type")
+
+    return decode_by_type
 
 
 def _kinds(annotation: Any) -> frozenset[type]:

@@ -31,7 +31,7 @@ from runtime.errors import (
 from runtime.request import Chunk
 from serve.access import CALLER, CLIENT, Access, Client, OpenCalls, RouteScope, caller_of
 from serve.background import background_tasks
-from serve.decode import Fields, Undeclared, decode
+from serve.decode import Noted, decode
 from serve.errors import NATIVE, ErrorFormat, refusal_response
 from serve.json_pieces import freed_when_refused, loads
 
@@ -215,17 +215,18 @@ def decode_open(
 
     Not of that kind: the names in `beside`, which other readers of the body know. Raises as `decode`, and as that.
     """
-    noted: list[Undeclared] = []
+    noted: Noted = {}
     body = decode(cls, json, noted=noted)
-    told: dict[tuple[Fields, str], Undeclared] = {}  # in many messages it is the same one
-    for each in noted:
-        if each.holder is not json or each.name not in beside:
-            told.setdefault((each.fields, each.name), each)
-    paths = _paths_of({id(each.holder) for each in told.values()}, json)
-    for holder, name, known in told.values():
-        names = {*known.names, *beside} if holder is json else known.names
-        tell_unknown((*paths.get(id(holder), ()), name), names, core, route)
+    tell_noted(noted, core, route, beside=beside)
     return body
+
+
+def tell_noted(noted: Noted, core: EngineCore, route: str, *, beside: Collection[str] = ()) -> None:
+    """Tell of the keys that `decode` noted in a body (`tell_unknown`), but for those `beside` on its first level."""
+    for (keys, name), path in noted.items():
+        known = {*keys.names, *beside} if len(path) == 1 else keys.names
+        if len(path) > 1 or name not in beside:
+            tell_unknown(path, known, core, route)
 
 
 def tell_unknown(
@@ -256,22 +257,6 @@ def tell_unknown(
 def _log_unknown(name: str, route: str, fate: str) -> None:
     """Logs each name once; the cache is the memory of that."""
     logger.warning("a request to %s has a field that no API knows, %s: %r", route, fate, name)
-
-
-def _paths_of(wanted: Collection[int], body: object) -> dict[int, tuple[str | int, ...]]:
-    """By the id of an object within a body: the keys and indices that lead to it. Looks once at each."""
-    found: dict[int, tuple[str | int, ...]] = {}
-    places: list[tuple[object, tuple[str | int, ...]]] = [(body, ())]
-    while places and len(found) < len(wanted):
-        place, path = places.pop()
-        if id(place) in wanted:
-            found[id(place)] = path
-        if isinstance(place, dict):
-            inner = place.items()
-        else:
-            inner = enumerate(place) if isinstance(place, list) else ()
-        places += [(each, (*path, key)) for key, each in inner if isinstance(each, dict | list)]
-    return found
 
 
 def require_json(request: HttpRequest) -> None:
