@@ -75,6 +75,7 @@ ROUTES = (  # searched from the first to the last: what is called most often com
     RouteSpec(POST, "/v1/score", ranking.score, USER, ranking.SCORE_ERRORS, takes_ids=True),
     RouteSpec(POST, "/score", ranking.score, USER, ranking.SCORE_ERRORS, takes_ids=True),
     RouteSpec(POST, "/v1/responses", responses.create, USER, responses.ERROR_FORMAT),
+    RouteSpec(POST, "/v1/responses/input_tokens", responses.count_input_tokens, USER, responses.ERROR_FORMAT),
     RouteSpec(GET, "/v1/responses/{response_id}", responses.retrieve, USER, responses.ERROR_FORMAT),
     RouteSpec(("DELETE",), "/v1/responses/{response_id}", responses.delete, USER, responses.ERROR_FORMAT),
     RouteSpec(POST, "/v1/responses/{response_id}/cancel", responses.cancel, USER, responses.ERROR_FORMAT),

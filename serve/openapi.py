@@ -42,7 +42,7 @@ from serve.native.vertex import PredictBody
 from serve.ollama import schema as ollama
 from serve.openai.batches import BatchBody
 from serve.openai.embeddings import EmbeddingBody
-from serve.openai.responses.schema import ResponsesBody
+from serve.openai.responses.schema import InputBody, ResponsesBody
 from serve.openai.schema import ChatBody, CompletionBody
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ BODIES: Mapping[str, tuple[type, ...]] = {
     "serve.openai.batches.create": (BatchBody,),
     "serve.openai.embeddings.create": (EmbeddingBody,),
     "serve.openai.responses.handlers.create": (ResponsesBody,),
+    "serve.openai.responses.handlers.count_input_tokens": (InputBody,),
     "serve.anthropic.messages.create": (MessagesBody,),
     "serve.anthropic.messages.count_tokens": (CountBody,),
     "serve.ollama.handlers.chat": (ollama.ChatBody,),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
-from runtime.errors import InvalidRequest
+from runtime.errors import ContextOverflow, InvalidRequest
 from runtime.request import NOBODY, Request
 from runtime.sampling_params import MAX_INT32, SamplingParams
 from serve.access import CALLER, CLIENT, THIS_PROCESS
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 MAX_PROMPTS = 1024
 MAX_CHOICES_IN_ALL = 4096  # prompts times n
+MAX_CONTEXTS = 8  # of tokens in one text: who only counts may send more than the model can read
 Label = Annotated[str, Length(1, 256)]
 Salt = Annotated[str, Length(1, 256)]
 Priority = Annotated[int, Range(-MAX_INT32, MAX_INT32)]
@@ -32,6 +33,20 @@ def check_choices(num_prompts: int, n: int) -> None:
             f"at most {MAX_CHOICES_IN_ALL} are accepted at once.",
             param="n",
         )
+
+
+def check_counted(core: EngineCore, parts: Sequence[str], *, param: str) -> None:
+    """Raises `InvalidRequest` where the text of these parts is too long to be encoded for its tokens alone."""
+    if core.tokenizer is None or core.tokenizer.text_limit is None:
+        return
+    most = MAX_CONTEXTS * core.plan.model.context_length
+    try:
+        core.tokenizer.text_limit.check(parts, most)
+    except ContextOverflow:
+        raise InvalidRequest(
+            f"A text of more than {most} tokens ({MAX_CONTEXTS} times the model's context) is not tokenized.",
+            param=param,
+        ) from None
 
 
 def labels_of(rid: str | list[str], count: int, *, is_batch: bool) -> Sequence[str]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import orjson
 
 from runtime.errors import InvalidRequest
 from runtime.grammar_spec import Grammar
 from serve.anthropic.schema import (
+    Block,
     CountBody,
     DocumentBlock,
     MessagesBody,
@@ -21,9 +22,7 @@ from serve.anthropic.schema import (
     Turn,
 )
 from serve.chat.request import ChatRequest, thinking_switch
-from serve.decode import decode
 
-Block = TypeVar("Block")
 Message = dict[str, Any]
 
 
@@ -89,10 +88,10 @@ def _grammar(body: CountBody) -> Grammar | None:
 # --- messages ---
 
 
-def _system(system: str | list[dict[str, Any]] | None) -> list[Message]:
+def _system(system: str | list[TextBlock] | None) -> list[Message]:
     if not system:
         return []
-    text = system if isinstance(system, str) else _text(system, "system")
+    text = system if isinstance(system, str) else _joined([block.text for block in system])
     return [{"role": "system", "content": text}]
 
 
@@ -106,23 +105,21 @@ def _turn(turn: Turn, path: str) -> list[Message]:
     return _user(turn.content, f"{path}.content")
 
 
-def _assistant(blocks: Sequence[Mapping[str, Any]], path: str) -> Message:
+def _assistant(blocks: Sequence[Block], path: str) -> Message:
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
     for index, block in enumerate(blocks):
-        where = f"{path}.{index}"
-        match block.get("type"):
-            case "text":
-                texts.append(decode(TextBlock, block, where).text)
-            case "thinking":
-                thoughts.append(decode(ThinkingBlock, block, where).thinking)
-            case "tool_use":
-                used = decode(ToolUseBlock, block, where)
-                function = {"name": used.name, "arguments": used.input}
-                calls.append({"id": used.id, "type": "function", "function": function})
+        match block:
+            case TextBlock():
+                texts.append(block.text)
+            case ThinkingBlock():
+                thoughts.append(block.thinking)
+            case ToolUseBlock():
+                function = {"name": block.name, "arguments": block.input}
+                calls.append({"id": block.id, "type": "function", "function": function})
             case other:
-                raise _unknown(other, where, "text, thinking and tool_use")
+                raise _misplaced(other, f"{path}.{index}", "text, thinking and tool_use")
     message: Message = {"role": "assistant", "content": "".join(texts)}
     if thoughts:
         message["reasoning_content"] = "".join(thoughts)
@@ -131,43 +128,42 @@ def _assistant(blocks: Sequence[Mapping[str, Any]], path: str) -> Message:
     return message
 
 
-def _user(blocks: Sequence[Mapping[str, Any]], path: str) -> list[Message]:
+def _user(blocks: Sequence[Block], path: str) -> list[Message]:
     """A message for each tool result, and one for the text between them."""
     messages: list[Message] = []
     texts: list[str] = []
     for index, block in enumerate(blocks):
-        where = f"{path}.{index}"
-        match block.get("type"):
-            case "text":
-                texts.append(decode(TextBlock, block, where).text)
-            case "document":
-                texts.append(_document(decode(DocumentBlock, block, where), where))
-            case "tool_result":
+        match block:
+            case TextBlock():
+                texts.append(block.text)
+            case DocumentBlock():
+                texts.append(_document(block, f"{path}.{index}"))
+            case ToolResultBlock():
                 if texts:
                     messages.append({"role": "user", "content": _joined(texts)})
                     texts = []
-                messages.append(_tool_result(decode(ToolResultBlock, block, where), where))
+                messages.append(_tool_result(block))
             case other:
-                raise _unknown(other, where, "text, document and tool_result")
+                raise _misplaced(other, f"{path}.{index}", "text, document and tool_result")
     if texts or not messages:
         messages.append({"role": "user", "content": _joined(texts)})
     return messages
 
 
-def _tool_result(result: ToolResultBlock, path: str) -> Message:
+def _tool_result(result: ToolResultBlock) -> Message:
     content = result.content or ""
-    text = content if isinstance(content, str) else _text(content, f"{path}.content")
+    text = content if isinstance(content, str) else _joined([block.text for block in content])
     if result.is_error:  # templates know no failed calls
         text = orjson.dumps({"error": text}).decode()
     return {"role": "tool", "tool_call_id": result.tool_use_id, "content": text}
 
 
-def _text(blocks: Sequence[Mapping[str, Any]], path: str) -> str:
+def _text(blocks: Sequence[Block], path: str) -> str:
     texts = []
     for index, block in enumerate(blocks):
-        if block.get("type") != "text":
-            raise _unknown(block.get("type"), f"{path}.{index}", "text")
-        texts.append(decode(TextBlock, block, f"{path}.{index}").text)
+        if not isinstance(block, TextBlock):
+            raise _misplaced(block, f"{path}.{index}", "text")
+        texts.append(block.text)
     return _joined(texts)
 
 
@@ -184,20 +180,22 @@ def _joined(texts: Sequence[str]) -> str:
     return "\n\n".join(texts)
 
 
-def _unknown(kind: object, path: str, known: str) -> InvalidRequest:
-    shown = f'"{kind[:40]}" ' if isinstance(kind, str) else ""
-    return InvalidRequest(f"{path}.type {shown}is not supported here; {known} are.", param=f"{path}.type")
+def _misplaced(block: Block, path: str, known: str) -> InvalidRequest:
+    return InvalidRequest(
+        f'{path}.type "{block.type}" is not supported here; {known} are.', param=f"{path}.type"
+    )
 
 
 # --- tools ---
 
 
-def _tool(raw: Mapping[str, Any], path: str) -> dict[str, Any]:
-    if raw.get("type") not in (None, "custom"):
+def _tool(tool: Tool, path: str) -> dict[str, Any]:
+    if tool.type not in (None, "custom"):
         raise InvalidRequest(
             f"{path}.type must be custom: this server runs no tools of its own.", param=f"{path}.type"
         )
-    tool = decode(Tool, raw, path)
+    if tool.input_schema is None:
+        raise InvalidRequest(f"{path}.input_schema is required.", param=f"{path}.input_schema")
     function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
     if tool.description is not None:
         function["description"] = tool.description

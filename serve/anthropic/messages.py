@@ -14,9 +14,16 @@ from serve.anthropic.answer import FRAMING, MessageEvents, message_answer
 from serve.anthropic.conversation import chat_of
 from serve.anthropic.errors import ERROR_FORMAT
 from serve.anthropic.schema import CountBody, MessagesBody
-from serve.chat.request import PreparedChat, prepare, render
-from serve.decode import decode
-from serve.endpoint import json_response, parse_object, read_all_or_disconnect, read_body, read_call
+from serve.chat.request import PreparedChat, prepare
+from serve.chat.request import count_tokens as num_tokens
+from serve.endpoint import (
+    decode_open,
+    json_response,
+    parse_object,
+    read_all_or_disconnect,
+    read_body,
+    read_call,
+)
 from serve.openai.models import check_model
 from serve.prompts import of_client
 from serve.sse import EventStream
@@ -48,7 +55,7 @@ async def create(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 
 def _read(core: EngineCore, raw: bytes) -> _Call:
-    body = decode(MessagesBody, parse_object(raw))
+    body = decode_open(MessagesBody, parse_object(raw), core, "/v1/messages")
     model = check_model(core, body.model)
     chat = chat_of(body, label=f"msg_{uuid4().hex}")
     return _Call(model, body.stream, prepare(core, chat))
@@ -56,18 +63,10 @@ def _read(core: EngineCore, raw: bytes) -> _Call:
 
 async def count_tokens(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """How many tokens the prompt of such a body has."""
-    text = await read_body(http, partial(_prompt, core))
-    return json_response({"input_tokens": await anyio.to_thread.run_sync(_count, core, text)})
+    return json_response({"input_tokens": await read_body(http, partial(_count, core), inline_bytes=0)})
 
 
-def _prompt(core: EngineCore, raw: bytes) -> str:
-    body = decode(CountBody, parse_object(raw))
+def _count(core: EngineCore, raw: bytes) -> int:
+    body = decode_open(CountBody, parse_object(raw), core, "/v1/messages/count_tokens")
     check_model(core, body.model)
-    return render(core, chat_of(body, label=""))
-
-
-def _count(core: EngineCore, text: str) -> int:
-    if core.tokenizer is None:  # `render` has refused it
-        return 0
-    [ids] = core.tokenizer.encode_batch([text], add_special_tokens=False)
-    return len(ids)
+    return num_tokens(core, chat_of(body, label=""))

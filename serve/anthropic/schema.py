@@ -1,7 +1,10 @@
-"""Bodies of /v1/messages and /v1/messages/count_tokens. Unknown fields of the body are refused; of blocks, ignored.
+"""Bodies of /v1/messages and /v1/messages/count_tokens. Unknown fields of the body are refused; of what is in it,
+named in the log (--refuse-unknown-fields: refused).
 
 Accepted without effect: `metadata` (an identifier for abuse reports; this server writes none), `service_tier` (there
-is one), `cache_control` (prefixes are cached anyway), `signature` of thinking blocks (theirs is ours: it says nothing).
+is one), `cache_control` (prefixes are cached anyway), `signature` of thinking blocks (theirs is ours: it says nothing),
+`citations` of text that the assistant wrote, `caller` of its calls (the model alone), and of tools
+`eager_input_streaming` (arguments are streamed as they come).
 """
 
 from __future__ import annotations
@@ -17,13 +20,17 @@ MAX_TOOLS = 1024
 
 @dataclass(slots=True, kw_only=True)
 class TextBlock:
-    type: Literal["text"] = "text"
+    without_effect: ClassVar[frozenset[str]] = frozenset({"cache_control", "citations"})
+
+    type: Literal["text"]
     text: str
 
 
 @dataclass(slots=True, kw_only=True)
 class ThinkingBlock:
-    type: Literal["thinking"] = "thinking"
+    without_effect: ClassVar[frozenset[str]] = frozenset({"signature"})
+
+    type: Literal["thinking"]
     thinking: str
 
 
@@ -31,7 +38,9 @@ class ThinkingBlock:
 class ToolUseBlock:
     """A call that the assistant made in an earlier turn."""
 
-    type: Literal["tool_use"] = "tool_use"
+    without_effect: ClassVar[frozenset[str]] = frozenset({"cache_control", "caller"})
+
+    type: Literal["tool_use"]
     id: str
     name: str
     input: dict[str, Any]
@@ -39,9 +48,11 @@ class ToolUseBlock:
 
 @dataclass(slots=True, kw_only=True)
 class ToolResultBlock:
-    type: Literal["tool_result"] = "tool_result"
+    without_effect: ClassVar[frozenset[str]] = frozenset({"cache_control"})
+
+    type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[dict[str, Any]] | None = None
+    content: str | list[TextBlock] | None = None
     is_error: bool = False
 
 
@@ -61,25 +72,34 @@ class Citations:
 class DocumentBlock:
     """A document whose source is text; files and addresses of files are refused."""
 
-    type: Literal["document"] = "document"
+    without_effect: ClassVar[frozenset[str]] = frozenset({"cache_control"})
+
+    type: Literal["document"]
     source: PlainText
     title: str | None = None
     context: str | None = None
     citations: Citations | None = None
 
 
+Block = TextBlock | DocumentBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
+
+
 @dataclass(slots=True, kw_only=True)
 class Turn:
-    """One message. Blocks are read by their type: see `serve.anthropic.conversation`."""
+    """One message. Which blocks it may have, its role says: see `serve.anthropic.conversation`."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[dict[str, Any]]
+    content: str | list[Block]
 
 
 @dataclass(slots=True, kw_only=True)
 class Tool:
+    """A function of the client's; tools that would run here are refused by their `type`."""
+
+    without_effect: ClassVar[frozenset[str]] = frozenset({"cache_control", "eager_input_streaming"})
+
     name: Annotated[str, Length(1, 256)]
-    input_schema: dict[str, Any]
+    input_schema: dict[str, Any] | None = None  # required of functions, checked when their `type` is
     description: str | None = None
     strict: bool = False
     type: str | None = None
@@ -132,8 +152,8 @@ class CountBody:
 
     model: str
     messages: Annotated[list[Turn], Length(1, MAX_MESSAGES)]
-    system: str | list[dict[str, Any]] | None = None
-    tools: Annotated[list[dict[str, Any]], Length(0, MAX_TOOLS)] = field(default_factory=list)
+    system: str | list[TextBlock] | None = None
+    tools: Annotated[list[Tool], Length(0, MAX_TOOLS)] = field(default_factory=list)
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

@@ -12,6 +12,7 @@ from runtime.errors import InvalidRequest
 from runtime.grammar_spec import Grammar
 from runtime.request import Chunk, Finish, LogprobParams, Request
 from runtime.sampling_params import grammars_of
+from runtime.tokenizer.text_limit import LARGE_TEXT_BYTES, give_back_memory
 from serve.chat.events import AssistantMessage, collect
 from serve.chat.parser import OutputParser, ParserSettings
 from serve.chat.settings import grammar_of_chat, parser_settings, shown_special_ids, thinking_limit
@@ -19,6 +20,7 @@ from serve.chat.tools.choice import read_choice
 from serve.chat.tools.format import ShapedId
 from serve.chat.tools.offered import read_tools
 from serve.chat.tools.table import FORMATS
+from serve.prompts import check_counted
 from serve.sampling import sampling_params
 
 if TYPE_CHECKING:
@@ -114,6 +116,20 @@ def prepare(core: EngineCore, chat: ChatRequest) -> PreparedChat:
         label=chat.label,
     )
     return PreparedChat(request=request, settings=settings)
+
+
+def count_tokens(core: EngineCore, chat: ChatRequest) -> int:
+    """How many tokens its prompt has, which may be more than the model can read. Belongs in a thread.
+
+    Raises `InvalidRequest` as `render`, and for many times what the model can read.
+    """
+    text = render(core, chat, check=partial(check_counted, core, param="messages"))
+    if core.tokenizer is None:  # `render` has refused it
+        return 0
+    [ids] = core.tokenizer.encode_batch([text], add_special_tokens=chat.add_special_tokens)
+    if len(text) > LARGE_TEXT_BYTES:
+        give_back_memory()
+    return len(ids)
 
 
 def thinking_switch(enabled: bool) -> dict[str, bool]:

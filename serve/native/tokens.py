@@ -12,14 +12,14 @@ from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp
 
 from runtime.config.template_files import read_json
-from runtime.errors import ContextOverflow, InvalidRequest
-from runtime.tokenizer.text_limit import LARGE_TEXT_BYTES, TextLimit, give_back_memory
+from runtime.errors import InvalidRequest
+from runtime.tokenizer.text_limit import LARGE_TEXT_BYTES, give_back_memory
 from serve.chat.request import render
 from serve.decode import Length
 from serve.endpoint import decode_open, json_response, parse_object, read_body
 from serve.openai.messages import chat_of
 from serve.openai.schema import ChatBody
-from serve.prompts import MAX_PROMPTS
+from serve.prompts import MAX_CONTEXTS, MAX_PROMPTS, check_counted
 from serve.sampling import sampling_fields
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from runtime.tokenizer.tokenizer import Tokenizer
 
 
-MAX_CONTEXTS = 8  # of tokens in one text: who only counts may send more than the model can read
 MIN_DETOKENIZED = 131_072  # tokens of all texts of a call; more, where that is less than so many contexts
 
 
@@ -83,16 +82,15 @@ def _tokenize(core: EngineCore, raw: bytes) -> dict[str, Any]:
     if value.get("messages") is not None and value.get("prompt") is None:
         chat = decode_open(TokenizeChatBody, value, core, "/tokenize", beside=sampling_fields("chat"))
         asked = chat_of(chat)
-        text = render(core, asked)
+        text = render(core, asked, check=partial(check_counted, core, param="messages"))
         texts, is_list, special, strings = [text], False, chat.add_special_tokens, chat.return_token_strs
     else:
         body = decode_open(TokenizeBody, value, core, "/tokenize", beside={"model"})
         is_list, special = isinstance(body.prompt, list), body.add_special_tokens
         strings = body.return_token_strs
         texts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
-    for text in texts:
-        if tokenizer.text_limit is not None:
-            _check_text(tokenizer.text_limit, text, MAX_CONTEXTS * core.plan.model.context_length)
+        for text in texts:
+            check_counted(core, [text], param="prompt")
     found = tokenizer.encode_batch(texts, add_special_tokens=special)
     if len(raw) > LARGE_TEXT_BYTES:
         give_back_memory()
@@ -104,16 +102,6 @@ def _tokenize(core: EngineCore, raw: bytes) -> dict[str, Any]:
         "max_model_len": core.plan.model.context_length,
         "token_strs": pieces if strings and is_list else pieces[0],
     }
-
-
-def _check_text(limit: TextLimit, text: str, most: int) -> None:
-    try:
-        limit.check([text], most)
-    except ContextOverflow:
-        raise InvalidRequest(
-            f"A text of more than {most} tokens ({MAX_CONTEXTS} times the model's context) is not tokenized.",
-            param="prompt",
-        ) from None
 
 
 def _detokenize(core: EngineCore, raw: bytes) -> dict[str, Any]:

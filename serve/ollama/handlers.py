@@ -18,6 +18,7 @@ from serve.chat.events import ChatEvent, Content
 from serve.chat.request import prepare
 from serve.decode import decode
 from serve.endpoint import (
+    decode_open,
     json_response,
     or_disconnect,
     parse_object,
@@ -74,7 +75,7 @@ async def _answer(http: HttpRequest, core: EngineCore, call: _Call, answer: Answ
 
 
 def _read_chat(core: EngineCore, raw: bytes) -> _Call:
-    body = decode(ChatBody, parse_object(raw))
+    body = decode_open(ChatBody, parse_object(raw), core, "/api/chat")
     model = served_name(core, body.model)
     if not body.messages:
         return _Call(model, body.stream, None, _as_text)

@@ -1,4 +1,5 @@
-"""Bodies of Ollama's routes. Unknown fields and options are refused.
+"""Bodies of Ollama's routes. Unknown fields and options are refused; of messages, named in the log
+(--refuse-unknown-fields: refused).
 
 Accepted without effect: `keep_alive` (the model stays loaded), and options that say how a model is to be loaded
 (`num_ctx`, `num_gpu`, ...: this server's own options say that).
@@ -122,6 +123,8 @@ class OllamaBody:
 
 @dataclass(slots=True, kw_only=True)
 class CalledFunction:
+    without_effect: ClassVar[frozenset[str]] = frozenset({"index"})  # calls come in their order
+
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
 
@@ -129,6 +132,8 @@ class CalledFunction:
 @dataclass(slots=True, kw_only=True)
 class ToolCall:
     """A call that the assistant made in an earlier turn."""
+
+    without_effect: ClassVar[frozenset[str]] = frozenset({"type"})  # clients of OpenAI's write "function"
 
     function: CalledFunction
     id: str | None = None

@@ -7,13 +7,15 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import uuid4
 
 from runtime.errors import ContextOverflow, InvalidRequest
 from runtime.grammar_spec import Grammar
 from runtime.request import LogprobParams
-from serve.chat.request import ChatRequest, PreparedChat, effort_switch, prepare, render
+from serve.chat.request import ChatRequest, PreparedChat, count_tokens, effort_switch, prepare, render
+from serve.decode import Noted
+from serve.endpoint import tell_noted
 from serve.openai.models import check_model
 from serve.openai.response_format import grammar_of
 from serve.openai.responses.items import (
@@ -24,7 +26,7 @@ from serve.openai.responses.items import (
     messages_of,
     tools_of,
 )
-from serve.openai.responses.schema import FunctionTool, ResponsesBody
+from serve.openai.responses.schema import FunctionTool, InputBody, ResponsesBody
 from serve.openai.responses.store import StoredResponse
 from serve.prompts import namespaces_of
 
@@ -51,42 +53,81 @@ def call_of(
     find_item: Callable[[str], Item | None],
 ) -> ResponseCall:
     """Raises `InvalidRequest` naming what cannot be done."""
-    model = check_model(core, body.model)
-    items = input_items(body.input, find_item)
-    conversation = [*(previous.messages if previous else ()), *messages_of(items)]
-    if not conversation:
-        raise InvalidRequest("input is required.", param="input")
-    tools = tools_of(body.tools)
-    choice, offered = chat_tool_choice(body.tool_choice, tools)
-    system = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    chat = ChatRequest(
-        messages=[*system, *conversation],
+    asked = _asked(core, body, previous, find_item, "/v1/responses")
+    chat = replace(
+        asked.chat,
         sampling=body.sampling,
-        tools=chat_tools(offered) or None,
-        tool_choice=choice,
-        parallel_tool_calls=body.parallel_tool_calls,
-        grammar=_grammar(body),
-        template_kwargs=_template_kwargs(body),
         logprobs=LogprobParams(top=body.top_logprobs, text=True) if body.wants_logprobs else None,
         namespace=namespaces_of(body.cache_salt, body.extra_key, 1)[0],
         priority=body.priority,
         label=f"resp_{uuid4().hex}",
     )
     if body.truncation == "auto":
-        chat = fitted(core, chat, len(system), body.max_output_tokens or 1)
+        chat = fitted(core, chat, asked.num_kept, body.max_output_tokens or 1)
     prepared = prepare(core, chat)
-    head = _head(body, model, prepared, tools)
+    head = _head(body, asked.model, prepared, asked.tools)
     # As items, as messages, in the answer.
     num_bytes = 3 * body.num_bytes + (previous.num_bytes if previous else 0)
-    return ResponseCall(body, prepared, head, items, conversation, num_bytes)
+    return ResponseCall(body, prepared, head, asked.items, asked.conversation, num_bytes)
 
 
-def _grammar(body: ResponsesBody) -> Grammar | None:
+def num_input_tokens(
+    core: EngineCore,
+    body: InputBody,
+    previous: StoredResponse | None,
+    find_item: Callable[[str], Item | None],
+) -> int:
+    """How many tokens the prompt of such a body has. Raises as `call_of`, and for many times the model's context."""
+    asked = _asked(core, body, previous, find_item, "/v1/responses/input_tokens")
+    chat = fitted(core, asked.chat, asked.num_kept, 1) if body.truncation == "auto" else asked.chat
+    return count_tokens(core, chat)
+
+
+class _Asked(NamedTuple):
+    """What makes the prompt of a body."""
+
+    model: str
+    items: Sequence[Item]
+    conversation: Sequence[Mapping[str, Any]]
+    tools: Sequence[FunctionTool]
+    chat: ChatRequest  # that the system's message and the conversation are
+    num_kept: int  # messages at its beginning that are never cut off
+
+
+def _asked(
+    core: EngineCore,
+    body: InputBody,
+    previous: StoredResponse | None,
+    find_item: Callable[[str], Item | None],
+    route: str,
+) -> _Asked:
+    noted: Noted = {}
+    model = check_model(core, body.model)
+    items = input_items(body.input, find_item)
+    conversation = [*(previous.messages if previous else ()), *messages_of(items, noted)]
+    if not conversation:
+        raise InvalidRequest("input is required.", param="input")
+    tools = tools_of(body.tools, noted)
+    tell_noted(noted, core, route)
+    choice, offered = chat_tool_choice(body.tool_choice, tools)
+    system = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    chat = ChatRequest(
+        messages=[*system, *conversation],
+        tools=chat_tools(offered) or None,
+        tool_choice=choice,
+        parallel_tool_calls=body.parallel_tool_calls,
+        grammar=_grammar(body),
+        template_kwargs=_template_kwargs(body),
+    )
+    return _Asked(model, items, conversation, tools, chat, len(system))
+
+
+def _grammar(body: InputBody) -> Grammar | None:
     wanted = body.text.format if body.text is not None else None
     return None if wanted is None else grammar_of(wanted.response_format())
 
 
-def _template_kwargs(body: ResponsesBody) -> dict[str, Any]:
+def _template_kwargs(body: InputBody) -> dict[str, Any]:
     effort = body.reasoning.effort if body.reasoning is not None else None
     return {} if effort is None else effort_switch(effort)
 

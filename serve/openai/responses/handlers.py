@@ -1,4 +1,4 @@
-"""`/v1/responses`: create, retrieve, delete, cancel, and list what was put in."""
+"""`/v1/responses`: create, retrieve, delete, cancel, list what was put in, and count the tokens of a prompt."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from serve.access import CLIENT
 from serve.endpoint import json_response, list_page, off_loop, read_all_or_disconnect, read_body
 from serve.errors import ErrorFormat, openai_body
 from serve.openai.responses.answer import FRAMING, Response, ResponseEvents
-from serve.openai.responses.call import ResponseCall, call_of
-from serve.openai.responses.schema import ResponsesBody, read_responses_body
+from serve.openai.responses.call import ResponseCall, call_of, num_input_tokens
+from serve.openai.responses.schema import InputBody, read_input_body, read_responses_body
 from serve.openai.responses.store import ResponseStore, StoredResponse
 from serve.openai.schema import NAMES
 from serve.prompts import of_client
@@ -65,8 +65,12 @@ class _Keeper:
 async def create(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """Items in, items out: whole, streamed, or computed in the background."""
     store, owner = _store(http), CLIENT.get().name
-    body = await read_body(http, read_responses_body)
-    call = await _call_of(core, store, owner, body)
+    body = await read_body(http, partial(read_responses_body, core))
+    previous = _previous(store, owner, body)
+    make = partial(call_of, core, body, previous, partial(store.find_item, owner=owner))
+    # In a thread where an earlier conversation comes with it, or has to be cut.
+    small = previous is None and body.truncation == "disabled" and len(body.input) < MAX_LISTED
+    call = await off_loop(make, small=small)
     response = Response(call.head, call.prepared, core.tokenizer)
     keeper = _Keeper(store, call, owner)
     if body.background:
@@ -83,20 +87,28 @@ async def create(http: HttpRequest, core: EngineCore) -> ASGIApp:
     return json_response(ended)
 
 
-async def _call_of(core: EngineCore, store: ResponseStore, owner: str, body: ResponsesBody) -> ResponseCall:
-    """In a thread where an earlier conversation comes with it, or has to be cut."""
-    previous = None
-    if body.previous_response_id is not None:
-        previous = store.find(body.previous_response_id, owner)
-        if previous is None or previous.task is not None:
-            what = "is not completed yet" if previous else "not found"
-            raise InvalidRequest(
-                f"Previous response with id '{body.previous_response_id[:200]}' {what}.",
-                param="previous_response_id",
-            )
-    make = partial(call_of, core, body, previous, partial(store.find_item, owner=owner))
-    small = previous is None and body.truncation == "disabled" and len(body.input) < MAX_LISTED
-    return await off_loop(make, small=small)
+async def count_input_tokens(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    """How many tokens the prompt of such a body has."""
+    store, owner = _store(http), CLIENT.get().name
+    body = await read_body(http, partial(read_input_body, core))
+    previous = _previous(store, owner, body)
+    count = partial(num_input_tokens, core, body, previous, partial(store.find_item, owner=owner))
+    num_tokens = await off_loop(count, small=False)
+    return json_response({"object": "response.input_tokens", "input_tokens": num_tokens})
+
+
+def _previous(store: ResponseStore, owner: str, body: InputBody) -> StoredResponse | None:
+    """The response that this one goes on from."""
+    if body.previous_response_id is None:
+        return None
+    previous = store.find(body.previous_response_id, owner)
+    if previous is None or previous.task is not None:
+        what = "is not completed yet" if previous else "not found"
+        raise InvalidRequest(
+            f"Previous response with id '{body.previous_response_id[:200]}' {what}.",
+            param="previous_response_id",
+        )
+    return previous
 
 
 # --- in the background ---

@@ -1,30 +1,57 @@
-"""Input items as messages of a chat, and tools as functions."""
+"""Input items as messages of a chat, and tools as functions.
+
+Accepted without effect, since it comes back from answers and says nothing new: `status`, `phase`, ids of items,
+`annotations` and `logprobs` of text, `caller` of calls (the model alone).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 from uuid import uuid4
 
 from runtime.errors import InvalidRequest
-from serve.decode import decode
+from serve.decode import Noted, decode
 from serve.openai.responses.schema import FunctionTool
 
 Message = dict[str, Any]
 Item = Mapping[str, Any]
 
-_TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+_ITEM = frozenset({"type", "id", "status"})  # what all items have
+
+
+@dataclass(slots=True, kw_only=True)
+class _TextPart:
+    without_effect: ClassVar[frozenset[str]] = frozenset(
+        {"annotations", "logprobs", "prompt_cache_breakpoint"}
+    )
+
+    type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
+    text: str
+
+
+@dataclass(slots=True, kw_only=True)
+class _RefusalPart:
+    type: Literal["refusal"]
+    refusal: str
+
+
+_Parts = list[_TextPart | _RefusalPart]
 
 
 @dataclass(slots=True, kw_only=True)
 class _MessageItem:
+    without_effect: ClassVar[frozenset[str]] = _ITEM | {"phase"}
+
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[dict[str, Any]]
+    content: str | _Parts
 
 
 @dataclass(slots=True, kw_only=True)
 class _CallItem:
+    without_effect: ClassVar[frozenset[str]] = _ITEM | {"caller"}
+
     call_id: str
     name: str
     arguments: str
@@ -32,14 +59,18 @@ class _CallItem:
 
 @dataclass(slots=True, kw_only=True)
 class _OutputItem:
+    without_effect: ClassVar[frozenset[str]] = _ITEM | {"caller", "name"}  # of the call, which has them too
+
     call_id: str
-    output: str | list[dict[str, Any]]
+    output: str | _Parts
 
 
 @dataclass(slots=True, kw_only=True)
 class _ReasoningItem:
-    summary: list[dict[str, Any]] | None = None
-    content: list[dict[str, Any]] | None = None
+    without_effect: ClassVar[frozenset[str]] = _ITEM
+
+    summary: _Parts | None = None
+    content: _Parts | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -77,29 +108,30 @@ def _complete(item: Item) -> Item:
     return made
 
 
-def messages_of(items: Sequence[Item]) -> list[Message]:
+def messages_of(items: Sequence[Item], noted: Noted | None = None) -> list[Message]:
     """Reasoning, text and calls of the assistant that stand together become one message.
 
-    Raises `InvalidRequest` naming the item that is wrong.
+    Keys of items that nothing here knows are added to `noted` (see `serve.decode.decode`). Raises `InvalidRequest`
+    naming the item that is wrong.
     """
     messages: list[Message] = []
     for index, item in enumerate(items):
         path = f"input.{index}"
         match item.get("type"):
             case "message":
-                _add_message(messages, decode(_MessageItem, item, path), f"{path}.content")
+                _add_message(messages, decode(_MessageItem, item, path, noted=noted))
             case "function_call":
-                call = decode(_CallItem, item, path)
+                call = decode(_CallItem, item, path, noted=noted)
                 function = {"name": call.name, "arguments": call.arguments or "{}"}
                 made = {"id": call.call_id, "type": "function", "function": function}
                 _assistant(messages).setdefault("tool_calls", []).append(made)
             case "function_call_output":
-                output = decode(_OutputItem, item, path)
-                text = _text(output.output, f"{path}.output")
+                output = decode(_OutputItem, item, path, noted=noted)
+                text = _text(output.output)
                 messages.append({"role": "tool", "tool_call_id": output.call_id, "content": text})
             case "reasoning":
-                thought = decode(_ReasoningItem, item, path)
-                text = _text(thought.content or thought.summary or [], f"{path}.content")
+                thought = decode(_ReasoningItem, item, path, noted=noted)
+                text = _text(thought.content or thought.summary or [])
                 message = _assistant(messages, new=True)
                 message["reasoning_content"] = message.get("reasoning_content", "") + text
             case other:
@@ -108,8 +140,8 @@ def messages_of(items: Sequence[Item]) -> list[Message]:
     return messages
 
 
-def _add_message(messages: list[Message], item: _MessageItem, path: str) -> None:
-    text = _text(item.content, path)
+def _add_message(messages: list[Message], item: _MessageItem) -> None:
+    text = _text(item.content)
     if item.role == "assistant":
         message = _assistant(messages, new=bool(messages and messages[-1].get("content")))
         message["content"] = text
@@ -126,30 +158,17 @@ def _assistant(messages: list[Message], *, new: bool = False) -> Message:
     return messages[-1]
 
 
-def _text(content: str | Sequence[Item], path: str) -> str:
+def _text(content: str | _Parts) -> str:
     if isinstance(content, str):
         return content
-    texts = []
-    for index, part in enumerate(content):
-        where = f"{path}.{index}"
-        kind = part.get("type")
-        text = part.get("refusal") if kind == "refusal" else part.get("text")
-        if kind != "refusal" and kind not in _TEXTS:
-            shown = f'"{kind[:40]}" ' if isinstance(kind, str) else ""
-            raise InvalidRequest(
-                f"{where}.type {shown}is not supported here; text is.", param=f"{where}.type"
-            )
-        if not isinstance(text, str):
-            raise InvalidRequest(f"{where}.text must be a string.", param=f"{where}.text")
-        texts.append(text)
-    return "".join(texts)
+    return "".join(part.refusal if isinstance(part, _RefusalPart) else part.text for part in content)
 
 
 # --- tools ---
 
 
-def tools_of(given: Sequence[Item]) -> list[FunctionTool]:
-    """Raises `InvalidRequest` for tools that would have to run here."""
+def tools_of(given: Sequence[Item], noted: Noted | None = None) -> list[FunctionTool]:
+    """Raises `InvalidRequest` for tools that would have to run here. `noted` as in `messages_of`."""
     tools = []
     for index, tool in enumerate(given):
         path = f"tools.{index}"
@@ -157,7 +176,7 @@ def tools_of(given: Sequence[Item]) -> list[FunctionTool]:
             raise InvalidRequest(
                 f"{path}.type must be function: this server runs no tools of its own.", param=f"{path}.type"
             )
-        tools.append(decode(FunctionTool, tool, path))
+        tools.append(decode(FunctionTool, tool, path, noted=noted))
     return tools
 
 

@@ -1,4 +1,5 @@
-"""The body of /v1/responses. Unknown fields are refused.
+"""The bodies of /v1/responses and /v1/responses/input_tokens. Unknown fields of the body are refused; of what is in it,
+named in the log (--refuse-unknown-fields: refused).
 
 Accepted without effect: `user`, `safety_identifier`, `prompt_cache_key` and `prompt_cache_retention` (nothing is
 reported, every prefix is cached), `service_tier` (there is one), `max_tool_calls` (of tools that run here: there are
@@ -9,14 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from runtime.errors import InvalidRequest
-from serve.decode import Length, NotBuilt, Range, decode
-from serve.endpoint import parse_object
+from serve.decode import Length, NotBuilt, Range
+from serve.endpoint import decode_open, parse_object
 from serve.openai.schema import MAX_MESSAGES
 from serve.prompts import Priority, Salt
 from serve.sampling import read_sampling, sampling_names
+
+if TYPE_CHECKING:
+    from runtime.actors.engine_core import EngineCore
 
 MAX_TOP_LOGPROBS = 20
 MAX_METADATA = 16
@@ -74,25 +78,35 @@ class FunctionTool:
 
 
 @dataclass(slots=True, kw_only=True)
-class ResponsesBody:
+class InputBody:
+    """The body of /v1/responses/input_tokens: what makes the prompt."""
+
     closed: ClassVar[bool] = True
 
     input: str | Annotated[list[dict[str, Any]], Length(0, MAX_MESSAGES)] = field(default_factory=list)
     model: str | None = None
     instructions: str | None = None
-    stream: bool = False
-    store: bool = True
-    background: bool = False
     previous_response_id: str | None = None
-    max_output_tokens: Annotated[int, Range(1)] | None = None
-    top_logprobs: Annotated[int, Range(0, MAX_TOP_LOGPROBS)] = 0
-    include: list[str] = field(default_factory=list)
     text: TextOptions | None = None
     tools: Annotated[list[dict[str, Any]], Length(0, 1024)] = field(default_factory=list)
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
     reasoning: ReasoningOptions | None = None
     truncation: Literal["auto", "disabled"] = "disabled"
+    conversation: NotBuilt = None
+    personality: NotBuilt = None
+
+
+@dataclass(slots=True, kw_only=True)
+class ResponsesBody(InputBody):
+    """The body of /v1/responses."""
+
+    stream: bool = False
+    store: bool = True
+    background: bool = False
+    max_output_tokens: Annotated[int, Range(1)] | None = None
+    top_logprobs: Annotated[int, Range(0, MAX_TOP_LOGPROBS)] = 0
+    include: list[str] = field(default_factory=list)
     metadata: dict[str, str] | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -104,7 +118,6 @@ class ResponsesBody:
     cache_salt: Salt | None = None  # these as in /v1/chat/completions
     extra_key: Salt | None = None
     priority: Priority | None = None
-    conversation: NotBuilt = None
     prompt: NotBuilt = None
     context_management: NotBuilt = None
     moderation: NotBuilt = None
@@ -146,7 +159,12 @@ _INCLUDES = frozenset(
 )
 
 
-def read_responses_body(raw: bytes) -> ResponsesBody:
+def read_input_body(core: EngineCore, raw: bytes) -> InputBody:
+    """Raises `InvalidRequest` naming the field that is wrong."""
+    return decode_open(InputBody, parse_object(raw), core, "/v1/responses/input_tokens")
+
+
+def read_responses_body(core: EngineCore, raw: bytes) -> ResponsesBody:
     """Raises `InvalidRequest` naming the field that is wrong."""
     json = parse_object(raw)
     if "max_tokens" in json:
@@ -154,7 +172,8 @@ def read_responses_body(raw: bytes) -> ResponsesBody:
             "max_output_tokens is what max_tokens is called here.", param="max_output_tokens"
         )
     sampling = {name: json[name] for name in _SAMPLING & json.keys()}
-    body = decode(ResponsesBody, {name: value for name, value in json.items() if name not in sampling})
+    others = {name: value for name, value in json.items() if name not in sampling}
+    body = decode_open(ResponsesBody, others, core, "/v1/responses")
     body.num_bytes = len(raw)
     body.sampling = read_sampling("chat", sampling)
     if body.max_output_tokens is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -386,6 +386,121 @@ async def test_unknown_fields_below_the_body_are_told(serve: Serve, caplog: pyte
     for served in (open_one, strict):
         assert (await ask(served, KNOWN)).status_code == 200
     assert len(told) == len([r for r in caplog.records if r.name == "penstock.http"])
+
+
+BLOCK: Fields = {"type": "text", "text": "Hi"}
+CALL: Fields = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
+NOT_CALLED: Fields = {"type": "none"}
+OTHER_APIS: Sequence[
+    tuple[str, Fields, Sequence[str]]
+] = (  # with the paths that are told, which end the names
+    (
+        "/v1/messages",
+        {"messages": [{"role": "user", "content": [{**BLOCK, "txt": 1}]}]},
+        ["messages.0.content.0.txt"],
+    ),
+    ("/v1/messages", {"messages": HELLO, "system": [{**BLOCK, "txt": 1}]}, ["system.0.txt"]),
+    ("/v1/messages", {"messages": [{**HELLO[0], "rle": 1}]}, ["messages.0.rle"]),
+    (
+        "/v1/messages",
+        {
+            "messages": HELLO,
+            "tool_choice": NOT_CALLED,
+            "tools": [{"name": "f", "input_schema": {}, "strct": True}],
+        },
+        ["tools.0.strct"],
+    ),
+    ("/v1/messages/count_tokens", {"messages": [{**HELLO[0], "role_": 1}]}, ["messages.0.role_"]),
+    ("/api/chat", {"messages": [{**HELLO[0], "contnet": 1}]}, ["messages.0.contnet"]),
+    ("/v1/responses", {"input": [{**HELLO[0], "cntent": 1}]}, ["input.0.cntent"]),
+    (
+        "/v1/responses",
+        {"input": [HELLO[0], {"role": "user", "content": [{"type": "input_text", "text": "Hi", "tet": 1}]}]},
+        ["input.1.content.0.tet"],
+    ),
+    ("/v1/responses", {"input": [*HELLO, {**CALL, "namespac": 1}]}, ["input.1.namespac"]),
+    ("/v1/responses", {"input": "Hi", "reasoning": {"effrt": "low"}}, ["reasoning.effrt"]),
+    (
+        "/v1/responses",
+        {
+            "input": "Hi",
+            "tool_choice": "none",
+            "tools": [{"type": "function", "name": "f", "parametrs": {"a": 1}}],
+        },
+        ["tools.0.parametrs"],
+    ),
+    ("/v1/responses/input_tokens", {"input": [{**HELLO[0], "contents": 1}]}, ["input.0.contents"]),
+    (
+        "/v1/messages",  # what comes back from answers, and what says how to cache
+        {
+            "messages": [
+                {"role": "user", "content": [{**BLOCK, "cache_control": {"type": "ephemeral"}}]},
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "thinking", "thinking": "Hm", "signature": "abc"},
+                        {**BLOCK, "citations": [{"type": "char_location"}]},
+                        {
+                            "type": "tool_use",
+                            "id": "a",
+                            "name": "f",
+                            "input": {},
+                            "caller": {"type": "direct"},
+                        },
+                    ],
+                },
+                {
+                    "role": "user",
+                    "content": [{"type": "tool_result", "tool_use_id": "a", "content": [BLOCK]}],
+                },
+            ],
+            "tools": [{"name": "f", "input_schema": {}, "eager_input_streaming": True}],
+            "tool_choice": NOT_CALLED,
+        },
+        [],
+    ),
+    (
+        "/v1/responses",
+        {
+            "input": [
+                {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "Hm"}]},
+                {
+                    "type": "message",
+                    "role": "assistant",
+                    "id": "msg_1",
+                    "status": "completed",
+                    "phase": "final_answer",
+                    "content": [{"type": "output_text", "text": "Hi", "annotations": [{}], "logprobs": [{}]}],
+                },
+                {**CALL, "id": "fc_1", "status": "completed"},
+                {"type": "function_call_output", "call_id": "a", "output": "1", "id": "fo_1"},
+                HELLO[0],
+            ]
+        },
+        [],
+    ),
+)
+
+
+@pytest.mark.usefixtures("_nothing_logged_yet")
+async def test_unknown_fields_in_the_bodies_of_other_apis_are_told(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    open_one, strict = await serve(), await serve(refuse_unknown_fields=True)
+    needed = {"/v1/messages": {"max_tokens": 1}, "/api/chat": {"stream": False}}
+    for route, fields, paths in OTHER_APIS:
+        body = {"model": fake_core.MODEL, **needed.get(route, {}), **fields}
+        caplog.clear()
+        answer = await open_one.http.post(route, json=body)
+        assert answer.status_code == 200, answer.text
+        told = [record.getMessage() for record in caplog.records if record.name == "penstock.http"]
+        assert [line.rpartition(": ")[2] for line in told] == [
+            repr(re.sub(r"\.\d+", "", path)) for path in paths
+        ]
+        refused = await strict.http.post(route, json=body)
+        assert refused.status_code == (400 if paths else 200), refused.text
+        for path in paths:
+            assert f"{path} is not a field of this route; did you mean" in refused.text, refused.text
 
 
 def test_any_effort_switches_thinking_and_what_says_so_wins() -> None:

@@ -57,6 +57,34 @@ async def test_input_is_answered(served: Served) -> None:
     assert answer.temperature == request.sampling.temperature
 
 
+async def test_tokens_are_counted_without_generating(served: Served) -> None:
+    first = await create(served)
+    asked: dict[str, Any] = {"model": fake_core.MODEL, "instructions": "Be brief.", "input": "Hello again"}
+    counted = await served.openai.responses.input_tokens.count(**asked)
+    answer = await create(served, **asked)
+    assert (counted.object, counted.input_tokens) == ("response.input_tokens", answer.usage.input_tokens)
+    asked["previous_response_id"] = first.id
+    counted = await served.openai.responses.input_tokens.count(**asked)
+    answer = await create(served, **asked)
+    assert counted.input_tokens == answer.usage.input_tokens
+    assert len(served.core.submitted) == 3
+
+
+async def test_only_what_the_model_could_nearly_read_is_counted(served: Served) -> None:
+    """A few contexts are, so that a client learns how much is too much."""
+    bound = served.core.tokenizer.text_limit.bytes_per_token
+    size = 8 * served.core.plan.model.context_length * bound
+    for route in ("/v1/responses/input_tokens", "/v1/messages/count_tokens", "/tokenize"):
+        for text, status in (("a" * (size // 8), 200), ("a" * (size + bound), 400)):
+            body = {"messages": [{"role": "user", "content": text}]}
+            if "responses" in route:
+                body = {"input": text}
+            answer = await served.http.post(route, json={"model": fake_core.MODEL, **body})
+            assert answer.status_code == status, (route, answer.text[:200])
+            if status == 400:
+                assert "8 times the model's context" in answer.text
+
+
 async def test_events_come_in_the_documented_order(served: Served) -> None:
     found = await events(served)
     kinds = [event["type"] for event in found]
