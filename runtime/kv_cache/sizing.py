@@ -5,6 +5,7 @@ Pure functions of the plan, the model and numbers of bytes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -107,8 +108,40 @@ def size_pool(
         else:
             reason = f"less than --max-total-tokens asks for: {reason}"
     if pages < 1:
-        raise ConfigurationError(_too_little(plan, specs, budget))
+        figures = _figures(
+            plan, pool_bytes(plan, specs, 1), available_bytes, total_bytes, weight_bytes, steps
+        )
+        raise ConfigurationError(f"{_too_little(plan, specs, budget)} {figures}")
     return pages, reason
+
+
+def _figures(
+    plan: Plan,
+    page_bytes: int,
+    available_bytes: int,
+    total_bytes: int,
+    weight_bytes: int,
+    steps: StepMemory | None,
+) -> str:
+    """What one page needs and what there is, and the share from which on it fits."""
+    fraction = plan.cache.mem_fraction
+    page = f"one page of {plan.cache.page_size} tokens takes {page_bytes / GIB:.3f} GiB"
+    if steps is not None and available_bytes - steps.reserved_bytes < page_bytes:
+        free, reserved = available_bytes / GIB, steps.reserved_bytes / GIB
+        return f"Here {page}, and of the {free:.2f} GiB that are free steps need {reserved:.2f}."
+    if plan.cache.of_free_memory:
+        whole, there, taken, needed = available_bytes, "free", page, page_bytes
+    else:
+        whole, there = total_bytes, "there"
+        others = max(0, total_bytes - available_bytes - weight_bytes)
+        taken = f"the weights take {weight_bytes / GIB:.2f} GiB, all else {others / GIB:.2f}, and {page}"
+        needed = max(weight_bytes, total_bytes - available_bytes) + page_bytes
+    share = math.ceil(100 * needed / max(1, whole)) / 100
+    of_all = f"{share:.2f} of" if share < 1 else "more than"
+    return (
+        f"Here {taken}: {of_all} the {whole / GIB:.2f} GiB that are {there}, "
+        f"and {fraction:g} of them is {fraction * whole / GIB:.2f}."
+    )
 
 
 def _too_little(plan: Plan, specs: Specs, budget: int) -> str:

@@ -148,11 +148,24 @@ def test_asked_tokens_cap_the_pool() -> None:
         plan(max_total_tokens=15)
 
 
-def test_pool_without_room_is_refused() -> None:
+def test_pool_without_room_is_refused_with_what_is_needed_and_there() -> None:
+    asked = r"^Not enough memory\. Please try to increase --mem-fraction-static\. "
+    with pytest.raises(ConfigurationError, match=asked) as refused:
+        pages(plan(mem_fraction_static=0.1), available=7 * GIB, weights=2 * GIB)
+    assert "the weights take 2.00 GiB, all else 1.00, and one page of 16 tokens takes 0.0" in str(
+        refused.value
+    )
+    assert str(refused.value).endswith(": 0.31 of the 10.00 GiB that are there, and 0.1 of them is 1.00.")
+    assert pages(plan(mem_fraction_static=0.31), available=7 * GIB, weights=2 * GIB) >= 1
+    with pytest.raises(ConfigurationError, match=r"more than the 2\.00 GiB that are there"):
+        pages(plan(mem_fraction_static=0.9), available=0, total=2 * GIB, weights=2 * GIB)
     with pytest.raises(
-        ConfigurationError, match=r"^Not enough memory\. Please try to increase --mem-fraction-static\.$"
+        ConfigurationError, match=r"the 0\.00 GiB that are free, and 0\.3 of them is 0\.00\.$"
     ):
-        pages(plan(mem_fraction_static=0.1), weights=2 * GIB)
+        pages(plan(), available=1 << 10)
+    steps = StepMemory(activation_bytes=10 * GIB, measured=True)
+    with pytest.raises(ConfigurationError, match=r"of the 2\.00 GiB that are free steps need 10\.50\.$"):
+        size_pool(plan(), SPECS, available_bytes=2 * GIB, total_bytes=10 * GIB, weight_bytes=GIB, steps=steps)
 
 
 def test_running_sequences_are_bounded_by_the_pool() -> None:
