@@ -159,7 +159,7 @@ class Engine:
         requests = requests_of(body, self.core)
         single = not body.is_batch and requests[0].sampling.n == 1
         answers = GenerateAnswers(self.core, requests, indexed=not single)
-        found = answers.whole(await read_all(self.core.submit_all(requests)))
+        found = answers.whole(await read_all(await self.core.submit_all(requests)))
         return found[0] if single else found
 
     async def stream(
@@ -237,7 +237,7 @@ class Engine:
         requests = requests_of(body, self.core)
         requests = vector_requests(requests, self.core, prompt_name=prompt_name, truncate=truncate)
         answers = GenerateAnswers(self.core, requests, indexed=False)
-        found = answers.embeddings(await read_all(self.core.submit_all(requests)))
+        found = answers.embeddings(await read_all(await self.core.submit_all(requests)))
         return found if body.is_batch else found[0]
 
     async def classify(
@@ -262,7 +262,7 @@ class Engine:
         is_batch, requests = await anyio.to_thread.run_sync(
             lambda: read(decode(ClassifyBody, _given(values)))
         )
-        answers = await read_all(core.submit_all(requests))
+        answers = await read_all(await core.submit_all(requests))
         found = await anyio.to_thread.run_sync(classified, core, requests, answers)
         return found if is_batch else found[0]
 
@@ -284,7 +284,7 @@ class Engine:
         values |= {"instruction": instruction, "truncate": truncate}
         body = decode(RerankBody, _given(values))
         requests, scores = await anyio.to_thread.run_sync(rank_documents, self.core, body)
-        answers = await read_all(self.core.submit_all(requests))
+        answers = await read_all(await self.core.submit_all(requests))
         ranked = await anyio.to_thread.run_sync(order, body.texts, requests, scores, answers, body.top_n)
         return [{"index": each.index, "score": each.score, "document": each.text} for each in ranked]
 
@@ -307,7 +307,7 @@ class Engine:
         core.check_room()
         read = partial(label_requests, core)
         requests = await anyio.to_thread.run_sync(lambda: read(decode(ScoreBody, _given(values))))
-        answers = await read_all(core.submit_all(requests))
+        answers = await read_all(await core.submit_all(requests))
         return await anyio.to_thread.run_sync(partial(label_scores, answers, softmax=apply_softmax))
 
     # --- managing ---

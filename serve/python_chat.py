@@ -50,7 +50,7 @@ async def chat(core: EngineCore, messages: Messages, options: Mapping[str, Any])
     _, model, prepared = await off_loop(
         partial(_read, core, messages, {**options, "stream": False}), small=True
     )
-    [chunks] = await read_all(core.submit_all([prepared.request]))
+    [chunks] = await read_all(await core.submit_all([prepared.request]))
     header = AnswerHeader.of(core, prepared.request.label, model)
     answer = _as_answer(chat_answer(header, core.tokenizer, prepared, chunks))
     wanted = options.get("response_format")

@@ -45,7 +45,7 @@ class _Call(NamedTuple):
 async def create(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """Messages in, a message out, whole or streamed."""
     call = await read_call(http, core, _read)
-    streams = core.submit_all(of_client(core, [call.prepared.request]))
+    streams = await core.submit_all(of_client(core, [call.prepared.request]))
     if call.stream:
         events = MessageEvents(call.prepared, call.model)
         return EventStream(streams, events, ERROR_FORMAT, framing=FRAMING)

@@ -77,7 +77,7 @@ async def health_generate(http: HttpRequest, core: EngineCore) -> ASGIApp:
     )
     with anyio.move_on_after(HEALTH_TIMEOUT_S):
         try:
-            await read_all_or_disconnect(core.submit_all(of_client(core, [probe])), http.receive)
+            await read_all_or_disconnect(await core.submit_all(of_client(core, [probe])), http.receive)
         except Overloaded:
             return Response(status_code=200)
         except (EngineFailure, RequestError):

@@ -47,7 +47,7 @@ class ClassifyBody:
 async def classify(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """Scores of the labels, the likeliest label and probabilities of one prompt, or of each of a list."""
     is_batch, requests = await read_call(http, core, _read)
-    answers = await read_all_or_disconnect(core.submit_all(of_client(core, requests)), http.receive)
+    answers = await read_all_or_disconnect(await core.submit_all(of_client(core, requests)), http.receive)
     return await anyio.to_thread.run_sync(_response, core, requests, answers, is_batch)
 
 

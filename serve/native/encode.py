@@ -46,7 +46,7 @@ async def encode(http: HttpRequest, core: EngineCore) -> ASGIApp:
     body, requests = await read_call(http, core, _read)
     answers = GenerateAnswers(core, requests, indexed=False)
     found = answers.embeddings(
-        await read_all_or_disconnect(core.submit_all(of_client(core, requests)), http.receive)
+        await read_all_or_disconnect(await core.submit_all(of_client(core, requests)), http.receive)
     )
     return json_response(found if body.is_batch else found[0])
 

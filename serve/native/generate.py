@@ -39,7 +39,7 @@ async def generate(http: HttpRequest, core: EngineCore) -> ASGIApp:
     if body.stream and not body.incremental:
         check_repeated(requests, core.plan.model.context_length)
     answers = GenerateAnswers(core, requests, indexed=not single, incremental=body.incremental)
-    streams = core.submit_all(of_client(core, requests))
+    streams = await core.submit_all(of_client(core, requests))
     if body.stream:
         return EventStream(streams, answers, ERROR_FORMAT)
     chunks = await read_all_or_disconnect(streams, http.receive)

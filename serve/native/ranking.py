@@ -105,7 +105,7 @@ async def rerank(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 async def _ranked(http: HttpRequest, core: EngineCore) -> tuple[RerankBody, str, list[Ranked], Answers]:
     body, model, requests, scores = await read_call(http, core, _read_rerank, inline_bytes=0)
-    answers = await read_all_or_disconnect(core.submit_all(of_client(core, requests)), http.receive)
+    answers = await read_all_or_disconnect(await core.submit_all(of_client(core, requests)), http.receive)
     ranked = await anyio.to_thread.run_sync(order, body.texts, requests, scores, answers, body.top_n)
     return body, model, ranked, answers
 
@@ -175,7 +175,7 @@ class ScoreBody:
 async def score(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """Probabilities of tokens behind texts (SGLang's form), or how well pairs of texts fit (vLLM's)."""
     body, model, requests, scores = await read_call(http, core, _read_score, inline_bytes=0)
-    answers = await read_all_or_disconnect(core.submit_all(of_client(core, requests)), http.receive)
+    answers = await read_all_or_disconnect(await core.submit_all(of_client(core, requests)), http.receive)
     usage = usage_of(answers)
     if scores is None:
         of_labels = partial(label_scores, answers, softmax=body.apply_softmax)

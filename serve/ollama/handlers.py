@@ -65,7 +65,7 @@ async def generate(http: HttpRequest, core: EngineCore) -> ASGIApp:
 async def _answer(http: HttpRequest, core: EngineCore, call: _Call, answer: Answer) -> ASGIApp:
     if call.request is None:
         return json_response(answer.loaded())
-    streams = core.submit_all(of_client(core, [call.request]))
+    streams = await core.submit_all(of_client(core, [call.request]))
     if call.stream:
         return EventStream(streams, answer, ERROR_FORMAT, framing=FRAMING)
     try:
@@ -118,7 +118,7 @@ async def embed(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """A vector for each text."""
     begun = time.perf_counter_ns()
     body, model, requests = await read_call(http, core, _read_embed)
-    chunks = await read_all_or_disconnect(core.submit_all(of_client(core, requests)), http.receive)
+    chunks = await read_all_or_disconnect(await core.submit_all(of_client(core, requests)), http.receive)
     answer = {
         "model": model,
         "embeddings": [vector_of(chunk, body.dimensions) for [chunk] in chunks],
@@ -132,7 +132,7 @@ async def embed(http: HttpRequest, core: EngineCore) -> ASGIApp:
 async def embeddings(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """The vector of one text, in the words of the older API."""
     requests = await read_call(http, core, _read_embeddings)
-    [[chunk]] = await read_all_or_disconnect(core.submit_all(of_client(core, requests)), http.receive)
+    [[chunk]] = await read_all_or_disconnect(await core.submit_all(of_client(core, requests)), http.receive)
     return json_response({"embedding": vector_of(chunk, None)})
 
 

@@ -56,7 +56,7 @@ async def create(http: HttpRequest, core: EngineCore) -> ASGIApp:
     call = await read_call(http, core, _read)
     request = call.prepared.request
     header = AnswerHeader.of(core, request.label, call.model)
-    streams = core.submit_all(of_client(core, [request]))
+    streams = await core.submit_all(of_client(core, [request]))
     if call.body.stream:
         events = ChatEvents(header, core.tokenizer, call.prepared, call.body.stream_options)
         return EventStream(streams, events, ERROR_FORMAT)

@@ -59,7 +59,7 @@ async def create(http: HttpRequest, core: EngineCore) -> ASGIApp:
         echoes=call.echoes,
         options=body.stream_options,
     )
-    streams = core.submit_all(of_client(core, call.requests))
+    streams = await core.submit_all(of_client(core, call.requests))
     if body.stream:
         return EventStream(streams, answers, ERROR_FORMAT)
     chunks = await read_all_or_disconnect(streams, http.receive)

@@ -69,7 +69,7 @@ class EmbeddingBody:
 async def create(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """The vector of each prompt, in full or its first `dimensions`."""
     body, model, requests = await read_call(http, core, _read)
-    chunks = await read_all_or_disconnect(core.submit_all(of_client(core, requests)), http.receive)
+    chunks = await read_all_or_disconnect(await core.submit_all(of_client(core, requests)), http.receive)
     return await anyio.to_thread.run_sync(_response, body, model, chunks)
 
 

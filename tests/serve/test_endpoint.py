@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
 import fake_core
-from runtime.actors.output_stream import read_all
+from runtime.actors.engine_core import SUBMITTED_AT_ONCE
+from runtime.actors.output_stream import close_all, read_all
 from runtime.errors import Overloaded
 from runtime.request import Request
 from serve.endpoint import ClientGoneError, read_all_or_disconnect
@@ -20,8 +22,25 @@ def requests(count: int) -> list[Request]:
 async def test_outputs_come_in_the_order_of_the_requests():
     core = fake_core.FakeCore(None, ids_of=lambda request, index: [len(request.ids or ())] * 3)
     given = [Request(ids=(1,) * length) for length in (3, 1, 2)]
-    outputs = await read_all(core.submit_all(given))
+    outputs = await read_all(await core.submit_all(given))
     assert [chunk.ids[0] for [chunk] in outputs] == [3, 1, 2]
+
+
+async def test_others_of_the_loop_run_between_the_prompts_of_a_call():
+    core = fake_core.FakeCore(None, held=True)
+    seen = [0]
+
+    async def look() -> None:
+        while True:
+            seen.append(core.num_open)
+            await asyncio.sleep(0)
+
+    looking = asyncio.create_task(look())
+    streams = await core.submit_all(requests(3 * SUBMITTED_AT_ONCE))
+    looking.cancel()
+    close_all(streams)
+    new = [after - before for before, after in zip(seen, [*seen[1:], len(streams)], strict=True)]
+    assert max(new) == SUBMITTED_AT_ONCE
 
 
 async def test_refused_request_aborts_those_before_it():
@@ -37,7 +56,7 @@ async def test_refused_request_aborts_those_before_it():
 
     core.submit = submit_two
     with pytest.raises(Overloaded):
-        core.submit_all(requests(3))
+        await core.submit_all(requests(3))
     assert core.num_open == 0
 
 
@@ -48,7 +67,7 @@ async def test_client_that_disconnects_aborts_everything():
         return {"type": "http.disconnect"}
 
     with pytest.raises(ClientGoneError):
-        await read_all_or_disconnect(core.submit_all(requests(2)), disconnected)
+        await read_all_or_disconnect(await core.submit_all(requests(2)), disconnected)
     assert core.num_open == 0
 
 
@@ -59,5 +78,5 @@ async def test_failing_receive_is_raised_and_aborts_everything():
         raise OSError("the connection broke")
 
     with pytest.raises(OSError, match="the connection broke"):
-        await read_all_or_disconnect(core.submit_all(requests(2)), broken)
+        await read_all_or_disconnect(await core.submit_all(requests(2)), broken)
     assert core.num_open == 0

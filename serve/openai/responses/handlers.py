@@ -74,8 +74,8 @@ async def create(http: HttpRequest, core: EngineCore) -> ASGIApp:
     response = Response(call.head, call.prepared, core.tokenizer)
     keeper = _Keeper(store, call, owner)
     if body.background:
-        return json_response(_begin(core, keeper, response))
-    streams = core.submit_all(of_client(core, [call.prepared.request]))
+        return json_response(await _begin(core, keeper, response))
+    streams = await core.submit_all(of_client(core, [call.prepared.request]))
     if body.stream:
         events = ResponseEvents(response, partial(keeper.keep, response))
         failing = replace(ERROR_FORMAT, stream_event=events.failing)
@@ -114,12 +114,12 @@ def _previous(store: ResponseStore, owner: str, body: InputBody) -> StoredRespon
 # --- in the background ---
 
 
-def _begin(core: EngineCore, keeper: _Keeper, response: Response) -> dict[str, Any]:
+async def _begin(core: EngineCore, keeper: _Keeper, response: Response) -> dict[str, Any]:
     """Start it; the answer says that it is in progress. Raises `Overloaded` when too many are."""
     store = keeper.store
     if store.num_running >= MAX_BACKGROUND:
         raise Overloaded("Too many responses are computed in the background.", retry_after_s=5)
-    [stream] = core.submit_all(of_client(core, [keeper.call.prepared.request]))
+    [stream] = await core.submit_all(of_client(core, [keeper.call.prepared.request]))
     begun = response.begun()
     stored = keeper.stored(begun, keeper.call.conversation)
     stored.task = asyncio.create_task(_compute(stream, response, keeper, stored), name="penstock-response")

@@ -196,12 +196,12 @@ async def test_too_much_text_at_once_is_refused(monkeypatch: pytest.MonkeyPatch)
 async def test_the_prompts_of_one_call_are_let_in_together():
     async with scripted_core.running(max_queued=2) as (core, runner):
         runner.open.clear()
-        call = core.submit_all([request(seed=seed) for seed in range(3 * scripted_core.NUM_SEQUENCES)])
+        call = await core.submit_all([request(seed=seed) for seed in range(3 * scripted_core.NUM_SEQUENCES)])
         await until(lambda: core.status().num_running == scripted_core.NUM_SEQUENCES)
         with pytest.raises(Overloaded, match="queue is full"):
             core.submit(request())
         with pytest.raises(Overloaded, match="queue is full"):
-            core.submit_all([request(), request()])
+            await core.submit_all([request(), request()])
         runner.open.set()
         assert [len(chunks[0].ids) for chunks in await read_all(call)] == [
             8
@@ -214,7 +214,7 @@ async def test_who_waits_too_long_is_told_to_come_again():
         running = [core.submit(request(seed=seed)) for seed in range(scripted_core.NUM_SEQUENCES)]
         runner.open.clear()
         await until(lambda: core.status().num_running == scripted_core.NUM_SEQUENCES)
-        waiting, *following = core.submit_all([request(seed=20), request(seed=21)])
+        waiting, *following = await core.submit_all([request(seed=20), request(seed=21)])
         with pytest.raises(Overloaded, match="--max-queue-time") as caught:
             await waiting.whole()
         assert caught.value.retry_after_s >= 1
