@@ -14,7 +14,7 @@ from time import perf_counter
 from typing import NamedTuple
 
 from bench import PROGRAM
-from bench.step import make_batch, one_process_plan
+from bench.step import make_batch, one_process_plan, written_pool
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import Plan
 from runtime.errors import ConfigurationError
@@ -69,18 +69,13 @@ def measure(options: argparse.Namespace, facts: ModelFacts, plan: Plan) -> list[
 
     from ops.cpp.kernel_launcher import NotCapturable
     from ops.select import select
-    from runtime.kv_cache.pools import KVPool
     from runtime.models.loader import load_model
     from runtime.worker.cpu_graph import CpuGraph
 
     kernels = select(plan.kernels.choices, plan.kernels.settings)
     model = load_model(facts, plan.model, kernels)
     rows, length = max(options.batch_size), options.context_len + options.new_len
-    page_size, dtype = plan.cache.page_size, getattr(torch, plan.cache.kv_dtype)
-    num_pages = rows * -(-length // page_size)
-    pool = KVPool.uniform(
-        facts.num_layers, num_pages, page_size, facts.num_kv_heads, facts.head_dim, dtype, plan.model.device
-    )
+    pool = written_pool(facts, plan, rows, length)
     try:
         cpu_graph = CpuGraph(model, pool, kernels, rows * options.new_len, rows)
     except NotCapturable as reason:
@@ -89,7 +84,7 @@ def measure(options: argparse.Namespace, facts: ModelFacts, plan: Plan) -> list[
     profiles = []
     with torch.inference_mode():
         for size in options.batch_size:
-            batch = make_batch(size, options.context_len, options.new_len, page_size)
+            batch = make_batch(size, options.context_len, options.new_len, plan.cache.page_size)
             steps: list[float] = []
             kernel_times: defaultdict[str, list[float]] = defaultdict(list)
             for _ in range(1 + options.repetitions):

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from runtime.batch import Batch
     from runtime.config import Args
     from runtime.config.model_facts import ModelFacts
+    from runtime.kv_cache.pools import KVPool
     from runtime.worker.model_runner import ModelRunner
 
 FIRST_TOKEN = 3  # any id will do
@@ -128,23 +129,14 @@ def _runner(
 
     from ops.cpp.kernel_launcher import NotCapturable
     from ops.select import select
-    from runtime.kv_cache.pools import KVPool
     from runtime.models.loader import load_model
     from runtime.worker.cpu_graph import CpuGraph
     from runtime.worker.device import open_device
     from runtime.worker.model_runner import ModelRunner, StepExecutor
     from runtime.worker.sampler import Sampler
 
-    device, page_size = plan.model.device, plan.cache.page_size
-    pool = KVPool.uniform(
-        facts.num_layers,
-        num_rows * -(-length // page_size),
-        page_size,
-        facts.num_kv_heads,
-        facts.head_dim,
-        getattr(torch, plan.cache.kv_dtype),
-        device,
-    )
+    device = plan.model.device
+    pool = written_pool(facts, plan, num_rows, length)
     kernels = select(choices, plan.kernels.settings)
     model = load_model(facts, plan.model, kernels)
     sampler = Sampler(
@@ -172,6 +164,27 @@ def _runner(
         cpu_graph=graph,
     )
     return ModelRunner(launcher)
+
+
+def written_pool(facts: ModelFacts, plan: Plan, num_rows: int, length: int) -> KVPool:
+    """A cache with room for `num_rows` rows of `length` tokens, all of it random numbers.
+
+    Memory of a CPU that nobody has written is one page of zeros many times over, which stays in the nearest cache and
+    would make attention look faster than it is.
+    """
+    import torch
+
+    from runtime.kv_cache.pools import KVPool
+
+    size, dtype = plan.cache.page_size, getattr(torch, plan.cache.kv_dtype)
+    num_pages = num_rows * -(-length // size)
+    pool = KVPool.uniform(
+        facts.num_layers, num_pages, size, facts.num_kv_heads, facts.head_dim, dtype, plan.model.device
+    )
+    for layer in pool.values():
+        for page in (*layer.k, *layer.v):
+            page.copy_(torch.randn(page.shape))
+    return pool
 
 
 def make_batch(num_rows: int, context_len: int, new_len: int, page_size: int) -> Batch:

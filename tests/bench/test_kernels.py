@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 import tiny_checkpoints
-from bench import kernels
+from bench import kernels, step
 from cpp_kernels import library
+from runtime.config import Args
 from runtime.errors import ConfigurationError
 
 
@@ -23,6 +24,17 @@ def test_every_kernel_of_a_step_is_timed(tmp_path: Path) -> None:
     assert one["counts"]["product"] == 4 * layers
     assert one["counts"]["norm"] == 2 * layers + 1
     assert min(one["kernels_ms"].values()) > 0
+
+
+def test_the_cache_that_is_read_is_written() -> None:
+    """Unwritten memory is one page of zeros, whose reading says nothing."""
+    options = {"model_path": tiny_checkpoints.cached("llama", head_dim=16), "page_size": 4}
+    facts, plan = step.one_process_plan(Args.of(**options))
+    pool = step.written_pool(facts, plan, num_rows=3, length=9)
+    assert pool.num_pages == 9
+    for layer in pool.values():
+        assert (layer.k.std((1, 2, 3)) > 0.5).all()
+        assert (layer.v.std((1, 2, 3)) > 0.5).all()
 
 
 def test_a_model_of_which_torch_computes_a_part_is_refused() -> None:
