@@ -127,7 +127,7 @@ class SchedulerActor:
         self._kv_events = kv_events
         self._num_arriving = 0  # choices in the inbox
         self._tokens_arriving = 0  # of their prompts
-        self._step_tokens = min(plan.chunk_tokens or plan.max_prefill_tokens, plan.max_prefill_tokens)
+        self._step_tokens = min(plan.step_prompt_tokens, plan.max_prefill_tokens)
         self._num_broken = 0  # times in a row that the scheduler failed, without a step applied between
 
     @classmethod

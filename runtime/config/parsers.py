@@ -68,8 +68,8 @@ REASONING_PARSERS: Mapping[str, Signs] = {
 }
 
 
-# Of the same formats, in other templates.
-_ALSO = (("llama4", "<|header_start|>"), ("phi4", "functools["))
+# Signs that say less, of other templates with these formats: they count where none above gives itself away.
+_WEAK_SIGNS = (("llama4", "<|header_start|>"), ("phi4", "functools["))
 
 
 def guess(parsers: Mapping[str, Signs], template: str) -> tuple[str, str] | None:
@@ -77,4 +77,4 @@ def guess(parsers: Mapping[str, Signs], template: str) -> tuple[str, str] | None
     for name, signs in parsers.items():
         if signs and all(sign in template for sign in signs):
             return name, signs[0]
-    return next(((name, sign) for name, sign in _ALSO if name in parsers and sign in template), None)
+    return next(((name, sign) for name, sign in _WEAK_SIGNS if name in parsers and sign in template), None)

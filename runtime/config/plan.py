@@ -94,6 +94,11 @@ class SchedulerPlan(Section):
     receive_interval: int = 1  # steps between two looks at the inbox while something runs
     max_micro_batch: int | None = None  # rows of one of them; None: no limit of its own
 
+    @property
+    def step_prompt_tokens(self) -> int:
+        """Prompt tokens of one step, but for a single whole prompt that is longer."""
+        return self.chunk_tokens or self.max_prefill_tokens
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelPlan(Section):

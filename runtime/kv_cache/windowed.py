@@ -43,9 +43,8 @@ class WindowedPages(CacheKind):
     @staticmethod
     def num_units(specs: Specs, plan: Plan, num_pages: int) -> int:
         """A share of the pages of all layers, and never less than one sequence with its largest chunk needs."""
-        schedule, size = plan.scheduler, plan.cache.page_size
-        chunk = schedule.chunk_tokens or schedule.max_prefill_tokens
-        least = pages_held(_window(specs), size) + -(-chunk // size)
+        size = plan.cache.page_size
+        least = pages_held(_window(specs), size) + -(-plan.scheduler.step_prompt_tokens // size)
         return min(num_pages, max(least, int(num_pages * (plan.cache.window_ratio or 1.0))))
 
     @staticmethod

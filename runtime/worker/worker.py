@@ -268,8 +268,7 @@ class ModelWorker:
         """Whole steps in one call, where all kernels can be recorded."""
         if self.kernels.launcher is None or plan.parallel.ranks > 1:
             return None
-        schedule = plan.scheduler
-        capacity = (schedule.chunk_tokens or schedule.max_prefill_tokens) + cache.num_sequences
+        capacity = plan.scheduler.step_prompt_tokens + cache.num_sequences
         try:
             return CpuGraph(
                 model,
