@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from runtime.errors import ConfigurationError, RequestError
-from serve import absent, openapi
+from serve import openapi, unsupported
 from serve.access import Access, OpenCalls, RouteScope
 from serve.anthropic import messages
 from serve.endpoint import Endpoint, Handler, max_body_bytes
@@ -137,11 +137,17 @@ ROUTES = (  # searched from the first to the last: what is called most often com
     RouteSpec(POST, "/separate_reasoning", parsing.separate_reasoning, USER),
     RouteSpec(("GET", "POST"), "/v1/models", models.list_models, USER, OPENAI),
     RouteSpec(GET, "/v1/models/{model:path}", models.retrieve_model, USER, OPENAI),
-    *(RouteSpec(methods, path, absent.answer, USER) for path, (methods, _) in absent.GENERATING.items()),
-    *(RouteSpec(methods, path, absent.answer, ADMIN) for path, (methods, _) in absent.CONTROL.items()),
     *(
-        RouteSpec(methods, path, absent.answer, USER, ollama.ERROR_FORMAT)
-        for path, (methods, _) in absent.OLLAMA.items()
+        RouteSpec(methods, path, unsupported.answer, USER)
+        for path, (methods, _) in unsupported.GENERATING.items()
+    ),
+    *(
+        RouteSpec(methods, path, unsupported.answer, ADMIN)
+        for path, (methods, _) in unsupported.CONTROL.items()
+    ),
+    *(
+        RouteSpec(methods, path, unsupported.answer, USER, ollama.ERROR_FORMAT)
+        for path, (methods, _) in unsupported.OLLAMA.items()
     ),
 )
 

@@ -9,7 +9,7 @@ from typing import Any, get_args, get_origin
 from runtime.config import Option, Outcome, options, shown
 from runtime.metrics.declarations import ABSENT, METRICS, MODEL, REPLICA, Metric
 from runtime.sampling_params import APIS, NOT_BUILT, Parameter, parameters
-from serve.outcomes import counts, outcome
+from serve.option_outcomes import counts, outcome
 from serve.usage import by_group, outcome_note, spellings, values_of
 
 _DOCUMENT = """\

@@ -25,7 +25,7 @@ from starlette.types import ASGIApp
 
 import serve
 from runtime.sampling_params import MAX_INT32, Api, parameters
-from serve import absent
+from serve import unsupported
 from serve.access import RouteScope
 from serve.anthropic.schema import CountBody, MessagesBody
 from serve.decode import Length, Range, is_not_built
@@ -139,7 +139,7 @@ def document(routes: Sequence[RouteSpec]) -> Json:
 
 def _operation(route: RouteSpec, method: str, path: str, schemas: Json) -> Json:
     name = f"{route.handler.__module__}.{route.handler.__name__}"
-    missing = absent.MISSING.get(route.path)
+    missing = unsupported.MISSING.get(route.path)
     summary = (
         f"{missing}: not supported yet." if missing else (route.handler.__doc__ or "").strip().splitlines()[0]
     )

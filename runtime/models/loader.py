@@ -33,7 +33,10 @@ from runtime.models.checkpoint import WeightFiles, find_weights
 from runtime.models.config import Config
 from runtime.models.custom_loader import GivenTensors
 from runtime.models.decoder import Decoder
-from runtime.models.fill import (
+from runtime.models.formats.gguf import GgufFiles
+from runtime.models.formats.stored import QuantizedTensors
+from runtime.models.kv_scales import set_kv_scales
+from runtime.models.parameters import (
     allocate,
     check_dtypes,
     check_total,
@@ -44,9 +47,6 @@ from runtime.models.fill import (
     own_shards,
     split,
 )
-from runtime.models.formats.gguf import GgufFiles
-from runtime.models.formats.stored import QuantizedTensors
-from runtime.models.kv_scales import set_kv_scales
 from runtime.models.quantization import quantization_fields
 from runtime.models.registry import entry
 from runtime.models.tensors import TensorFiles, Tensors, give_back_freed

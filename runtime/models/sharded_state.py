@@ -20,8 +20,8 @@ from runtime.distributed.mesh import Mesh, RankInfo
 from runtime.errors import CheckpointError
 from runtime.models.checkpoint import DESCRIPTIONS
 from runtime.models.config import read_facts
-from runtime.models.fill import Named, fill_layers
 from runtime.models.loader import SHARE_FILES, build_model, open_tensors
+from runtime.models.parameters import Named, fill_layers
 
 PART_BYTES = 4 * 10**9  # of one file, and about what is in memory at once
 

@@ -15,9 +15,9 @@ from runtime.errors import CheckpointError
 from runtime.kv_cache.pools import KVPool
 from runtime.layers.forward_batch import ForwardBatch, KindInputs
 from runtime.layers.recurrent import KIND
-from runtime.models.by_transformers.held import WAYS, HoldingDecoder, Way
+from runtime.models.by_transformers.caches import WAYS, HoldingDecoder, Way
 from runtime.models.by_transformers.model import TransformersDecoder
-from runtime.models.by_transformers.whole import WholeTexts
+from runtime.models.by_transformers.whole_texts import WholeTexts
 from runtime.models.decoder import Decoder
 
 logger = logging.getLogger("penstock.core")

@@ -31,7 +31,7 @@ from runtime.models.by_transformers.facts import (
 )
 from runtime.models.checkpoint import find_weights
 from runtime.models.decoder import Decoder
-from runtime.models.fill import check_dtypes
+from runtime.models.parameters import check_dtypes
 from runtime.models.tensors import TensorFiles
 
 DUMMY_SEED = 1234
@@ -44,8 +44,8 @@ def load(facts: ModelFacts, plan: ModelPlan, kernels: Kernels) -> Decoder:
 
     Raises CheckpointError for tensors that are missing, left over or misshapen.
     """
-    from runtime.models.by_transformers.held import HoldingDecoder
-    from runtime.models.by_transformers.whole import WholeTexts
+    from runtime.models.by_transformers.caches import HoldingDecoder
+    from runtime.models.by_transformers.whole_texts import WholeTexts
 
     attention.register()
     made_by: Any = (class_of if facts.is_encoder else auto_of)(facts.architecture)

@@ -25,7 +25,7 @@ from runtime.layers.build import Build
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.rope_parameters import RopeParameters
 from runtime.layers.sharding import TensorParallelGroup
-from runtime.models.fill import collect_shards, split
+from runtime.models.parameters import collect_shards, split
 
 INDEX, SIZE, HEADS, KV_HEADS, DIM = 5, 12, 4, 2, 6
 TENSORS = {

@@ -14,7 +14,7 @@ from runtime.layers.build import Build
 from runtime.layers.moe import MoE, Routing
 from runtime.layers.sharding import TensorParallelGroup
 from runtime.models.config import Config
-from runtime.models.fill import collect_shards, split
+from runtime.models.parameters import collect_shards, split
 from runtime.models.qwen2 import has_experts
 
 SIZE, INNER, EXPERTS = 6, 8, 5

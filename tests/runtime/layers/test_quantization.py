@@ -21,7 +21,7 @@ from runtime.layers.build import Build
 from runtime.layers.linear import Linear
 from runtime.layers.quantization import LinearLayout, QuantizationMethod, Unquantized
 from runtime.layers.weight import Shard, SubLayer, frozen, parameter
-from runtime.models.fill import collect_shards
+from runtime.models.parameters import collect_shards
 
 BATCH: Any = None  # without adapters a linear layer looks at nothing of it
 X = torch.randn(3, 12)

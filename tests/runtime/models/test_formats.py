@@ -22,9 +22,9 @@ from runtime.distributed.mesh import Mesh, RankInfo
 from runtime.errors import CheckpointError
 from runtime.models.checkpoint import WeightFiles
 from runtime.models.config import read_facts
-from runtime.models.fill import collect_shards
 from runtime.models.formats.stored import QuantizedTensors
 from runtime.models.loader import load_model
+from runtime.models.parameters import collect_shards
 from runtime.models.tensors import TensorFiles
 from serve import Engine
 

@@ -171,7 +171,7 @@ async def test_the_checkpoint_is_deleted_once_it_is_loaded(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("mmap", [True, False])
 def test_threads_share_the_work_within_one_file(mmap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.models.fill.PIECE_BYTES", 100)
+    monkeypatch.setattr("runtime.models.parameters.PIECE_BYTES", 100)
     path = tiny_checkpoints.cached("gpt_oss")
     pieces = logits(path, mmap=mmap, num_load_threads=4)
     monkeypatch.undo()

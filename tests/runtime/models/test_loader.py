@@ -18,7 +18,7 @@ from runtime.layers.build import Build
 from runtime.layers.linear import Linear
 from runtime.layers.sharding import ShardRange
 from runtime.layers.weight import Shard, SubLayer
-from runtime.models.fill import collect_shards, fill_dummy
+from runtime.models.parameters import collect_shards, fill_dummy
 
 IDS = list(range(10, 40))
 

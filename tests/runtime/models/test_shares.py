@@ -15,8 +15,8 @@ from ops.select import select
 from runtime.distributed.mesh import Mesh, RankInfo
 from runtime.models.config import read_facts
 from runtime.models.decoder import Decoder
-from runtime.models.fill import collect_shards
 from runtime.models.loader import load_model
+from runtime.models.parameters import collect_shards
 from runtime.models.tensors import TensorFiles
 
 

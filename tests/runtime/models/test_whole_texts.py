@@ -24,7 +24,7 @@ import tiny_foreign
 from ops.attention import AttentionMetadata
 from runtime.errors import CheckpointError
 from runtime.layers.forward_batch import ForwardBatch
-from runtime.models.by_transformers.whole import PADDED, WholeTexts
+from runtime.models.by_transformers.whole_texts import PADDED, WholeTexts
 from runtime.models.config import read_facts
 from runtime.models.registry import find
 from serve import Engine

@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 import fake_core
 from runtime.errors import ConfigurationError
-from serve import absent
+from serve import unsupported
 from serve.access import Access, RouteScope, is_loopback, read_key_file
 from serve.app import ROUTES, build_app
 from serve.page import PATHS as PAGE_PATHS
@@ -32,8 +32,8 @@ BEYOND = {"host": "0.0.0.0"}  # the plan's; the tests' sockets are on loopback w
 
 
 # Absent routes differ in their names alone: one of each scope stands for them.
-ABSENT = {spec.scope: spec for spec in reversed(ROUTES) if spec.handler is absent.answer}
-PRESENT = [spec for spec in ROUTES if spec.handler is not absent.answer]
+ABSENT = {spec.scope: spec for spec in reversed(ROUTES) if spec.handler is unsupported.answer}
+PRESENT = [spec for spec in ROUTES if spec.handler is not unsupported.answer]
 
 
 def bearer(key: str) -> Any:

@@ -10,7 +10,7 @@ import jsonschema
 import orjson
 import pytest
 
-from serve import absent
+from serve import unsupported
 from serve.app import ROUTES
 from serve.openapi import BODIES, document
 from served_core import Served
@@ -35,7 +35,7 @@ def test_every_route_is_described_with_its_body() -> None:
             takes_body = method in ("POST", "PUT") and spec.handler.__name__ not in NO_BODY
             assert ("requestBody" in operation) == takes_body, spec.path
             assert operation["summary"].endswith((".", ":")), spec.path
-            assert ("501" in operation["responses"]) == (spec.handler is absent.answer)
+            assert ("501" in operation["responses"]) == (spec.handler is unsupported.answer)
     named = {f"{spec.handler.__module__}.{spec.handler.__name__}" for spec in ROUTES}
     assert set(BODIES) <= named
 

@@ -8,7 +8,7 @@ import pytest
 
 import fake_core
 from runtime.errors import ConfigurationError
-from serve import absent
+from serve import unsupported
 from serve.app import ROUTES, routes_for
 from served_core import Served
 
@@ -66,7 +66,7 @@ SURFACE = [
     "/freeze_gc",
     "/vertex_generate",
 ]
-ABSENT = {**absent.GENERATING, **absent.CONTROL, **absent.OLLAMA}
+ABSENT = {**unsupported.GENERATING, **unsupported.CONTROL, **unsupported.OLLAMA}
 
 
 def test_every_route_of_the_surface_answers() -> None:
@@ -83,7 +83,7 @@ async def test_route_that_waits_says_for_what(served: Served, path: str) -> None
         answer = await served.http.request(method, path, json={})
         assert answer.status_code == 501
         error = answer.json()["error"]
-        if path in absent.OLLAMA:
+        if path in unsupported.OLLAMA:
             assert error.startswith(missing)
             continue
         assert error["message"].startswith(missing)

@@ -6,7 +6,7 @@ import pytest
 
 from runtime.config import Args, Option, Outcome, options
 from runtime.config.resolve import ANY_MODEL, decide
-from serve.outcomes import counts, machines, outcome, refusals
+from serve.option_outcomes import counts, machines, outcome, refusals
 from surface_flags import FLAGS
 
 BY_FLAG = {flag: option for option in options() for flag in option.flags}
