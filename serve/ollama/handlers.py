@@ -16,7 +16,6 @@ from runtime.errors import InvalidRequest
 from runtime.request import Chunk, Request
 from serve.chat.events import ChatEvent, Content
 from serve.chat.request import prepare
-from serve.decode import decode
 from serve.endpoint import (
     decode_open,
     json_response,
@@ -84,7 +83,7 @@ def _read_chat(core: EngineCore, raw: bytes) -> _Call:
 
 
 def _read_generate(core: EngineCore, raw: bytes) -> _Call:
-    body = decode(GenerateBody, parse_object(raw))
+    body = decode_open(GenerateBody, parse_object(raw), core, "/api/generate")
     model = served_name(core, body.model)
     if not body.prompt:
         return _Call(model, body.stream, None, _as_text)
@@ -137,14 +136,14 @@ async def embeddings(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 
 def _read_embed(core: EngineCore, raw: bytes) -> tuple[EmbedBody, str, list[Request]]:
-    body = decode(EmbedBody, parse_object(raw))
+    body = decode_open(EmbedBody, parse_object(raw), core, "/api/embed")
     model = served_name(core, body.model)
     check_vectors(core, body.dimensions)
     return body, model, _vectors_of(core, body.input, truncate=body.truncate)
 
 
 def _read_embeddings(core: EngineCore, raw: bytes) -> list[Request]:
-    body = decode(EmbeddingsBody, parse_object(raw))
+    body = decode_open(EmbeddingsBody, parse_object(raw), core, "/api/embeddings")
     served_name(core, body.model)
     check_vectors(core, None)
     return _vectors_of(core, body.prompt, truncate=True, name="prompt")

@@ -12,8 +12,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp
 
 from runtime.errors import InvalidRequest, NotFound
-from serve.decode import decode
-from serve.endpoint import json_response, parse_object, read_body
+from serve.endpoint import decode_open, json_response, parse_object, read_body
 from serve.ollama.schema import ShowBody
 from serve.openai.models import STARTED_S, check_model
 
@@ -65,7 +64,7 @@ async def show(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 
 def _show(core: EngineCore, raw: bytes) -> dict[str, Any]:
-    body = decode(ShowBody, parse_object(raw))
+    body = decode_open(ShowBody, parse_object(raw), core, "/api/show")
     model = body.model or body.name
     if model is None:
         raise InvalidRequest("model is required.", param="model")

@@ -1,4 +1,4 @@
-"""Bodies of Ollama's routes. Unknown fields and options are refused; of messages, named in the log
+"""Bodies of Ollama's routes. Unknown fields and options are ignored, as Ollama does, and named in the log
 (--refuse-unknown-fields: refused).
 
 Accepted without effect: `keep_alive` (the model stays loaded), and options that say how a model is to be loaded
@@ -24,8 +24,6 @@ Think = bool | Literal["low", "medium", "high", "max"]
 @dataclass(slots=True, kw_only=True)
 class Options:
     """How to sample, in Ollama's words. None: not given."""
-
-    closed: ClassVar[bool] = True
 
     num_predict: Annotated[int, Range(-2)] | None = None
     temperature: float | None = None
@@ -98,8 +96,6 @@ class Options:
 @dataclass(slots=True, kw_only=True)
 class OllamaBody:
     """What both generating routes take."""
-
-    closed: ClassVar[bool] = True
 
     model: Annotated[str, Length(1, 1024)]
     stream: bool = True
@@ -178,8 +174,6 @@ class GenerateBody(OllamaBody):
 class EmbedBody:
     """The body of /api/embed. Too long a text is cut unless `truncate` is false."""
 
-    closed: ClassVar[bool] = True
-
     model: Annotated[str, Length(1, 1024)]
     input: str | Annotated[list[str], Length(1, MAX_PROMPTS)]
     truncate: bool = True
@@ -191,8 +185,6 @@ class EmbedBody:
 @dataclass(slots=True, kw_only=True)
 class EmbeddingsBody:
     """The body of /api/embeddings, the older route: one text, one vector."""
-
-    closed: ClassVar[bool] = True
 
     model: Annotated[str, Length(1, 1024)]
     prompt: str

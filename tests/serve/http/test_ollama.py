@@ -166,9 +166,8 @@ async def test_model_is_listed_and_described(served: Served) -> None:
         ({"message": HELLO}, "did you mean messages?"),
     ],
 )
-async def test_mistakes_are_told_in_this_apis_words(
-    served: Served, change: dict[str, Any], words: str
-) -> None:
+async def test_mistakes_are_told_in_this_apis_words(serve: Serve, change: dict[str, Any], words: str) -> None:
+    served = await serve(refuse_unknown_fields=True)
     response = await served.http.post("/api/chat", json={**BODY, **change})
     assert response.status_code == 400
     assert list(response.json()) == ["error"]
