@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ops.machine import GIB, Machine
 from ops.matmul.grouped import GroupForm
@@ -37,12 +37,14 @@ from runtime.models.formats.gguf import GgufFiles
 from runtime.models.formats.stored import QuantizedTensors
 from runtime.models.kv_scales import set_kv_scales
 from runtime.models.parameters import (
+    allocate,
     check_dtypes,
     check_total,
     collect_shards,
     fill_layers,
     loading_bar,
     own_parameters,
+    own_shards,
     split,
 )
 from runtime.models.quantization import quantization_fields
@@ -131,7 +133,7 @@ def build_model(
         if isinstance(tensors, QuantizedTensors):
             tensors.check_plain(collect_shards(model))
             tensors.keep_grouped(_kept(build))
-        ignored = ignored_names(tensors.shapes, tied=config.flag("tie_word_embeddings"))
+        ignored = _ignored(tensors.shapes, tied=config.flag("tie_word_embeddings"))
         shapes = {name: shape for name, shape in tensors.shapes.items() if name not in ignored}
         where = tensors.where if isinstance(tensors, TensorFiles) else lambda names: ""
         check_total(collect_shards(model), shapes, where)
@@ -272,6 +274,52 @@ def open_share(facts: ModelFacts, plan: ModelPlan, rank_info: RankInfo) -> Tenso
     return TensorFiles(WeightFiles("safetensors", tuple(found[rank_info.rank])), mmap=plan.mmap)
 
 
-def ignored_names(names: Mapping[str, object], *, tied: bool) -> set[str]:
-    """Of a checkpoint's tensors those that no layer takes; `tied` where the head is the embedding."""
+def update_weights(model: Decoder, tensors: Mapping[str, Tensor]) -> None:
+    """Give the layers that `tensors` names new weights: whole checkpoint tensors by name, of any dtype.
+
+    To be called between steps. Weights keep the memory that they have where their layout allows it, so that recorded
+    and captured steps see the new ones. Raises CheckpointError, and changes nothing, for a tensor that no layer of this
+    rank has, one of another shape, and a layer of which only some tensors are there.
+    """
+    tied = model.head is not None and model.head.weight is None
+    tensors = {name: tensors[name] for name in tensors.keys() - _ignored(tensors, tied=tied)}
+    layers = [(module, own_shards(module)) for module in model.modules() if isinstance(module, Weighted)]
+    layers = [(module, own) for module, own in layers if not tensors.keys().isdisjoint(own)]
+    wanted = {name: shards for _, own in layers for name, shards in own.items()}
+    check_total(wanted, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    dtype = model.dtype
+    with torch.inference_mode():
+        for module, _ in layers:
+            _renew(module, tensors, dtype)
+
+
+def _renew(module: Weighted, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    """Fill a layer that has its weights already, and prepare them again if they were prepared."""
+    before = dict(module.named_parameters(recurse=False))
+    with torch.device("meta"):
+        module.allocate()
+    if before:
+        allocate(module, dtype, next(iter(before.values())).device)
+    for name, shards in own_shards(module).items():
+        for shard in shards:
+            if name in tensors:
+                shard.take(tensors[name][shard.cut])
+            elif shard.default is not None:
+                shard.target.fill_(shard.default)
+    module.prepare()
+    for name, now in list(module.named_parameters(recurse=False)):
+        if name in before and now is not before[name] and _same_layout(before[name], now):
+            before[name].untyped_storage().copy_(now.untyped_storage())
+            setattr(module, name, before[name])
+
+
+def _same_layout(one: Tensor, other: Tensor) -> bool:
+    """Whether the bytes of one tensor can take the place of the other's."""
+    if type(one) is not type(other) or one.is_mkldnn or other.is_mkldnn:
+        return False
+    layouts = ((x.dtype, x.shape, x.stride(), x.untyped_storage().nbytes()) for x in (one, other))
+    return next(layouts) == next(layouts)
+
+
+def _ignored(names: Mapping[str, object], *, tied: bool) -> set[str]:
     return {name for name in names if IGNORED.fullmatch(name) or (tied and IGNORED_IF_TIED.fullmatch(name))}

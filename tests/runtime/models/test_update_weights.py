@@ -19,7 +19,7 @@ from ops.select import Kernels, select
 from runtime.batch import Batch, Sampling
 from runtime.errors import CheckpointError
 from runtime.models.decoder import Decoder
-from runtime.models.update_weights import update_weights
+from runtime.models.loader import update_weights
 from runtime.worker.cpu_graph import CpuGraph
 
 IDS = list(range(10, 40))
