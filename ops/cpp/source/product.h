@@ -30,6 +30,7 @@ constexpr int WIDE_TILE_ROWS = 6;  // with 4 sums each
 constexpr int WIDE_TILE_ROWS = 0;  // never
 #endif
 constexpr int64_t BLOCK_ROWS = 256;  // of x, which stay in the cache while all panels pass
+constexpr int64_t WIDE_BLOCK = 128 << 10;  // numbers of x, which leave room in the second cache for two panels
 constexpr int64_t UNIT_DEPTH = UNIT_BYTES / sizeof(BFloat16);  // inputs in a step of a matrix unit
 static_assert(PANEL == UNIT_COLUMNS);
 
@@ -88,11 +89,13 @@ template <int ROWS>
 [[gnu::noinline]] void multiply_wide_tile(const float* x, int64_t stride, const float* panel, int64_t depth,
                                           Floats (*result)[2][2]) {
     Floats sums[ROWS][4];
+    constexpr int64_t AHEAD = 4 * PANEL;  // from the second cache
     const int64_t second = PANEL * depth;
 #pragma GCC unroll 16
     for (int row = 0; row < ROWS; row++) sums[row][0] = sums[row][1] = sums[row][2] = sums[row][3] = Floats{};
     for (int64_t k = 0; k < depth; k++, panel += PANEL) {
         const Floats weights[] = {load(panel), load(panel + LANES), load(panel + second), load(panel + second + LANES)};
+        if constexpr (ROWS > WIDE_TILE_ROWS / 2) fetch(panel + AHEAD, PANEL), fetch(panel + second + AHEAD, PANEL);
 #pragma GCC unroll 16
         for (int row = 0; row < ROWS; row++) {
             const Floats value = fill(x[row * stride + k]);
@@ -115,7 +118,7 @@ inline void multiply_wide_rows(const ProductOperands& o, int64_t row, int64_t he
     }
 }
 
-constexpr int ACTIVATED_ROWS = 4;  // at once
+constexpr int ACTIVATED_ROWS = 3;  // at once
 
 // The results of rows row .. row + height - 1 and a panel, whose sums are `apart` pairs apart, with an activation behind
 // them. Full panels some rows at once: as one result waits for each of its own steps, and all need the same constants.
@@ -305,8 +308,10 @@ inline void multiply_over(const ProductOperands& o, const Share& share, const Pu
 template <class Put>
 inline void multiply_wide(const ProductOperands& o, ThreadGroup& threads, int64_t rows, const Put& put) {
     const int64_t panels = (o.out_size + PANEL - 1) / PANEL, pairs = (panels + 1) / 2;
-    threads.share((rows + BLOCK_ROWS - 1) / BLOCK_ROWS * pairs, [&](int64_t task) {
-        const int64_t first = task / pairs * BLOCK_ROWS, end = std::min(first + BLOCK_ROWS, rows), panel = task % pairs * 2;
+    const int64_t fitting = std::clamp<int64_t>(WIDE_BLOCK / o.in_size, 7 * MAX_TILE_ROWS, BLOCK_ROWS);
+    const int64_t block = fitting / MAX_TILE_ROWS * MAX_TILE_ROWS;
+    threads.share((rows + block - 1) / block * pairs, [&](int64_t task) {
+        const int64_t first = task / pairs * block, end = std::min(first + block, rows), panel = task % pairs * 2;
         if (panel + 1 == panels) return multiply_panel<float>(o, first, end, panel, put);
         in_tiles<WIDE_TILE_ROWS>(first, end, [&](int64_t row, int64_t height) {
             Floats sums[WIDE_TILE_ROWS][2][2];
