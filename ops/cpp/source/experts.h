@@ -142,7 +142,7 @@ template <class T>
 void dispatch(const void* operands, const Step& step, ThreadGroup& threads) {
     const auto& o = *static_cast<const DispatchOperands*>(operands);
     const int64_t pairs = (o.tokens ? o.tokens : step.num_tokens) * o.top_k;
-    if (threads.rank == 0) sort_pairs(o, pairs);
+    threads.share(1, [&](int64_t) { sort_pairs(o, pairs); });
     threads.barrier();
     threads.share(pairs, [&](int64_t pair) {
         T* row = static_cast<T*>(o.rows) + o.table.positions[pair] * o.size;

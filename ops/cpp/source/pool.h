@@ -2,6 +2,7 @@
 // needs; these look for a moment and sleep.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <thread>
@@ -15,57 +16,81 @@ constexpr int IDLE_SPINS = 2000;  // before a thread without work sleeps, some h
 
 class Pool {
 public:
-    explicit Pool(int size) : size_(size), state_(size) {
-        for (int rank = 1; rank < size; rank++) threads_.emplace_back([this, rank] { work(rank); });
+    explicit Pool(int size) : size_(std::min(size, MAX_THREADS)), state_(size_) {
+        for (int rank = 1; rank < size_; rank++) threads_.emplace_back([this, rank] { work(rank); });
     }
 
     ~Pool() {
-        nodes_ = nullptr;
+        is_closed_.store(true);
         wake();
         for (auto& thread : threads_) thread.join();
     }
 
-    // Runs the nodes one after the other on all threads, this one among them; returns when all is done.
+    // Runs the nodes one after the other on this thread and those that come to help; returns when all is done.
     void run(const GraphNode* nodes, int64_t count, const Step* step) {
-        if (count == 0) return;  // without a barrier, threads would still look at it when the next call comes
+        if (count == 0) return;
         nodes_ = nodes;
-        count_ = count;
         step_ = step;
+        first_ = node_of(state_.progress.load());
+        forget_old_counts();
+        end_.store(first_ + count, std::memory_order_release);  // from now on others join
         if (size_ > 1) wake();
         run_as(0);
     }
 
 private:
+    static constexpr uint64_t NODES_PER_LOOK = uint64_t{1} << 24;
+
     void wake() {
         round_.fetch_add(1, std::memory_order_seq_cst);  // before notify_all looks for who sleeps
         round_.notify_all();
     }
 
+    // Before the numbers of parts, of which counts hold the lower 32 bits, come around. Nobody is in a node.
+    void forget_old_counts() {
+        if (first_ / NODES_PER_LOOK == looked_ / NODES_PER_LOOK) return;
+        looked_ = first_;
+        state_.next.count.store(0);
+        for (Taken& taken : state_.taken) taken.count.store(0);
+    }
+
+    // What `run` said holds while this thread is a member of one of its nodes, and no longer.
     void run_as(int rank) {
         ThreadGroup threads(rank, size_, state_);
-        const GraphNode* nodes = nodes_;
-        const Step* step = step_;
-        for (int64_t i = 0, count = count_; i < count; i++) {
-            nodes[i].kernel(nodes[i].operands, *step, threads);
-            threads.barrier();
+        while (true) {
+            // In this order, so that a node is never taken for one of a run that has not begun.
+            const uint64_t progress = state_.progress.load(std::memory_order_acquire);
+            const uint64_t node = node_of(progress);
+            if (node == end_.load(std::memory_order_acquire)) return;
+            if (!threads.join(progress)) {
+                threads.wait_until_past(progress);
+                continue;
+            }
+            const GraphNode& joined = nodes_[node - first_];
+            joined.kernel(joined.operands, *step_, threads);
+            threads.leave();
         }
     }
 
     void work(int rank) {
-        for (uint32_t seen = 0;; seen++) {
+        for (uint32_t seen = 0;;) {
             for (int spins = 0; spins < IDLE_SPINS && round_.load(std::memory_order_acquire) == seen; spins++) pause(spins);
             round_.wait(seen, std::memory_order_seq_cst);
-            if (!nodes_) return;
+            seen = round_.load(std::memory_order_acquire);
+            if (is_closed_.load()) return;
             run_as(rank);
         }
     }
 
     const int size_;
-    const GraphNode* nodes_ = nullptr;
-    int64_t count_ = 0;
+    const GraphNode* nodes_ = nullptr;  // these three belong to the caller of `run`
     const Step* step_ = nullptr;
+    uint64_t first_ = 1;  // the number of the first node
+    uint64_t looked_ = 0;
     GroupState state_;
+    std::atomic<uint64_t> end_{1};  // the number behind the last node
     std::atomic<uint32_t> round_{0};
+    std::atomic<bool> is_closed_{false};
     std::vector<std::thread> threads_;
 };
 

@@ -27,8 +27,9 @@ struct Step {
     const int32_t* sample_rows;   // [R]
 };
 
-// One kernel with its operands. A kernel is entered by all threads of the group with no task taken, and may return on
-// each as soon as that has nothing left to do: the next one begins after a barrier.
+// One kernel with its operands. A kernel is entered by one thread of the group or more, with no task taken, and may
+// return on each as soon as that has nothing left to do: the next one begins when all of them have. Whatever is not a
+// task (`share`, `take`) is done by each that is there, so it must not matter which are.
 struct GraphNode {
     void (*kernel)(const void* operands, const Step& step, ThreadGroup& threads);
     const void* operands;

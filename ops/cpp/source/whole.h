@@ -22,11 +22,11 @@ struct BeginOperands {
 
 inline void begin(const void* operands, const Step& step, ThreadGroup& threads) {
     const auto& o = *static_cast<const BeginOperands*>(operands);
-    if (threads.rank == 0) {
+    threads.share(1, [&](int64_t) {
         o.query_starts[0] = 0;
         for (int64_t row = 0; row < step.num_rows; row++)
             o.query_starts[row + 1] = o.query_starts[row] + step.counts[row];
-    }
+    });
     threads.barrier();
     threads.share(step.num_rows, [&](int64_t row) {
         const int32_t* pages = (o.page_table ? o.page_table : step.page_table) + row * step.table_width;
@@ -163,8 +163,11 @@ void choose(const void* operands, const Step& step, ThreadGroup& threads) {
     const auto& o = *static_cast<const ChooseOperands*>(operands);
     Best* mine = o.best + threads.rank * o.max_samples;
     const Floats nothing = fill(-std::numeric_limits<float>::infinity());
-    for (int64_t sample = 0; sample < step.num_samples; sample++)
-        mine[sample] = Best{{nothing, nothing}, {Ints{}, Ints{}}, Ints{}};
+    threads.share(threads.size, [&](int64_t rank) {  // also for threads that are not here
+        for (int64_t sample = 0; sample < step.num_samples; sample++)
+            o.best[rank * o.max_samples + sample] = Best{{nothing, nothing}, {Ints{}, Ints{}}, Ints{}};
+    });
+    threads.barrier();
     const auto put = [&](int64_t row, int64_t panel, const Floats (&sums)[2]) {
         note(mine[row], sums, panel, BITS == 4 ? o.product4.plain.out_size : o.product.plain.out_size);
     };

@@ -1,4 +1,4 @@
-"""Threads that sleep between two pieces of work are woken."""
+"""Threads that share work: all of it is done once, sleepers are woken, and who is away is not waited for."""
 
 from __future__ import annotations
 
@@ -11,27 +11,93 @@ import pytest
 from ops.cpp.build import SOURCES
 from ops.machine import Machine
 
-# Runs so many rounds of kernels that take a different time on each thread, and prints how often one was called.
+# Runs so many rounds of kernels of four parts each, in which threads are late by turns, beside a plain loop, and prints
+# the first round in which they differ. What a round is made of is freed when it is over.
 PROGRAM = """
 #include <cstdio>
 #include <cstdlib>
+#include <memory>
 #include "pool.h"
 using namespace penstock;
 
-std::atomic<int64_t> calls{0};
+constexpr int N = 97;
+int64_t one[N], two[N], total;
+std::atomic<int64_t> entered{1};
 
-void work(const void*, const Step&, ThreadGroup& threads) {
-    for (int64_t left = (calls.fetch_add(1) * 7 + threads.rank * 37) % 60; left > 0; left--) asm volatile("");
+struct Operands { const int64_t* from; int64_t* to; };
+
+void be_late(int64_t turns) { for (; turns > 0; turns--) asm volatile(""); }
+
+void work(const void* operands, const Step&, ThreadGroup& threads) {
+    const auto& o = *static_cast<const Operands*>(operands);
+    be_late(entered.fetch_add(1) * 7919 % 400);
+    threads.share(N, [&](int64_t i) { be_late((i * 31 + threads.rank * 977) % 50), one[i] = o.from[i] + 1; });
+    threads.barrier();
+    for (int64_t i; (i = threads.take()) < N;) two[i] = one[N - 1 - i] + one[i];
+    threads.barrier();
+    threads.share(1, [&](int64_t) { total = 0; for (int64_t value : two) total += value; });
+    threads.barrier();
+    threads.share(N, [&](int64_t i) { o.to[i] = (two[i] ^ total) % 1000003 + one[i] % 8; });
+}
+
+void expect(const int64_t* from, int64_t* to) {
+    int64_t first[N], second[N], sum = 0;
+    for (int i = 0; i < N; i++) first[i] = from[i] + 1;
+    for (int i = 0; i < N; i++) sum += second[i] = first[N - 1 - i] + first[i];
+    for (int i = 0; i < N; i++) to[i] = (second[i] ^ sum) % 1000003 + first[i] % 8;
 }
 
 int main(int, char** arguments) {
     const int size = atoi(arguments[1]), rounds = atoi(arguments[2]);
     Pool pool(size);
-    GraphNode nodes[8];
-    for (auto& node : nodes) node = {work, nullptr};
-    const Step step{};
-    for (int round = 0; round < rounds; round++) pool.run(nodes, 1 + round % 8, &step);
-    printf("%lld", (long long)calls.load());
+    int64_t found[2][N], expected[2][N];
+    for (int i = 0; i < N; i++) found[0][i] = expected[0][i] = found[1][i] = expected[1][i] = i;
+    for (int round = 0; round < rounds; round++) {
+        const int count = 1 + round % 8;
+        auto step = std::make_unique<Step>();
+        auto operands = std::make_unique<Operands[]>(2);
+        auto nodes = std::make_unique<GraphNode[]>(count);
+        for (int side = 0; side < 2; side++) operands[side] = {found[side], found[1 - side]};
+        for (int i = 0; i < count; i++) nodes[i] = {work, &operands[i % 2]};
+        pool.run(nodes.get(), count, step.get());
+        for (int i = 0; i < count; i++) expect(expected[i % 2], expected[1 - i % 2]);
+        for (int side = 0; side < 2; side++)
+            for (int i = 0; i < N; i++)
+                if (found[side][i] != expected[side][i]) return printf("round %d", round), 0;
+        if (round % 5 == 0) be_late(round * 7919 % 30000);
+    }
+    printf("same");
+}
+"""
+
+# Two threads of a group, moved by hand in one.
+BY_HAND = """
+#include <cstdio>
+#include "thread_group.h"
+using namespace penstock;
+
+int main() {
+    GroupState state(2);
+    ThreadGroup here(0, 2, state), away(1, 2, state);
+    const auto now = [&] { return state.progress.load(); };
+    const auto count = [&](ThreadGroup& threads) { int n = 0; threads.share(9, [&](int64_t) { n++; }); return n; };
+    const uint64_t first = now();
+    const bool joined = here.join(first);
+    const int all = count(here);
+    here.barrier();  // waits for nobody
+    const bool late = away.join(first), amid = away.join(now());
+    const int again = count(here);
+    here.leave();
+    const uint64_t second = now();
+    const bool both = here.join(second) && away.join(now());
+    const int mine = count(here), left = count(away);
+    std::thread leaving([&] { here.leave(); });
+    std::this_thread::yield();
+    const bool waited = parts_of(now()) == parts_of(second);
+    away.leave();
+    leaving.join();
+    printf("%d %d %d %d %d %d %d %d %d %d", joined, all, late, amid, again, both, mine, left, waited,
+           int(node_of(now()) - node_of(first)));
 }
 """
 
@@ -56,13 +122,27 @@ def sleepers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return program
 
 
-@pytest.mark.parametrize("num_threads", [2, 3, 5])
-def test_sleeping_threads_do_all_rounds(sleepers: Path, num_threads: int) -> None:
-    rounds = 10_000
-    done = subprocess.run(
-        [sleepers, str(num_threads), str(rounds)], capture_output=True, text=True, check=True, timeout=100
-    )
-    assert int(done.stdout) == num_threads * sum(1 + i % 8 for i in range(rounds))
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 5])
+def test_sleeping_threads_do_all_work_once(sleepers: Path, num_threads: int) -> None:
+    command = [sleepers, str(num_threads), "5000"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
+    assert done.stdout == "same"
+
+
+def test_a_thread_that_is_away_is_not_waited_for_and_joins_later(tmp_path: Path) -> None:
+    compiler = Machine.probe().compiler
+    if compiler is None:
+        pytest.skip("there is no C++ compiler")
+    (tmp_path / "program.cpp").write_text(BY_HAND)
+    program = tmp_path / "program"
+    command = [compiler, "-std=c++20", "-O2", "-pthread", f"-I{SOURCES}", str(tmp_path / "program.cpp")]
+    subprocess.run([*command, "-o", str(program)], check=True)
+    done = subprocess.run([program], capture_output=True, text=True, check=True, timeout=100)
+    joined, all_tasks, late, amid, again, both, mine, left, waited, nodes = map(int, done.stdout.split())
+    assert (joined, all_tasks, again) == (1, 9, 9)
+    assert (late, amid) == (0, 0)  # nobody joins a node beyond its first part
+    assert (both, mine, left) == (1, 9, 0)
+    assert (waited, nodes) == (1, 2)
 
 
 def test_what_wakes_sleepers_is_written_in_the_one_order_of_all_threads() -> None:
