@@ -65,7 +65,7 @@ class AttentionShape:
     head_dim: int | None  # None: no model is known
     page_size: int
     kv_dtype: str  # of the cache
-    features: frozenset[str] = frozenset()  # of "sliding window", "chunks", "soft cap", "sinks"
+    features: frozenset[str] = frozenset()  # of "sliding window", "chunks", "soft cap", "sinks", "ALiBi"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +132,7 @@ ATTENTION: Mapping[str, AttentionBackend] = {
         needs=GpuWith("flashinfer-python"),
         head_dims=FLASHINFER_HEAD_DIMS,
         dtypes=FLASHINFER_DTYPES,
-        lacks=frozenset({"sinks", "chunks"}),
+        lacks=frozenset({"sinks", "chunks", "ALiBi"}),
         captured=True,
     ),
     "fa3": AttentionBackend(
@@ -142,7 +142,7 @@ ATTENTION: Mapping[str, AttentionBackend] = {
         head_dims=FLASHINFER_HEAD_DIMS,
         dtypes=FLASHINFER_DTYPES,
         float8_cache=False,
-        lacks=frozenset({"sinks", "chunks"}),
+        lacks=frozenset({"sinks", "chunks", "ALiBi"}),
         captured=True,
     ),
     "trtllm_mha": AttentionBackend(
@@ -153,7 +153,7 @@ ATTENTION: Mapping[str, AttentionBackend] = {
         dtypes=FLASHINFER_DTYPES,
         page_sizes=TRTLLM_PAGE_SIZES,
         float8_cache=False,
-        lacks=frozenset({"soft cap", "chunks"}),
+        lacks=frozenset({"soft cap", "chunks", "ALiBi"}),
         captured=True,
     ),
 }

@@ -29,6 +29,7 @@ class Group(NamedTuple):
     keys: slice  # of what is gathered: a row alone is cut to what it reads, others stay in one piece for products
     padding: tuple[Tensor, Tensor] | None  # int64 (row, key) of those that are nobody's to read
     mask: Tensor | None  # [N, 1, 1, S], 0 or -inf; None where nothing is padded
+    own_keys: list[int]  # which of the gathered keys is each row's own
 
 
 class Sight(NamedTuple):
@@ -52,6 +53,12 @@ class Scoring(NamedTuple):
     scale: float
     soft_cap: float | None
     sinks: Tensor | None  # float32 [K, G]
+    slopes: Tensor | None = None  # float32 [K, G]
+    bias: Tensor | None = None  # float32 [X, K, N, S], added to scores: what the slopes give
+
+    @property
+    def is_plain(self) -> bool:
+        return self.soft_cap is None and self.sinks is None and self.slopes is None
 
 
 Dense = Callable[[Tensor, Tensor, Tensor, Tensor | None, Scoring], Tensor]  # like `dense` below
@@ -68,6 +75,7 @@ def attend(
     chunked: bool = False,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     attend_gathered: Dense | None = None,
@@ -79,8 +87,8 @@ def attend(
     attend_gathered = attend_gathered or dense
     sight = None if window is None else Sight(window, chunked)
     out = torch.empty_like(q)
-    by_kv_head = sinks.view(k_pool.shape[1], -1) if sinks is not None else None
-    scoring = Scoring(scale * k_scale, soft_cap, by_kv_head)
+    by_kv_head = [None if each is None else each.view(k_pool.shape[1], -1) for each in (sinks, slopes)]
+    scoring = Scoring(scale * k_scale, soft_cap, *by_kv_head)
     for group in _groups(q, k_pool, metadata, sight):
         if group.tokens is None:
             out = _attend_group(q, k_pool, v_pool, group, attend_gathered, scoring)
@@ -118,7 +126,17 @@ def _attend_group(
     # The query group takes the place of the query length: no head is expanded.
     queries = q.view(num_rows, num_kv_heads, -1, head_dim)  # [N, K, G, D]
     sinks = scoring.sinks[None, :, :, None] if scoring.sinks is not None else None
-    result = attend_gathered(queries, keys, values, group.mask, scoring._replace(sinks=sinks))
+    scoring = scoring._replace(sinks=sinks)
+    if scoring.slopes is not None:
+        gathered = torch.arange(
+            len(group.pages) // (num_rows * num_kv_heads) * k_pool.shape[2], device=q.device
+        )
+        own = _to_device(torch.tensor(group.own_keys), q.device)
+        distance = (
+            gathered[group.keys] - own[:, None, None, None]
+        )  # [N, 1, 1, S], of later keys nothing is seen
+        scoring = scoring._replace(bias=scoring.slopes[:, :, None] * distance)
+    result = attend_gathered(queries, keys, values, group.mask, scoring)
     return result.reshape(num_rows, -1, head_dim)
 
 
@@ -142,14 +160,13 @@ def _attend_row(
     keys, values = keys.unsqueeze(0), values.unsqueeze(0)
     # The query group takes the place of the batch: keys and values are shared along it.
     queries = q.view(count, num_kv_heads, -1, head_dim).permute(2, 1, 0, 3)  # [G, K, N, D]
-    is_explicit = scoring.soft_cap is not None or scoring.sinks is not None
-    if start == 0 and not is_explicit and (sight is None or sight.window >= end):
+    if start == 0 and scoring.is_plain and (sight is None or sight.window >= end):
         keys, values = (x.expand(len(queries), -1, -1, -1) for x in (keys, values))
         result = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scoring.scale)
         return result.permute(2, 1, 0, 3).reshape(count, num_heads, head_dim)
     sinks = scoring.sinks.T[:, :, None, None] if scoring.sinks is not None else None
     scoring = scoring._replace(sinks=sinks)
-    elements = MAX_SCORE_ELEMENTS // num_heads if is_explicit else MAX_MASK_ELEMENTS
+    elements = MAX_MASK_ELEMENTS if scoring.is_plain else MAX_SCORE_ELEMENTS // num_heads
     block = max(16, elements // (end - base))
     results = []
     for low in range(0, count, block):
@@ -157,6 +174,9 @@ def _attend_row(
         first_key, last_key = _first_key(start + low, sight), start + high
         span = slice(first_key - base, last_key - base)
         mask = _causal_mask(start + low, start + high, first_key, sight, q)
+        if scoring.slopes is not None:
+            distance = _distances(start + low, start + high, first_key, q.device)
+            scoring = scoring._replace(bias=scoring.slopes.T[:, :, None, None] * distance)
         results.append(dense(queries[:, :, low:high], keys[:, :, span], values[:, :, span], mask, scoring))
     return torch.cat(results, dim=2).permute(2, 1, 0, 3).reshape(count, num_heads, head_dim)
 
@@ -166,7 +186,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scoring: Scoring
 
     The sinks in `scoring` broadcast against [X, K, N, 1].
     """
-    if scoring.soft_cap is not None or scoring.sinks is not None:
+    if not scoring.is_plain:
         return _explicit_attention(q, k, v, mask, scoring)
     k, v = (x.expand(len(q), -1, -1, -1) for x in (k, v))  # strides of 0, no copy
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scoring.scale)
@@ -181,6 +201,9 @@ def _explicit_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sc
         scores.mul_(scoring.scale)
     else:
         scores.mul_(scoring.scale / scoring.soft_cap).tanh_().mul_(scoring.soft_cap)
+    if scoring.bias is not None:
+        bias = scoring.bias.unflatten(0, (-1, num_sharing)).transpose(1, 2)  # [X or 1, K, sharing, N, S]
+        scores.unflatten(2, (num_sharing, -1)).add_(bias)
     if mask is not None:
         scores.unflatten(2, (num_sharing, -1)).add_(mask.unsqueeze(-3))
     out = _unfold(scores.softmax(-1).to(v.dtype) @ v, num_sharing)  # [X, K, N, D]
@@ -219,6 +242,11 @@ def _causal_mask(first: int, end: int, first_key: int, sight: Sight | None, like
     if sight is not None:
         hidden |= sight.hides(keys, queries)
     return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, -torch.inf)
+
+
+def _distances(first: int, end: int, first_key: int, device: torch.device) -> Tensor:
+    """[N, S] from the queries first .. end - 1 to the keys first_key .. end - 1, below 0 for earlier ones."""
+    return torch.arange(first_key, end, device=device) - torch.arange(first, end, device=device).unsqueeze(1)
 
 
 def _groups(q: Tensor, k_pool: Tensor, metadata: AttentionMetadata, sight: Sight | None) -> list[Group]:
@@ -282,8 +310,8 @@ def _group(
     whole = len(rows) == len(metadata.counts_host)
     tokens = None if whole else index[3]
     if len(rows) == 1:
-        return Group(tokens, pages, slice(first_keys[0], last_keys[0] + 1), None, None)
-    return Group(tokens, pages, slice(None), *_padding(first_keys, last_keys, num_pages * size, q))
+        return Group(tokens, pages, slice(first_keys[0], last_keys[0] + 1), None, None, last_keys)
+    return Group(tokens, pages, slice(None), *_padding(first_keys, last_keys, num_pages * size, q), last_keys)
 
 
 def _padding(

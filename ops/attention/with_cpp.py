@@ -34,6 +34,7 @@ def make_attend(launcher: KernelLauncher) -> Callable[..., Tensor]:
         chunked: bool = False,
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
+        slopes: Tensor | None = None,
         k_scale: float = 1.0,
         v_scale: float = 1.0,
     ) -> Tensor:
@@ -49,6 +50,7 @@ def make_attend(launcher: KernelLauncher) -> Callable[..., Tensor]:
                 chunked=chunked,
                 soft_cap=soft_cap,
                 sinks=sinks,
+                slopes=slopes,
                 k_scale=k_scale,
                 v_scale=v_scale,
             )
@@ -68,6 +70,7 @@ def make_attend(launcher: KernelLauncher) -> Callable[..., Tensor]:
             scale=scale * k_scale,
             soft_cap=soft_cap or 0.0,
             sinks=address(sinks),
+            slopes=address(slopes),
             parts=address(parts),
             num_parts=NUM_PARTS,
             type=cache_type(k_pool, q.dtype),

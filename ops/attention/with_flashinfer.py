@@ -60,7 +60,8 @@ class FixedBuffers(NamedTuple):
 
 
 class FlashInfer:
-    """FlashInfer's wrappers of one engine. `attend` follows the contract of `ops.attention`, without sinks.
+    """FlashInfer's wrappers of one engine. `attend` follows the contract of `ops.attention`, without sinks,
+    chunks and slopes (it has ALiBi's usual ones alone, of all heads).
 
     `kernels` is "auto" or "fa3". FlashAttention 3 takes rows of all lengths in one launch, and a cache of the query's
     dtype only.
@@ -87,6 +88,7 @@ class FlashInfer:
         chunked: bool = False,
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
+        slopes: Tensor | None = None,
         k_scale: float = 1.0,
         v_scale: float = 1.0,
     ) -> Tensor:
@@ -96,6 +98,8 @@ class FlashInfer:
             raise ValueError("FlashInfer's paged kernels have no attention sinks; use triton")
         if chunked:
             raise ValueError("FlashInfer's paged kernels have no chunks; use triton")
+        if slopes is not None:
+            raise ValueError("FlashInfer's paged kernels have no slopes of ours (ALiBi); use triton")
         check_heads(q)
         if self._kernels == FA3 and k_pool.dtype != q.dtype:
             raise ValueError(f"fa3 reads a cache of the query's {q.dtype}, not of {k_pool.dtype}; use triton")

@@ -27,6 +27,7 @@ def attend(
     chunked: bool = False,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> Tensor:
@@ -41,6 +42,7 @@ def attend(
         chunked=chunked,
         soft_cap=soft_cap,
         sinks=sinks,
+        slopes=slopes,
         k_scale=k_scale,
         v_scale=v_scale,
         attend_gathered=_by_products,
@@ -56,8 +58,7 @@ def _by_products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scoring: 
     """[N, K, G, D] queries over [N, K, S, D] keys and values; see `native.dense`."""
     num_rows, num_kv_heads = q.shape[:2]
     small = num_rows * num_kv_heads < MIN_PRODUCTS
-    plain = scoring.soft_cap is None and scoring.sinks is None
-    if small or not plain or not q.dtype == k.dtype == torch.bfloat16:
+    if small or not scoring.is_plain or not q.dtype == k.dtype == torch.bfloat16:
         return native.dense(q, k, v, mask, scoring)
     queries, keys, values = (x.flatten(0, 1) for x in (q, k.transpose(2, 3), v))
     # A product adds in float32 and rounds once, to bfloat16, which is too coarse for an exponent: a second one gives

@@ -40,6 +40,7 @@ def attend(
     chunked: bool = False,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     num_kv_splits: int = NUM_KV_SPLITS,
@@ -59,6 +60,7 @@ def attend(
         "CHUNKED": chunked,
         "SOFT_CAP": soft_cap,
         "HAS_SINKS": sinks is not None,
+        "HAS_SLOPES": slopes is not None,
         "GROUP": q.shape[1] // k_pool.shape[1],
         "DIM": q.shape[2],
         "DIM_BLOCK": max(16, triton.next_power_of_2(q.shape[2])),
@@ -66,14 +68,15 @@ def attend(
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
     }
     sinks = out if sinks is None else sinks  # any pointer; it is not read
+    slopes = out if slopes is None else slopes
     if any(count == 1 for count in metadata.counts_host):
         longest = metadata.page_table.shape[1] * metadata.page_size
         if split_tile_tokens is not None:
             num_kv_splits = triton.cdiv(longest, split_tile_tokens)
         splits = {"SPLITS": num_kv_splits, "SPLIT_TILE": split_tile_tokens}
-        _decode(q, k_pool, v_pool, sinks, out, metadata, splits, shared)
+        _decode(q, k_pool, v_pool, sinks, slopes, out, metadata, splits, shared)
     if any(count > 1 for count in metadata.counts_host):
-        _prefill(q, k_pool, v_pool, sinks, out, metadata, shared)
+        _prefill(q, k_pool, v_pool, sinks, slopes, out, metadata, shared)
     return out
 
 
@@ -89,6 +92,7 @@ def _decode(
     k_pool: Tensor,
     v_pool: Tensor,
     sinks: Tensor,
+    slopes: Tensor,
     out: Tensor,
     metadata: AttentionMetadata,
     splits: dict[str, Any],
@@ -106,6 +110,7 @@ def _decode(
         k_pool,
         v_pool,
         *rows,
+        slopes,
         parts,
         masses,
         metadata.page_table.stride(0),
@@ -140,6 +145,7 @@ def _prefill(
     k_pool: Tensor,
     v_pool: Tensor,
     sinks: Tensor,
+    slopes: Tensor,
     out: Tensor,
     metadata: AttentionMetadata,
     shared: dict[str, Any],
@@ -155,6 +161,7 @@ def _prefill(
         metadata.starts,
         metadata.query_starts,
         sinks,
+        slopes,
         out,
         num_rows,
         metadata.page_table.stride(0),
@@ -192,6 +199,7 @@ def _decode_kernel(
     page_table,  # [B, W]
     starts,  # [B]
     query_starts,  # [B + 1]
+    slopes,  # [H]
     parts,  # [B, H, SPLITS, DIM], softmax of each part by itself
     masses,  # [B, H, SPLITS], base 2 logarithm of each part's sum; -inf where a part is empty
     table_stride,
@@ -201,6 +209,7 @@ def _decode_kernel(
     WINDOW: tl.constexpr,  # or None
     CHUNKED: tl.constexpr,  # whether positions are divided into chunks of WINDOW
     SOFT_CAP: tl.constexpr,  # or None
+    HAS_SLOPES: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
@@ -246,8 +255,9 @@ def _decode_kernel(
     total = tl.zeros([HEADS_BLOCK], tl.float32)
     summed = tl.zeros([HEADS_BLOCK, DIM_BLOCK], tl.float32)
     pages = page_table + row.to(tl.int64) * table_stride
+    slope = tl.load(slopes + heads, mask=in_group < GROUP, other=0.0) if HAS_SLOPES else None
     peak, total, summed = _over_keys(
-        queries, positions, begin, end, peak, total, summed, k_pool, v_pool, pages, kv_head, scale,
+        queries, positions, begin, end, peak, total, summed, k_pool, v_pool, pages, kv_head, scale, slope,
         WINDOW, CHUNKED, SOFT_CAP, KV_HEADS, DIM, DIM_BLOCK, PAGE, KEYS_BLOCK, PRECISION,
     )  # fmt: skip
     tl.store(parts + offset[:, None] * DIM + dims[None, :], summed / total[:, None], mask=inside)
@@ -301,6 +311,7 @@ def _prefill_kernel(
     starts,  # [B]
     query_starts,  # [B + 1]
     sinks,  # [H]
+    slopes,  # [H]
     out,  # [T, H, DIM]
     num_rows,
     table_stride,
@@ -312,6 +323,7 @@ def _prefill_kernel(
     CHUNKED: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
@@ -358,8 +370,9 @@ def _prefill_kernel(
         total += 1.0
     summed = tl.zeros([ROWS_BLOCK, DIM_BLOCK], tl.float32)
     pages = page_table + tl.cast(row, tl.int64) * table_stride
+    slope = tl.load(slopes + heads, mask=is_query, other=0.0) if HAS_SLOPES else None
     peak, total, summed = _over_keys(
-        queries, start + tokens, begin, end, peak, total, summed, k_pool, v_pool, pages, kv_head, scale,
+        queries, start + tokens, begin, end, peak, total, summed, k_pool, v_pool, pages, kv_head, scale, slope,
         WINDOW, CHUNKED, SOFT_CAP, KV_HEADS, DIM, DIM_BLOCK, PAGE, KEYS_BLOCK, PRECISION,
     )  # fmt: skip
     packed = (flat * (KV_HEADS * GROUP) + heads) * DIM
@@ -381,6 +394,7 @@ def _over_keys(
     pages,  # [W], of one row
     kv_head,
     scale,
+    slope,  # [M], or None
     WINDOW: tl.constexpr,
     CHUNKED: tl.constexpr,
     SOFT_CAP: tl.constexpr,
@@ -402,6 +416,8 @@ def _over_keys(
         scores = tl.dot(queries, tl.trans(k.to(queries.dtype)), input_precision=PRECISION) * scale  # [M, N]
         if SOFT_CAP is not None:
             scores = SOFT_CAP * (2.0 * tl.sigmoid(scores * (2.0 / SOFT_CAP)) - 1.0)  # tanh
+        if slope is not None:
+            scores += slope[:, None] * (keys[None, :] - positions[:, None]).to(tl.float32)
         is_seen = (keys[None, :] <= positions[:, None]) & (keys < end)[None, :]
         if WINDOW is not None:
             if CHUNKED:

@@ -72,6 +72,7 @@ class TensorRT:
         chunked: bool = False,
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
+        slopes: Tensor | None = None,
         k_scale: float = 1.0,
         v_scale: float = 1.0,
     ) -> dict[str, Any]:
@@ -80,6 +81,8 @@ class TensorRT:
             raise ValueError("trtllm_mha has no soft cap; use triton")
         if chunked:
             raise ValueError("trtllm_mha has no chunks; use triton")
+        if slopes is not None:
+            raise ValueError("trtllm_mha has no slopes (ALiBi); use triton")
         if metadata.page_size not in TRTLLM_PAGE_SIZES:
             raise ValueError(
                 f"trtllm_mha reads pages of {TRTLLM_PAGE_SIZES}, not of {metadata.page_size}; use triton"

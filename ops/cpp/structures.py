@@ -138,6 +138,7 @@ class Attend(Structure):
         ("scale", c_float),
         ("soft_cap", c_float),
         ("sinks", c_void_p),
+        ("slopes", c_void_p),
         ("parts", c_void_p),
         ("num_parts", c_int64),
         ("page_table", c_void_p),

@@ -26,6 +26,7 @@ class ModelFacts:
     eos_ids: frozenset[int] = frozenset()  # of the config and the generation config
     bos_id: int | None = None
     has_sinks: bool = False  # of attention: learned scores without values
+    alibi: bool = False  # of attention: scores lose by distance
     recurrent: bool = False  # some layers keep a state instead of keys and values
     weight_bytes: int = 0  # on disk
     preferred_sampling: Mapping[str, Any] = field(default_factory=dict)  # generation_config's values

@@ -63,6 +63,7 @@ class PagedKVCache(NamedTuple):
         chunked: bool = False,
         soft_cap: float | None,
         sinks: Tensor | None,
+        slopes: Tensor | None = None,
     ) -> Tensor:
         """Attention [T, H, D] of the queries [T, H, D] over their rows' pages (see `ops.attention`)."""
         return kernels.attend(
@@ -75,6 +76,7 @@ class PagedKVCache(NamedTuple):
             chunked=chunked,
             soft_cap=soft_cap,
             sinks=sinks,
+            slopes=slopes,
             **self._used(scales),
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -36,8 +36,11 @@ class Attention(Weighted):
     q, k and v, where it has one; `by_group` if in it the query heads of a kv head stand before its key and its value.
     Without `rope` nothing is rotated. `qk_norm` are the norms of q and k, of each head or over all of them, which come
     before the rotation unless `norm_last`; `query_scale` comes behind both. If `gated`, the checkpoint's tensor of q
-    holds a gate behind each head, whose sigmoid its output is multiplied with.
+    holds a gate behind each head, whose sigmoid its output is multiplied with. `slopes` are what the heads' scores lose
+    for each position of distance (ALiBi), in the place of a rotation; they do not go with a soft cap.
     """
+
+    slopes: Tensor | None  # float32 [H]
 
     def __init__(
         self,
@@ -63,6 +66,7 @@ class Attention(Weighted):
         fused: str | None = None,
         by_group: bool = False,
         gated: bool = False,
+        slopes: Sequence[float] | None = None,
         out_name: str = "o_proj",
     ) -> None:
         super().__init__()
@@ -73,6 +77,12 @@ class Attention(Weighted):
         self.query_scale = query_scale
         self.scale = head_dim**-0.5 if scale is None else scale
         self.soft_cap = soft_cap
+        if slopes is not None and soft_cap is not None:
+            raise ValueError("Slopes do not go with a soft cap.")
+        numbers = None if slopes is None else torch.tensor(slopes, dtype=torch.float32, device="cpu")
+        self.register_buffer(
+            "slopes", None if numbers is None else numbers.to(build.device), persistent=False
+        )
         self.kernels = build.kernels
         self.rope = rope
         qkv = [SubLayer(f"{name}.q_proj", num_heads * head_dim, "heads", head_dim)]
@@ -102,6 +112,8 @@ class Attention(Weighted):
         """Keep this rank's heads; the linear layers and norms are cut by themselves."""
         self._heads = shard_range("heads", self.num_heads, 1, group.rank, group.size)
         self.num_heads = self._heads.size
+        if self.slopes is not None:
+            self.slopes = self.slopes[self._heads.slice].clone()
         self.allocate()
         self.num_kv_heads = shard_range("kv_heads", self.num_kv_heads, 1, group.rank, group.size).size
 
@@ -143,6 +155,7 @@ class Attention(Weighted):
             chunked=self.chunked,
             soft_cap=self.soft_cap,
             sinks=self.sinks,
+            slopes=self.slopes,
         ).flatten(1)  # [T, H * D]
         if self.gated:
             out = self.kernels.modulate(out, gates.flatten(1), "sigmoid")
@@ -156,6 +169,18 @@ class Attention(Weighted):
             return self.q_norm(q), self.k_norm(k)
         q, k = self.q_norm(q.flatten(1)), self.k_norm(k.flatten(1))  # over all heads
         return q.unflatten(1, (-1, self.head_dim)), k.unflatten(1, (-1, self.head_dim))
+
+
+def alibi_slopes(num_heads: int, steepest: float = 8.0) -> list[float]:
+    """What each head's scores lose for each position of distance (ALiBi, arXiv 2108.12409, section 3).
+
+    For a power of two of n heads they are 2 ** (-steepest / n), its square and so on. Further heads have every other
+    one of those that twice as many would have, as in the authors' code.
+    """
+    full = 1 << (num_heads.bit_length() - 1)
+    slopes = [2 ** (-steepest * head / full) for head in range(1, full + 1)]
+    between = [2 ** (-steepest * head / (2 * full)) for head in range(1, 2 * full, 2)]
+    return slopes + between[: num_heads - full]
 
 
 class KVScales(Weighted):

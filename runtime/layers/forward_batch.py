@@ -77,6 +77,7 @@ class LayerCache(Protocol):
         chunked: bool = False,
         soft_cap: float | None,
         sinks: Tensor | None,
+        slopes: Tensor | None = None,
     ) -> Tensor:
         """Attention [T, H, D] of the queries [T, H, D]; the options are those of `ops.attention`."""
         ...

@@ -170,6 +170,7 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         "context_length": config.rope().context_length,
         "has_sinks": entry(config.architecture).sinks,
+        "alibi": config.flag("alibi"),
         "recurrent": entry(config.architecture).recurrent,
     }
 

@@ -25,9 +25,18 @@ class Decoder(nn.Module):
     which that is still to be added.
     """
 
-    def __init__(self, embedding: Embedding, layers: Sequence[nn.Module], norm: Norm, head: LMHead) -> None:
+    def __init__(
+        self,
+        embedding: Embedding,
+        layers: Sequence[nn.Module],
+        norm: Norm,
+        head: LMHead,
+        *,
+        embedding_norm: Norm | None = None,
+    ) -> None:
         super().__init__()
         self.embedding: Embedding | None = embedding
+        self.embedding_norm = embedding_norm
         self.layers = nn.ModuleList(layers)
         self.norm: Norm | None = norm
         self.head: LMHead | None = head
@@ -49,7 +58,7 @@ class Decoder(nn.Module):
         """Let go of all that other stages of a pipeline compute."""
         self.layers = nn.ModuleList(self.layers[index] for index in stage.layers)
         if not stage.first:
-            self.embedding = self.head = None
+            self.embedding = self.embedding_norm = self.head = None
         if not stage.last:
             self.norm = None
 
@@ -66,7 +75,8 @@ class Decoder(nn.Module):
         """The tokens' vectors [T, E]; in the first stage of a pipeline."""
         if self.embedding is None:
             raise RuntimeError("Only the first stage embeds tokens.")
-        return self.embedding(batch)
+        x = self.embedding(batch)
+        return x if self.embedding_norm is None else self.embedding_norm(x)
 
     def blocks(self, x: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
         """This stage's layers: (x, residual) [T, E] as the layer before gave them -> as the last one does."""
@@ -104,6 +114,7 @@ def assemble(
     *,
     norm: Norm | None = None,
     embedding_name: str = "model.embed_tokens",
+    embedding_norm: Norm | None = None,
     head_bias: bool = False,
     unit_offset: bool = False,
     embedding_scale: float | None = None,
@@ -131,4 +142,5 @@ def assemble(
             soft_cap=soft_cap,
             unit=unit_head,
         ),
+        embedding_norm=embedding_norm,
     )

@@ -9,6 +9,22 @@ from runtime.models.entry import Entry
 
 _BAICHUAN = {"max_position_embeddings": 4096}
 
+_ALIBI = {
+    "alibi": True,
+    "hidden_act": "gelu",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
+
+_GPT = {
+    "layer_norm_epsilon": "rms_norm_eps",
+    "n_head": "num_attention_heads",
+    "n_layer": "num_hidden_layers",
+}
+
+_WITHOUT_TRANSFORMER = {r"transformer\.": ""}
+
 _QWEN = {
     "max_position_embeddings": 32768,
     "num_key_value_heads": 32,
@@ -158,12 +174,39 @@ def _qwen3_5(defaults: Mapping[str, Any]) -> Entry:
     )
 
 
+_MPT = Entry(
+    "mpt",
+    _ALIBI,
+    renamed={
+        **_GPT,
+        "d_model": "hidden_size",
+        "max_seq_len": "max_position_embeddings",
+        "n_heads": "num_attention_heads",
+        "n_layers": "num_hidden_layers",
+    },
+    tensors=_WITHOUT_TRANSFORMER,
+)
+
+_FALCON = Entry(
+    "falcon",
+    {**_ALIBI, "alibi": False},
+    renamed={**_GPT, "activation": "hidden_act"},
+    tensors=_WITHOUT_TRANSFORMER,
+    spelling="falcon",
+)
+
 ARCHITECTURES: Mapping[str, Entry] = {
     "ArceeForCausalLM": Entry(
         "arcee", {"hidden_act": "relu2", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
     ),
     "BaiChuanForCausalLM": Entry("baichuan", _BAICHUAN, spelling="baichuan"),
     "BaichuanForCausalLM": Entry("baichuan", _BAICHUAN, spelling="baichuan"),
+    "BloomForCausalLM": Entry(
+        "bloom",
+        {**_ALIBI, "hidden_act": "gelu_pytorch_tanh"},
+        renamed={**_GPT, "n_embed": "hidden_size", "seq_length": "max_position_embeddings"},
+        tensors=_WITHOUT_TRANSFORMER,
+    ),
     "CohereForCausalLM": Entry("cohere:cohere", {**_COHERE, "rope_theta": 500000.0}, renamed=_LAYER_NORM),
     "Cohere2ForCausalLM": Entry(
         "cohere:cohere2", {**_COHERE, "sliding_window": 4096}, renamed=_LAYER_NORM, spelling="cohere2"
@@ -225,6 +268,7 @@ ARCHITECTURES: Mapping[str, Entry] = {
         {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "sliding_window": 4096},
         spelling="exaone4",
     ),
+    "FalconForCausalLM": _FALCON,
     "GemmaForCausalLM": Entry(
         "gemma:gemma", {**_GEMMA, "hidden_act": "gelu_pytorch_tanh", "num_key_value_heads": 16}
     ),
@@ -391,6 +435,8 @@ ARCHITECTURES: Mapping[str, Entry] = {
         },
         tensors={r"(.*\.)mlp\.(gate|experts)\b": r"\1block_sparse_moe.\2"},  # as transformers 5 calls them
     ),
+    "MPTForCausalLM": _MPT,  # as its own code calls it
+    "MptForCausalLM": _MPT,
     "NemotronForCausalLM": Entry(
         "nemotron",
         {
@@ -474,6 +520,7 @@ ARCHITECTURES: Mapping[str, Entry] = {
     "Qwen3_5MoeForCausalLM": _qwen3_5(_QWEN_3_5_EXPERTS),
     "Qwen3_5MoeForConditionalGeneration": _qwen3_5(_QWEN_3_5_EXPERTS),
     "Qwen3MoeForCausalLM": Entry("qwen3:qwen3_moe", {**_QWEN, **_QWEN_EXPERTS, "num_key_value_heads": 4}),
+    "RWForCausalLM": _FALCON,  # the same before transformers had it
     "SeedOssForCausalLM": Entry(
         "seed_oss",
         {

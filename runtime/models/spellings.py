@@ -66,12 +66,27 @@ def baichuan(values: Mapping[str, Any]) -> dict[str, Any]:
 
     Baichuan 2 is known by its vocabulary.
     """
-    if values.get("max_position_embeddings") is None and "BaichuanForCausalLM" in values["architectures"]:
-        raise CheckpointError(
-            "BaichuanForCausalLM of 13B, whose config.json states no max_position_embeddings, adds to scores by "
-            "distance (ALiBi), which is not supported; that of 7B is."
-        )
-    return {"unit_head": values.get("vocab_size") == BAICHUAN_2_VOCAB, **values}
+    read = {"unit_head": values.get("vocab_size") == BAICHUAN_2_VOCAB, **values}
+    if read.get("max_position_embeddings") is None and "BaichuanForCausalLM" in read["architectures"]:
+        read["alibi"] = True
+        read["max_position_embeddings"] = read.get("model_max_length") or 4096
+    return read
+
+
+def falcon(values: Mapping[str, Any]) -> dict[str, Any]:
+    """How many heads of keys there are follows from the kind of attention.
+
+    The first files of 40B name no kind, but a `model_type` of their own.
+    """
+    read = {"new_decoder_architecture": values.get("model_type") == "RefinedWeb", **values}
+    named = {"n_embed": "hidden_size", "n_head": "num_attention_heads", "n_head_kv": "num_kv_heads"}
+    read |= {usual: read[own] for own, usual in named.items() if read.get(own) is not None}
+    heads = read.get("num_attention_heads")
+    if read["new_decoder_architecture"]:
+        read["num_key_value_heads"] = read.get("num_kv_heads") or heads
+    else:
+        read["num_key_value_heads"] = 1 if read.get("multi_query", True) else heads
+    return read
 
 
 def mistral3(values: Mapping[str, Any]) -> dict[str, Any]:

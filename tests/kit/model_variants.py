@@ -171,6 +171,55 @@ VARIANTS = {
         {"activation": put("mlp", activation="silu")},
         {"in turn": {"use_parallel_residual": True}},
     ),
+    "bloom": Variant(
+        "bloom",
+        mutations={
+            **CENTRED,
+            **NO_BIAS,
+            "slopes": put("attention", slopes=None),
+            "order of slopes": each("attention", lambda x: setattr(x, "slopes", x.slopes.flip(0))),
+            "norm of embeddings": lambda model: setattr(model, "embedding_norm", None),
+            "activation": put("mlp", activation="silu"),
+        },
+    ),
+    "bloom-six-heads": Variant(
+        "bloom",
+        {"hidden_size": 48, "head_dim": 8, "num_attention_heads": 6, "num_key_value_heads": 6},
+        {"slopes between": each("attention", lambda x: x.slopes[4:].mul_(0.5))},
+    ),
+    "falcon": Variant(
+        "falcon", mutations={**CENTRED, "values": each("attention.qkv", lambda x: x.weight[-9:].zero_())}
+    ),
+    "falcon-40b": Variant(
+        "falcon",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True, "ffn_hidden_size": 80},
+        {**CENTRED, **NO_BIAS, "norm of the MLP": drop("mlp_norm"), "rotation": put("attention", rope=None)},
+    ),
+    "falcon-11b": Variant(
+        "falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1}, CENTRED
+    ),
+    "falcon-rw": Variant(
+        "falcon_rw",
+        mutations={**CENTRED, **NO_BIAS, "slopes": put("attention", slopes=None)},
+        overrides={"slopes": {"alibi": False}},
+    ),
+    "mpt": Variant(
+        "mpt",
+        mutations={
+            "norm": plain_norm,
+            "slopes": put("attention", slopes=None),
+            "activation": put("mlp", activation="silu"),
+        },
+    ),
+    "mpt-before": Variant("mpt_before"),
+    "mpt-scaled": Variant(
+        "mpt",
+        {"attn_config": {"softmax_scale": 0.3}},
+        overrides={
+            "scale": {"attn_config": {}},
+            "slopes": {"attn_config": {"softmax_scale": 0.3, "alibi_bias_max": 4}},
+        },
+    ),
     "nemotron": Variant(
         "nemotron",
         mutations={

@@ -35,6 +35,11 @@ def baichuan(**values: Any) -> Any:
     return CONFIG_MAPPING["llama"](**{**values, "num_key_value_heads": values["num_attention_heads"]})
 
 
+def falcon(**values: Any) -> Any:
+    """Its heads fill the hidden size, as a property says."""
+    return CONFIG_MAPPING["falcon"](**{name: value for name, value in values.items() if name != "head_dim"})
+
+
 def internlm2(**values: Any) -> Any:
     """Of which transformers has the layers alone, those of Llama."""
     return CONFIG_MAPPING["llama"](**values)
@@ -105,6 +110,8 @@ NAMED_OTHERWISE: dict[str, Any] = {  # than transformers names their configurati
     "baichuan": baichuan,
     "baichuan2": baichuan,
     "deepseek_v3": deepseek_v3,
+    "falcon": falcon,
+    "falcon_rw": falcon,
     "gemma3": CONFIG_MAPPING["gemma3_text"],
     "gemma3_seeing": seeing_gemma3,
     "internlm2": internlm2,
@@ -112,6 +119,7 @@ NAMED_OTHERWISE: dict[str, Any] = {  # than transformers names their configurati
     "llama4_seeing": seeing_llama4,
     "ministral3_seeing": seeing_ministral3,
     "mistral_seeing": seeing_mistral,
+    "mpt_before": CONFIG_MAPPING["mpt"],
     "qwen3_5": CONFIG_MAPPING["qwen3_5_text"],
     "qwen3_seeing": seeing_qwen3,
     "qwen3_5_moe": CONFIG_MAPPING["qwen3_5_moe_text"],
@@ -119,13 +127,14 @@ NAMED_OTHERWISE: dict[str, Any] = {  # than transformers names their configurati
     "qwen3_5_seeing": seeing_qwen3_5,
 }
 FAMILIES = (
-    "arcee", "baichuan", "baichuan2", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "ernie4_5", "ernie4_5_moe",
-    "exaone4", "gemma", "gemma2", "gemma3", "gemma3_seeing", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_neox",
-    "gpt_oss", "granite", "granitemoe", "granitemoehybrid", "hunyuan_v1_dense", "internlm2", "internlm3",
-    "iquestcoder", "llama", "llama4", "llama4_seeing", "ministral", "ministral3", "ministral3_seeing", "mistral",
-    "mistral_seeing", "mixtral", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "phi", "phi3", "qwen2", "qwen2_moe",
-    "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_seeing", "qwen3_5_seeing", "qwen3_moe", "qwen3_next",
-    "qwen3_seeing", "seed_oss", "smollm3", "stablelm", "starcoder2",
+    "arcee", "baichuan", "baichuan2", "bloom", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "ernie4_5",
+    "ernie4_5_moe", "exaone4", "falcon", "falcon_rw", "gemma", "gemma2", "gemma3", "gemma3_seeing", "glm", "glm4",
+    "glm4_moe", "glm4_moe_lite", "gpt_neox", "gpt_oss", "granite", "granitemoe", "granitemoehybrid",
+    "hunyuan_v1_dense", "internlm2", "internlm3", "iquestcoder", "llama", "llama4", "llama4_seeing", "ministral",
+    "ministral3", "ministral3_seeing", "mistral", "mistral_seeing", "mixtral", "mpt", "mpt_before", "nemotron",
+    "olmo", "olmo2", "olmo3", "olmoe", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe",
+    "qwen3_5_moe_seeing", "qwen3_5_seeing", "qwen3_moe", "qwen3_next", "qwen3_seeing", "seed_oss", "smollm3",
+    "stablelm", "starcoder2",
 )  # fmt: skip
 CONFIGS: dict[str, Any] = {
     family: NAMED_OTHERWISE.get(family) or CONFIG_MAPPING[family] for family in FAMILIES
@@ -152,12 +161,14 @@ SEEING = {
     "qwen3_5_seeing",
     "qwen3_5_moe_seeing",
 }  # whose text part is a class of its own
-PUBLISHED_AS = {  # which transformers saves as Llama
+PUBLISHED_AS = {  # which transformers saves by another name, most as Llama
     "baichuan": "BaiChuanForCausalLM",
     "baichuan2": "BaichuanForCausalLM",
     "internlm2": "InternLM2ForCausalLM",
     "internlm3": "InternLM3ForCausalLM",
     "iquestcoder": "IQuestCoderForCausalLM",
+    "falcon_rw": "RWForCausalLM",
+    "mpt_before": "MPTForCausalLM",
 }
 TWIN = "llama"  # the folder of a checkpoint that transformers can read in its place
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -179,6 +190,14 @@ DELTA_NET = {
     "linear_num_value_heads": 4,
     "linear_value_head_dim": 10,
 }
+MPT = {
+    "hidden_size": 64,
+    "head_dim": 16,
+    "layer_norm_epsilon": 1e-3,
+    "num_key_value_heads": 4,
+    "max_seq_len": 256,
+}
+FALCON = {"hidden_size": 64, "layer_norm_epsilon": 1e-3}
 OWN: dict[str, dict[str, Any]] = {  # of a family
     "cohere": {**WIDE, **EPS, "logit_scale": 0.5},
     "cohere2": {**WIDE, **EPS, **MIXED, "logit_scale": 0.5},
@@ -189,7 +208,12 @@ OWN: dict[str, dict[str, Any]] = {  # of a family
         "moe_num_shared_experts": 2,
         "moe_layer_start_index": 1,
     },
+    "bloom": {"hidden_size": 64, "head_dim": 16, "layer_norm_epsilon": 1e-3, "num_key_value_heads": 4},
     "exaone4": MIXED,
+    "falcon": FALCON,
+    "falcon_rw": {**FALCON, "alibi": True, "multi_query": False, "parallel_attn": False, "bias": True},
+    "mpt": MPT,
+    "mpt_before": MPT,
     "gemma2": {
         "sliding_window": 9,
         "attn_logit_softcapping": 2.0,
@@ -424,7 +448,14 @@ def auto_of(path: str) -> Any:
 
 
 def reference(path: str, token_ids: list[int]) -> torch.Tensor:
-    """What transformers computes: float32 logits [T, V] of one sequence, in one pass."""
-    model = auto_of(path).from_pretrained(readable(path), dtype=torch.float32, attn_implementation="eager")
+    """What transformers computes: float32 logits [T, V] of one sequence, in one pass.
+
+    Falcon by torch's own attention: its eager code takes ALiBi's slopes off twice.
+    """
+    config = json.loads((Path(readable(path)) / "config.json").read_text(encoding="utf-8"))
+    implementation = "sdpa" if config["model_type"] == "falcon" else "eager"
+    model = auto_of(path).from_pretrained(
+        readable(path), dtype=torch.float32, attn_implementation=implementation
+    )
     with torch.no_grad():
         return model(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0].float()

@@ -175,6 +175,7 @@ CALLS: Mapping[str, Callable[[], None]] = {
     "attend with window, soft cap and sinks": lambda: _attend(
         BOTH, window=128, soft_cap=30.0, sinks=torch.empty(HEADS)
     ),
+    "attend with slopes": lambda: _attend(BOTH, slopes=torch.empty(HEADS)),
     "attend fp8 e4m3": lambda: _attend(BOTH, pool_dtype=torch.float8_e4m3fn, k_scale=0.5),
     "attend with head dim 256": lambda: _attend(BOTH, dim=256),
 }

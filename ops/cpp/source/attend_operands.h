@@ -21,6 +21,7 @@ struct AttendOperands {
     float scale;
     float soft_cap;         // 0: none
     const float* sinks;     // [H] or null
+    const float* slopes;    // [H] or null; without a soft cap
     float* parts;           // for what tasks give each other; with more room, more keys are shared and divided
     int64_t num_parts;      // floats there
     const int32_t* page_table;  // of a pool with pages of its own, as wide as the step's; null: the step's

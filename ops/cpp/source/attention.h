@@ -165,13 +165,15 @@ private:
     // Keys whose weights make a step of a product with values, at least a vector of them.
     static int64_t grain() { return std::max<int64_t>(LANES, PER_WORD<T> * step_grain<T>()); }
 
+    int64_t head_of(int64_t r) const { return kv_head_ * group_ + r % group_; }
+
     int64_t token_of(int64_t r) const {
         return tile_.prefix ? tile_.prefix->tokens[tile_.first_token + r / group_] : token_ + r / group_;
     }
 
     void gather_queries() {
         for (int64_t r = 0; r < rows_; r++) {
-            const int64_t head = kv_head_ * group_ + r % group_;
+            const int64_t head = head_of(r);
             const T* const token = static_cast<const T*>(given_.q) + token_of(r) * given_.q_stride;
             const T* const query = token + head * head_dim_;
             uint32_t* const words = workspace_.queries + r * words_;
@@ -269,6 +271,14 @@ private:
         turn_over(sums, rows_, scores, KEY_BLOCK);
     }
 
+    // Takes off a row's products first .. last - 1 what their distance costs; key `i` is `i + offset` from the query.
+    void slope_down(float* products, int64_t head, int64_t first, int64_t last, int64_t offset) const {
+        const float slope = given_.slopes[head] / given_.scale;  // they are still to be scaled
+        Floats distance = Floats{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + float(first + offset);
+        for (int64_t i = first; i < last; i += LANES, distance += float(LANES))
+            store(products + i, load(products + i) + distance * slope);
+    }
+
     // Merges into what there is, or writes a part. Kept in one piece: a compiler that spreads it over its callers makes
     // decode rows a tenth slower.
     [[gnu::noinline]] void attend_block(int64_t block, const Partial* part) {
@@ -308,6 +318,7 @@ private:
             const int64_t high = std::clamp<int64_t>(position + 1 - base, 0, KEY_BLOCK);
             Weight* const weights = reinterpret_cast<Weight*>(workspace_.weights + r * weight_words);
             float* const products = workspace_.scores + r * KEY_BLOCK;
+            if (given_.slopes) slope_down(products, head_of(row + r), first, last, base - position);
             part.masses[r] = given_.soft_cap ? weigh<true>(products, scoring_, low, high, first, last, weights)
                                              : weigh<false>(products, scoring_, low, high, first, last, weights);
         }
@@ -319,7 +330,7 @@ private:
 
     void finish() {
         for (int64_t r = 0; r < rows_; r++) {
-            const int64_t head = kv_head_ * group_ + r % group_;
+            const int64_t head = head_of(r);
             const Mass mass = all_.masses[r];
             float share = 1 / mass.total;
             if (given_.sinks) {

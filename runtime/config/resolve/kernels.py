@@ -97,6 +97,7 @@ def _shape(dtype: str, facts: ModelFacts, cache: CachePlan) -> AttentionShape:
         "chunks": config.get("text_config", config).get("attention_chunk_size"),
         "soft cap": config.get("attn_logit_softcapping"),
         "sinks": facts.has_sinks,
+        "ALiBi": facts.alibi,
     }
     return AttentionShape(
         dtype=dtype,

@@ -49,7 +49,7 @@ def load(facts: ModelFacts, plan: ModelPlan, kernels: Kernels) -> Decoder:
 
     attention.register()
     made_by: Any = (class_of if facts.is_encoder else auto_of)(facts.architecture)
-    implementation = None if facts.is_encoder else "eager" if facts.recurrent else attention.NAME
+    implementation = _implementation(facts)
     config, dtype = config_of(facts.config), getattr(torch, plan.dtype)
     with quiet():
         if plan.load_format == "dummy":
@@ -70,6 +70,15 @@ def load(facts: ModelFacts, plan: ModelPlan, kernels: Kernels) -> Decoder:
     if facts.recurrent:
         return HoldingDecoder(model)
     return TransformersDecoder(model, _Attention(kernels, facts))
+
+
+def _implementation(facts: ModelFacts) -> str | None:
+    """Whose attention: ours, transformers' plain one, or torch's for Falcon, whose plain one has ALiBi twice."""
+    if facts.is_encoder:
+        return None
+    if facts.recurrent:
+        return "sdpa" if facts.config.get("model_type") == "falcon" else "eager"
+    return attention.NAME
 
 
 def _read(

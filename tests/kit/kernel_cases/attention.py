@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ops.attention import AttentionMetadata
 
+SINGLE = ((70, 1), (127, 1), (31, 1))
 MIXED = ((40, 1), (0, 21), (3, 1), (30, 18), (0, 1))  # (start, count) of rows
 
 
@@ -26,6 +27,7 @@ class Case(NamedTuple):
     chunked: bool = False
     soft_cap: float | None = None
     sinks: bool = False
+    slopes: bool = False
     k_scale: float = 1.0
     v_scale: float = 1.0
 
@@ -42,7 +44,7 @@ class Step(NamedTuple):
 FP16 = torch.float16
 CASES = {
     "mixed rows": Case(),
-    "single tokens": Case(((70, 1), (127, 1), (31, 1))),
+    "single tokens": Case(SINGLE),
     "one long row": Case(((0, 128),)),
     "pages of one": Case(page_size=1),
     "pages of 32, half precision": Case(page_size=32, dtype=FP16),
@@ -57,6 +59,10 @@ CASES = {
     "soft cap": Case(soft_cap=3.0),
     "sinks": Case(sinks=True),
     "sinks, window and soft cap": Case(sinks=True, window=9, soft_cap=2.0),
+    "slopes": Case(slopes=True),
+    "slopes, single tokens of three heads for each of two": Case(SINGLE, num_heads=6, slopes=True),
+    "slopes, window and sinks": Case(slopes=True, window=20, sinks=True),
+    "slopes, half precision": Case(slopes=True, dtype=FP16),
     "head dim 80": Case(head_dim=80),
     "head dim 96, half precision": Case(head_dim=96, dtype=FP16),
     "head dim 128": Case(head_dim=128),
@@ -105,7 +111,8 @@ def options(case: Case) -> dict[str, Any]:
     """The keyword arguments of `attend`."""
     names = ("window", "chunked", "soft_cap", "k_scale", "v_scale")
     sinks = torch.linspace(-1, 3, case.num_heads) if case.sinks else None
-    return {"scale": SCALE, "sinks": sinks, **{name: getattr(case, name) for name in names}}
+    slopes = torch.logspace(-1, -6, case.num_heads, base=2.0) if case.slopes else None
+    return {"scale": SCALE, "sinks": sinks, "slopes": slopes, **{name: getattr(case, name) for name in names}}
 
 
 def outputs(backend: ModuleType, case: Case, **more: Any) -> list[Tensor]:
@@ -123,6 +130,7 @@ def dense(
     chunked: bool = False,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> Tensor:
@@ -144,6 +152,8 @@ def dense(
             scores = (given.q[len(outs)].float() * k).sum(-1) * scale  # [S, H]
             if soft_cap is not None:
                 scores = soft_cap * torch.tanh(scores / soft_cap)
+            if slopes is not None:
+                scores = scores - torch.arange(len(seen) - 1, -1, -1)[:, None] * slopes
             weights = scores.exp()
             total = weights.sum(0) + (sinks.exp() if sinks is not None else 0)
             outs.append(((weights / total).unsqueeze(-1) * v).sum(0))

@@ -67,7 +67,9 @@ def sharing_rows(draw: st.DrawFn) -> Rows:
     st.sampled_from([torch.float32, torch.bfloat16]),
     st.sampled_from([1, 16, 24, 64, 512]),
     st.integers(1, 2),
-    st.fixed_dictionaries({}, optional={"soft_cap": st.just(2.0), "window": st.just(700)}),
+    st.fixed_dictionaries(
+        {}, optional={"soft_cap": st.just(2.0), "window": st.just(700), "slopes": st.just(True)}
+    ),
     st.sampled_from([0, 5_000, 40_000, 2**22]),
 )
 def test_pages_in_common_give_the_bits_that_copies_give(
@@ -77,6 +79,8 @@ def test_pages_in_common_give_the_bits_that_copies_give(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(with_cpp, "NUM_PARTS", num_parts)
         attend = with_cpp.make_attend(launcher(num_threads))
+        if options.pop("slopes", False):
+            options = {"window": options.get("window"), "slopes": torch.logspace(-9, -3, heads[0], base=2.0)}
         expected = attend(*copied, scale=SCALE, **options)
         assert torch.equal(attend(*shared, scale=SCALE, **options), expected)
 

@@ -57,7 +57,7 @@ def test_agrees_on_lesser_processors(processor, dtype) -> None:
 @st.composite
 def ragged(draw: st.DrawFn) -> Case:
     row = st.tuples(st.integers(0, 700), st.one_of(st.just(1), st.integers(2, 300)))
-    kv_heads = draw(st.integers(1, 3))
+    kv_heads, soft_cap = draw(st.integers(1, 3)), draw(st.none() | st.just(2.0))
     return Case(
         rows=tuple(draw(st.lists(row, min_size=1, max_size=5))),
         page_size=draw(st.sampled_from([1, 16, 24, 64, 512])),
@@ -65,8 +65,9 @@ def ragged(draw: st.DrawFn) -> Case:
         num_kv_heads=kv_heads,
         head_dim=draw(st.sampled_from([16, 48, 64, 80])),
         window=draw(st.none() | st.integers(1, 600)),
-        soft_cap=draw(st.none() | st.just(2.0)),
+        soft_cap=soft_cap,
         sinks=draw(st.booleans()),
+        slopes=soft_cap is None and draw(st.booleans()),
     )
 
 

@@ -107,7 +107,13 @@ def test_captured_steps_are_planned_anew_each_over_its_own_page_table(kernels: s
 
 
 @pytest.mark.parametrize(
-    "case", [HALF._replace(sinks=True), HALF._replace(head_dim=80), Case(dtype=torch.float32)]
+    "case",
+    [
+        HALF._replace(sinks=True),
+        HALF._replace(slopes=True),
+        HALF._replace(head_dim=80),
+        Case(dtype=torch.float32),
+    ],
 )
 def test_what_it_lacks_is_refused(case: Case) -> None:
     with pytest.raises(ValueError, match="use triton"):

@@ -68,6 +68,7 @@ def test_random_batches_equal_native(seed: int, with_triton: ModuleType) -> None
     random = Random(seed)
     rows = tuple((random.randrange(60), random.choice((1, 1, random.randrange(2, 40)))) for _ in range(4))
     heads, kv_heads = random.choice(((4, 2), (5, 1), (8, 8), (7, 7), (14, 2)))
+    soft_cap = random.choice((None, 2.0))
     case = Case(
         rows,
         random.choice((1, 4, 16, 32)),
@@ -75,8 +76,9 @@ def test_random_batches_equal_native(seed: int, with_triton: ModuleType) -> None
         kv_heads,
         random.choice((8, 48, 64)),
         window=random.choice((None, random.randrange(1, 70))),
-        soft_cap=random.choice((None, 2.0)),
+        soft_cap=soft_cap,
         sinks=random.random() < 0.5,
+        slopes=soft_cap is None and random.random() < 0.5,
     )
     agree(outputs(with_triton, case), outputs(native, case))
 
@@ -100,6 +102,9 @@ def test_random_batches_equal_native(seed: int, with_triton: ModuleType) -> None
         ("scores * (2.0 / SOFT_CAP)", "scores * (1.0 / SOFT_CAP)"),
         ("> positions[:, None] - WINDOW", ">= positions[:, None] - WINDOW"),
         ("keys % PAGE", "keys % PAGE // 2"),
+        ("slope[:, None] * (keys[None, :] - positions[:, None])", "slope[:, None] * positions[:, None]"),
+        ("tl.load(slopes + heads, mask=in_group < GROUP", "tl.load(slopes + in_group, mask=in_group < GROUP"),
+        ("tl.load(slopes + heads, mask=is_query", "tl.load(slopes + lines % GROUP, mask=is_query"),
     ],
 )
 def test_a_broken_kernel_is_noticed(old: str, new: str, tmp_path: Path) -> None:
@@ -110,5 +115,6 @@ def test_a_broken_kernel_is_noticed(old: str, new: str, tmp_path: Path) -> None:
         Case(rows, v_scale=2.0),
         Case(rows, window=9, soft_cap=2.0),
         Case(rows, sinks=True),
+        Case(rows, slopes=True),
     ]
     assert any(differ(outputs(broken, case), outputs(native, case)) for case in cases)

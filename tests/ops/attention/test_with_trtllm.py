@@ -126,6 +126,7 @@ def test_an_engine_has_one_workspace_for_all_layers() -> None:
     "case",
     [
         HALF._replace(soft_cap=2.0),
+        HALF._replace(slopes=True),
         HALF._replace(page_size=1),
         HALF._replace(head_dim=80),
         HALF._replace(pool_dtype=torch.float8_e4m3fn),

@@ -169,6 +169,17 @@ def test_a_soft_cap_is_refused_where_kernels_have_none() -> None:
     assert not builder.refusals
 
 
+@pytest.mark.parametrize("backend", ["flashinfer", "fa3", "trtllm_mha"])
+def test_kernels_without_alibi_are_refused_by_name(backend: str) -> None:
+    model = replace(ANY_MODEL, architecture="BloomForCausalLM", head_dim=128, dtype="bfloat16", alibi=True)
+    args = Args.of(model_path="/models/small", attention_backend=backend, page_size=16)
+    machine = Machine.named("b200") if backend == "trtllm_mha" else H200
+    plan, builder = decide(args, machine, model)
+    assert "it has no ALiBi, which this model has; use triton" in builder.refusals["attention_backend"]
+    plan, builder = decide(Args.of(model_path="/models/small"), machine, model)
+    assert (plan.kernels.choices["attention"], builder.refusals) == ("with_triton", {})
+
+
 def test_experts_by_triton_are_refused_where_it_does_not_run() -> None:
     assert not decided(H200, moe_runner_backend="triton")[2]
     for machine in ("cpu", "t4"):

@@ -1,0 +1,65 @@
+"""Bloom (arXiv 2211.05100): scores lose by distance (ALiBi, arXiv 2108.12409), and embeddings are normalised."""
+
+from __future__ import annotations
+
+from runtime.errors import CheckpointError
+from runtime.layers.attention import Attention, alibi_slopes
+from runtime.layers.block import PreNormBlock
+from runtime.layers.build import Build
+from runtime.layers.mlp import MLP
+from runtime.layers.norm import LayerNorm
+from runtime.models.config import Config
+from runtime.models.decoder import Decoder, assemble
+
+
+def decoder(config: Config, build: Build) -> Decoder:
+    """Biases everywhere. Raises CheckpointError for models that go on from what is normalised."""
+    if config.flag("apply_residual_connection_post_layernorm"):
+        raise CheckpointError(
+            "config.json: apply_residual_connection_post_layernorm is not supported natively: "
+            "use --model-impl transformers."
+        )
+    slopes = alibi_slopes(config.num_heads)
+
+    def norm(name: str) -> LayerNorm:
+        return LayerNorm(name, config.hidden_size, config.norm_eps, build)
+
+    def layer(index: int) -> PreNormBlock:
+        name = f"h.{index}"
+        attended = Attention(
+            f"{name}.self_attention",
+            index,
+            config.hidden_size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            build,
+            rope=None,
+            slopes=slopes,
+            bias=True,
+            out_bias=True,
+            fused="query_key_value",
+            by_group=True,
+            out_name="dense",
+        )
+        inner = MLP(
+            f"{name}.mlp",
+            config.hidden_size,
+            4 * config.hidden_size,
+            config.activation,
+            build,
+            names=("dense_h_to_4h", "dense_4h_to_h"),
+            bias=True,
+        )
+        return PreNormBlock(
+            norm(f"{name}.input_layernorm"), attended, norm(f"{name}.post_attention_layernorm"), inner
+        )
+
+    return assemble(
+        config,
+        build,
+        layer,
+        norm=norm("ln_f"),
+        embedding_name="word_embeddings",
+        embedding_norm=norm("word_embeddings_layernorm"),
+    )
