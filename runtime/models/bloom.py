@@ -25,7 +25,7 @@ def decoder(config: Config, build: Build) -> Decoder:
         return LayerNorm(name, config.hidden_size, config.norm_eps, build)
 
     def layer(index: int) -> PreNormBlock:
-        name = f"h.{index}"
+        name = f"model.h.{index}"
         attended = Attention(
             f"{name}.self_attention",
             index,
@@ -59,7 +59,7 @@ def decoder(config: Config, build: Build) -> Decoder:
         config,
         build,
         layer,
-        norm=norm("ln_f"),
-        embedding_name="word_embeddings",
-        embedding_norm=norm("word_embeddings_layernorm"),
+        norm=norm("model.ln_f"),
+        embedding_name="model.word_embeddings",
+        embedding_norm=norm("model.word_embeddings_layernorm"),
     )

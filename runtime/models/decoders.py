@@ -23,7 +23,10 @@ _GPT = {
     "n_layer": "num_hidden_layers",
 }
 
-_WITHOUT_TRANSFORMER = {r"transformer\.": ""}
+# Files of Bloom have no part of a name before these.
+_TRANSFORMER = {
+    r"(transformer\.)?(?=(h|ln_f|word_embeddings|word_embeddings_layernorm|blocks|norm_f|wte)\.)": "model."
+}
 
 _QWEN = {
     "max_position_embeddings": 32768,
@@ -184,14 +187,14 @@ _MPT = Entry(
         "n_heads": "num_attention_heads",
         "n_layers": "num_hidden_layers",
     },
-    tensors=_WITHOUT_TRANSFORMER,
+    tensors=_TRANSFORMER,
 )
 
 _FALCON = Entry(
     "falcon",
     {**_ALIBI, "alibi": False},
     renamed={**_GPT, "activation": "hidden_act"},
-    tensors=_WITHOUT_TRANSFORMER,
+    tensors=_TRANSFORMER,
     spelling="falcon",
 )
 
@@ -203,9 +206,15 @@ ARCHITECTURES: Mapping[str, Entry] = {
     "BaichuanForCausalLM": Entry("baichuan", _BAICHUAN, spelling="baichuan"),
     "BloomForCausalLM": Entry(
         "bloom",
-        {**_ALIBI, "hidden_act": "gelu_pytorch_tanh"},
+        {
+            **_ALIBI,
+            "hidden_act": "gelu_pytorch_tanh",
+            "hidden_size": 64,
+            "num_attention_heads": 8,
+            "num_hidden_layers": 2,
+        },
         renamed={**_GPT, "n_embed": "hidden_size", "seq_length": "max_position_embeddings"},
-        tensors=_WITHOUT_TRANSFORMER,
+        tensors=_TRANSFORMER,
     ),
     "CohereForCausalLM": Entry("cohere:cohere", {**_COHERE, "rope_theta": 500000.0}, renamed=_LAYER_NORM),
     "Cohere2ForCausalLM": Entry(
@@ -334,7 +343,8 @@ ARCHITECTURES: Mapping[str, Entry] = {
         },
         tensors={
             r"embed_out\.": "lm_head.",
-            r"gpt_neox\.layers\.\d+\.attention\.(masked_)?bias$": None,  # the causal mask
+            r"(gpt_neox\.)?layers\.\d+\.attention\.(masked_)?bias$": None,  # the causal mask
+            r"gpt_neox\.": "model.",
         },
     ),
     "GptOssForCausalLM": Entry(

@@ -31,7 +31,7 @@ def decoder(config: Config, build: Build) -> Decoder:
         return LayerNorm(name, config.hidden_size, config.norm_eps, build)
 
     def layer(index: int) -> nn.Module:
-        name = f"h.{index}"
+        name = f"model.h.{index}"
         attended = Attention(
             f"{name}.self_attention",
             index,
@@ -64,4 +64,4 @@ def decoder(config: Config, build: Build) -> Decoder:
             return ParallelBlock(before, attended, inner, build.kernels)
         return PreNormBlock(before, attended, norm(f"{name}.post_attention_layernorm"), inner)
 
-    return assemble(config, build, layer, norm=norm("ln_f"), embedding_name="word_embeddings")
+    return assemble(config, build, layer, norm=norm("model.ln_f"), embedding_name="model.word_embeddings")

@@ -18,12 +18,12 @@ def decoder(config: Config, build: Build) -> Decoder:
     bias, rope = config.flag("attention_bias", default=True), build.rope(config.rope())
 
     def norm(name: str) -> LayerNorm:
-        return LayerNorm(f"gpt_neox.{name}", config.hidden_size, config.norm_eps, build)
+        return LayerNorm(f"model.{name}", config.hidden_size, config.norm_eps, build)
 
     def layer(index: int) -> nn.Module:
         name = f"layers.{index}"
         attended = Attention(
-            f"gpt_neox.{name}.attention",
+            f"model.{name}.attention",
             index,
             config.hidden_size,
             config.num_heads,
@@ -38,7 +38,7 @@ def decoder(config: Config, build: Build) -> Decoder:
             out_name="dense",
         )
         inner = MLP(
-            f"gpt_neox.{name}.mlp",
+            f"model.{name}.mlp",
             config.hidden_size,
             config.intermediate_size,
             config.activation,
@@ -51,4 +51,4 @@ def decoder(config: Config, build: Build) -> Decoder:
             return ParallelBlock(first, attended, inner, build.kernels, mlp_norm=second)
         return PreNormBlock(first, attended, second, inner)
 
-    return assemble(config, build, layer, norm=norm("final_layer_norm"), embedding_name="gpt_neox.embed_in")
+    return assemble(config, build, layer, norm=norm("final_layer_norm"), embedding_name="model.embed_in")

@@ -36,7 +36,7 @@ def decoder(config: Config, build: Build) -> Decoder:
         return LayerNorm(name, config.hidden_size, config.norm_eps, build, bias=False)
 
     def layer(index: int) -> PreNormBlock:
-        name = f"blocks.{index}"
+        name = f"model.blocks.{index}"
         attended = Attention(
             f"{name}.attn",
             index,
@@ -54,4 +54,4 @@ def decoder(config: Config, build: Build) -> Decoder:
         inner = MLP(f"{name}.ffn", config.hidden_size, 4 * config.hidden_size, config.activation, build)
         return PreNormBlock(norm(f"{name}.norm_1"), attended, norm(f"{name}.norm_2"), inner)
 
-    return assemble(config, build, layer, norm=norm("norm_f"), embedding_name="wte")
+    return assemble(config, build, layer, norm=norm("model.norm_f"), embedding_name="model.wte")

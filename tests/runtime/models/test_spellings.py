@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -22,6 +22,7 @@ import tiny_foreign
 from runtime.errors import CheckpointError
 from runtime.models.config import read_facts
 from runtime.models.registry import entry, find
+from serve import Engine
 
 IDS = list(range(10, 40))
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -200,6 +201,25 @@ def test_experts_have_the_usual_names_once_they_were_quantised(family: str, tmp_
     assert len(stored) > 70
     save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
     assert torch.equal(logits(str(tmp_path)), logits(published))
+
+
+@pytest.mark.parametrize("head", ["ForSequenceClassification", "Model"])
+@pytest.mark.parametrize("family", ["bloom", "falcon", "gpt_neox", "mpt"])
+async def test_bodies_whose_names_begin_otherwise_than_llamas_load_with_other_heads(
+    family: str, head: str, tmp_path: Path
+) -> None:
+    auto = AutoModelForSequenceClassification if head != "Model" else AutoModel
+    config = tiny_foreign.config(family, **({"num_labels": 3} if head != "Model" else {}))
+    model: Any = auto.from_config(config, dtype=torch.float32).eval()
+    tiny_checkpoints.redraw(model, seed=0)
+    model.save_pretrained(tmp_path)
+    assert not read_facts(str(tmp_path)).by_transformers
+    async with Engine(str(tmp_path), skip_tokenizer_init=True, log_level="error") as engine:
+        [found] = await engine.encode(input_ids=[IDS])
+    with torch.no_grad():
+        given = model(torch.tensor([IDS]))
+    wanted = given.logits[0] if head != "Model" else torch.nn.functional.normalize(given[0][0, -1], dim=0)
+    torch.testing.assert_close(torch.tensor(found["embedding"]), wanted, atol=1e-4, rtol=1e-4)
 
 
 def test_of_baichuan_the_sizes_and_generations_are_told_apart() -> None:
