@@ -371,6 +371,11 @@ VARIANTS = {
         "hunyuan_v1_dense",
         mutations={"qk norm": no_qk_norm, "norm after rotation": put("attention", norm_last=False)},
     ),
+    "hunyuan_v1_dense-alpha": Variant(
+        "hunyuan_v1_dense",
+        rope("dynamic", factor=1.0, alpha=100.0),
+        overrides={"alpha": rope("dynamic", factor=1.0)},
+    ),
     "internlm3": Variant(
         "internlm3",
         {"attention_bias": True, "mlp_bias": True},
