@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ops.select import Kernels
 from runtime.config.model_facts import ModelFacts
@@ -64,6 +65,7 @@ def load(facts: ModelFacts, plan: ModelPlan, kernels: Kernels) -> Decoder:
             model = _read(facts, config, dtype, plan, made_by, implementation)
     model = model if facts.is_encoder else attention.writing_part(model)
     model.eval().requires_grad_(False).to(plan.device)
+    fix_angles(model, plan.context_length)
     if facts.is_encoder:
         return WholeTexts(model, len(facts.labels))
     forget_padding(model.config)  # not before: transformers gives its embedding zeros
@@ -79,6 +81,29 @@ def _implementation(facts: ModelFacts) -> str | None:
     if facts.recurrent:
         return "sdpa" if facts.config.get("model_type") == "falcon" else "eager"
     return attention.NAME
+
+
+def fix_angles(model: nn.Module, context_length: int) -> None:
+    """Fix rotations that depend on how long a text has become ("dynamic", "longrope") by the longest context.
+
+    As in families of ours (`runtime.layers.rope`): else the angles of a cached key, and those of a chunk, would depend
+    on what else is computed with it.
+    """
+    for module in model.modules():
+        kinds: Any = getattr(module, "rope_type", None)
+        by_layer = kinds if isinstance(kinds, dict) else {None: kinds}
+        for layer_type, kind in list(by_layer.items()):
+            prefix, given = ("", {}) if layer_type is None else (f"{layer_type}_", {"layer_type": layer_type})
+            angles: Any = getattr(module, f"{prefix}inv_freq", None)
+            if kind not in ("dynamic", "longrope") or not isinstance(angles, Tensor):
+                continue
+            config: Any = module.config
+            fixed, _ = ROPE_INIT_FUNCTIONS[kind](config, angles.device, seq_len=context_length, **given)
+            angles.copy_(fixed)
+            if layer_type is None:
+                setattr(module, "rope_type", "default")  # noqa: B010 - a module's attributes are of any type
+            else:
+                kinds[layer_type] = "default"
 
 
 def _read(

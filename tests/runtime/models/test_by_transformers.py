@@ -183,6 +183,31 @@ async def test_tokens_are_those_of_transformers(model_type: str) -> None:
     assert await served(path, model_impl="transformers") == greedy(model_type)
 
 
+async def test_angles_of_long_texts_do_not_depend_on_the_chunk(tmp_path: Path) -> None:
+    """Longrope has other angles beyond the trained length: of a long text in chunks and of its first tokens alike."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 3.0, 5.0]}
+    path = tiny_checkpoints.write(
+        tmp_path,
+        "llama",
+        rope_parameters={
+            "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32, **factors,
+        },
+    )  # fmt: skip
+    prompts = [[3 + index % 90 for index in range(length)] for length in (60, 41, 100)]
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    wanted = []
+    for prompt in prompts:
+        ids = list(prompt)
+        for _ in range(NEW_TOKENS):
+            with torch.no_grad():
+                ids.append(int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+        wanted.append(ids[len(prompt) :])
+    async with Engine(path, **OPTIONS, model_impl="transformers") as engine:
+        for _ in range(2):  # again from the prefix cache
+            answers = await engine.generate(input_ids=prompts, sampling_params=GREEDY)
+            assert [answer["output_ids"] for answer in answers] == wanted
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "model_type", [kind for kind in (*MORE, *HELD) if kind in CONFIG_MAPPING]
