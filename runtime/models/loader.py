@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from functools import partial
@@ -54,6 +55,8 @@ from runtime.models.tensors import TensorFiles, Tensors, give_back_freed
 MAX_FURTHER = 16  # layers behind the model's own that predict further tokens
 SHARE_FILES = "model-rank-{rank}-part-{part}.safetensors"  # of sharded_state
 
+logger = logging.getLogger("penstock.core")
+COMPARED_ROWS = 256  # of a head and an embedding
 # Tensors that some checkpoints carry and nobody needs: the angles are computed, a tied head is the embedding.
 IGNORED = re.compile(r".*\.rotary_emb\.inv_freq")
 IGNORED_IF_TIED = re.compile(r"lm_head\.weight")
@@ -122,8 +125,18 @@ def build_model(
     build = Build(
         kernels, plan.context_length, device, _method(plan, kernels, tensors), state_dtype=plan.state_dtype
     )
+    family = entry(config.architecture).decoder()
     with torch.device("meta"):
-        model = entry(config.architecture).decoder()(config, build)
+        model = family(config, build)
+    if isinstance(tensors, TensorFiles) and _has_own_head(model, tensors):
+        logger.warning(
+            "config.json says tie_word_embeddings, but the checkpoint's lm_head.weight is not the embedding: it is the "
+            "head, as in transformers."
+        )
+        config.values = {**config.values, "tie_word_embeddings": False}
+        with torch.device("meta"):
+            model = family(config, build)
+    with torch.device("meta"):
         if writes_nothing(facts):
             model.without_head(_score_layers(config))
         for module in model.modules():
@@ -319,6 +332,23 @@ def _same_layout(one: Tensor, other: Tensor) -> bool:
         return False
     layouts = ((x.dtype, x.shape, x.stride(), x.untyped_storage().nbytes()) for x in (one, other))
     return next(layouts) == next(layouts)
+
+
+def _has_own_head(model: Decoder, tensors: TensorFiles) -> bool:
+    """Whether the head of a model that calls it tied is in the checkpoint and, by some rows, is not the embedding."""
+    head, embedding = model.head, model.embedding
+    if head is None or embedding is None or not head.tied:
+        return False
+    names = [f"{layer.name}.weight" for layer in (head, embedding)]
+    shapes = [tensors.shapes.get(name) for name in names]
+    if shapes[0] is None or shapes[0] != shapes[1]:
+        return False
+    first = shapes[0][0] // 2
+    cut = (
+        slice(first, min(first + COMPARED_ROWS, shapes[0][0])),
+        *(slice(0, size) for size in shapes[0][1:]),
+    )
+    return not torch.equal(*(tensors.read(name, cut).float() for name in names))
 
 
 def _ignored(names: Mapping[str, object], *, tied: bool) -> set[str]:

@@ -75,10 +75,14 @@ def test_what_nobody_needs_is_ignored(tmp_path) -> None:
 
 
 def test_copy_of_a_tied_head_is_ignored_but_needed_when_not_tied(tmp_path) -> None:
-    path = edited(tmp_path, lambda t: t.update({"lm_head.weight": torch.zeros(128, 32)}))
-    tied = paged_forward.load(path, {"tie_word_embeddings": True})
-    assert logits(tied).abs().max() > 0.1
-    assert logits(paged_forward.load(path)).abs().max() == 0
+    path = edited(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    tied, untied = paged_forward.load(path, {"tie_word_embeddings": True}), paged_forward.load(path)
+    assert tied.head is not None
+    assert tied.head.weight is None
+    assert torch.equal(logits(tied), logits(untied))
+    path = edited(tmp_path, lambda t: t.pop("lm_head.weight"))
+    with pytest.raises(CheckpointError, match="missing .lm_head.weight"):
+        paged_forward.load(path)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe_seeing", "glm4_moe"])
@@ -233,3 +237,24 @@ def test_each_weight_is_prepared_once_complete_and_the_plain_one_let_go() -> Non
     assert len(plain) == 4 * len(model.layers) + 1
     assert all(weight() is None for weight in plain)
     torch.testing.assert_close(logits(model), logits(paged_forward.load(tiny_checkpoints.cached())))
+
+
+def test_a_head_of_its_own_is_used_whatever_is_said_of_tying(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in transformers 5: with a word."""
+    path, ids = tiny_checkpoints.write(tmp_path), list(range(3, 30))
+    wanted = tiny_checkpoints.reference(path, ids)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "tie_word_embeddings": True}))
+    assert torch.equal(tiny_checkpoints.reference(path, ids), wanted)
+    [found] = paged_forward.all_logits(paged_forward.load(path), [ids], 4)
+    assert (found - wanted).abs().max() < 1e-4
+    assert "lm_head.weight is not the embedding" in caplog.text
+    caplog.clear()
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    [found] = paged_forward.all_logits(paged_forward.load(path), [ids], 4)
+    assert (found - tiny_checkpoints.reference(path, ids)).abs().max() < 1e-4
+    assert "lm_head" not in caplog.text
