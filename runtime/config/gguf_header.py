@@ -111,12 +111,13 @@ def is_gguf(path: Path | str) -> bool:
     return str(path).endswith(".gguf") and Path(path).is_file()
 
 
-def read_header(path: Path) -> GgufHeader:
+def read_header(path: Path, *, texts: bool = True) -> GgufHeader:
     """Of a file, and of its other parts where it is the first of several.
 
+    Lists of texts, such as the vocabulary, are empty without `texts`: they take tens of megabytes.
     Raises CheckpointError for a file that cannot be read, is no GGUF file, is damaged or cut off, or lacks parts.
     """
-    first = _read_file(path)
+    first = _read_file(path, texts)
     count = first.values.get("split.count") or 1
     if count == 1:
         return first
@@ -129,11 +130,12 @@ def read_header(path: Path) -> GgufHeader:
         raise CheckpointError(f"{path} is a later part: name the first, {named[1]}-00001-of-{named[3]}.gguf.")
     tensors = dict(first.tensors)
     for number in range(2, count + 1):
-        tensors |= _read_file(path.with_name(f"{named[1]}-{number:05}-of-{named[3]}.gguf")).tensors
+        part = path.with_name(f"{named[1]}-{number:05}-of-{named[3]}.gguf")
+        tensors |= _read_file(part, texts=False).tensors
     return GgufHeader(path, first.values, tensors)
 
 
-def _read_file(path: Path) -> GgufHeader:
+def _read_file(path: Path, texts: bool) -> GgufHeader:
     try:
         with path.open("rb") as stream:
             if stream.read(4) != MAGIC:
@@ -143,7 +145,7 @@ def _read_file(path: Path) -> GgufHeader:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
     with content:
         try:
-            return _parse(path, _Cursor(content))
+            return _parse(path, _Cursor(content, texts))
         except (struct.error, IndexError, UnicodeDecodeError, OverflowError, ValueError) as error:
             raise CheckpointError(f"{path} is cut off or has a damaged header ({error}).") from error
 
@@ -151,8 +153,9 @@ def _read_file(path: Path) -> GgufHeader:
 class _Cursor:
     """Reads one thing after the other. Raises ValueError for counts that cannot be."""
 
-    def __init__(self, content: mmap) -> None:
+    def __init__(self, content: mmap, texts: bool) -> None:
         self.content = content
+        self.texts = texts
         self.at = len(MAGIC)
 
     def number(self, form: str) -> Any:
@@ -183,6 +186,11 @@ class _Cursor:
     def _list(self, depth: int) -> list[Any]:
         kind = self.number("<I")
         count = self.count("entries", MAX_KEPT)
+        if kind == _STRING and not self.texts:
+            for _ in range(count):
+                size = self.count("bytes of text", len(self.content) - self.at)
+                self.at += size
+            return []
         if kind not in _SCALARS:
             return [self.value(kind, depth + 1) for _ in range(count)]
         form = f"<{count}{_SCALARS[kind][1]}"

@@ -95,7 +95,7 @@ class GgufFiles:
     """The tensors of a GGUF file as it holds them: quantised ones as bytes [..., rows, bytes of a row]. Mapped."""
 
     def __init__(self, path: Path) -> None:
-        self.header = read_header(path)
+        self.header = read_header(path, texts=False)
         self._files: dict[Path, FileBytes] = {}
         tensors = self.header.tensors
         self.shapes: Mapping[str, tuple[int, ...]] = {

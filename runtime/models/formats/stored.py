@@ -44,6 +44,7 @@ class Made(NamedTuple):
     make_rows: Callable[[Read, slice], Tensor] | None = None
 
 
+NUMBERS_AT_ONCE = 2**18  # that are unpacked: what is there meanwhile takes several times their memory
 PLAIN = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # dtypes of what is not quantised
 PARTS = ("codes", "scales", "shifts")  # of a weight in groups, as tensors named NAME.codes and so on
 
@@ -163,13 +164,30 @@ class QuantizedTensors:
         spans = [cut[0] if cut else every for each in wanted for cut in cuts.get(each, ())]
         rows = slice(min(span.start for span in spans), max(span.stop for span in spans))
         with fitting(name):
-            weight = made.make_grouped(self._stored.read, rows).as_form(self._kept[name])
-        shifts = torch.zeros_like(weight.scales) if weight.shifts is None else weight.shifts
-        for each, tensor in zip(wanted, (weight.codes, weight.scales, shifts), strict=True):
+            tensors = self._make_groups(made, made.make_grouped, self._kept[name], rows)
+        for each, tensor in zip(wanted, tensors, strict=False):
             for number, cut in enumerate(cuts.get(each, ())):
                 span, *columns = cut or (every,)
                 here = slice(span.start - rows.start, span.stop - rows.start)
                 take(each, number, tensor[(here, *columns)])
+
+    def _make_groups(
+        self, made: Made, make: Callable[[Read, slice], GroupedWeight], form: GroupForm, rows: slice
+    ) -> tuple[Tensor, ...]:
+        """Codes, scales and shifts of some rows in a form. What is made row by row is unpacked a few rows at a time."""
+        (_, in_size), size = made.shape, rows.stop - rows.start
+        step = max(1, NUMBERS_AT_ONCE // in_size) if made.make_rows is not None else size
+        groups = (size, in_size // form.group)
+        codes, scales = torch.empty(size, in_size, dtype=torch.uint8), torch.empty(groups)
+        shifts = torch.zeros(groups) if form.shifted else None
+        for first in range(0, size, step):
+            here = slice(first, min(first + step, size))
+            there = slice(rows.start + here.start, rows.start + here.stop)
+            weight = make(self._stored.read, there).as_form(form)
+            codes[here], scales[here] = weight.codes, weight.scales
+            if shifts is not None and weight.shifts is not None:
+                shifts[here] = weight.shifts
+        return (codes, scales) if shifts is None else (codes, scales, shifts)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ import paged_forward
 import tiny_checkpoints
 from bench.accuracy import prompts
 from gguf_files import SHAPE, by_converter, by_llama_cpp, convert, write
+from ops.matmul.grouped import GroupedWeight
 from ops.matmul.with_cpp import PackedWeight4
 from ops.select import select
 from runtime.config.fields import Fields
@@ -222,6 +223,49 @@ def test_only_the_rows_that_are_wanted_are_dequantised(
     opened(path).read_all(lambda name, number, part: parts.append(part), {name: cuts})
     assert sizes == [4, 2]
     assert all(torch.equal(part, whole[cut]) for part, cut in zip(parts, cuts, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q5_1", "Q8_0"])
+def test_weights_in_groups_are_unpacked_a_few_rows_at_a_time(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = write(tmp_path, "qwen3", kind)
+    stored = GgufFiles(Path(path)).read("blk.0.ffn_gate.weight")
+    whole, sizes = in_groups(stored, kind), []
+
+    def noted(rows: torch.Tensor, kind: str) -> GroupedWeight:
+        sizes.append(len(rows))
+        return in_groups(rows, kind)
+
+    monkeypatch.setattr("runtime.models.formats.gguf.in_groups", noted)
+    monkeypatch.setattr("runtime.models.formats.stored.NUMBERS_AT_ONCE", 4 * whole.codes.shape[1] + 1)
+    tensors, name = opened(path), "model.layers.0.mlp.gate_proj.weight"
+    tensors.keep_grouped({name: tensors.forms[name]._replace(shifted=True)})
+    codes, rest = (slice(3, 20), slice(None)), (slice(1, 20), slice(0, 1))
+    cuts = {f"{name}.codes": (codes,), f"{name}.scales": (rest,), f"{name}.shifts": (rest,)}
+    found: dict[str, torch.Tensor] = {}
+    tensors.read_all(lambda part, _, tensor: found.update({part: tensor}), cuts)
+    assert sizes == [4, 4, 4, 4, 3]
+    shifts = torch.zeros_like(whole.scales) if whole.shifts is None else whole.shifts
+    assert torch.equal(found[f"{name}.codes"], whole.codes[codes])
+    assert torch.equal(found[f"{name}.scales"], whole.scales[rest])
+    assert torch.equal(found[f"{name}.shifts"], shifts[rest])
+
+
+def test_a_header_is_read_without_its_lists_of_texts(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "qwen3")
+    writer.add_token_list(["a", "", "bc"])
+    writer.add_token_types([1, 3, 1])
+    writer.add_tensor("output_norm.weight", np.ones(8, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    whole, short = (read_header(tmp_path / "model.gguf", texts=texts) for texts in (True, False))
+    assert whole.values["tokenizer.ggml.tokens"] == ["a", "", "bc"]
+    assert short.values == {**whole.values, "tokenizer.ggml.tokens": []}
+    assert short.values["tokenizer.ggml.token_type"] == [1, 3, 1]
+    assert short.tensors == whole.tensors
 
 
 @pytest.mark.parametrize(("family", "experts"), [("qwen3_moe", "fused"), ("mixtral", "apart")])
