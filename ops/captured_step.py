@@ -10,7 +10,7 @@ from torch import Tensor
 from ops.attention import AttentionMetadata
 from ops.cpp.kernel_launcher import KernelLauncher, NotCapturable
 from ops.cpp.library import address
-from ops.cpp.structures import Begin, Choose, Last, Product, Product8, Step
+from ops.cpp.structures import Begin, Choose, Last, PoolTexts, Product, Product8, Step
 from ops.matmul.with_cpp import PACKED, PackedWeight4, PackedWeight8, product4, scratch8
 
 SAMPLES = -1  # as the number of a kernel's rows: those of the step that sample
@@ -65,6 +65,14 @@ def begin(launcher: KernelLauncher, inputs: Inputs, dtype: torch.dtype) -> None:
 def last(launcher: KernelLauncher, hidden: Tensor, out: Tensor) -> None:
     """hidden [T, E] of the tokens that predict one -> out [R, E]."""
     launcher.launch("last", hidden.dtype, Last(address(hidden), address(out), hidden.shape[1]))
+
+
+def pool_texts(
+    launcher: KernelLauncher, hidden: Tensor, out: Tensor, *, mean: bool, normalized: bool
+) -> None:
+    """hidden [T, E] -> out [B, E], float32: the mean of each row's tokens or its first one, of length one if asked."""
+    operands = PoolTexts(address(hidden), address(out), hidden.shape[1], mean, normalized)
+    launcher.launch("pool_texts", hidden.dtype, operands)
 
 
 def likeliest(launcher: KernelLauncher, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

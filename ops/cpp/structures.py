@@ -411,9 +411,19 @@ class Draw(Structure):
     )
 
 
+class PoolTexts(Structure):
+    _fields_ = (
+        ("hidden", c_void_p),
+        ("out", c_void_p),
+        ("size", c_int64),
+        ("mean", c_int64),
+        ("normalized", c_int64),
+    )
+
+
 # In the order of STRUCTURE_SIZES in `library.cpp`.
 STRUCTURES = (
     Step, GraphNode, Embed, Norm, Rotate, Store, Gate, Attend, Pack, Product, Pack8, Product8, Begin, Last, Choose,
     RotateStore, Add, Product4, Pack4, Route, PairTable, Dispatch, Experts, Combine, AttendTexts, Convolve, Recur,
-    ProductHeads, CopyHeads, EmbedGroups, Mask, Draw,
+    ProductHeads, CopyHeads, EmbedGroups, Mask, Draw, PoolTexts,
 )  # fmt: skip

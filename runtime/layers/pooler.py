@@ -47,6 +47,11 @@ class Pooler(nn.Module):
         texts = _Texts(hidden, last, ends, counts)
         return self.finish(torch.cat([texts.pooled(mode) for mode in self.pooling.modes], dim=-1))
 
+    @property
+    def only_scales(self) -> bool:
+        """Whether `finish` does nothing, but for scaling to length one where that is asked for."""
+        return not self.dense and self._scorer == (None,)
+
     def finish(self, pooled: Tensor) -> Tensor:
         """What comes after pooling: [M, E] -> float32 [M, D]."""
         pooled = pooled.float()

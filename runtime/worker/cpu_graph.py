@@ -57,6 +57,7 @@ class CpuGraph:
             self._inputs = captured_step.Inputs.empty(capacity, max_rows)
             # Of the rows asked for.
             self._hidden = torch.empty(max_rows, model.hidden_size, dtype=model.dtype)
+            self._pooled = np.empty((max_rows, model.hidden_size), np.float32)  # of each text, where `pools`
             self._step = Step(page_size=cache.page_size, **self._inputs.addresses())
             attention = self._inputs.attention(self._step)
             self._kinds = {name: self._buffers(name) for name in cache.kinds}
@@ -143,6 +144,20 @@ class CpuGraph:
         self._run(self._to_hidden, batch, last_tokens, NO_ROWS)
         return self._hidden_of_all[: len(batch.token_ids)]
 
+    @property
+    def pools(self) -> bool:
+        """Whether `vectors` is there: of the means of texts, or of their first tokens."""
+        return self._model.pooler.pooling.modes in (("mean",), ("cls",))
+
+    def vectors(self, batch: Batch, last_tokens: Tensor, rows: Ints) -> Tensor:
+        """Compute a step -> the vectors of these rows, float32 [M, D]."""
+        if not self.pools:
+            raise RuntimeError("The texts of this model are not pooled by the graph.")
+        self._run(self._to_hidden, batch, last_tokens, NO_ROWS)
+        pooled = torch.from_numpy(self._pooled[rows])  # by NumPy, which keeps Python's lock for so little
+        pooler = self._model.pooler
+        return pooled if pooler.only_scales else pooler.finish(pooled)
+
     def close(self) -> None:
         """End the threads that compute."""
         self._launcher.close()
@@ -152,7 +167,16 @@ class CpuGraph:
         for inputs in (self._inputs, *self._own_pages.values()):
             captured_step.begin(self._launcher, inputs, self._model.dtype)
         hidden = self._model(batch)
-        self._hidden_of_all = hidden if self._model.pooler.pooling.needs_all else None
+        pooler = self._model.pooler
+        self._hidden_of_all = hidden if pooler.pooling.needs_all else None
+        if self.pools:
+            captured_step.pool_texts(
+                self._launcher,
+                hidden,
+                torch.from_numpy(self._pooled),
+                mean=pooler.pooling.modes == ("mean",),
+                normalized=pooler.only_scales and pooler.pooling.normalize,
+            )
         captured_step.last(self._launcher, hidden, self._hidden)
 
     def _choose(self) -> None:

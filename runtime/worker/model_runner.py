@@ -333,6 +333,8 @@ class StepExecutor:
         """Compute a step by one native call, and choose its tokens in the same one where that is simple."""
         last_tokens, sampling, vector_rows = self.last_tokens, batch.sampling, batch.embedding_rows
         if vector_rows is not None and sampling is None and self._model.pooler.pooling.needs_all:
+            if graph.pools:
+                return copy_out(self.device, batch, vectors=graph.vectors(batch, last_tokens, vector_rows))
             hidden = graph.hidden_of_all(batch, last_tokens)
             return copy_out(self.device, batch, vectors=self._vectors(hidden, batch, vector_rows))
         if vector_rows is None and sampling is None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cpp_kernels import LESSER, drawn, launcher
+from cpp_kernels import DTYPES, LESSER, drawn, launcher
 from ops import captured_step
 from ops.cpp.kernel_launcher import KernelLauncher
 from ops.cpp.structures import Step
@@ -104,6 +104,27 @@ def is_always_the_lowest(run: KernelLauncher, kernel: str) -> None:
 def test_of_equal_logits_the_lowest_id_is_chosen(num_threads: int, kernel: str) -> None:
     with load():
         is_always_the_lowest(launcher(num_threads), kernel)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mean", [True, False])
+@pytest.mark.parametrize("normalized", [True, False])
+def test_texts_are_pooled_as_torch_pools_them(dtype: torch.dtype, mean: bool, normalized: bool) -> None:
+    counts, size = np.array([1, 7, 40, 2], np.int32), 40
+    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    hidden, found = drawn(int(starts[-1]), size, dtype=dtype), torch.empty(len(counts), size)
+    run = launcher(2)
+    step = Step(len(hidden), len(counts), counts=counts.ctypes.data, query_starts=starts.ctypes.data)
+    graph = run.capture(
+        len(hidden),
+        lambda: captured_step.pool_texts(run, hidden, found, mean=mean, normalized=normalized),
+    )
+    graph.run(step)
+    texts = [text.float() for text in hidden.split(counts.tolist())]
+    expected = torch.stack([text.mean(0) if mean else text[0] for text in texts])
+    if normalized:
+        expected = torch.nn.functional.normalize(expected, dim=-1)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ constexpr auto begin_any = begin;
 
 KERNELS(begin, begin_any)
 KERNELS(last, last)
+KERNELS(pool_texts, pool_texts)
 KERNELS(embed, embed)
 KERNELS(embed_placed, embed_placed)
 KERNELS(embed_packed, embed_packed)

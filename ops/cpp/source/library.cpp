@@ -31,7 +31,7 @@ const int64_t STRUCTURE_SIZES[] = {
     sizeof(RouteOperands), sizeof(PairTable), sizeof(DispatchOperands), sizeof(ExpertsOperands),
     sizeof(CombineOperands), sizeof(AttendTextsOperands),
     sizeof(ConvolveOperands), sizeof(RecurOperands), sizeof(ProductHeadsOperands), sizeof(CopyHeadsOperands),
-    sizeof(EmbedGroupsOperands), sizeof(MaskOperands), sizeof(DrawOperands),
+    sizeof(EmbedGroupsOperands), sizeof(MaskOperands), sizeof(DrawOperands), sizeof(PoolTextsOperands),
 };
 
 int64_t panel_width() { return PANEL; }

@@ -102,6 +102,37 @@ void last(const void* operands, const Step& step, ThreadGroup& threads) {
     });
 }
 
+struct PoolTextsOperands {
+    const void* hidden;  // [T, E]
+    float* out;          // [B, E]
+    int64_t size;        // E
+    int64_t mean;        // of each row's tokens; else its first token's
+    int64_t normalized;  // to length one
+};
+
+// What stands for a text: see Pooler (runtime/layers/pooler.py). The task is a row.
+template <class T>
+void pool_texts(const void* operands, const Step& step, ThreadGroup& threads) {
+    const auto& o = *static_cast<const PoolTextsOperands*>(operands);
+    threads.share(step.num_rows, [&](int64_t row) {
+        const T* const first = static_cast<const T*>(o.hidden) + step.query_starts[row] * o.size;
+        const int64_t tokens = o.mean ? step.counts[row] : 1;
+        float* const out = o.out + row * o.size;
+        Floats squares{};
+        in_vectors(o.size, [&](int64_t k, int64_t count) {
+            Floats total{};
+            for (int64_t token = 0; token < tokens; token++) total += load(first + token * o.size + k, count);
+            total = total / float(tokens);
+            squares += total * total;
+            store(out + k, total, count);
+        });
+        constexpr float LEAST = 1e-12f;  // as of torch.nn.functional.normalize
+        const float length = std::max(std::sqrt(sum(squares)), LEAST);
+        if (o.normalized)
+            in_vectors(o.size, [&](int64_t k, int64_t count) { store(out + k, load(out + k, count) / length, count); });
+    });
+}
+
 // What one thread has seen of a row's logits, lane by lane.
 struct Best {
     Floats value[2];
