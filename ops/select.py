@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ops.attention import Attend
 from ops.attention.hybrid import hybrid
 from ops.backends import ATTENTION, SAMPLING
 from ops.cpp.library import KernelDescription
@@ -59,7 +60,7 @@ OPERATIONS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 class Kernels:
     """One callable per operation; each contract stands in its folder, that of `attend` in `ops.attention`."""
 
-    attend: Callable[..., Tensor]
+    attend: Attend
     attend_texts: Callable[..., Tensor]
     store: Callable[..., None]
     copy_pages: Callable[..., None]
@@ -162,10 +163,8 @@ def _launcher(num_threads: int | None = None, compiler: str | None = None) -> Ke
     return KernelLauncher(library, num_threads or torch.get_num_threads())
 
 
-def _attention(
-    decode: str, prefill: str | None, settings: Mapping[str, Mapping[str, Any]]
-) -> Callable[..., Tensor]:
-    def made(file: str) -> Callable[..., Tensor]:
+def _attention(decode: str, prefill: str | None, settings: Mapping[str, Mapping[str, Any]]) -> Attend:
+    def made(file: str) -> Attend:
         return _backend("attention", file).make_attend(**settings.get(file, {}))
 
     if prefill is None or prefill == decode:

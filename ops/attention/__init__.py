@@ -1,22 +1,16 @@
 """Attention over a paged cache.
 
-A backend file holds `attend(q, k_pool, v_pool, metadata, *, scale, window=None, chunked=False, soft_cap=None,
-sinks=None, slopes=None, k_scale=1.0, v_scale=1.0) -> out`:
+A backend file holds `attend(q, k_pool, v_pool, metadata, options) -> out`:
 
     q        [T, H, D]           queries of all rows, one row after the other
     k_pool   [P, K, page, D]     keys, contiguous; the query's dtype, or float8 (e4m3fn or e5m2)
     v_pool   [P, K, page, D]
-    sinks    [H] float32         a score without a value for each head, or none
-    slopes   [H] float32         what a head's scores lose for each position of distance, or none
+    metadata AttentionMetadata   where the rows of the step stand
+    options  AttentionOptions    what a layer asks for
     out      [T, H, D]           a new tensor of q's dtype
 
-Token i of row b has the position p = starts[b] + i and attends to the positions 0 .. p, or to the last
-`window` of them (its own included), or where `chunked` to those of its own chunk: positions are divided into chunks of
-`window`. Query head h reads kv head h // (H / K). Scores are q.k * scale, then soft_cap * tanh(score / soft_cap)
-where a soft cap is given. With slopes a score loses slope * (p - key's position) (ALiBi, arXiv 2108.12409); they come
-without a soft cap. A sink takes part in the softmax of its head, neither scaled nor capped (attention sinks, arXiv
-2309.17453, as learned numbers). Keys and values are what the pools hold times k_scale and v_scale. All KV of the step
-is stored before the call.
+Token i of row b has the position p = starts[b] + i and attends to the positions 0 .. p, or to those that the layer's
+window leaves. Query head h reads kv head h // (H / K). All KV of the step is stored before the call.
 Nothing outside a row's own positions has any influence on it, not even a value that is no number.
 
 `make_attend(**settings)` gives an engine an `attend` of its own, with the settings that the backend has.
@@ -26,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -88,6 +82,29 @@ class AttentionMetadata:
             starts_host=starts,
             counts_host=counts,
         )
+
+
+class AttentionOptions(NamedTuple):
+    """How the tokens of one layer attend.
+
+    A token attends to the last `window` positions (its own included), or where `chunked` to those of its own chunk:
+    positions are divided into chunks of `window`. Scores are q.k * scale, then soft_cap * tanh(score / soft_cap) where
+    a soft cap is given. With slopes a score loses slope times its key's distance (ALiBi, arXiv 2108.12409); they come
+    without a soft cap. A sink takes part in the softmax of its head, neither scaled nor capped (attention sinks,
+    arXiv 2309.17453, as learned numbers). Keys and values are what the pools hold times k_scale and v_scale.
+    """
+
+    scale: float
+    window: int | None = None
+    chunked: bool = False
+    soft_cap: float | None = None
+    sinks: Tensor | None = None  # float32 [H], a score without a value for each head
+    slopes: Tensor | None = None  # float32 [H], what a head's scores lose for each position of distance
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+
+
+Attend = Callable[[Tensor, Tensor, Tensor, AttentionMetadata, AttentionOptions], Tensor]
 
 
 def token_positions(starts: Sequence[int], counts: Sequence[int]) -> NDArray[np.int64]:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ops.attention import AttentionMetadata
+from ops.attention import Attend, AttentionMetadata, AttentionOptions
 from ops.sampling.native import to_device
-
-Attend = Callable[..., Tensor]
 
 
 class Part(NamedTuple):
@@ -27,18 +24,18 @@ def hybrid(decode: Attend, prefill: Attend) -> Attend:
     """An `attend` (see `ops.attention`) that gives rows of one token to `decode` and all others to `prefill`."""
 
     def attend(
-        q: Tensor, k_pool: Tensor, v_pool: Tensor, metadata: AttentionMetadata, **options: Any
+        q: Tensor, k_pool: Tensor, v_pool: Tensor, metadata: AttentionMetadata, options: AttentionOptions
     ) -> Tensor:
         counts = metadata.counts_host
         if all(count == 1 for count in counts):
-            return decode(q, k_pool, v_pool, metadata, **options)
+            return decode(q, k_pool, v_pool, metadata, options)
         if not any(count == 1 for count in counts):
-            return prefill(q, k_pool, v_pool, metadata, **options)
+            return prefill(q, k_pool, v_pool, metadata, options)
         if __name__ not in metadata.plan_cache:
             metadata.plan_cache[__name__] = (_part(metadata, single=True), _part(metadata, single=False))
         out = torch.empty_like(q)
         for backend, part in zip((decode, prefill), metadata.plan_cache[__name__], strict=True):
-            found = backend(q.index_select(0, part.tokens), k_pool, v_pool, part.metadata, **options)
+            found = backend(q.index_select(0, part.tokens), k_pool, v_pool, part.metadata, options)
             out.index_copy_(0, part.tokens, found)
         return out
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ops.attention import AttentionMetadata
+from ops.attention import Attend, AttentionMetadata, AttentionOptions
 
 MAX_PADDING = 0.25  # of a group's gathered tokens; more than that is slower than another group
 MAX_GROUP_BYTES = 32 * 2**20  # gathered keys; beyond it a group falls out of the CPU's caches
@@ -69,15 +69,7 @@ def attend(
     k_pool: Tensor,
     v_pool: Tensor,
     metadata: AttentionMetadata,
-    *,
-    scale: float,
-    window: int | None = None,
-    chunked: bool = False,
-    soft_cap: float | None = None,
-    sinks: Tensor | None = None,
-    slopes: Tensor | None = None,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
+    options: AttentionOptions,
     attend_gathered: Dense | None = None,
 ) -> Tensor:
     """Attention of every row over its pages (see `ops.attention`).
@@ -85,10 +77,12 @@ def attend(
     `attend_gathered` computes the attention of single-token rows once their keys are gathered, in place of `dense`.
     """
     attend_gathered = attend_gathered or dense
-    sight = None if window is None else Sight(window, chunked)
+    sight = None if options.window is None else Sight(options.window, options.chunked)
     out = torch.empty_like(q)
-    by_kv_head = [None if each is None else each.view(k_pool.shape[1], -1) for each in (sinks, slopes)]
-    scoring = Scoring(scale * k_scale, soft_cap, *by_kv_head)
+    by_kv_head = [
+        None if each is None else each.view(k_pool.shape[1], -1) for each in (options.sinks, options.slopes)
+    ]
+    scoring = Scoring(options.scale * options.k_scale, options.soft_cap, *by_kv_head)
     for group in _groups(q, k_pool, metadata, sight):
         if group.tokens is None:
             out = _attend_group(q, k_pool, v_pool, group, attend_gathered, scoring)
@@ -102,10 +96,10 @@ def attend(
             tokens = slice(first, first + count)
             out[tokens] = _attend_row(q[tokens], k_pool, v_pool, metadata, row, sight, scoring)
         first += count
-    return out if v_scale == 1.0 else out.mul_(v_scale)
+    return out if options.v_scale == 1.0 else out.mul_(options.v_scale)
 
 
-def make_attend() -> Callable[..., Tensor]:
+def make_attend() -> Attend:
     """`attend` itself: there is nothing to set."""
     return attend
 

@@ -5,21 +5,19 @@ A token's result does not depend on the other rows, on how its prompt is divided
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from ops.attention import AttentionMetadata, native
+from ops.attention import Attend, AttentionMetadata, AttentionOptions, native
+from ops.cpp import structures
 from ops.cpp.kernel_launcher import KernelLauncher
 from ops.cpp.library import TYPES, address, cache_type, in_line
-from ops.cpp.structures import Attend, Step
 
 NUM_PARTS = 2**22  # floats through which tasks give each other parts of a long row or of what rows share
 HEAD_DIM_MULTIPLE = 16
 
 
-def make_attend(launcher: KernelLauncher) -> Callable[..., Tensor]:
+def make_attend(launcher: KernelLauncher) -> Attend:
     """An `attend` (see `ops.attention`). What `computes` says no to goes to `native`."""
     parts = torch.empty(NUM_PARTS)
 
@@ -28,35 +26,14 @@ def make_attend(launcher: KernelLauncher) -> Callable[..., Tensor]:
         k_pool: Tensor,
         v_pool: Tensor,
         metadata: AttentionMetadata,
-        *,
-        scale: float,
-        window: int | None = None,
-        chunked: bool = False,
-        soft_cap: float | None = None,
-        sinks: Tensor | None = None,
-        slopes: Tensor | None = None,
-        k_scale: float = 1.0,
-        v_scale: float = 1.0,
+        options: AttentionOptions,
     ) -> Tensor:
         """Attention of every row over its pages."""
         if not computes(q, k_pool):
-            return native.attend(
-                q,
-                k_pool,
-                v_pool,
-                metadata,
-                scale=scale,
-                window=window,
-                chunked=chunked,
-                soft_cap=soft_cap,
-                sinks=sinks,
-                slopes=slopes,
-                k_scale=k_scale,
-                v_scale=v_scale,
-            )
+            return native.attend(q, k_pool, v_pool, metadata, options)
         q = in_line(q)
         out = launcher.empty(q.shape, q.dtype)
-        operands = Attend(
+        operands = structures.Attend(
             q=address(q),
             q_stride=q.stride(0),
             k_pool=address(k_pool),
@@ -65,16 +42,16 @@ def make_attend(launcher: KernelLauncher) -> Callable[..., Tensor]:
             num_heads=q.shape[1],
             num_kv_heads=k_pool.shape[1],
             head_dim=q.shape[2],
-            window=window or 0,
-            chunked=chunked,
-            scale=scale * k_scale,
-            soft_cap=soft_cap or 0.0,
-            sinks=address(sinks),
-            slopes=address(slopes),
+            window=options.window or 0,
+            chunked=options.chunked,
+            scale=options.scale * options.k_scale,
+            soft_cap=options.soft_cap or 0.0,
+            sinks=address(options.sinks),
+            slopes=address(options.slopes),
             parts=address(parts),
             num_parts=NUM_PARTS,
             type=cache_type(k_pool, q.dtype),
-            v_scale=v_scale,
+            v_scale=options.v_scale,
         )
         launcher.launch("attend", q.dtype, operands, step_in(metadata))
         return out
@@ -88,11 +65,11 @@ def computes(q: Tensor, k_pool: Tensor) -> bool:
     return known and q.shape[2] % HEAD_DIM_MULTIPLE == 0
 
 
-def step_in(metadata: AttentionMetadata) -> Step:
+def step_in(metadata: AttentionMetadata) -> structures.Step:
     """What kernels of a step's rows read, made once for all layers. It holds addresses in the metadata."""
     key = (__name__, "step")
     if key not in metadata.plan_cache:
-        metadata.plan_cache[key] = Step(
+        metadata.plan_cache[key] = structures.Step(
             num_tokens=len(metadata.slot_mapping),
             num_rows=len(metadata.counts_host),
             slot_mapping=address(metadata.slot_mapping),

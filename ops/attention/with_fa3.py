@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ops.attention.hybrid import Attend
+from ops.attention import Attend
 from ops.attention.with_flashinfer import FA3, FlashInfer
 
 

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ops.attention import AttentionMetadata
-from ops.attention.hybrid import Attend, hybrid
+from ops.attention import Attend, AttentionMetadata, AttentionOptions
+from ops.attention.hybrid import hybrid
 from ops.backends import FLASHINFER_HEAD_DIMS
 from ops.sampling.native import to_device
 
@@ -82,23 +82,15 @@ class FlashInfer:
         k_pool: Tensor,
         v_pool: Tensor,
         metadata: AttentionMetadata,
-        *,
-        scale: float,
-        window: int | None = None,
-        chunked: bool = False,
-        soft_cap: float | None = None,
-        sinks: Tensor | None = None,
-        slopes: Tensor | None = None,
-        k_scale: float = 1.0,
-        v_scale: float = 1.0,
+        options: AttentionOptions,
     ) -> Tensor:
         """Rows that are all of one token, or all longer. Raises ValueError for what FlashInfer lacks."""
         (_, num_heads, head_dim), (_, num_kv_heads, page_size, _) = q.shape, k_pool.shape
-        if sinks is not None:
+        if options.sinks is not None:
             raise ValueError("FlashInfer's paged kernels have no attention sinks; use triton")
-        if chunked:
+        if options.chunked:
             raise ValueError("FlashInfer's paged kernels have no chunks; use triton")
-        if slopes is not None:
+        if options.slopes is not None:
             raise ValueError("FlashInfer's paged kernels have no slopes of ours (ALiBi); use triton")
         check_heads(q)
         if self._kernels == FA3 and k_pool.dtype != q.dtype:
@@ -111,16 +103,16 @@ class FlashInfer:
             page_size,
             q.dtype,
             k_pool.dtype,
-            scale,
-            window,
-            soft_cap,
+            options.scale,
+            options.window,
+            options.soft_cap,
         )
         wrapper = (
             self._planned(setting, metadata)
             if metadata.replans is None
             else self._captured(setting, metadata)
         )
-        scales = {"k_scale": k_scale, "v_scale": v_scale}
+        scales = {"k_scale": options.k_scale, "v_scale": options.v_scale}
         used = {
             name: scale for name, scale in scales.items() if scale != 1.0
         }  # each costs a pass over the result

@@ -6,12 +6,10 @@ several times what a batched product needs. Prompts, other dtypes and small batc
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from ops.attention import AttentionMetadata, native
+from ops.attention import Attend, AttentionMetadata, AttentionOptions, native
 
 MIN_PRODUCTS = 32  # rows x kv heads; with fewer the operations cost what they save
 
@@ -21,35 +19,13 @@ def attend(
     k_pool: Tensor,
     v_pool: Tensor,
     metadata: AttentionMetadata,
-    *,
-    scale: float,
-    window: int | None = None,
-    chunked: bool = False,
-    soft_cap: float | None = None,
-    sinks: Tensor | None = None,
-    slopes: Tensor | None = None,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
+    options: AttentionOptions,
 ) -> Tensor:
     """Attention of every row over its pages (see `ops.attention`)."""
-    return native.attend(
-        q,
-        k_pool,
-        v_pool,
-        metadata,
-        scale=scale,
-        window=window,
-        chunked=chunked,
-        soft_cap=soft_cap,
-        sinks=sinks,
-        slopes=slopes,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        attend_gathered=_by_products,
-    )
+    return native.attend(q, k_pool, v_pool, metadata, options, attend_gathered=_by_products)
 
 
-def make_attend() -> Callable[..., Tensor]:
+def make_attend() -> Attend:
     """`attend` itself: there is nothing to set."""
     return attend
 

@@ -11,7 +11,6 @@ so that the launches can be captured in a CUDA graph.
 # pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ops.attention import AttentionMetadata
+from ops.attention import Attend, AttentionMetadata, AttentionOptions
 
 NUM_KV_SPLITS = 8
 MIN_SPLIT_TOKENS = 256  # less than that is not worth a program of its own
@@ -34,15 +33,8 @@ def attend(
     k_pool: Tensor,
     v_pool: Tensor,
     metadata: AttentionMetadata,
+    options: AttentionOptions,
     *,
-    scale: float,
-    window: int | None = None,
-    chunked: bool = False,
-    soft_cap: float | None = None,
-    sinks: Tensor | None = None,
-    slopes: Tensor | None = None,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
     num_kv_splits: int = NUM_KV_SPLITS,
     split_tile_tokens: int | None = None,
 ) -> Tensor:
@@ -54,21 +46,21 @@ def attend(
         q = q.contiguous()
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     shared: dict[str, Any] = {
-        "scale": scale * k_scale,
-        "v_scale": v_scale,
-        "WINDOW": window,
-        "CHUNKED": chunked,
-        "SOFT_CAP": soft_cap,
-        "HAS_SINKS": sinks is not None,
-        "HAS_SLOPES": slopes is not None,
+        "scale": options.scale * options.k_scale,
+        "v_scale": options.v_scale,
+        "WINDOW": options.window,
+        "CHUNKED": options.chunked,
+        "SOFT_CAP": options.soft_cap,
+        "HAS_SINKS": options.sinks is not None,
+        "HAS_SLOPES": options.slopes is not None,
         "GROUP": q.shape[1] // k_pool.shape[1],
         "DIM": q.shape[2],
         "DIM_BLOCK": max(16, triton.next_power_of_2(q.shape[2])),
         "PAGE": metadata.page_size,
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
     }
-    sinks = out if sinks is None else sinks  # any pointer; it is not read
-    slopes = out if slopes is None else slopes
+    sinks = out if options.sinks is None else options.sinks  # any pointer; it is not read
+    slopes = out if options.slopes is None else options.slopes
     if any(count == 1 for count in metadata.counts_host):
         longest = metadata.page_table.shape[1] * metadata.page_size
         if split_tile_tokens is not None:
@@ -80,9 +72,7 @@ def attend(
     return out
 
 
-def make_attend(
-    num_kv_splits: int = NUM_KV_SPLITS, split_tile_tokens: int | None = None
-) -> Callable[..., Tensor]:
+def make_attend(num_kv_splits: int = NUM_KV_SPLITS, split_tile_tokens: int | None = None) -> Attend:
     """`attend` with these cuts of the keys."""
     return partial(attend, num_kv_splits=num_kv_splits, split_tile_tokens=split_tile_tokens)
 

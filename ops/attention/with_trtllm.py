@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ops.attention import AttentionMetadata
-from ops.attention.hybrid import Attend, hybrid
+from ops.attention import Attend, AttentionMetadata, AttentionOptions
+from ops.attention.hybrid import hybrid
 from ops.attention.with_flashinfer import check_heads
 from ops.backends import TRTLLM_PAGE_SIZES
 
@@ -38,19 +38,29 @@ class TensorRT:
         self._workspace: Tensor | None = None
 
     def _decode(
-        self, q: Tensor, k_pool: Tensor, v_pool: Tensor, metadata: AttentionMetadata, **options: Any
+        self,
+        q: Tensor,
+        k_pool: Tensor,
+        v_pool: Tensor,
+        metadata: AttentionMetadata,
+        options: AttentionOptions,
     ) -> Tensor:
         """Rows of one token."""
         run = import_module("flashinfer.decode").trtllm_batch_decode_with_kv_cache
-        shared = self._shared(q, k_pool, v_pool, metadata, **options)
+        shared = self._shared(q, k_pool, v_pool, metadata, options)
         return run(max_seq_len=_lengths(metadata).longest, backend="trtllm-gen", **shared)
 
     def _prefill(
-        self, q: Tensor, k_pool: Tensor, v_pool: Tensor, metadata: AttentionMetadata, **options: Any
+        self,
+        q: Tensor,
+        k_pool: Tensor,
+        v_pool: Tensor,
+        metadata: AttentionMetadata,
+        options: AttentionOptions,
     ) -> Tensor:
         """Longer rows."""
         run = import_module("flashinfer.prefill").trtllm_batch_context_with_kv_cache
-        shared, lengths = self._shared(q, k_pool, v_pool, metadata, **options), _lengths(metadata)
+        shared, lengths = self._shared(q, k_pool, v_pool, metadata, options), _lengths(metadata)
         return run(
             max_q_len=lengths.most_queries,
             max_kv_len=lengths.longest,
@@ -66,22 +76,14 @@ class TensorRT:
         k_pool: Tensor,
         v_pool: Tensor,
         metadata: AttentionMetadata,
-        *,
-        scale: float,
-        window: int | None = None,
-        chunked: bool = False,
-        soft_cap: float | None = None,
-        sinks: Tensor | None = None,
-        slopes: Tensor | None = None,
-        k_scale: float = 1.0,
-        v_scale: float = 1.0,
+        options: AttentionOptions,
     ) -> dict[str, Any]:
         """The arguments that both launches take. Raises ValueError for what the kernels lack."""
-        if soft_cap is not None:
+        if options.soft_cap is not None:
             raise ValueError("trtllm_mha has no soft cap; use triton")
-        if chunked:
+        if options.chunked:
             raise ValueError("trtllm_mha has no chunks; use triton")
-        if slopes is not None:
+        if options.slopes is not None:
             raise ValueError("trtllm_mha has no slopes (ALiBi); use triton")
         if metadata.page_size not in TRTLLM_PAGE_SIZES:
             raise ValueError(
@@ -100,10 +102,10 @@ class TensorRT:
             "workspace_buffer": self._workspace,
             "block_tables": metadata.page_table,
             "seq_lens": _lengths(metadata).of_rows,
-            "bmm1_scale": scale * k_scale,
-            "bmm2_scale": v_scale,
-            "window_left": -1 if window is None else window - 1,
-            "sinks": sinks,
+            "bmm1_scale": options.scale * options.k_scale,
+            "bmm2_scale": options.v_scale,
+            "window_left": -1 if options.window is None else options.window - 1,
+            "sinks": options.sinks,
             "kv_layout": "HND",
         }
 

@@ -10,7 +10,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from ops.attention import AttentionMetadata
+from ops.attention import AttentionMetadata, AttentionOptions
 from ops.select import Kernels
 from runtime.kv_cache.kinds import PAGED
 from runtime.layers.forward_batch import ForwardBatch, KVSpec
@@ -57,28 +57,12 @@ class PagedKVCache(NamedTuple):
         q: Tensor,
         batch: ForwardBatch,
         scales: Mapping[str, float],
-        *,
-        scale: float,
-        window: int | None,
-        chunked: bool = False,
-        soft_cap: float | None,
-        sinks: Tensor | None,
-        slopes: Tensor | None = None,
+        options: AttentionOptions,
     ) -> Tensor:
         """Attention [T, H, D] of the queries [T, H, D] over their rows' pages (see `ops.attention`)."""
-        return kernels.attend(
-            q,
-            self.k,
-            self.v,
-            self._metadata(batch),
-            scale=scale,
-            window=window,
-            chunked=chunked,
-            soft_cap=soft_cap,
-            sinks=sinks,
-            slopes=slopes,
-            **self._used(scales),
-        )
+        if used := self._used(scales):
+            options = options._replace(**used)
+        return kernels.attend(q, self.k, self.v, self._metadata(batch), options)
 
     def _metadata(self, batch: ForwardBatch) -> AttentionMetadata:
         return batch.attention if self.kind == PAGED else batch.kinds[self.kind].attention

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from ops.attention import AttentionOptions
 from runtime.errors import CheckpointError
 from runtime.layers.build import Build
 from runtime.layers.forward_batch import ForwardBatch, KVSpec
@@ -145,18 +146,10 @@ class Attention(Weighted):
             q = self.query_scale(q, batch)
         cache, kernels, scales = batch.cache[self.index], self.kernels, self.kv_scales.values
         cache.store(kernels, k, v, batch, scales)
-        out = cache.attend(
-            kernels,
-            q,
-            batch,
-            scales,
-            scale=self.scale,
-            window=self.window,
-            chunked=self.chunked,
-            soft_cap=self.soft_cap,
-            sinks=self.sinks,
-            slopes=self.slopes,
-        ).flatten(1)  # [T, H * D]
+        options = AttentionOptions(
+            self.scale, self.window, self.chunked, self.soft_cap, self.sinks, self.slopes
+        )
+        out = cache.attend(kernels, q, batch, scales, options).flatten(1)  # [T, H * D]
         if self.gated:
             out = self.kernels.modulate(out, gates.flatten(1), "sigmoid")
         return self.out(out, batch)

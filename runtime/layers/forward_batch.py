@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from ops.attention import AttentionMetadata
+from ops.attention import AttentionMetadata, AttentionOptions
 from ops.select import Kernels
 from runtime.layers.sharding import shard_range
 
@@ -71,15 +71,9 @@ class LayerCache(Protocol):
         q: Tensor,
         batch: ForwardBatch,
         scales: Mapping[str, float],
-        *,
-        scale: float,
-        window: int | None,
-        chunked: bool = False,
-        soft_cap: float | None,
-        sinks: Tensor | None,
-        slopes: Tensor | None = None,
+        options: AttentionOptions,
     ) -> Tensor:
-        """Attention [T, H, D] of the queries [T, H, D]; the options are those of `ops.attention`."""
+        """Attention [T, H, D] of the queries [T, H, D]."""
         ...
 
     @property

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
+from ops.attention import AttentionOptions
 from runtime.layers.build import Build
 from runtime.layers.forward_batch import ForwardBatch, KVSpec
 from runtime.layers.linear import Linear, from_heads
@@ -106,14 +107,7 @@ class LatentAttention(Weighted):
         kernels, cache = self.kernels, batch.cache[self.index]
         key = kernels.join(self.norm(latent), rotated.squeeze(1))  # [T, 1, R + rope_dim]
         cache.store(kernels, key, key, batch, {})
-        read = cache.attend(
-            kernels,
-            kernels.absorb(plain, turned, self.keys),
-            batch,
-            {},
-            scale=self.scale,
-            window=None,
-            soft_cap=None,
-            sinks=None,
-        )  # [T, H, R + rope_dim], of which the first R are values
+        query = kernels.absorb(plain, turned, self.keys)
+        # [T, H, R + rope_dim], of which the first R are values
+        read = cache.attend(kernels, query, batch, {}, AttentionOptions(self.scale))
         return self.out(kernels.expand(read, self.values, self.value_dim), batch)

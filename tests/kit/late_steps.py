@@ -15,7 +15,7 @@ from torch import Tensor
 import fake_runner
 import paged_forward
 import tiny_checkpoints
-from ops.attention import AttentionMetadata, native
+from ops.attention import AttentionMetadata, AttentionOptions, native
 from ops.sampling import SamplingArrays
 from ops.sampling import native as sampling
 from ops.select import Kernels, select
@@ -41,16 +41,16 @@ CONTEXT = 64
 
 
 def attend(
-    q: Tensor, k_pool: Tensor, v_pool: Tensor, inputs: AttentionMetadata, *, scale: float, **options: Any
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, inputs: AttentionMetadata, options: AttentionOptions
 ) -> Tensor:
     """Attention that reads nothing of single-token rows on the host, as a graph needs it."""
     if any(count != 1 for count in inputs.counts_host):
-        return native.attend(q, k_pool, v_pool, inputs, scale=scale, **options)
+        return native.attend(q, k_pool, v_pool, inputs, options)
     pages = inputs.page_table.long()  # [B, W]
     # [B, K, W * page, D]
     keys, values = (pool[pages].transpose(1, 2).flatten(2, 3).to(q.dtype) for pool in (k_pool, v_pool))
     queries = q.unflatten(1, (keys.shape[1], -1))  # [B, K, G, D]
-    scores = queries @ keys.transpose(2, 3) * scale
+    scores = queries @ keys.transpose(2, 3) * options.scale
     unseen = torch.arange(keys.shape[2]) > inputs.starts[:, None, None, None]
     return (scores.masked_fill(unseen, -torch.inf).softmax(-1) @ values).flatten(1, 2)
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ops.attention import AttentionMetadata, native
+from ops.attention import AttentionMetadata, AttentionOptions, native
 
 
 class _Fixed:
@@ -93,9 +93,9 @@ class _Wrapper:
         inputs = AttentionMetadata.build(starts, counts, table, plan["page_size"])
         window = None if plan["window_left"] < 0 else plan["window_left"] + 1
         soft_cap = plan["logits_soft_cap"] or None
-        options: dict[str, Any] = {"scale": plan["sm_scale"], "window": window, "soft_cap": soft_cap}
-        options |= {name: scale for name, scale in scales.items() if scale is not None}
-        return native.attend(q, *cache, inputs, **options)
+        given: dict[str, Any] = {name: scale for name, scale in scales.items() if scale is not None}
+        options = AttentionOptions(plan["sm_scale"], window, soft_cap=soft_cap, **given)
+        return native.attend(q, *cache, inputs, options)
 
 
 class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):

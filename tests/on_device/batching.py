@@ -7,7 +7,7 @@ from importlib import import_module
 import torch
 
 from kernel_cases.attention import SCALE, Case, step
-from ops.attention import AttentionMetadata
+from ops.attention import AttentionMetadata, AttentionOptions
 
 ROWS = ((70, 1), (5, 1), (900, 1), (0, 40))
 
@@ -21,11 +21,11 @@ def bits_differ(device: str, file: str) -> list[int]:
     table, size = together.page_table.numpy(), together.page_size
     starts, counts = zip(*ROWS)
     there = AttentionMetadata.build(starts, counts, table, size, device)
-    whole = attend(q, k_pool, v_pool, there, scale=SCALE)
+    whole = attend(q, k_pool, v_pool, there, AttentionOptions(scale=SCALE))
     differing = []
     for row in range(3):
         alone = AttentionMetadata.build([starts[row]], [1], table[row : row + 1], size, device)
-        result = attend(q[row : row + 1], k_pool, v_pool, alone, scale=SCALE)
+        result = attend(q[row : row + 1], k_pool, v_pool, alone, AttentionOptions(scale=SCALE))
         if not torch.equal(result[0], whole[row]):
             differing.append(row)
     return differing

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ops.attention import AttentionMetadata
+from ops.attention import AttentionMetadata, AttentionOptions
 from ops.matmul.grouped import GroupedWeight
 from ops.moe import Mixture
 from ops.sampling import SamplingArrays
@@ -111,7 +111,9 @@ def _attend(
 ) -> None:
     q = _tokens(sum(counts), HEADS, dim=dim, dtype=dtype)[:, :heads]
     pools = _pools(pool_dtype or dtype, dim=dim, page=page)
-    _backend("attention").attend(q, *pools, _places(counts, page, width), scale=dim**-0.5, **options)
+    _backend("attention").attend(
+        q, *pools, _places(counts, page, width), AttentionOptions(scale=dim**-0.5, **options)
+    )
 
 
 def _choose() -> None:

@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from ops.attention import AttentionOptions
 from ops.select import Kernels
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import ModelPlan
@@ -265,14 +266,10 @@ class _Attention:
         sinks, size = options.get("s_aux"), v.shape[-1]
         q, k, v = (pad(x, (0, self._head_dim - x.shape[-1])).contiguous() for x in (q, k, v))
         cache.store(self._kernels, k, v, batch, {})
-        out = cache.attend(
-            self._kernels,
-            q,
-            batch,
-            {},
+        asked = AttentionOptions(
             scale=float(scale),
             window=self._windows[index],
             soft_cap=options.get("softcap"),
             sinks=None if sinks is None else sinks.reshape(-1).float(),
         )
-        return out[..., :size]
+        return cache.attend(self._kernels, q, batch, {}, asked)[..., :size]

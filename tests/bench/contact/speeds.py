@@ -13,7 +13,7 @@ import torch
 
 from bench.gpu.figure import Failure, Figure, document_of, line_of
 from bench.gpu.limits import Limits, Work, fastest, measure_limits
-from ops.attention import AttentionMetadata
+from ops.attention import AttentionMetadata, AttentionOptions
 from ops.backends import ATTENTION
 from ops.machine import Machine
 from serve.bench import report
@@ -97,7 +97,7 @@ def _call(file: str, case: Case, device: str) -> Callable[[], object]:
     q = torch.randn((sum(counts), HEADS, HEAD_DIM), generator=generator).bfloat16().to(device)
     metadata = AttentionMetadata.build(starts, counts, table, PAGE, device)
     attend = import_module(f"ops.attention.{file}").make_attend()
-    return lambda: attend(q, k_pool, v_pool, metadata, scale=HEAD_DIM**-0.5)
+    return lambda: attend(q, k_pool, v_pool, metadata, AttentionOptions(scale=HEAD_DIM**-0.5))
 
 
 if __name__ == "__main__":

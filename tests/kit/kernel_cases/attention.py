@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ops.attention import AttentionMetadata
+from ops.attention import AttentionMetadata, AttentionOptions
 
 SINGLE = ((70, 1), (127, 1), (31, 1))
 MIXED = ((40, 1), (0, 21), (3, 1), (30, 18), (0, 1))  # (start, count) of rows
@@ -107,34 +107,25 @@ def step(case: Case, seed: int = 0) -> Step:
     return Step(q, k_pool, v_pool, AttentionMetadata.build(starts, counts, table, size))
 
 
-def options(case: Case) -> dict[str, Any]:
-    """The keyword arguments of `attend`."""
-    names = ("window", "chunked", "soft_cap", "k_scale", "v_scale")
+def options(case: Case) -> AttentionOptions:
     sinks = torch.linspace(-1, 3, case.num_heads) if case.sinks else None
     slopes = torch.logspace(-1, -6, case.num_heads, base=2.0) if case.slopes else None
-    return {"scale": SCALE, "sinks": sinks, "slopes": slopes, **{name: getattr(case, name) for name in names}}
+    return AttentionOptions(
+        SCALE, case.window, case.chunked, case.soft_cap, sinks, slopes, case.k_scale, case.v_scale
+    )
 
 
 def outputs(backend: ModuleType, case: Case, **more: Any) -> list[Tensor]:
-    return [backend.attend(*step(case), **options(case), **more)]
+    return [backend.attend(*step(case), options(case), **more)]
 
 
 def expected(case: Case) -> list[Tensor]:
-    return [dense(step(case), **options(case))]
+    return [dense(step(case), options(case))]
 
 
-def dense(
-    given: Step,
-    scale: float,
-    window: int | None = None,
-    chunked: bool = False,
-    soft_cap: float | None = None,
-    sinks: Tensor | None = None,
-    slopes: Tensor | None = None,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-) -> Tensor:
+def dense(given: Step, options: AttentionOptions) -> Tensor:
     """One softmax per token and head over the positions it may see."""
+    scale, window, chunked, soft_cap, sinks, slopes, k_scale, v_scale = options
     outs: list[Tensor] = []
     group, size = given.q.shape[1] // given.k_pool.shape[1], given.inputs.page_size
     k_pool, v_pool = given.k_pool.float() * k_scale, given.v_pool.float() * v_scale

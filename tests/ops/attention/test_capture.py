@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from ops.attention import AttentionMetadata
+from ops.attention import AttentionMetadata, AttentionOptions
 
 with_triton = pytest.importorskip("ops.attention.with_triton")
 
@@ -35,7 +35,7 @@ def launches(monkeypatch: pytest.MonkeyPatch, inputs: AttentionMetadata) -> list
     for kernel in ("_decode_kernel", "_merge_kernel", "_prefill_kernel"):
         monkeypatch.setattr(with_triton, kernel, Recorder(noted))
     pool = torch.zeros(WIDTH, 2, PAGE, 16)
-    with_triton.make_attend()(torch.zeros(ROWS, 4, 16), pool, pool, inputs, scale=1.0)
+    with_triton.make_attend()(torch.zeros(ROWS, 4, 16), pool, pool, inputs, AttentionOptions(scale=1.0))
     return noted
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernel_cases.attention import CASES, Case, options, step
-from ops.attention import native
+from ops.attention import AttentionOptions, native
 from ops.attention.hybrid import hybrid
 
 
@@ -16,20 +16,20 @@ from ops.attention.hybrid import hybrid
 def test_two_backends_together_equal_one(name: str) -> None:
     both = hybrid(native.attend, native.attend)
     given, asked = step(CASES[name]), options(CASES[name])
-    torch.testing.assert_close(both(*given, **asked), native.attend(*given, **asked))
+    torch.testing.assert_close(both(*given, asked), native.attend(*given, asked))
 
 
 def test_each_backend_gets_its_rows() -> None:
     seen: dict[str, list[int]] = {}
 
     def noting(name: str) -> Any:
-        def attend(q: torch.Tensor, k_pool: Any, v_pool: Any, inputs: Any, **asked: Any) -> torch.Tensor:
+        def attend(q: torch.Tensor, k_pool: Any, v_pool: Any, inputs: Any, options: Any) -> torch.Tensor:
             seen[name] = list(inputs.counts_host)
             return q
 
         return attend
 
     given = step(Case(((40, 1), (0, 21), (3, 1), (30, 18))))
-    out = hybrid(noting("single"), noting("longer"))(*given, scale=1.0)
+    out = hybrid(noting("single"), noting("longer"))(*given, AttentionOptions(1.0))
     assert seen == {"single": [1, 1], "longer": [21, 18]}
     assert torch.equal(out, given.q)

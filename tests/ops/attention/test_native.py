@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernel_cases.attention import CASES, Case, Step, dense, expected, outputs, step
 from kernel_comparison import agree
-from ops.attention import AttentionMetadata, native
+from ops.attention import AttentionMetadata, AttentionOptions, native
 
 
 def make_case(
@@ -28,9 +28,9 @@ def make_case(
 def check(
     case: Step, *, window: int | None = None, soft_cap: float | None = None, sinks: torch.Tensor | None = None
 ) -> None:
-    options = {"scale": 0.3, "window": window, "soft_cap": soft_cap, "sinks": sinks}
-    out = native.attend(*case, **options)
-    torch.testing.assert_close(out, dense(case, **options), atol=2e-6, rtol=1e-5)
+    options = AttentionOptions(0.3, window, soft_cap=soft_cap, sinks=sinks)
+    out = native.attend(*case, options)
+    torch.testing.assert_close(out, dense(case, options), atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -79,17 +79,19 @@ def test_rows_may_share_pages() -> None:
 
 def test_the_largest_window_changes_nothing() -> None:
     case = make_case([(9, 1), (0, 10), (4, 3)], 4, 2, 2, 8)
-    full = native.attend(case.q, case.k_pool, case.v_pool, case.inputs, scale=1.0)
-    wide = native.attend(case.q, case.k_pool, case.v_pool, case.inputs, scale=1.0, window=10)
+    full = native.attend(case.q, case.k_pool, case.v_pool, case.inputs, AttentionOptions(scale=1.0))
+    wide = native.attend(
+        case.q, case.k_pool, case.v_pool, case.inputs, AttentionOptions(scale=1.0, window=10)
+    )
     torch.testing.assert_close(wide, full)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_stays_close_and_keeps_its_dtype(dtype) -> None:
     case = make_case([(30, 1), (3, 1), (0, 20), (10, 9)], 4, 4, 2, 8)
-    exact = native.attend(case.q, case.k_pool, case.v_pool, case.inputs, scale=0.3)
+    exact = native.attend(case.q, case.k_pool, case.v_pool, case.inputs, AttentionOptions(scale=0.3))
     q, k_pool, v_pool = (x.to(dtype) for x in case[:3])
-    out = native.attend(q, k_pool, v_pool, case.inputs, scale=0.3)
+    out = native.attend(q, k_pool, v_pool, case.inputs, AttentionOptions(scale=0.3))
     assert out.dtype == dtype
     torch.testing.assert_close(out.float(), exact, atol=0.03, rtol=0.03)
 
@@ -117,7 +119,7 @@ def test_long_chunk_of_a_long_context_takes_little_memory(monkeypatch, soft_cap)
     inputs = AttentionMetadata.build([end - count], [count], table, 16)
     q = torch.randn(count, 4, 4)
     with LargestTensor() as largest:
-        native.attend(q, k_pool, v_pool, inputs, scale=0.5, soft_cap=soft_cap)
+        native.attend(q, k_pool, v_pool, inputs, AttentionOptions(scale=0.5, soft_cap=soft_cap))
     assert largest.nbytes <= 4 * bound
 
 
@@ -139,5 +141,5 @@ def test_rows_of_one_length_are_one_group() -> None:
 def test_layers_share_what_was_derived_in_the_first() -> None:
     case = make_case([(9, 1), (3, 1)], 4, 2, 2, 8)
     for _ in range(2):
-        native.attend(case.q, case.k_pool, case.v_pool, case.inputs, scale=1.0)
+        native.attend(case.q, case.k_pool, case.v_pool, case.inputs, AttentionOptions(scale=1.0))
     assert len(case.inputs.plan_cache) == 1

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cpp_kernels import LESSER, launcher
 from kernel_cases.attention import Step
-from ops.attention import AttentionMetadata, with_cpp
+from ops.attention import AttentionMetadata, AttentionOptions, with_cpp
 
 SCALE = 0.2
 BLOCK = 256  # keys
@@ -81,8 +81,8 @@ def test_pages_in_common_give_the_bits_that_copies_give(
         attend = with_cpp.make_attend(launcher(num_threads))
         if options.pop("slopes", False):
             options = {"window": options.get("window"), "slopes": torch.logspace(-9, -3, heads[0], base=2.0)}
-        expected = attend(*copied, scale=SCALE, **options)
-        assert torch.equal(attend(*shared, scale=SCALE, **options), expected)
+        expected = attend(*copied, AttentionOptions(scale=SCALE, **options))
+        assert torch.equal(attend(*shared, AttentionOptions(scale=SCALE, **options)), expected)
 
 
 @pytest.mark.slow
@@ -91,7 +91,9 @@ def test_pages_in_common_give_the_bits_that_copies_give(
 def test_pages_in_common_give_the_same_bits_on_lesser_processors(processor, dtype) -> None:
     attend = with_cpp.make_attend(launcher(2, *LESSER[processor]))
     shared, copied = shared_and_copied([*SYSTEM_PROMPT, (600, 40, 0, 512)], dtype=dtype)
-    assert torch.equal(attend(*shared, scale=SCALE), attend(*copied, scale=SCALE))
+    assert torch.equal(
+        attend(*shared, AttentionOptions(scale=SCALE)), attend(*copied, AttentionOptions(scale=SCALE))
+    )
 
 
 def parts_after(step: Step, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Tensor:
@@ -105,7 +107,7 @@ def parts_after(step: Step, monkeypatch: pytest.MonkeyPatch, **options: Any) -> 
         launch(name, dtype, operands, *rest)
 
     monkeypatch.setattr(kernels, "launch", launch_with_our_parts)
-    with_cpp.make_attend(kernels)(*step, scale=SCALE, **options)
+    with_cpp.make_attend(kernels)(*step, AttentionOptions(scale=SCALE, **options))
     return parts
 
 

@@ -15,7 +15,7 @@ from cpp_kernels import LESSER, launcher
 from kernel_cases import attention
 from kernel_cases.attention import CASES, Case, Step
 from kernel_comparison import agree
-from ops.attention import AttentionMetadata, native, with_cpp
+from ops.attention import AttentionMetadata, AttentionOptions, native, with_cpp
 
 OWN_POOLS = {name: case for name, case in CASES.items() if case.pool_dtype is None}
 OF_BYTES = {name: case for name, case in CASES.items() if case.pool_dtype is not None}
@@ -87,8 +87,10 @@ def test_bfloat16_is_about_as_exact_as_torchs_own_attention(rows, strength) -> N
     given = attention.step(Case(rows, dtype=BF16, num_heads=6))
     given = given._replace(q=given.q * strength)
     q, k_pool, v_pool = (x.double() for x in given[:3])
-    exact = native.attend(q, k_pool, v_pool, given.inputs, scale=SCALE)
-    ours, theirs = (mean_error(b.attend(*given, scale=SCALE), exact) for b in (backend(), native))
+    exact = native.attend(q, k_pool, v_pool, given.inputs, AttentionOptions(scale=SCALE))
+    ours, theirs = (
+        mean_error(b.attend(*given, AttentionOptions(scale=SCALE)), exact) for b in (backend(), native)
+    )
     assert ours < 1.2 * theirs
 
 
@@ -109,24 +111,28 @@ def rows_of(given: Step, rows: Sequence[tuple[int, int, int]]) -> Step:
 def test_a_token_has_the_same_bits_alone_batched_and_chunked(dtype, head_dim, window) -> None:
     whole = attention.step(Case(((0, 800), (0, 530)), dtype=dtype, num_heads=6, head_dim=head_dim))
     attend = backend(2).attend
-    expected = attend(*whole, scale=SCALE, window=window)
+    expected = attend(*whole, AttentionOptions(scale=SCALE, window=window))
     chunks = [(0, 0, 33), (0, 33, 512), (0, 545, 255), (1, 0, 1), (1, 1, 529)]
-    assert torch.equal(attend(*rows_of(whole, chunks), scale=SCALE, window=window), expected)
+    assert torch.equal(
+        attend(*rows_of(whole, chunks), AttentionOptions(scale=SCALE, window=window)), expected
+    )
     for position in (0, 255, 256, 257, 511, 799):
-        alone = attend(*rows_of(whole, [(0, position, 1)]), scale=SCALE, window=window)
+        alone = attend(*rows_of(whole, [(0, position, 1)]), AttentionOptions(scale=SCALE, window=window))
         assert torch.equal(alone[0], expected[position])
-    batched = attend(*rows_of(whole, [(1, p, 1) for p in range(300, 530)]), scale=SCALE, window=window)
+    batched = attend(
+        *rows_of(whole, [(1, p, 1) for p in range(300, 530)]), AttentionOptions(scale=SCALE, window=window)
+    )
     assert torch.equal(batched, expected[800 + 300 :])
 
 
 @pytest.mark.parametrize("rows", [((3000, 1),), ((0, 700),), ((900, 1), (0, 300), (600, 20))])
 def test_a_result_has_the_same_bits_on_any_number_of_threads(rows, monkeypatch) -> None:
     given = attention.step(Case(rows, dtype=BF16))
-    expected = backend(1).attend(*given, scale=SCALE)
+    expected = backend(1).attend(*given, AttentionOptions(scale=SCALE))
     for num_threads in (2, 3, 7):
-        assert torch.equal(backend(num_threads).attend(*given, scale=SCALE), expected)
+        assert torch.equal(backend(num_threads).attend(*given, AttentionOptions(scale=SCALE)), expected)
     monkeypatch.setattr(with_cpp, "NUM_PARTS", 0)  # no room to divide keys
-    assert torch.equal(backend(3).attend(*given, scale=SCALE), expected)
+    assert torch.equal(backend(3).attend(*given, AttentionOptions(scale=SCALE)), expected)
 
 
 def test_queries_may_stand_in_a_wider_tensor() -> None:
@@ -135,7 +141,7 @@ def test_queries_may_stand_in_a_wider_tensor() -> None:
     wide = torch.randn(len(given.q), case.num_heads + 4, case.head_dim).to(BF16)
     wide[:, : case.num_heads] = given.q
     sliced = given._replace(q=wide[:, : case.num_heads])
-    agree([backend().attend(*sliced, scale=SCALE)], attention.expected(case))
+    agree([backend().attend(*sliced, AttentionOptions(scale=SCALE))], attention.expected(case))
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
@@ -145,7 +151,9 @@ def test_a_value_that_is_no_number_reaches_only_those_who_read_it(dtype) -> None
     for pool in (given.k_pool, given.v_pool):
         spoiled = [pool.clone() if pool is other else other for other in (given.k_pool, given.v_pool)]
         spoiled[0 if pool is given.k_pool else 1][page, 0, 11:] = torch.nan  # the last one
-        lost = backend().attend(given.q, *spoiled, given.inputs, scale=SCALE).isnan().all(-1)
+        lost = (
+            backend().attend(given.q, *spoiled, given.inputs, AttentionOptions(scale=SCALE)).isnan().all(-1)
+        )
         assert lost[300, :2].all()  # both heads of kv head 0, at the last position
         assert not lost[:, 2:].any()
         assert not lost[0].any()
@@ -163,6 +171,6 @@ def test_rows_without_new_tokens_are_passed_over() -> None:
     inputs = AttentionMetadata.build([5, 3, 7], [1, 0, 1], np.arange(3, dtype=np.int32)[:, None], 16)
     k_pool, v_pool = torch.randn(2, 3, 2, 16, 16)
     q = torch.randn(2, 4, 16)
-    found = backend().attend(q, k_pool, v_pool, inputs, scale=SCALE)
+    found = backend().attend(q, k_pool, v_pool, inputs, AttentionOptions(scale=SCALE))
     only = AttentionMetadata.build([5, 7], [1, 1], np.array([[0], [2]], np.int32), 16)
-    agree([found], [native.attend(q, k_pool, v_pool, only, scale=SCALE)])
+    agree([found], [native.attend(q, k_pool, v_pool, only, AttentionOptions(scale=SCALE))])

@@ -14,7 +14,7 @@ import torch
 
 import recorded_flashinfer
 from kernel_cases.attention import Case, options, step
-from ops.attention import native, with_fa3, with_flashinfer
+from ops.attention import AttentionOptions, native, with_fa3, with_flashinfer
 from ops.attention.with_flashinfer import FlashInfer
 from recorded_flashinfer import METHODS, WRAPPERS
 
@@ -38,15 +38,15 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_planned_gives_the_result_of_native(name: str) -> None:
     case = CASES[name]
-    wanted = native.attend(*step(case), **options(case))
-    torch.testing.assert_close(FlashInfer().attend(*step(case), **options(case)), wanted)
+    wanted = native.attend(*step(case), options(case))
+    torch.testing.assert_close(FlashInfer().attend(*step(case), options(case)), wanted)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("fp8")])
 def test_fa3_takes_rows_of_all_lengths_in_one_launch(name: str) -> None:
     case, backend, given = CASES[name], FlashInfer("fa3"), step(CASES[name])
-    wanted = native.attend(*given, **options(case))
-    torch.testing.assert_close(backend.attend(*given, **options(case)), wanted)
+    wanted = native.attend(*given, options(case))
+    torch.testing.assert_close(backend.attend(*given, options(case)), wanted)
     ((wrapper,),) = backend._wrappers.values()
     assert type(wrapper).__name__ == "BatchPrefillWithPagedKVCacheWrapper"
     assert wrapper.backend == "fa3"
@@ -55,7 +55,7 @@ def test_fa3_takes_rows_of_all_lengths_in_one_launch(name: str) -> None:
 def test_fa3_refuses_a_cache_of_another_dtype() -> None:
     case = CASES["fp8 with scales"]
     with pytest.raises(ValueError, match="use triton"):
-        FlashInfer("fa3").attend(*step(case), **options(case))
+        FlashInfer("fa3").attend(*step(case), options(case))
 
 
 def test_the_file_of_fa3_names_its_kernels() -> None:
@@ -67,7 +67,7 @@ def test_a_step_is_planned_once_for_all_layers_of_a_kind() -> None:
     backend, given = FlashInfer(), step(HALF._replace(rows=((70, 1), (5, 1))))
     plans = []
     for window in (None, 9, None, 9):
-        backend.attend(*given, scale=0.2, window=window)
+        backend.attend(*given, AttentionOptions(scale=0.2, window=window))
         plans.append([ring[-1].planned["indptr"] for ring in backend._wrappers.values()])
     assert [len(plan) for plan in plans] == [1, 2, 2, 2]
     assert plans[3][0] is plans[0][0]
@@ -78,7 +78,7 @@ def test_steps_take_turns_on_the_wrappers() -> None:
     backend, case = FlashInfer(), HALF._replace(rows=((70, 1),))
     used = []
     for _ in range(2 * with_flashinfer.TURNS):
-        backend.attend(*step(case), scale=0.2)
+        backend.attend(*step(case), AttentionOptions(scale=0.2))
         (ring,) = backend._wrappers.values()
         used.append(ring[-1])
     assert len(set(used)) == with_flashinfer.TURNS
@@ -91,7 +91,7 @@ def test_captured_steps_are_planned_anew_each_over_its_own_page_table(kernels: s
     q, k_pool, v_pool, metadata = step(case)
     tables = [replace(metadata, page_table=metadata.page_table.clone(), replans={}) for _ in range(2)]
     for one in tables:
-        backend.attend(q, k_pool, v_pool, one, **options(case))  # captured: from now on only run again
+        backend.attend(q, k_pool, v_pool, one, options(case))  # captured: from now on only run again
     for one, starts in zip(tables, ([33, 3], [2, 5])):
         rows = replace(one, starts=torch.tensor(starts, dtype=torch.int32), starts_host=starts, plan_cache={})
         [replan] = (one.replans or {}).values()
@@ -100,8 +100,8 @@ def test_captured_steps_are_planned_anew_each_over_its_own_page_table(kernels: s
         rows = replace(
             metadata, starts=torch.tensor(starts, dtype=torch.int32), starts_host=starts, plan_cache={}
         )
-        wanted = native.attend(q, k_pool, v_pool, rows, **options(case))
-        found = backend.attend(q, k_pool, v_pool, one, **options(case))
+        wanted = native.attend(q, k_pool, v_pool, rows, options(case))
+        found = backend.attend(q, k_pool, v_pool, one, options(case))
         torch.testing.assert_close(found, wanted, rtol=2e-3, atol=1e-3)  # the stand-in adds in another order
     assert len(backend._buffers) == len(backend._fixed) == 2
 
@@ -117,7 +117,7 @@ def test_captured_steps_are_planned_anew_each_over_its_own_page_table(kernels: s
 )
 def test_what_it_lacks_is_refused(case: Case) -> None:
     with pytest.raises(ValueError, match="use triton"):
-        FlashInfer().attend(*step(case), **options(case))
+        FlashInfer().attend(*step(case), options(case))
 
 
 @pytest.mark.skipif(find_spec("flashinfer") is None, reason="flashinfer is not installed")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from ops.attention import AttentionMetadata, native, with_onednn
+from ops.attention import AttentionMetadata, AttentionOptions, native, with_onednn
 
 PAGE = 4
 
@@ -29,8 +29,10 @@ def paged(starts: list[int], heads: int, kv_heads: int, head_dim: int, strength:
 def errors(case: Case, window: int | None = None) -> tuple[float, float]:
     """Mean distance from float64 of (the products, torch's attention)."""
     q, k_pool, v_pool, inputs = case
-    truth = native.attend(q.double(), k_pool.double(), v_pool.double(), inputs, scale=0.3, window=window)
-    outs = (m.attend(*case, scale=0.3, window=window) for m in (with_onednn, native))
+    truth = native.attend(
+        q.double(), k_pool.double(), v_pool.double(), inputs, AttentionOptions(scale=0.3, window=window)
+    )
+    outs = (m.attend(*case, AttentionOptions(scale=0.3, window=window)) for m in (with_onednn, native))
     ours, theirs = ((out.double() - truth).abs().mean().item() for out in outs)
     return ours, theirs
 
@@ -53,14 +55,16 @@ def test_large_scores_are_not_rounded_before_the_softmax() -> None:
 @pytest.mark.parametrize(("rows", "capped"), [(10, None), (11, 2.0)])
 def test_small_batches_and_capped_scores_are_left_to_native(rows, capped) -> None:
     case = paged([9] * rows, 3, 3, head_dim=8)
-    ours, theirs = (m.attend(*case, scale=0.3, soft_cap=capped) for m in (with_onednn, native))
+    ours, theirs = (
+        m.attend(*case, AttentionOptions(scale=0.3, soft_cap=capped)) for m in (with_onednn, native)
+    )
     assert torch.equal(ours, theirs)
 
 
 def test_scales_of_the_cache_count_in_products_too() -> None:
     case = paged([9] * 16, 3, 3, head_dim=8)
     scaled, plain = (
-        with_onednn.attend(*case, scale=scale, k_scale=k_scale, v_scale=v_scale)
+        with_onednn.attend(*case, AttentionOptions(scale=scale, k_scale=k_scale, v_scale=v_scale))
         for scale, k_scale, v_scale in ((0.1, 3.0, 2.0), (0.1 * 3.0, 1.0, 1.0))
     )
     assert torch.equal(scaled, 2 * plain)
@@ -68,5 +72,5 @@ def test_scales_of_the_cache_count_in_products_too() -> None:
 
 def test_sinks_are_left_to_native() -> None:
     case, sinks = paged([9] * 16, 3, 3, head_dim=8), torch.randn(3)
-    ours, theirs = (m.attend(*case, scale=0.3, sinks=sinks) for m in (with_onednn, native))
+    ours, theirs = (m.attend(*case, AttentionOptions(scale=0.3, sinks=sinks)) for m in (with_onednn, native))
     assert torch.equal(ours, theirs)

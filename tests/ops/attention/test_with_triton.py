@@ -12,7 +12,7 @@ import torch
 from kernel_cases.attention import CASES, Case, outputs, step
 from kernel_comparison import agree, differ
 from kernel_mutants import mutant
-from ops.attention import AttentionMetadata, native
+from ops.attention import AttentionMetadata, AttentionOptions, native
 
 pytestmark = pytest.mark.interpreter
 
@@ -57,9 +57,11 @@ def test_any_cut_of_the_keys_gives_the_same(
 
 def test_a_row_gives_the_same_bits_alone_and_in_a_batch(with_triton: ModuleType) -> None:
     q, k_pool, v_pool, inputs = step(Case(((70, 1), (5, 1), (90, 1))))
-    together = with_triton.attend(q, k_pool, v_pool, inputs, scale=0.2)
+    together = with_triton.attend(q, k_pool, v_pool, inputs, AttentionOptions(scale=0.2))
     first = AttentionMetadata.build([70], [1], inputs.page_table[:1, :5].numpy(), 16)
-    assert torch.equal(with_triton.attend(q[:1], k_pool, v_pool, first, scale=0.2), together[:1])
+    assert torch.equal(
+        with_triton.attend(q[:1], k_pool, v_pool, first, AttentionOptions(scale=0.2)), together[:1]
+    )
 
 
 @pytest.mark.slow

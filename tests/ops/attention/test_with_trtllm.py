@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kernel_cases.attention import Case, options, step
-from ops.attention import AttentionMetadata, native, with_trtllm
+from ops.attention import AttentionMetadata, AttentionOptions, native, with_trtllm
 from ops.attention.with_trtllm import TensorRT
 
 # The two calls in flashinfer-python 0.6.13, with the signatures of its source. They compute with native attention.
@@ -65,10 +65,12 @@ def _compute(given: dict[str, Any], counts: list[int], longest: int) -> Tensor:
         k_pool,
         v_pool,
         inputs,
-        scale=given["bmm1_scale"],
-        window=None if given["window_left"] < 0 else given["window_left"] + 1,
-        sinks=given["sinks"],
-        v_scale=given["bmm2_scale"],
+        AttentionOptions(
+            scale=given["bmm1_scale"],
+            window=None if given["window_left"] < 0 else given["window_left"] + 1,
+            sinks=given["sinks"],
+            v_scale=given["bmm2_scale"],
+        ),
     )
 
 
@@ -110,14 +112,14 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_launched_gives_the_result_of_native(name: str) -> None:
     case = CASES[name]
-    wanted = native.attend(*step(case), **options(case))
-    torch.testing.assert_close(TensorRT().attend(*step(case), **options(case)), wanted)
+    wanted = native.attend(*step(case), options(case))
+    torch.testing.assert_close(TensorRT().attend(*step(case), options(case)), wanted)
 
 
 def test_an_engine_has_one_workspace_for_all_layers() -> None:
     backend = TensorRT()
     for _ in range(2):
-        backend.attend(*step(CASES["mixed rows"]), scale=0.2)
+        backend.attend(*step(CASES["mixed rows"]), AttentionOptions(scale=0.2))
     assert len(used_workspaces) == 4
     assert len(set(used_workspaces)) == 1
 
@@ -135,7 +137,7 @@ def test_an_engine_has_one_workspace_for_all_layers() -> None:
 )
 def test_what_it_lacks_is_refused(case: Case) -> None:
     with pytest.raises(ValueError, match="use triton"):
-        TensorRT().attend(*step(case), **options(case))
+        TensorRT().attend(*step(case), options(case))
 
 
 @pytest.mark.skipif(find_spec("flashinfer") is None, reason="flashinfer is not installed")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import paged_forward
 import tiny_checkpoints
-from ops.attention import AttentionMetadata, token_positions
+from ops.attention import AttentionMetadata, AttentionOptions, token_positions
 from ops.select import select
 from runtime.errors import CheckpointError
 from runtime.kv_cache.paged import PagedKVCache
@@ -98,11 +98,11 @@ class Remembered:
         self.k, self.v = torch.cat([self.k, k]), torch.cat([self.v, v])
 
     def attend(
-        self, kernels: Any, q: Tensor, batch: ForwardBatch, scales: Any, *, scale: float, **_: Any
+        self, kernels: Any, q: Tensor, batch: ForwardBatch, scales: Any, options: AttentionOptions
     ) -> Tensor:
         self.k, self.v = self.k[-self.size :], self.v[-self.size :]
         keys, values = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (self.k, self.v))
-        scores = torch.einsum("thd,shd->hts", q, keys) * scale
+        scores = torch.einsum("thd,shd->hts", q, keys) * options.scale
         return torch.einsum("hts,shd->thd", scores.softmax(-1), values)
 
 
@@ -125,9 +125,11 @@ def test_a_layer_never_knows_the_kind_of_its_cache() -> None:
 
 
 def test_sinks_take_part_in_the_softmax() -> None:
-    wanted = replace(
-        select(), attend=lambda *args, **o: select().attend(*args, **{**o, "sinks": TENSORS["a.sinks"]})
-    )
+    def attend(q: Tensor, k_pool: Tensor, v_pool: Tensor, step: Any, options: AttentionOptions) -> Tensor:
+        options = options._replace(sinks=TENSORS["a.sinks"])
+        return select().attend(q, k_pool, v_pool, step, options)
+
+    wanted = replace(select(), attend=attend)
     with_sinks, without = run(layer(sinks=True)), run(layer(sinks=False))
     torch.testing.assert_close(with_sinks, run(layer(sinks=False, kernels=wanted)))
     assert (with_sinks - without).abs().max() > 0.1
@@ -147,14 +149,16 @@ def test_scales_of_an_fp8_cache_reach_store_and_attend() -> None:
         seen.append(options)
         plain.store(*args, **options)
 
-    def attend(*args: Any, **options: Any) -> Tensor:
-        seen.append({name: options.get(name) for name in ("k_scale", "v_scale") if name in options})
-        return plain.attend(*args, **options)
+    def attend(*step: Any) -> Tensor:
+        options = step[-1]
+        seen.append({"k_scale": options.k_scale, "v_scale": options.v_scale})
+        return plain.attend(*step)
 
     scales = {"a.k_scale": torch.tensor([0.5]), "a.v_scale": torch.tensor([2.0])}
     made = layer(sinks=False, kernels=replace(plain, store=store, attend=attend), tensors=TENSORS | scales)
     exact, rounded = run(made), run(made, torch.float8_e4m3fn)
-    assert seen == [{}, {}, {"k_scale": 0.5, "v_scale": 2.0}, {"k_scale": 0.5, "v_scale": 2.0}]
+    given = {"k_scale": 0.5, "v_scale": 2.0}
+    assert seen == [{}, {"k_scale": 1.0, "v_scale": 1.0}, given, given]
     assert 0 < (exact - rounded).abs().max() < 0.2 * exact.abs().max()
 
 

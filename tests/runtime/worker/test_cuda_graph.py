@@ -261,9 +261,9 @@ def planned(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """Models whose captured steps attend by stand-ins of FlashInfer's wrappers for CUDA graphs."""
     backend = FlashInfer(getattr(request, "param", "auto"))
 
-    def attend(*args: Any, **options: Any) -> torch.Tensor:
-        captured = args[3].replans is not None
-        return (backend.attend if captured else late_steps.attend)(*args, **options)
+    def attend(*step: Any) -> torch.Tensor:
+        captured = step[3].replans is not None
+        return (backend.attend if captured else late_steps.attend)(*step)
 
     monkeypatch.setitem(sys.modules, "flashinfer", recorded_flashinfer.module())
     monkeypatch.setattr(with_flashinfer, "WORKSPACE_BYTES", 16)
