@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -50,8 +51,13 @@ def planned(**options: Any) -> tuple[Plan, ModelFacts]:
     return prepare(args, Machine.probe())
 
 
-def workers() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+def workers() -> list[list[str]]:
+    """The command lines of the worker processes of this one. Other children, a compiler say, are nobody's workers."""
+    found: list[list[str]] = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            found.append(child.cmdline())
+    return [command for command in found if "runtime.distributed.worker_process" in command]
 
 
 def prompt_batch(prompts: Sequence[Sequence[int]], *, vectors: Sequence[int] = ()) -> Batch:
@@ -238,6 +244,7 @@ async def test_a_failed_start_gives_back_every_replica(monkeypatch: pytest.Monke
 
 async def test_replica_that_was_never_watched_is_closed_at_once():
     replica = await start_replica(*planned(tp_size=2), 0)
+    assert len(workers()) == 1
     began = time.monotonic()
     await asyncio.to_thread(replica.runner.close)
     assert time.monotonic() - began < worker_group.EXIT_TIMEOUT_S / 2
