@@ -255,13 +255,13 @@ async def test_gemma_3n_is_served_without_what_it_sees_with(tmp_path: Path) -> N
 
 
 async def test_a_class_may_be_written_otherwise(tmp_path: Path) -> None:
-    """As MPT's and Phi-3.5-MoE's are in the files that were published before transformers had them."""
-    shutil.copytree(checkpoint("mpt"), tmp_path, dirs_exist_ok=True)
+    """As Phi-3.5-MoE's is in the files that were published before transformers had it."""
+    shutil.copytree(checkpoint("phimoe"), tmp_path, dirs_exist_ok=True)
     values = json.loads((tmp_path / "config.json").read_text())
-    assert values["architectures"] == ["MptForCausalLM"]
-    (tmp_path / "config.json").write_text(json.dumps({**values, "architectures": ["MPTForCausalLM"]}))
-    assert read_facts(str(tmp_path)).architecture == "MptForCausalLM"
-    assert await served(str(tmp_path)) == greedy("mpt")
+    assert values["architectures"] == ["PhimoeForCausalLM"]
+    (tmp_path / "config.json").write_text(json.dumps({**values, "architectures": ["PhiMoEForCausalLM"]}))
+    assert read_facts(str(tmp_path)).architecture == "PhimoeForCausalLM"
+    assert await served(str(tmp_path)) == greedy("phimoe")
 
 
 async def test_attention_that_depends_on_where_the_prompt_ends_is_refused() -> None:
@@ -345,7 +345,7 @@ def test_a_window_that_attention_is_not_told_is_refused() -> None:
 
 async def test_caches_of_transformers_come_back_from_behind_pages() -> None:
     """A prefix is found and gone on from: tokens are still those of transformers."""
-    path, wanted = checkpoint("bloom"), greedy("bloom")
+    path, wanted = checkpoint("codegen"), greedy("codegen")
     small = {**OPTIONS, "max_mamba_cache_size": 64, "page_size": 4}
     async with Engine(path, **small) as engine:
         for _ in range(2):
