@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import combinations
 from typing import Any
 
+from runtime.grammar.automata import TooComplexError, apart, can_meet, unsure
 from runtime.grammar.disjoint import are_disjoint, conjuncts, property_of
 from runtime.grammar.opposites import NoOppositeError, opposite
 
@@ -14,6 +15,7 @@ Schema = Any
 Peek = Callable[[Any], Any]  # follows references
 MAX_DEPENDENCIES = 8  # of one object: each doubles what is to be compared
 MAX_COUNTED = 2_000  # names of optional properties, over all ways to have as many as an object must or may
+MAX_OVERLAPPING = 16  # patterns of names
 MAX_UNKNOWN = 8  # names of which one tells an object from those that do not know them
 IN_PLACE = ("anyOf", "oneOf", "if", "dependentSchemas", "dependencies", "$dynamicRef", "$recursiveRef")
 
@@ -90,6 +92,7 @@ _ALONE = frozenset(
         "allOf",
     }
 )
+_OF_TEXTS = frozenset({"pattern", "minLength", "maxLength"})
 _SAY_NOTHING = frozenset({"title", "description", "$comment", "examples", "default", "$id", "$schema"})
 
 
@@ -253,6 +256,10 @@ def _apart(one: Schema, other: Schema, peek: Peek) -> Schema | None:
     """What makes values of `one` break `other`; None where it is not seen."""
     if not isinstance(one, dict) or not isinstance(other, dict):
         return None
+    if "pattern" in other and other.keys() <= _OF_TEXTS | _SAY_NOTHING:  # it refuses texts alone
+        text: Schema = {"type": "string"}
+        if are_disjoint({"allOf": [one, text]}, other, peek):
+            return text
     ones, others = conjuncts(one, peek), conjuncts(other, peek)
     mine, theirs = (
         {name: None for part in parts for name in _names(part.get("properties"))} for parts in (ones, others)
@@ -271,3 +278,47 @@ def _apart(one: Schema, other: Schema, peek: Peek) -> Schema | None:
         if unknown:
             return {"type": "object", "anyOf": [{"required": [name]} for name in unknown]}
     return None
+
+
+def names_apart(
+    patterns: Sequence[str], peek: Peek, *, is_closed: bool
+) -> list[tuple[str | int, tuple[int, ...]]] | None:
+    """`patternProperties`, of which no name matches two: (an index or a pattern, the indices of those that it stands
+    for). Names about which ECMA-262 and Python differ have none; they are left out if other names are (`is_closed`).
+
+    Patterns that cannot be compared with others are left as they are; None where it cannot be said what they match.
+    """
+    groups: list[list[int]] = []
+    for index, pattern in enumerate(patterns):
+        joined, others = [index], []
+        for group in groups:
+            if any(_may_meet(patterns[other], pattern, peek) for other in group):
+                joined += group
+            else:
+                others.append(group)
+        groups = [*others, sorted(joined)]
+    as_they_are = [(index, (index,)) for index in range(len(patterns))]
+    is_apart = len(groups) == len(patterns)
+    if is_apart and is_closed:
+        return [*as_they_are]
+    try:
+        others = unsure(patterns) if is_apart else None
+        if others is not None:
+            return [*as_they_are, *([(others, ())] if others else [])]
+        found: list[tuple[str | int, tuple[int, ...]]] = []
+        for group in groups if is_closed else [[*range(len(patterns))]]:
+            if len(group) > MAX_OVERLAPPING:
+                raise TooComplexError
+            parts = apart([patterns[index] for index in group], peek, with_unsure=not is_closed)
+            found += [(text, tuple(group[each] for each in indices)) for text, indices in parts]
+    except TooComplexError:
+        return [*as_they_are] if is_closed else None  # what overlaps is then refused by the library
+    return found if not is_apart or any(not indices for _, indices in found) else [*as_they_are]
+
+
+def _may_meet(one: str, other: str, peek: Peek) -> bool:
+    """False where it is not seen: the library compares them too."""
+    try:
+        return can_meet([one, other], peek)
+    except TooComplexError:
+        return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from runtime.grammar import automata
 from runtime.grammar.patterns import Beginning, beginnings
 
 MAX_DEPTH = 8
@@ -43,7 +44,9 @@ def _are_disjoint(one: Any, other: Any, peek: Peek, depth: int) -> bool:
         return not values & other_values
     types = _types(ones, values) & _types(others, other_values)
     if types == {"string"}:
-        return _begin_differently(_beginnings(ones, values), _beginnings(others, other_values), peek)
+        return _begin_differently(
+            _beginnings(ones, values), _beginnings(others, other_values), peek
+        ) or _never_meet([*ones, *others], [values, other_values], peek)
     if types != {"object"}:
         return not types
     keys = {key for part in (*ones, *others) for key in _strings(part.get("required"))}
@@ -80,6 +83,19 @@ def _begin_differently(mine: Sequence[Beginning], theirs: Sequence[Beginning], p
     for _ in range(len(mine) * len(theirs) // COMPARED_AT_ONCE):
         peek(None)  # counts
     return not any(_goes_on(one, two) or _goes_on(two, one) for one in mine for two in theirs)
+
+
+def _never_meet(parts: Iterable[dict[str, Any]], values: Iterable[set[Constant] | None], peek: Peek) -> bool:
+    """Whether no text matches all of these schemas' patterns and is one of the values."""
+    patterns = [part["pattern"] for part in parts if isinstance(part.get("pattern"), str)]
+    listed = [[automata.spelled(text) for kind, text in each if kind == "str"] for each in values if each]
+    patterns += [f"^(?:{'|'.join(texts)})$" for texts in listed]
+    if len(patterns) < 2:
+        return False
+    try:
+        return not automata.can_meet(patterns, peek)
+    except automata.TooComplexError:
+        return False
 
 
 def _goes_on(longer: Beginning, begun: Beginning) -> bool:

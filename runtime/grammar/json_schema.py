@@ -343,7 +343,24 @@ class _Writer:
         patterns_ = [self._pattern(key, "patternProperties", f"{pointer}/{escaped(key)}") for key in named]
         if len(set(patterns_)) < len(patterns_):
             raise Unsupported("patternProperties", pointer, "two patterns are the same")
-        return {"patternProperties": dict(zip(patterns_, named.values(), strict=True))}
+        is_closed = schema.get("additionalProperties") is False
+        parts = conditions.names_apart(list(named), self.references.peek, is_closed=is_closed)
+        if parts is None:
+            raise Unsupported(
+                "patternProperties",
+                pointer,
+                "it is not seen which names match; use additionalProperties false",
+            )
+        schemas, written = list(named.values()), Schema()
+        for key, indices in parts:
+            regex = (
+                patterns_[key] if isinstance(key, int) else self._pattern(key, "patternProperties", pointer)
+            )
+            together = [schemas[index] for index in indices]
+            written[regex] = (
+                False if not together else together[0] if len(together) == 1 else {"allOf": together}
+            )
+        return {"patternProperties": written}
 
     def _named(self, value: Any, pointer: str) -> Schema:
         keyword = pointer.rpartition("/")[2]

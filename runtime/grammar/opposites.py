@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 from typing import Any
 
+from runtime.grammar import automata
+
 MAX_DEPTH = 8
 MAX_LETTERS = 2_000  # of the strings of an enum
 
@@ -54,6 +56,8 @@ def opposite(schema: Schema, peek: Peek, known: Iterable[str], depth: int = 0) -
                 found.append({"type": "array", "minItems": 1, "items": [other], "additionalItems": True})
         elif keyword.startswith("exclusive") and isinstance(value, bool):
             continue  # of draft 4: the limit beside it says enough
+        elif keyword == "pattern":
+            found.append(_without_pattern(value, peek))
         elif keyword in _SIMPLE:
             found.append(_SIMPLE[keyword](value))
         elif keyword in known:
@@ -150,6 +154,16 @@ def _bound(keyword: str, opposite_keyword: str) -> Callable[[Any], Schema]:
         return {"type": "number", opposite_keyword: value}
 
     return write
+
+
+def _without_pattern(value: Any, peek: Peek) -> Schema:
+    if not isinstance(value, str):
+        raise NoOppositeError("pattern")
+    try:
+        found = automata.outside(value, peek)
+    except automata.TooComplexError:
+        raise NoOppositeError("a pattern of many states") from None
+    return False if found is None else {"type": "string", "pattern": found}
 
 
 def _size(keyword: str, opposite_keyword: str, type_: str, step: int) -> Callable[[Any], Schema]:

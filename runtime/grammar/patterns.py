@@ -9,7 +9,8 @@ meaning, or cannot be written, is refused.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -29,6 +30,8 @@ _SPACES = r"\t\n\x0b\x0c\r\x20\xa0\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{20
 # What a class holds under both dialects, and under at least one: the second is what its negation leaves out.
 _NARROW = {"d": "0-9", "w": "0-9A-Za-z_", "s": _SPACES}
 _WIDE = {"d": r"\p{Nd}", "w": r"\p{L}\p{N}_", "s": _SPACES + r"\x1c-\x1f\x85\x{feff}"}
+# The same without properties of characters: all beyond ASCII.
+_WIDEST = {"d": r"0-9\x{80}-\x{10ffff}", "w": r"0-9A-Za-z_\x{80}-\x{10ffff}", "s": _WIDE["s"]}
 _PLAIN = re.compile(r"[0-9A-Za-z]|\\x\{([0-9a-f]+)\}")  # one character, as `_literal` writes it
 _CONTROLS = {"t": "\t", "n": "\n", "r": "\r", "f": "\f", "v": "\v"}
 
@@ -94,6 +97,28 @@ def full(pattern: str) -> str:
     return _anchored(pattern, "")
 
 
+def rows(pattern: str, *, is_wide: bool) -> Iterator[tuple[bool, Row, bool]]:
+    """The alternatives of a pattern without properties of characters: each with whether it begins and ends the text.
+
+    For texts that match under ECMA-262 and Python, or, if `is_wide`, under either one, and maybe more beyond ASCII. In
+    Python a line break may follow the end. Raises `PatternError`.
+    """
+    inner, outer = (_WIDEST, _NARROW) if is_wide else (_NARROW, _WIDEST)
+    dot = r"[^\n]" if is_wide else _DOT
+    return _stripped(_Parser(pattern, inner=inner, outer=outer, dot=dot, knows_properties=False).parse())
+
+
+def _stripped(parsed: Either) -> Iterator[tuple[bool, Row, bool]]:
+    """The branches without the anchors at their ends, and whether there were any."""
+    for row in _branches(parsed):
+        at_start = at_end = False
+        while row and isinstance(row[0], Start):
+            row, at_start = row[1:], True
+        while row and isinstance(row[-1], End):
+            row, at_end = row[:-1], True
+        yield at_start, row, at_end
+
+
 class Beginning(NamedTuple):
     text: str
     is_whole: bool = False
@@ -151,12 +176,8 @@ def _anchored(pattern: str, around: str) -> str:
         raise PatternError(f"it must match a text of up to {MAX_LEAST} characters")
     if _least(parsed) * _spare(parsed) > MAX_AMBIGUOUS and not _is_one_repeat(parsed):
         raise PatternError("it leaves open too much of where its repetitions begin and end")
-    for row in _branches(parsed):
-        begin, end = around, around
-        while row and isinstance(row[0], Start):
-            row, begin = row[1:], ""
-        while row and isinstance(row[-1], End):
-            row, end = row[:-1], ""
+    for at_start, row, at_end in _stripped(parsed):
+        begin, end = "" if at_start else around, "" if at_end else around
         if row or not (begin and end):
             body = _write_row(row)
             written.append(begin + body + end)
@@ -250,6 +271,10 @@ class _Parser:
 
     pattern: str
     in_json: bool = False  # a string of JSON is matched, written with escapes
+    inner: Mapping[str, str] = field(default_factory=lambda: _NARROW)  # what classes such as \\d hold
+    outer: Mapping[str, str] = field(default_factory=lambda: _WIDE)  # what their negations leave out
+    dot: str = _DOT
+    knows_properties: bool = True
     at: int = 0
     depth: int = 0
 
@@ -296,7 +321,7 @@ class _Parser:
             return Text(self._escape())
         if character in "*+?":
             raise PatternError(f"there is nothing to repeat at {self.at - 1}")
-        special: dict[str, Node] = {".": Text(_DOT), "^": Start(), "$": End()}
+        special: dict[str, Node] = {".": Text(self.dot), "^": Start(), "$": End()}
         return special[character] if character in special else Text(_literal(character))
 
     def _group(self) -> Node:
@@ -363,6 +388,8 @@ class _Parser:
     def _property(self, character: str) -> str:
         end = self.pattern.find("}", self.at, self.at + 40)
         name = self.pattern[self.at + 1 : end]
+        if not self.knows_properties:
+            raise PatternError("properties of characters are not compared")
         if self._peek() != "{" or end < 0 or not name.replace("_", "").replace("=", "").isalpha():
             raise PatternError(f"\\{character} names no property")
         self.at = end + 1
@@ -449,8 +476,7 @@ class _Parser:
             character = "\b" if character == "b" else self._escaped_character(character)
         return _literal(character), character
 
-    @staticmethod
-    def _class_escape(character: str, negated: bool) -> str:
+    def _class_escape(self, character: str, negated: bool) -> str:
         if character.islower():
-            return (_WIDE if negated else _NARROW)[character]
-        return f"[^{(_NARROW if negated else _WIDE)[character.lower()]}]"
+            return (self.outer if negated else self.inner)[character]
+        return f"[^{(self.inner if negated else self.outer)[character.lower()]}]"

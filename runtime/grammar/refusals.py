@@ -32,7 +32,7 @@ class Reason(NamedTuple):
 NO_VALUE = "no value satisfies it"
 REASONS = (
     Reason("circular references", "$ref", "it leads back to itself beside keywords that limit it further"),
-    Reason("not disjoint", "patternProperties", "two of its patterns may match the same name"),
+    Reason("patternProperty regexes", "patternProperties", "two of its patterns may match the same name"),
     Reason(
         "if regex is empty",
         "pattern",
