@@ -48,10 +48,8 @@ MAX_TEXT = 100_000  # minLength and maxLength
 MAX_PROPERTIES = 1_000  # minProperties and maxProperties, and names in properties
 MAX_MULTIPLE = 2**32
 MAX_ALTERNATIVES = 256  # of oneOf
-MAX_CONTAINED, CONTAINED_PLACES = (
-    2,
-    5,
-)  # items that `contains` may ask for, and the places that they are looked for
+MAX_CONTAINED = 2  # items that `contains` may ask for
+CONTAINED_PLACES = 5  # where they are looked for
 NODES_BETWEEN_PAUSES = 64
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
@@ -179,9 +177,8 @@ class _Writer:
         self.count(written, pointer)
         multiple = schema.get("multipleOf")
         if isinstance(multiple, int) and written.get("type") == "number":
-            written["type"] = (
-                "integer"  # the same values, without digits behind the point that rounding could hide
-            )
+            # The same values, without digits behind the point that rounding could hide.
+            written["type"] = "integer"
         for keyword in ("minItems", "minLength"):
             limit = written.get(keyword.replace("min", "max"))
             if limit is not None and written.get(keyword, 0) > limit:

@@ -21,10 +21,8 @@ from runtime.grammar.position import Position
 logger = logging.getLogger("penstock.grammar")
 
 SLOW_S = 0.004  # a mask that takes so long is computed apart from the others
-BATCH_SLOW_S, ROW_SLOW_S = (
-    0.01,
-    0.0005,
-)  # of a whole batch, and more for each row: then each of them is measured
+# Of a whole batch, and more for each row: one that takes longer has each of its masks measured.
+BATCH_SLOW_S, ROW_SLOW_S = 0.01, 0.0005
 
 
 class Ask(NamedTuple):

@@ -44,8 +44,10 @@ async def list_models(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 
 async def retrieve_model(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """The card of the model by its name, or 404."""
+    """The card of the model by its name, or 404. Without a name, as behind a slash too many, the list."""
     model = http.path_params["model"]
+    if not model:
+        return await list_models(http, core)
     card = _card(core)
     if model == card["id"]:
         return json_response(_model_info(core) if _is_anthropics(http) else card)

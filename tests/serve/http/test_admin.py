@@ -135,6 +135,7 @@ async def test_models_lists_the_one(served: Served) -> None:
     [card] = [model async for model in served.openai.models.list()]
     assert (card.id, card.object) == (fake_core.MODEL, "model")
     assert (await served.http.post("/v1/models")).json()["data"][0]["max_model_len"] == fake_core.CONTEXT
+    assert (await served.http.get("/v1/models/")).json()["data"][0]["id"] == fake_core.MODEL
     assert (await served.openai.models.retrieve(fake_core.MODEL)).id == fake_core.MODEL
     with pytest.raises(openai.NotFoundError) as caught:
         await served.openai.models.retrieve("other")
