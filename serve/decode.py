@@ -38,12 +38,9 @@ MAX_EXACT = 2**63  # larger numbers have lost digits in JSON
 MAX_NOTED = 256  # keys that are not declared, of one body; more than there are declared ones elsewhere
 
 T = TypeVar("T")
-Unknown = dict[
-    tuple["Fields", str], Any
-]  # keys that are not declared, each once: the first object that holds it
-Noted = dict[
-    tuple["Fields", str], tuple[str | int, ...]
-]  # likewise, with the keys and indices that lead to it
+# Keys that are not declared, each once: the first object that holds it, and the keys and indices that lead to it.
+Unknown = dict[tuple["Fields", str], Any]
+Noted = dict[tuple["Fields", str], tuple[str | int, ...]]
 Decoder = Callable[[Any, Unknown | None], Any]
 
 

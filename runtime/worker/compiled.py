@@ -50,6 +50,7 @@ class CompiledForward:
 
     def compile(self, device: Device) -> None:
         """Compile now, with rows that touch nothing but the cache's scratch page. Blocks."""
+        logger.info("Compiling the forward with torch.compile, which may take minutes.")
         began = time.perf_counter()
         cache = self._cache
         with torch.inference_mode(), device.forward():
