@@ -29,7 +29,10 @@ OWN_WIDE = {
         name: {"kv_lora_rank": 56, "head_dim": 8, "num_key_value_heads": 4}
         for name in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
     },
-    "gpt_neox": {"hidden_size": 256, "num_key_value_heads": 4},
+    **{
+        name: {"hidden_size": 256, "num_key_value_heads": 4}
+        for name in ("bloom", "falcon", "falcon_rw", "gpt_neox", "mpt", "mpt_before")
+    },
     "olmoe": {"hidden_size": 256},
     "stablelm": {"hidden_size": 256},
 }

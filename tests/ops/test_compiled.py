@@ -107,13 +107,13 @@ def _attend(
     pool_dtype: torch.dtype | None = None,
     page: int = PAGE,
     width: int | None = None,
+    split_tile_tokens: int | None = None,
     **options: Any,
 ) -> None:
     q = _tokens(sum(counts), HEADS, dim=dim, dtype=dtype)[:, :heads]
     pools = _pools(pool_dtype or dtype, dim=dim, page=page)
-    _backend("attention").attend(
-        q, *pools, _places(counts, page, width), AttentionOptions(scale=dim**-0.5, **options)
-    )
+    attend = _backend("attention").make_attend(split_tile_tokens=split_tile_tokens)
+    attend(q, *pools, _places(counts, page, width), AttentionOptions(scale=dim**-0.5, **options))
 
 
 def _choose() -> None:
