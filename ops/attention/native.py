@@ -122,13 +122,10 @@ def _attend_group(
     sinks = scoring.sinks[None, :, :, None] if scoring.sinks is not None else None
     scoring = scoring._replace(sinks=sinks)
     if scoring.slopes is not None:
-        gathered = torch.arange(
-            len(group.pages) // (num_rows * num_kv_heads) * k_pool.shape[2], device=q.device
-        )
+        num_gathered = len(group.pages) // (num_rows * num_kv_heads) * k_pool.shape[2]
+        gathered = torch.arange(num_gathered, device=q.device)[group.keys]
         own = _to_device(torch.tensor(group.own_keys), q.device)
-        distance = (
-            gathered[group.keys] - own[:, None, None, None]
-        )  # [N, 1, 1, S], of later keys nothing is seen
+        distance = gathered - own[:, None, None, None]  # [N, 1, 1, S], of later keys nothing is seen
         scoring = scoring._replace(bias=scoring.slopes[:, :, None] * distance)
     result = attend_gathered(queries, keys, values, group.mask, scoring)
     return result.reshape(num_rows, -1, head_dim)

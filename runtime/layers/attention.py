@@ -80,10 +80,8 @@ class Attention(Weighted):
         self.soft_cap = soft_cap
         if slopes is not None and soft_cap is not None:
             raise ValueError("Slopes do not go with a soft cap.")
-        numbers = None if slopes is None else torch.tensor(slopes, dtype=torch.float32, device="cpu")
-        self.register_buffer(
-            "slopes", None if numbers is None else numbers.to(build.device), persistent=False
-        )
+        numbers = None if slopes is None else torch.tensor(slopes, dtype=torch.float32, device=build.device)
+        self.register_buffer("slopes", numbers, persistent=False)
         self.kernels = build.kernels
         self.rope = rope
         qkv = [SubLayer(f"{name}.q_proj", num_heads * head_dim, "heads", head_dim)]

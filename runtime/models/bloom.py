@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from runtime.errors import CheckpointError
-from runtime.layers.attention import Attention, alibi_slopes
+from runtime.layers.attention import alibi_slopes
 from runtime.layers.block import PreNormBlock
 from runtime.layers.build import Build
-from runtime.layers.mlp import MLP
 from runtime.layers.norm import LayerNorm
 from runtime.models.config import Config
 from runtime.models.decoder import Decoder, assemble
+from runtime.models.gpt_neox import dense_mlp, grouped_attention
 
 
 def decoder(config: Config, build: Build) -> Decoder:
@@ -26,31 +26,10 @@ def decoder(config: Config, build: Build) -> Decoder:
 
     def layer(index: int) -> PreNormBlock:
         name = f"model.h.{index}"
-        attended = Attention(
-            f"{name}.self_attention",
-            index,
-            config.hidden_size,
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            build,
-            rope=None,
-            slopes=slopes,
-            bias=True,
-            out_bias=True,
-            fused="query_key_value",
-            by_group=True,
-            out_name="dense",
+        attended = grouped_attention(
+            config, index, build, f"{name}.self_attention", bias=True, rope=None, slopes=slopes
         )
-        inner = MLP(
-            f"{name}.mlp",
-            config.hidden_size,
-            4 * config.hidden_size,
-            config.activation,
-            build,
-            names=("dense_h_to_4h", "dense_4h_to_h"),
-            bias=True,
-        )
+        inner = dense_mlp(config, build, f"{name}.mlp", 4 * config.hidden_size)
         return PreNormBlock(
             norm(f"{name}.input_layernorm"), attended, norm(f"{name}.post_attention_layernorm"), inner
         )

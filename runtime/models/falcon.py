@@ -10,52 +10,32 @@ from typing import Any
 
 from torch import nn
 
-from runtime.layers.attention import Attention, alibi_slopes
+from runtime.layers.attention import alibi_slopes
 from runtime.layers.block import ParallelBlock, PreNormBlock
 from runtime.layers.build import Build
-from runtime.layers.mlp import MLP
 from runtime.layers.norm import LayerNorm
 from runtime.models.config import Config
 from runtime.models.decoder import Decoder, assemble
+from runtime.models.gpt_neox import dense_mlp, grouped_attention
 
 
 def decoder(config: Config, build: Build) -> Decoder:
     """In groups of queries with `new_decoder_architecture`, all sharing a key with `multi_query`, or none."""
     bias, grouped = config.flag("bias"), config.flag("new_decoder_architecture")
     two_norms = grouped and (config.optional_integer("num_ln_in_parallel_attn") or 2) == 2
-    place: dict[str, Any] = {"rope": None if config.flag("alibi") else build.rope(config.rope())}
+    place: dict[str, Any] = {}
     if config.flag("alibi"):
-        place["slopes"] = [slope * config.head_dim**-0.5 for slope in alibi_slopes(config.num_heads)]
+        slopes = [slope * config.head_dim**-0.5 for slope in alibi_slopes(config.num_heads)]
+        place = {"rope": None, "slopes": slopes}
 
     def norm(name: str) -> LayerNorm:
         return LayerNorm(name, config.hidden_size, config.norm_eps, build)
 
     def layer(index: int) -> nn.Module:
         name = f"model.h.{index}"
-        attended = Attention(
-            f"{name}.self_attention",
-            index,
-            config.hidden_size,
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            build,
-            bias=bias,
-            out_bias=bias,
-            fused="query_key_value",
-            by_group=True,
-            out_name="dense",
-            **place,
-        )
-        inner = MLP(
-            f"{name}.mlp",
-            config.hidden_size,
-            config.optional_integer("ffn_hidden_size") or 4 * config.hidden_size,
-            config.activation,
-            build,
-            names=("dense_h_to_4h", "dense_4h_to_h"),
-            bias=bias,
-        )
+        attended = grouped_attention(config, index, build, f"{name}.self_attention", bias=bias, **place)
+        size = config.optional_integer("ffn_hidden_size") or 4 * config.hidden_size
+        inner = dense_mlp(config, build, f"{name}.mlp", size, bias=bias)
         if two_norms:
             mlp_norm = norm(f"{name}.ln_mlp")
             return ParallelBlock(norm(f"{name}.ln_attn"), attended, inner, build.kernels, mlp_norm=mlp_norm)

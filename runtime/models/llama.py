@@ -27,17 +27,19 @@ def decoder(config: Config, build: Build) -> Decoder:
     return assemble(config, build, layer)
 
 
-def attention(config: Config, index: int, build: Build, **options: Any) -> Attention:
+def attention(config: Config, index: int, build: Build, *, name: str = "", **options: Any) -> Attention:
     """The attention of layer `index`; `options` are those of `Attention`, all layers rotating alike without one."""
+    if "rope" not in options:
+        options["rope"] = build.rope(config.rope())
     return Attention(
-        f"model.layers.{index}.self_attn",
+        name or f"model.layers.{index}.self_attn",
         index,
         config.hidden_size,
         config.num_heads,
         config.num_kv_heads,
         config.head_dim,
         build,
-        **{"rope": build.rope(config.rope()), **options},
+        **options,
     )
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from runtime.errors import CheckpointError
-from runtime.layers.attention import Attention, alibi_slopes
+from runtime.layers.attention import alibi_slopes
 from runtime.layers.block import PreNormBlock
 from runtime.layers.build import Build
 from runtime.layers.mlp import MLP
 from runtime.layers.norm import LayerNorm
 from runtime.models.config import Config
 from runtime.models.decoder import Decoder, assemble
+from runtime.models.llama import attention
 
 # Values of `attn_config` that change what is computed, and what they are where nothing is changed.
 PLAIN = {
@@ -37,14 +38,11 @@ def decoder(config: Config, build: Build) -> Decoder:
 
     def layer(index: int) -> PreNormBlock:
         name = f"model.blocks.{index}"
-        attended = Attention(
-            f"{name}.attn",
+        attended = attention(
+            config,
             index,
-            config.hidden_size,
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
             build,
+            name=f"{name}.attn",
             rope=None,
             slopes=slopes,
             scale=scale,
