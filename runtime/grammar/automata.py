@@ -2,7 +2,7 @@
 
 Each pattern is read twice, since ECMA-262 and Python differ: narrow, as the texts that match under both, and wide, as
 those that match under either one. What must not match is held to the wide reading, so nothing is let through that
-one dialect would refuse. Beyond ASCII the wide reading takes every character for a digit and a letter.
+one of them would refuse. Beyond ASCII the wide reading takes every character for a digit and a letter.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def apart(
 ) -> list[tuple[str, tuple[int, ...]]]:
     """ECMA-262 patterns of which no text matches two: each with the indices of those that its texts match.
 
-    Without indices: texts that one of these matches under one dialect only, `with_unsure`. Raises `TooComplexError`.
+    Without indices: texts that one of these matches under one of the two only, `with_unsure`. Raises `TooComplexError`.
     """
     readings = [Reading(pattern, wide) for pattern in patterns for wide in (False, True)]
     found = _automaton(tuple(readings), count)
@@ -73,9 +73,9 @@ def apart(
 
 
 def unsure(patterns: Iterable[str]) -> str | None:
-    """An ECMA-262 pattern for all texts that one of these matches under one dialect only, and more, but none that any
-    matches under both: those in which a character stands that tells. '' where there are none; None where it is not so
-    simple. Raises `TooComplexError`.
+    """An ECMA-262 pattern for all texts that one of these matches under one of the two only, and more, but none that
+    any matches under both: those in which a character stands that tells. '' where there are none; None where it is not
+    so simple. Raises `TooComplexError`.
     """
     told: set[tuple[int, int]] = set()
     known: set[tuple[int, int]] = set()
@@ -286,7 +286,7 @@ def _classes(every: set[Ranges]) -> tuple[list[Ranges], dict[Ranges, list[int]]]
     for low, above in pairwise(sorted(cuts)):
         if 0xD800 <= low < 0xE000:
             continue
-        key = tuple(any(first <= low <= last for first, last in ranges) for ranges in sets)
+        key = tuple(_holds(ranges, low) for ranges in sets)
         alike.setdefault(key, []).append((low, above - 1))
     indices = {
         ranges: [at for at, key in enumerate(alike) if key[number]] for number, ranges in enumerate(sets)
@@ -399,7 +399,7 @@ def _written(of: Automaton, wanted: Callable[[tuple[bool, ...]], bool], count: C
                 count(None)
                 way = _in_row(before) + again + _in_row(text)
                 other = edges[source].get(target)
-                edges[source][target] = way if other is None else _either(other, way)
+                edges[source][target] = way if other is None else f"{other}|{way}"
         if sum(len(text) for targets in edges.values() for text in targets.values()) > MAX_WRITTEN:
             raise TooComplexError
     text = edges[start].get(end)
@@ -450,9 +450,7 @@ def _spelled(ranges: Ranges) -> str:
     """A class, of control characters only those that JSON has letters for, one by one: so `patterns` can have it."""
     if ranges == EVERY:
         return _ANY
-    letters = [
-        (code, code) for code in (8, 9, 10, 12, 13) if any(low <= code <= high for low, high in ranges)
-    ]
+    letters = [(code, code) for code in (8, 9, 10, 12, 13) if _holds(ranges, code)]
     ranges = (*letters, *((max(low, 32), high) for low, high in ranges if high >= 32))
     inner = "".join(_letter(low) + ("" if low == high else f"-{_letter(high)}") for low, high in ranges)
     return f"[{inner}]" if inner else ""
@@ -460,10 +458,6 @@ def _spelled(ranges: Ranges) -> str:
 
 def _letter(code: int) -> str:
     return chr(code) if chr(code).isascii() and chr(code).isalnum() else f"\\u{{{code:x}}}"
-
-
-def _either(one: str, other: str) -> str:
-    return f"{one}|{other}"
 
 
 def _in_row(text: str) -> str:
@@ -476,7 +470,7 @@ def _one_item(text: str) -> str:
 
 
 def _has_choice(text: str) -> bool:
-    """Whether a `|` stands outside of groups, or nothing does."""
+    """Whether a `|` stands outside of groups."""
     depth = 0
     for character in text:
         depth += {"(": 1, ")": -1}.get(character, 0)

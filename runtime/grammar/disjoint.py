@@ -75,7 +75,12 @@ def property_of(parts: Iterable[dict[str, Any]], key: str) -> Any:
             found.append(properties[key])
         elif part.get("additionalProperties") is False and not part.get("patternProperties"):
             return False
-    return found[0] if len(found) == 1 else {"allOf": found} if found else True
+    return all_of(found)
+
+
+def all_of(schemas: Sequence[Any]) -> Any:
+    """What holds where all of these do."""
+    return schemas[0] if len(schemas) == 1 else {"allOf": [*schemas]} if schemas else True
 
 
 def _begin_differently(mine: Sequence[Beginning], theirs: Sequence[Beginning], peek: Peek) -> bool:

@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import quote
 
 from runtime.grammar import bounds, conditions, patterns
+from runtime.grammar.disjoint import all_of
 from runtime.grammar.formats import INTEGER_BITS, MAX_LENGTHS, format_regex
 from runtime.grammar.opposites import NoOppositeError, opposite
 from runtime.grammar.references import (
@@ -350,13 +351,9 @@ class _Writer:
             )
         schemas, written = list(named.values()), Schema()
         for key, indices in parts:
-            regex = (
-                patterns_[key] if isinstance(key, int) else self._pattern(key, "patternProperties", pointer)
-            )
-            together = [schemas[index] for index in indices]
-            written[regex] = (
-                False if not together else together[0] if len(together) == 1 else {"allOf": together}
-            )
+            known = isinstance(key, int)
+            regex = patterns_[key] if known else self._pattern(key, "patternProperties", pointer)
+            written[regex] = all_of([schemas[index] for index in indices]) if indices else False
         return {"patternProperties": written}
 
     def _named(self, value: Any, pointer: str) -> Schema:
