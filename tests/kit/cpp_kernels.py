@@ -48,13 +48,19 @@ THREADS = (1, 2)
 @cache
 def library(*march: str) -> Library:
     """The library for this processor, or compiled with these flags instead; skips the test without a compiler."""
-    machine = Machine.probe()
-    if machine.compiler is None:
-        pytest.skip("there is no C++ compiler")
+    machine, found = Machine.probe(), compiler()
     if march and platform.machine() != "x86_64":
         pytest.skip("these flags are for x86")
     flags = (*(flag for flag in FLAGS if flag != NATIVE), *march) if march else FLAGS
-    return load(machine.compiler, machine.cpu_flags, flags)
+    return load(found, machine.cpu_flags, flags)
+
+
+def compiler() -> str:
+    """The C++ compiler of this machine; skips the test where there is none."""
+    found = Machine.probe().compiler
+    if found is None:
+        pytest.skip("there is no C++ compiler")
+    return found
 
 
 def launcher(num_threads: int = 2, *march: str) -> KernelLauncher:

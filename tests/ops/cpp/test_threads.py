@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from cpp_kernels import compiler
 from ops.cpp.build import SOURCES
-from ops.machine import Machine
 
 # Runs so many rounds of kernels of four parts each, in which threads are late by turns, beside a plain loop, and prints
 # the first round in which they differ. What a round is made of is freed when it is over.
@@ -102,24 +102,26 @@ int main() {
 """
 
 
+def built(source: str, folder: Path) -> Path:
+    """A program, with the headers in its folder before ours."""
+    (folder / "program.cpp").write_text(source)
+    program = folder / "program"
+    command = [compiler(), "-std=c++20", "-O2", "-pthread", f"-I{SOURCES}"]
+    subprocess.run([*command, str(folder / "program.cpp"), "-o", str(program)], check=True)
+    return program
+
+
 @pytest.fixture(scope="module")
 def sleepers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The program, in which threads sleep at once where they would look for a while."""
-    compiler = Machine.probe().compiler
-    if compiler is None:
-        pytest.skip("there is no C++ compiler")
     folder = tmp_path_factory.mktemp("sleepers")
-    (folder / "program.cpp").write_text(PROGRAM)
     replaced = 0
     for header in ("pool.h", "thread_group.h", "step.h"):
         text, count = re.subn(r"(constexpr int \w*SPINS) = \d+;", r"\1 = 0;", (SOURCES / header).read_text())
         (folder / header).write_text(text)
         replaced += count
     assert replaced == 2
-    program = folder / "program"
-    command = [compiler, "-std=c++20", "-O2", "-pthread", str(folder / "program.cpp"), "-o", str(program)]
-    subprocess.run(command, check=True)
-    return program
+    return built(PROGRAM, folder)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 5])
@@ -130,13 +132,7 @@ def test_sleeping_threads_do_all_work_once(sleepers: Path, num_threads: int) -> 
 
 
 def test_a_thread_that_is_away_is_not_waited_for_and_joins_later(tmp_path: Path) -> None:
-    compiler = Machine.probe().compiler
-    if compiler is None:
-        pytest.skip("there is no C++ compiler")
-    (tmp_path / "program.cpp").write_text(BY_HAND)
-    program = tmp_path / "program"
-    command = [compiler, "-std=c++20", "-O2", "-pthread", f"-I{SOURCES}", str(tmp_path / "program.cpp")]
-    subprocess.run([*command, "-o", str(program)], check=True)
+    program = built(BY_HAND, tmp_path)
     done = subprocess.run([program], capture_output=True, text=True, check=True, timeout=100)
     joined, all_tasks, late, amid, again, both, mine, left, waited, nodes = map(int, done.stdout.split())
     assert (joined, all_tasks, again) == (1, 9, 9)
