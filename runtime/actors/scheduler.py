@@ -357,6 +357,7 @@ class SchedulerActor:
         if deltas:
             self._detokenizer.inbox.put(deltas)
         duration_s, num_tokens = self.progress.note_applied(batch, deltas)
+        self.scheduler.note_step_time(self.progress.times.decode_s)
         if batch.stats.num_prompt_tokens:
             self.scheduler.limit_steps(*(self.progress.times.enough_tokens or (None, None)))
         if self._series is not None:

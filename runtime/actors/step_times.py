@@ -43,6 +43,11 @@ class StepTimes:
         rest = max(seconds - (self._short_decode_s or 0.0), 0.0)
         self._short_prompt_token_s = _low_mean(self._short_prompt_token_s, rest / tokens)
 
+    @property
+    def decode_s(self) -> float | None:
+        """How long a step of single tokens takes; None where that is not known."""
+        return self._decode_s
+
     def predicted_s(self, batch: Batch) -> float | None:
         """How long this step should take; None where that is not known."""
         tokens = batch.stats.num_prompt_tokens

@@ -68,6 +68,10 @@ class Scheduler:
         """
         self._builder.enough_tokens = (alone, beside)
 
+    def note_step_time(self, step_s: float | None) -> None:
+        """What a step of single tokens takes lately, from one result to the next; None: not known."""
+        self._fast_forward.step_s = step_s
+
     @property
     def room(self) -> int:
         """How many more sequences may be added; those for which a row is free at the next fill do not queue."""

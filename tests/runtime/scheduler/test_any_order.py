@@ -148,6 +148,11 @@ class AnyOrder(RuleBasedStateMachine):
     def hold_host_data(self, is_held: bool):
         self.late.is_held = lambda output_ids: is_held
 
+    @rule(step_s=st.sampled_from([None, 0.0, 1.0]))
+    def note_step_time(self, step_s: float | None):
+        """By which forced tokens are appended, or sampled."""
+        self.drive.scheduler.note_step_time(step_s)
+
     @rule(num_steps=st.integers(1, 3))
     def step(self, num_steps: int):
         for _ in range(num_steps):
