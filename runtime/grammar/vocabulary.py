@@ -17,13 +17,14 @@ if TYPE_CHECKING:
 # Tokens whose bytes are compared with ours; tokenizers that differ do so in classes of tokens.
 NUM_COMPARED = 512
 # Classes of tokens that are allowed together where a text may go on with so many characters: of those that JSON and `.`
-# in patterns allow, and letters and digits. All other tokens are tried one by one: with the library's own classes (up
-# to 10, 30 and any number of characters) most of them near the end of a text of limited length, and of identifiers.
+# in patterns allow, and of letters, digits and spaces, for patterns of names and identifiers. All other tokens are
+# tried one by one: with the library's own classes (up to 10, 30 and any number of characters) most of them near the
+# end of a text of limited length, and where a pattern allows no more than letters.
 _CHARACTER = r'[^"\\\x00-\x1F\x7F\x{2028}\x{2029}]'
 SLICES = [
     *(f"{_CHARACTER}{{1,{length}}}" for length in (1, 3, 5, 8, 12, 18, 30)),
     f"{_CHARACTER}+",
-    "[a-zA-Z0-9]{1,20}",
+    *(f"[{characters}]{{1,12}}" for characters in ("a-z", "a-zA-Z", "a-zA-Z0-9", "a-zA-Z ", "a-zA-Z0-9 ")),
 ]
 
 
