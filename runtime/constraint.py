@@ -159,6 +159,9 @@ class Output(NamedTuple):
     num_prompt: int
     num_before: int  # output tokens at the call before; 0: the output begins, perhaps anew
     num_output: int
+    wants_forced: bool = (
+        True  # whether tokens that are known to be forced will be appended; else none need be found
+    )
 
     @property
     def new_ids(self) -> list[int]:
@@ -215,8 +218,11 @@ class SequenceConstraint:
         """The tokens behind `num_output` others about which nothing is left to choose, as far as that is known."""
         return self.next.forced[num_output - self._num_told :]
 
-    def advance(self, ids: list[int], num_prompt: int) -> None:
-        """These are all tokens that are known now: ask for what applies to the next one, unless that was done."""
+    def advance(self, ids: list[int], num_prompt: int, wants_forced: bool = True) -> None:
+        """These are all tokens that are known now: ask for what applies to the next one, unless that was done.
+
+        `wants_forced` as in `Output`.
+        """
         num_output, num_before = len(ids) - num_prompt, max(self._num_told, 0)
         if self._num_told == num_output:
             return
@@ -227,7 +233,7 @@ class SequenceConstraint:
             data.forced = self.forced_after(num_output)
         self._num_told, self.next = num_output, data
         try:
-            output = Output(ids, num_prompt, num_before, num_output)
+            output = Output(ids, num_prompt, num_before, num_output, wants_forced)
             self._constraint.host_data_after(self._choice, output, data)
         except Exception as error:  # foreign code: it costs its own request, not the engine
             logger.error("a constraint failed", exc_info=error)

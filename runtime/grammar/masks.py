@@ -115,11 +115,12 @@ class MaskThread:
                 return [further for ask in asks for further in self._fill_once([ask])]
             _fail(asks[0].data, error)
             return []
-        only = only_tokens(masks) if self._max_forced else {}
+        wanted = self._max_forced > 0 and any(ask.output.wants_forced for ask in asks)
+        only = only_tokens(masks) if wanted else {}
         further = []
         for row, (ask, mask) in enumerate(zip(asks, masks, strict=True)):
             position = ask.position
-            if row in only and len(position.forced) < self._max_forced and not position.ends_by(only[row]):
+            if row in only and self._goes_on(ask, only[row]):
                 if _force(ask, only[row], mask):
                     further.append(ask)
             elif position.forced:
@@ -128,6 +129,13 @@ class MaskThread:
             else:
                 ask.data.give(mask)
         return further
+
+    def _goes_on(self, ask: Ask, token_id: int) -> bool:
+        """Whether what comes behind this token, the only one that is allowed, is to be found out too."""
+        position = ask.position
+        if not ask.output.wants_forced or len(position.forced) >= self._max_forced:
+            return False
+        return not position.ends_by(token_id)
 
 
 class _Lane:

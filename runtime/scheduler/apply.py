@@ -30,12 +30,14 @@ Retire = Callable[[Sequence, Finish, bool], None]  # the last value: whether its
 Rewind = Callable[[Sequence], None]
 
 
-def apply_output(batch: Batch, output: StepOutput, retire: Retire, rewind: Rewind) -> list[Delta]:
+def apply_output(
+    batch: Batch, output: StepOutput, retire: Retire, rewind: Rewind, wants_forced: bool = False
+) -> list[Delta]:
     """Append the new tokens and end the sequences that are done; rows of ended sequences are dropped.
 
     A retracted sequence is not ended: its pending token arrives here as any other. `rewind` takes sequences whose
     token did not come because their host data was late. Of a row whose token was forced, and appended, since it was
-    launched, nothing is taken. Raises `RowFailed` where a row breaks.
+    launched, nothing is taken. Constraints are asked with `wants_forced`. Raises `RowFailed` where a row breaks.
     """
     deltas: list[Delta] = []
     sequence = batch.sequences[0]
@@ -67,7 +69,7 @@ def apply_output(batch: Batch, output: StepOutput, retire: Retire, rewind: Rewin
                 if row in void or sequence.finish is not None or constraint is None:
                     continue
                 if output.tokens[row]:
-                    constraint.advance(sequence.ids, sequence.num_prompt)
+                    constraint.advance(sequence.ids, sequence.num_prompt, wants_forced)
                 else:
                     sequence.num_pending -= 1
                     rewind(sequence)

@@ -41,7 +41,7 @@ class FastForward:
     @property
     def awaited(self) -> HostData | None:
         """What is being found out last about running sequences whose next tokens may turn out to be forced."""
-        if self._pays:
+        if self.pays:
             for sequence, constraint in reversed(self._running.constrained.items()):
                 if not constraint.next.is_there and self._is_candidate(sequence):
                     return constraint.next
@@ -50,7 +50,7 @@ class FastForward:
     def append(self) -> None:
         """Append what is known to be forced, where that saves enough and there are pages for it."""
         running = self._running
-        if not self._pays or (self._max_rows is not None and len(running) > self._max_rows):
+        if not self.pays or (self._max_rows is not None and len(running) > self._max_rows):
             return
         found = [
             (sequence, self._forced(sequence, constraint))
@@ -74,7 +74,7 @@ class FastForward:
             running.tables.sampling.recount(sequence)
 
     @property
-    def _pays(self) -> bool:
+    def pays(self) -> bool:
         """Whether a row takes longer in a step than it takes to find out that its tokens are forced."""
         return self._enabled and (self.step_s is None or self.step_s >= LEAST_ROW_S * len(self._running))
 

@@ -127,7 +127,7 @@ class Scheduler:
         if batch.number != self._num_applied:
             raise EngineFailure(f"Step {batch.number} was applied when step {self._num_applied} was due.")
         self._num_applied += 1
-        deltas = apply_output(batch, output, self._retire, self._running.rewind)
+        deltas = apply_output(batch, output, self._retire, self._running.rewind, self._fast_forward.pays)
         if self._trials and self._trials.passed(self._running.full):
             self._try_next()
         return deltas

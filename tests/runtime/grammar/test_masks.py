@@ -44,6 +44,7 @@ class Backend:
         self.sizes: list[int] = []  # of what was computed together
         self.go = threading.Event()
         self.go.set()
+        self.allowed = 3  # tokens 0 and 1
 
     def fill_masks(self, matchers: Sequence[Any], masks: np.ndarray) -> None:
         self.go.wait(30)
@@ -52,7 +53,7 @@ class Backend:
             matcher.threads.append(threading.current_thread().name)
         if any(matcher.breaks for matcher in matchers):
             raise RuntimeError("Already borrowed")
-        masks[:] = 3
+        masks[:] = self.allowed
 
 
 @pytest.fixture
@@ -121,6 +122,20 @@ async def test_what_the_loop_asks_in_one_turn_is_computed_together(
         while not all(answer.is_there for answer in answers):
             await asyncio.sleep(0)
     assert backend.sizes == [7, 7, 7]
+
+
+@pytest.mark.parametrize("wants_forced", [True, False])
+def test_masks_behind_forced_tokens_are_computed_only_for_who_wants_to_know_them(
+    backend: Backend, *, wants_forced: bool
+) -> None:
+    thread = MaskThread(backend, max_forced=3)  # pyright: ignore[reportArgumentType]
+    matchers, answers = [Matcher(), Matcher()], [HostData(), HostData()]
+    backend.allowed = 16
+    for matcher, answer in zip(matchers, answers, strict=True):
+        thread.ask(position(matcher), Output([], 0, 0, 0, wants_forced), answer)
+    assert [there(answer).forced for answer in answers] == [(4, 4, 4) if wants_forced else ()] * 2
+    assert [len(matcher.consumed) for matcher in matchers] == [3 if wants_forced else 0] * 2
+    thread.close()
 
 
 @pytest.mark.parametrize("num_rows", [1, FEW_ROWS, FEW_ROWS + 1, 32])
