@@ -66,7 +66,7 @@ def _within_exact(value: Any, keyword: str) -> Any:
 def check_number(value: Any, keyword: str, pointer: str) -> None:
     if not is_number(value):
         raise Unsupported(keyword, pointer, "it must be a number")
-    if isinstance(value, int) and abs(value) > MAX_EXACT:
+    if abs(value) > MAX_EXACT:
         raise Unsupported(keyword, pointer, "integers beyond 2^53 are not enforced exactly")
 
 

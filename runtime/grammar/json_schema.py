@@ -533,7 +533,9 @@ _WRITERS: Mapping[str, Writer] = {
     **dict.fromkeys(REFERENCES, _Writer.ref),
     **dict.fromkeys(CONDITIONS, _Writer.condition),
 }
-_UNWRITTEN = re.compile(r"[\x00-\x07\x0b\x0e-\x1f]")  # but by number, as \u0000: see `llguidance_text`
+_UNWRITTEN = re.compile(
+    r"[\x00-\x07\x0b\x0e-\x1f\x7f]"
+)  # by number only (see `llguidance_text`), or left out
 _NO_NUMBER: Schema = {"type": ["null", "boolean", "string", "array", "object"]}
 
 

@@ -33,6 +33,9 @@ _WIDE = {"d": r"\p{Nd}", "w": r"\p{L}\p{N}_", "s": _SPACES + r"\x1c-\x1f\x85\x{f
 # The same without properties of characters: all beyond ASCII.
 _WIDEST = {"d": r"0-9\x{80}-\x{10ffff}", "w": r"0-9A-Za-z_\x{80}-\x{10ffff}", "s": _WIDE["s"]}
 _PLAIN = re.compile(r"[0-9A-Za-z]|\\x\{([0-9a-f]+)\}")  # one character, as `_literal` writes it
+# What no string of JSON can hold as the library writes it. Standing alone they would be left out of the text.
+_UNWRITTEN = frozenset(map(chr, (*range(0x08), 0x0B, *range(0x0E, 0x20), 0x7F)))
+_NOTHING = r"[\x{0}\x{1}]"  # in strings of JSON
 _CONTROLS = {"t": "\t", "n": "\n", "r": "\r", "f": "\f", "v": "\v"}
 
 
@@ -322,7 +325,7 @@ class _Parser:
         if character in "*+?":
             raise PatternError(f"there is nothing to repeat at {self.at - 1}")
         special: dict[str, Node] = {".": Text(self.dot), "^": Start(), "$": End()}
-        return special[character] if character in special else Text(_literal(character))
+        return special[character] if character in special else Text(self._single(character))
 
     def _group(self) -> Node:
         if self._peek() == "?":
@@ -383,7 +386,10 @@ class _Parser:
             return f"[{self._class_escape(character, negated=False)}]"
         if character in "pP":
             return self._property(character)
-        return _literal(self._escaped_character(character))
+        return self._single(self._escaped_character(character))
+
+    def _single(self, character: str) -> str:
+        return _NOTHING if self.in_json and character in _UNWRITTEN else _literal(character)
 
     def _property(self, character: str) -> str:
         end = self.pattern.find("}", self.at, self.at + 40)
@@ -436,7 +442,7 @@ class _Parser:
     def _class(self) -> str:
         negated = self._peek() == "^"
         self.at += negated
-        parts: list[str] = []
+        begin, parts = self.at, list[str]()
         covered, begins_with_controls = set[str](), False
         while self._peek() != "]":
             first = last = self._class_item(negated)
@@ -448,6 +454,8 @@ class _Parser:
                 parts.append(f"{first[0]}-{last[0]}")
             else:
                 parts.append(first[0])
+            if self.in_json and not negated and first == last and first[1] in _UNWRITTEN:
+                parts.pop()
             if first[1] is not None and last[1] is not None:
                 covered |= {each for each in '"\\' if first[1] <= each <= last[1]}
                 begins_with_controls = begins_with_controls or (first[1] < " " and first[1] < last[1])
@@ -459,9 +467,11 @@ class _Parser:
             # The library lets a spared quote or backslash through as an escape, unless control characters are
             # spared as well.
             parts.append(r"\x00-\x1f")
-        if not parts:
+        if self.at == begin:
             raise PatternError("an empty class means different things in different dialects")
         self.at += 1
+        if not parts:
+            return _NOTHING
         return f"[{'^' if negated else ''}{''.join(parts)}]"
 
     def _class_item(self, negated: bool) -> tuple[str, str | None]:

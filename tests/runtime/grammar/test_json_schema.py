@@ -211,7 +211,10 @@ def test_keywords_that_nothing_enforces_are_refused_by_name_and_place(keyword: s
         ({"multipleOf": 0.01}, "/multipleOf"),
         ({"minimum": 9007199254740993}, "/minimum"),
         ({"$defs": {"a": {"$anchor": "n"}, "b": {"$anchor": "n"}}, "$ref": "#n"}, "/$ref"),
+        ({"minimum": 1e308}, "/minimum"),
         ({"const": 9007199254740993}, "/const"),
+        ({"const": 1e22}, "/const"),
+        ({"const": "a\x7fb"}, "/const"),
         ({"minItems": 10**9}, "/minItems"),
         ({"minLength": -1}, "/minLength"),
         ({"minLength": True}, "/minLength"),
@@ -324,6 +327,20 @@ def test_a_class_without_quotes_or_backslashes_has_none(pattern: str) -> None:
             assert validator.is_valid(text), text
         else:
             assert not validator.is_valid(text), text
+
+
+@pytest.mark.parametrize(
+    "control", [r"\v", r"\x01", r"\0", r"\x7f", "\x02", r"[\x01]", r"[\x7f-\x7f]", r"[\0\x1f]"]
+)
+def test_characters_that_no_output_holds_are_not_left_out_of_what_a_pattern_wants(control: str) -> None:
+    """But of what it allows beside them."""
+    schema = {"type": "string", "pattern": f"^(a{control}+b|c{control}*d)$"}
+    matcher = grammars.compiled("json_schema", schema)
+    assert validator_of(schema).is_valid("cd")
+    assert grammars.accepts(matcher, '"cd"')
+    assert not grammars.accepts(matcher, '"ab"')
+    with pytest.raises(InvalidGrammar, match="no value satisfies"):
+        grammars.compiled("json_schema", {"type": "string", "pattern": f"^a{control}b$"})
 
 
 def test_options_of_the_library_in_a_schema_have_no_effect() -> None:
