@@ -56,23 +56,28 @@ inline Floats multiply_add(Floats total, Floats a, Floats b) { return total + a 
 template <class T>
 constexpr int LANE_SIZE = sizeof(float) / sizeof(T);
 
+// What a tile asks for of the weights behind its panel's beginning: from a number on, and how far it moves on with each
+// step of depth, at which it asks for two lines.
+struct Ahead {
+    int64_t from, pace;
+};
+
 // sums[row] = x[row] . panel, added in order of depth: the number of rows must not change a result.
-// With `ahead` it asks for the next panel's memory, which is needed when this one has passed over all rows.
 // Never inlined, like all tiles: each number of rows is compiled once, for all kernels of a unit.
 template <class T, int ROWS>
-[[gnu::noinline]] void multiply_tile(const T* x, int64_t stride, const T* panel, int64_t depth, bool ahead,
+[[gnu::noinline]] void multiply_tile(const T* x, int64_t stride, const T* panel, int64_t depth, const Ahead& ahead,
                                      Floats (*result)[2]) {
     Floats sums[ROWS][2];
-    const int64_t distance = ahead ? PANEL * depth : 0;
+    const T* needed_later = panel + ahead.from;
+    const int64_t pace = ahead.pace;
     constexpr int N = LANE_SIZE<T>;
 #pragma GCC unroll 16
     for (int row = 0; row < ROWS; row++) sums[row][0] = sums[row][1] = Floats{};
     for (int64_t k = 0; k < depth; k += N, panel += PANEL * N) {
         const auto first = lanes_of(panel), second = lanes_of(panel + LANES * N);
-        if constexpr (ROWS > MAX_TILE_ROWS / 2) {
-            __builtin_prefetch(panel + distance, 0, 2);
-            __builtin_prefetch(panel + distance + LANES * N, 0, 2);
-        }
+        __builtin_prefetch(needed_later, 0, 2);
+        __builtin_prefetch(needed_later + LANES * N, 0, 2);
+        needed_later += pace;
 #pragma GCC unroll 16
         for (int row = 0; row < ROWS; row++) {
             const auto value = fill_lanes(x + row * stride + k);
@@ -174,7 +179,7 @@ inline void store_sums(const Floats (&sums)[2], const T* bias, Out* out, int64_t
 
 // The sums of rows row .. row + height - 1 and a panel.
 template <class T, int ROWS = MAX_TILE_ROWS>
-inline void multiply_rows(const ProductOperands& o, int64_t row, int64_t height, bool ahead, int64_t panel,
+inline void multiply_rows(const ProductOperands& o, int64_t row, int64_t height, const Ahead& ahead, int64_t panel,
                           Floats (*sums)[2]) {
     if constexpr (ROWS > 0) {
         if (height != ROWS) return multiply_rows<T, ROWS - 1>(o, row, height, ahead, panel, sums);
@@ -286,12 +291,23 @@ inline void put_tile(const Put& put, int64_t row, int64_t height, int64_t panel,
         for (int64_t r = 0; r < height; r++) put(row + r, panel, sums[r * apart]);
 }
 
+// For the tile with rows row .. row + height - 1 of first .. end - 1. Alone it asks for what it will need a little later;
+// of several, which find their panel in the cache, the last two ask for half of the next panel each.
+template <class T>
+inline Ahead ahead_of(int64_t first, int64_t row, int64_t height, int64_t end, int64_t depth) {
+    constexpr int64_t STEP = PANEL * LANE_SIZE<T>, LEAD = 64;  // steps
+    const int64_t left = end - row - height;
+    if (end - first <= MAX_TILE_ROWS) return {LEAD * STEP, STEP};
+    if (left > MAX_TILE_ROWS) return {0, STEP};
+    return {PANEL * depth + (left ? 0 : PANEL * depth / 2), STEP / 2};
+}
+
 // Calls put(row, panel, sums) for rows first .. end - 1 and a panel.
 template <class T, class Put>
 inline void multiply_panel(const ProductOperands& o, int64_t first, int64_t end, int64_t panel, const Put& put) {
     in_tiles<MAX_TILE_ROWS>(first, end, [&](int64_t row, int64_t height) {
         Floats sums[MAX_TILE_ROWS][2];
-        multiply_rows<T>(o, row, height, row > first && row + height == end, panel, sums);
+        multiply_rows<T>(o, row, height, ahead_of<T>(first, row, height, end, o.in_size), panel, sums);
         put_tile(put, row, height, panel, sums, 1);
     });
 }
