@@ -45,7 +45,7 @@ inline void fetch_to_write(T* to, int64_t size) {
     for (int64_t i = 0; i < size; i += 64 / sizeof(T)) __builtin_prefetch(to + i, 1);
 }
 
-inline Floats fill(float value) { return Floats{} + value; }
+inline Floats fill(float value) { return value - Floats{}; }  // 0 + value would be computed: -0 becomes 0
 
 inline Floats load(const float* from) {
     Floats x;
