@@ -49,7 +49,8 @@ class TokenizerActor:
         self._scheduler = scheduler
         self._grammars = grammars
         self._num_threads = num_threads  # that encode long texts
-        self._inbox: Mailbox[LiveRequest] = Mailbox()
+        # With each request whether the constraint that it asks for has been found.
+        self._inbox: Mailbox[tuple[LiveRequest, bool]] = Mailbox()
         self._num_waiting = 0  # choices of requests that are not handed on yet
         self._waiting_bytes = 0
 
@@ -73,7 +74,8 @@ class TokenizerActor:
         """Take a request of which the text or the ids are known."""
         self._num_waiting += live.request.sampling.n
         self._waiting_bytes += num_bytes_held(live.request)
-        self._inbox.put(live)
+        has_constraint = live.request.grammar is None and live.request.thinking is None
+        self._inbox.put((live, has_constraint))
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -81,9 +83,9 @@ class TokenizerActor:
         async with anyio.create_task_group() as tasks:
             while True:
                 short: list[LiveRequest] = []
-                for live in await self._inbox.take_all():
-                    if live.request.grammar is not None or live.request.thinking is not None:
-                        tasks.start_soon(self._compile_and_encode, live, limiter)
+                for live, has_constraint in await self._inbox.take_all():
+                    if not has_constraint:
+                        tasks.start_soon(self._compile, live)
                     elif live.request.ids is not None:
                         self._hand_on(live, live.request.ids)
                     elif len(live.request.text or "") + len(live.request.second_text or "") <= INLINE_CHARS:
@@ -95,21 +97,15 @@ class TokenizerActor:
                         self._hand_on(live, self._encode(live))
                     await anyio.lowlevel.checkpoint()
 
-    async def _compile_and_encode(self, live: LiveRequest, limiter: anyio.CapacityLimiter) -> None:
+    async def _compile(self, live: LiveRequest) -> None:
         """A grammar is compiled beside everybody else's encoding; its own prompt is encoded when that is done."""
-        request = live.request
-        found: tuple[int, ...] | PenstockError
         try:
-            constraint = await self._constraint(request)
-            live.request = request = replace(request, constraint=constraint)
+            constraint = await self._constraint(live.request)
         except PenstockError as error:
-            found = error
+            self._hand_on(live, error)
         else:
-            if request.ids is not None:
-                found = request.ids
-            else:
-                found = await anyio.to_thread.run_sync(self._encode, live, limiter=limiter)
-        self._hand_on(live, found)
+            live.request = replace(live.request, constraint=constraint)
+            self._inbox.put((live, True))
 
     async def _constraint(self, request: Request) -> Constraint | None:
         grammar, limit = request.grammar, request.thinking
