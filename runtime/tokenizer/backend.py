@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import tokenizers
 
 from runtime.errors import ContextOverflow
+from runtime.tokenizer.words import MAX_CHARS, words_of
 
 
 class EncodedPair(NamedTuple):
@@ -72,10 +73,15 @@ class FastBackend:
         self.vocab_size = max(self.base_size, 1 + max(tokens, default=-1))
         self.added = {token.content: token_id for token_id, token in tokens.items()}
         self.special_ids = frozenset(token_id for token_id, token in tokens.items() if token.special)
+        self._words = words_of(library)
 
     def encode_batch(
         self, texts: Sequence[str], add_special_tokens: bool, max_tokens: int | None = None
     ) -> list[list[int]]:
+        if self._words is not None and sum(map(len, texts)) <= MAX_CHARS:
+            found = [self._words.encode(text, add_special_tokens) for text in texts]
+            require_no_more(found, max_tokens)
+            return found
         # The single-text calls of the library keep the GIL; the batch calls release it.
         encodings = self.library.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         require_no_more(encodings, max_tokens)  # first: making lists of millions of ids keeps the GIL
