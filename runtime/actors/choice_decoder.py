@@ -39,7 +39,7 @@ class ChoiceDecoder:
         self._held_logprobs: list[Logprobs] = []
         self._prompt_logprobs: Logprobs | None = None
         self._incremental: IncrementalDecoder | None = None
-        if tokenizer is not None:
+        if tokenizer is not None and not request.wants_embedding:
             self._incremental = tokenizer.decoder(
                 request.ids or (),
                 sampling.skip_special_tokens,
