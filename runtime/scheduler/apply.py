@@ -46,13 +46,11 @@ def apply_output(
             sequence = batch.sequences[row]
             _append_prompt_logprobs(sequence, logprobs)
         failed = frozenset(output.failed)
-        void: set[int] = set()
         for row, (sequence, tokens) in enumerate(zip(batch.sequences, output.tokens)):
             if sequence.finish is not None:
                 continue
             if sequence.num_void and row not in failed and _is_sampled(batch, row):
                 sequence.num_void -= 1
-                void.add(row)
                 if sequence.num_unsent:
                     deltas.append(_delta(sequence, []))
                 continue
@@ -61,18 +59,13 @@ def apply_output(
                 if finish is not None:
                     retire(sequence, finish, row not in failed)
                     deltas.append(final_delta(sequence, finish, _embedding(output, row, finish)))
-                continue
-            deltas.append(_apply_tokens(sequence, tokens, output, row, retire))
-        if batch.sampling is not None and batch.sampling.host_data:
-            for row in batch.sampling.rows[list(batch.sampling.host_data)].tolist():
-                sequence, constraint = batch.sequences[row], batch.sequences[row].constraint
-                if row in void or sequence.finish is not None or constraint is None:
-                    continue
-                if output.tokens[row]:
-                    constraint.advance(sequence.ids, sequence.num_prompt, wants_forced)
-                else:
+                elif sequence.constraint is not None and _is_sampled(batch, row):
                     sequence.num_pending -= 1
                     rewind(sequence)
+                continue
+            deltas.append(_apply_tokens(sequence, tokens, output, row, retire))
+            if sequence.constraint is not None and sequence.finish is None:
+                sequence.constraint.advance(sequence.ids, sequence.num_prompt, wants_forced)
     except Exception as error:
         raise RowFailed(sequence.request.id, deltas) from error
     return deltas
