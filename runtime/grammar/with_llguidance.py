@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.constraint import forbid
+from runtime.constraint import allow, forbid, only_tokens, places_of, rows_that_allow
+from runtime.grammar.added_tokens import NONE, AddedTokens, added_tokens, marks_in
 from runtime.grammar.backend import Matcher
 from runtime.grammar.llguidance_text import for_llguidance, part_for_llguidance, schemas_in
 from runtime.grammar.refusals import placed
@@ -59,12 +60,14 @@ class LLGuidanceMatcher:
     """
 
     __slots__ = (
+        "_added",
         "_consumed",
         "_is_lost",
         "_make",
         "_num_copies",
         "_token_bytes",
         "inner",
+        "marks",
         "num_bytes",
         "unique",
     )
@@ -76,11 +79,15 @@ class LLGuidanceMatcher:
         token_bytes: Mapping[int, bytes],
         num_bytes: int,
         unique: UniqueTexts | None = None,
+        added: AddedTokens = NONE,
+        marks: tuple[int, ...] = (),
         consumed: Iterable[int] = (),
     ) -> None:
         self.inner = inner
         self.num_bytes = num_bytes
         self.unique = unique  # what the library cannot enforce
+        self.marks = marks  # added tokens whose texts the grammar writes
+        self._added = added
         self._make = make
         self._token_bytes = token_bytes
         self._consumed = list(consumed)
@@ -94,6 +101,21 @@ class LLGuidanceMatcher:
     def consume(self, token_ids: list[int]) -> bool:
         if self.unique is not None:
             self.unique.feed(map(self._token_bytes.__getitem__, token_ids))
+        if self._added.spelled.keys().isdisjoint(token_ids):
+            return self._consume(token_ids)
+        return all(self._consume(self._as_text(token_id)) for token_id in token_ids)
+
+    def spells(self, token_id: int) -> bool:
+        """Whether the text of this added token may be written here."""
+        spelled = self._added.spelled[token_id]
+        return self.inner.validate_tokens(spelled) == len(spelled)
+
+    def _as_text(self, token_id: int) -> list[int]:
+        """An added token as the library understands it here: itself, or the tokens of its text."""
+        spelled = self._added.spelled.get(token_id)
+        return [token_id] if spelled is None or self.inner.validate_tokens([token_id]) == 1 else spelled
+
+    def _consume(self, token_ids: list[int]) -> bool:
         if not self.inner.consume_tokens(token_ids) and not (
             self.renew() and self.inner.consume_tokens(token_ids)
         ):
@@ -107,8 +129,16 @@ class LLGuidanceMatcher:
         if self.inner.is_error() or self._num_copies % COPIES_OF_A_LEXER == 0:
             self.renew()
         unique = None if self.unique is None else self.unique.copy()
-        inner = self.inner.deep_copy()
-        return LLGuidanceMatcher(inner, self._make, self._token_bytes, self.num_bytes, unique, self._consumed)
+        return LLGuidanceMatcher(
+            self.inner.deep_copy(),
+            self._make,
+            self._token_bytes,
+            self.num_bytes,
+            unique,
+            self._added,
+            self.marks,
+            self._consumed,
+        )
 
     def renew(self) -> bool:
         """Come to the same place with a lexer of its own; False where that fails."""
@@ -127,7 +157,11 @@ class LLGuidanceBackend:
     matcher = LLGuidanceMatcher
 
     def __init__(
-        self, vocabulary: LLTokenizer, whitespace: str | None, token_bytes: Mapping[int, bytes]
+        self,
+        vocabulary: LLTokenizer,
+        whitespace: str | None,
+        token_bytes: Mapping[int, bytes],
+        added: AddedTokens = NONE,
     ) -> None:
         from llguidance import LLExecutor, LLParserLimits
 
@@ -135,6 +169,8 @@ class LLGuidanceBackend:
         self._vocabulary = vocabulary
         self._whitespace = whitespace
         self._token_bytes = token_bytes
+        self._added = added
+        self._special = places_of([*added.special.values(), *vocabulary.eos_tokens])
         self._quoting: QuotingTokens | None = None
         self._making_quoting = threading.Lock()
         self._limits = LLParserLimits(**LIMITS)
@@ -148,15 +184,26 @@ class LLGuidanceBackend:
         cls, tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int], whitespace: str | None
     ) -> LLGuidanceBackend:
         """Raises `InvalidGrammar` where outputs of this tokenizer cannot be constrained."""
+        eos_ids = [*eos_ids]
         vocabulary, table = load_vocabulary(tokenizer, vocab_size, eos_ids), tokenizer.bytes_of
-        return cls(vocabulary, whitespace, {} if table is None else table.rest)
+        if table is None:
+            return cls(vocabulary, whitespace, {})
+        added = added_tokens(vocabulary, table, tokenizer.special_ids | {*eos_ids})
+        return cls(vocabulary, whitespace, table.rest, added)
 
     def compile(self, grammar: Grammar) -> LLGuidanceMatcher:
         unique: UniqueArrays = {}
         text = for_llguidance(grammar, self._whitespace, unique)
+        marks = marks_in(text)
+        special = next((mark for mark in marks if mark in self._added.special), None)
+        if special is not None and grammar.kind != "lark":  # where it may be meant as a token
+            raise InvalidGrammar(
+                f"{special} is a special token of this model, which no text of an output holds"
+            )
         kept = UniqueTexts(unique, self._quoting_tokens()) if unique else None
+        added = tuple(self._added.ids[mark] for mark in marks if mark in self._added.ids)
         try:
-            return self._background.submit(self._build, text, kept).result()
+            return self._background.submit(self._build, text, kept, added).result()
         except InvalidGrammar as error:
             raise self._placed(grammar, str(error)) from error
 
@@ -183,7 +230,7 @@ class LLGuidanceBackend:
                 self._quoting = QuotingTokens(self._token_bytes, 32 * self.num_words)
             return self._quoting
 
-    def _build(self, text: str, unique: UniqueTexts | None) -> LLGuidanceMatcher:
+    def _build(self, text: str, unique: UniqueTexts | None, marks: tuple[int, ...] = ()) -> LLGuidanceMatcher:
         from llguidance import LLMatcher
 
         def make() -> LLMatcher:
@@ -199,7 +246,9 @@ class LLGuidanceBackend:
         if time.perf_counter() - began_s > MAX_FIRST_MASK_S:
             raise InvalidGrammar("its first token takes too long to find")
         num_bytes = BASE_BYTES + BYTES_PER_CHARACTER * len(text)
-        return LLGuidanceMatcher(matcher, make, self._token_bytes, num_bytes, unique)
+        return LLGuidanceMatcher(
+            matcher, make, self._token_bytes, num_bytes, unique, added=self._added, marks=marks
+        )
 
     def close(self) -> None:
         self._background.shutdown()
@@ -210,9 +259,13 @@ class LLGuidanceBackend:
         for row, matcher in enumerate(ours):
             if matcher.inner.is_error():
                 self._compute_anew(matcher, row, masks)
+            if matcher.marks:
+                allow(masks[row], filter(matcher.spells, matcher.marks))
             if matcher.unique is not None:
                 matcher.unique.restrict(masks[row])
                 _forbid_dead_ends(matcher.inner, matcher.unique, masks[row])
+        for row in rows_that_allow(masks[: len(ours)], self._special):
+            _forbid_special_text(ours[row].inner, masks[row : row + 1])
 
     def _compute(self, rows: list[tuple[LLMatcher, int]], masks: NDArray[np.int32]) -> None:
         num_bytes = masks.shape[1] * masks.itemsize
@@ -230,6 +283,14 @@ class LLGuidanceBackend:
         if matcher.inner.is_error():  # the library then allows the end, as if the output were whole
             logger.warning("A grammar can go no further: %s", _first_line(matcher.error))
             masks[row] = 0
+
+
+def _forbid_special_text(inner: LLMatcher, masks: NDArray[np.int32]) -> None:
+    """A special token that is forced as text, in one row: nothing is allowed then, not even an end."""
+    for token_id in only_tokens(masks).values():
+        if not inner.is_stopped() and inner.validate_tokens([token_id]) == 0:
+            logger.warning("A grammar wants the text of a special token.")
+            masks[:] = 0
 
 
 def _forbid_dead_ends(inner: LLMatcher, unique: UniqueTexts, mask: NDArray[np.int32]) -> None:

@@ -1,0 +1,59 @@
+"""Added tokens such as <think> and <|im_end|> where grammars write them as text.
+
+llguidance takes special tokens, and all other added ones of the form <...>, for tokens that no text holds. Where a
+grammar leaves no choice but their text it forces the token all the same, and refuses it then.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+from runtime.tokenizer.token_bytes import TokenBytes
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+_FORMS = (re.compile(r"<[^<>]+>"), re.compile(r"\[[^\[\]\s]+\]"))
+# As `patterns.escape` writes texts, within JSON too.
+_ESCAPED = re.compile(r"\\+x\{([0-9a-f]+)\}")
+_ESCAPED_TEXT = re.compile(r"(?:\\+x\{[0-9a-f]+\}|[0-9A-Za-z])+")
+
+
+class AddedTokens(NamedTuple):
+    """Those that the library does not see as text."""
+
+    ids: Mapping[str, int]  # of those that texts may hold, by their text
+    spelled: Mapping[int, list[int]]  # the same text in tokens that the library sees as text
+    special: Mapping[str, int]  # those that end outputs, or are not shown in them
+
+
+NONE = AddedTokens({}, {}, {})
+
+
+def added_tokens(vocabulary: LLTokenizer, table: TokenBytes, special_ids: Iterable[int]) -> AddedTokens:
+    """Of the vocabulary that the library holds; `table`: the tokens' bytes as outputs show them."""
+    special_ids = frozenset(special_ids)
+    ids, spelled, special = dict[str, int](), dict[int, list[int]](), dict[str, int]()
+    for token_id in filter(vocabulary.is_special_token, range(vocabulary.vocab_size)):
+        text = table.rest[token_id]
+        if text in (b"", b"\xff"):  # one that is not used
+            continue
+        mark = text.decode(errors="replace")
+        if token_id in special_ids:
+            special[mark] = token_id
+            continue
+        parts = [*vocabulary.tokenize_bytes(text[:1]), *vocabulary.tokenize_bytes(text[1:])]
+        if not any(map(vocabulary.is_special_token, parts)) and vocabulary.decode_bytes(parts) == text:
+            ids[mark], spelled[token_id] = token_id, parts
+    return AddedTokens(ids, spelled, special)
+
+
+def marks_in(text: str) -> set[str]:
+    """What a grammar, as the library reads it, writes of the forms <...> and [...], whether they are tokens or not."""
+    written = [text]
+    for each in _ESCAPED_TEXT.findall(text):
+        if "{" in each:
+            written.append(_ESCAPED.sub(lambda found: chr(int(found[1], 16)), each))
+    return {mark for each in written for form in _FORMS for mark in form.findall(each)}

@@ -1,0 +1,103 @@
+"""Added tokens such as <think> are written where a grammar wants their text; special ones never are."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+import grammars
+from runtime.grammar.with_llguidance import LLGuidanceMatcher
+from runtime.grammar_spec import InvalidGrammar
+
+THINK, END = "<think>", "<|im_end|>"
+
+
+def token_of(text: str) -> int:
+    [[token_id]] = grammars.tokenizer().encode_batch([text], add_special_tokens=False)
+    return token_id
+
+
+def written(matcher: LLGuidanceMatcher, tokens: int = 40) -> str:
+    """What the first token that is allowed each time comes to, added ones first."""
+    found, ids = matcher.copy(), list[int]()
+    ends = grammars.tokenizer().eos_ids
+    while len(ids) < tokens:
+        choices = grammars.allowed(found)
+        assert choices, found.error
+        if choices & ends:
+            break
+        ids.append(max(choices))
+        assert found.consume(ids[-1:])
+    return "".join(grammars.tokenizer().bytes_of.rest[each].decode() for each in ids)  # pyright: ignore[reportOptionalMemberAccess]
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "text"),
+    [
+        ("regex", "<think>x</think>", "<think>x</think>"),
+        ("ebnf", 'root ::= "<think>" "x"', "<think>x"),
+        ("choice", ["<tool_call>"], "<tool_call>"),
+        ("json_schema", {"const": "<think>"}, '"<think>"'),
+        ("json_schema", {"type": "string", "pattern": "^a<think>$"}, '"a<think>"'),
+        ("lark", 'start: "<think>" <think> "x"', "<think><think>x"),
+    ],
+)
+def test_the_text_of_an_added_token_is_written_with_it(kind: str, source: Any, text: str) -> None:
+    matcher = grammars.compiled(kind, source)
+    assert written(matcher) == text
+    assert grammars.accepts(matcher, text)
+
+
+def test_a_tag_begins_with_an_added_token_or_with_its_text() -> None:
+    tag = {
+        "structures": [{"begin": "<tool_call>", "schema": {"const": 1}, "end": "</tool_call>"}],
+        "triggers": ["<tool_call>"],
+    }
+    matcher = grammars.compiled("structural_tag", tag)
+    for text in ("so <tool_call>1</tool_call> and", "<tool_call>1</tool_call>", "none"):
+        assert grammars.accepts(matcher, text)
+    begun = matcher.copy()
+    assert begun.consume([token_of(letter) for letter in "<tool_call>"])
+    assert grammars.allowed(begun) == {token_of("1")}
+    assert not grammars.accepts(matcher, "so <tool_call>2</tool_call>")
+    assert not grammars.accepts(matcher, "so <tool_call>1 and")
+
+
+def test_added_tokens_are_not_allowed_elsewhere() -> None:
+    think = token_of(THINK)
+    for kind, source in (
+        ("regex", ".*"),
+        ("json_schema", {"enum": ["<think>", "a"]}),
+        ("ebnf", "root ::= .*"),
+    ):
+        assert think not in grammars.allowed(grammars.compiled(kind, source))
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        ("regex", r"a<\|im_end\|>b"),
+        ("ebnf", f'root ::= "{END}" "x"'),
+        ("choice", ["yes", f"no{END}"]),
+        ("json_schema", {"enum": ["a", f"b{END}"]}),
+        ("json_schema", {"type": "string", "pattern": r"<\|im_end\|>"}),
+        ("json_schema", {"properties": {END: True}}),
+        ("structural_tag", {"structures": [{"begin": "a", "end": END}], "triggers": ["a"]}),
+    ],
+)
+def test_a_special_token_is_no_text(kind: str, source: Any) -> None:
+    with pytest.raises(InvalidGrammar, match=r"<\|im_end\|> is a special token"):
+        grammars.compiled(kind, source)
+
+
+@pytest.mark.parametrize("source", [r"<\|im_(end|end)\|>x", r"[<]\|im_end\|>x"])
+def test_an_end_that_is_forced_as_text_ends_nothing(source: str) -> None:
+    matcher = grammars.compiled("regex", source)
+    assert not grammars.allowed(matcher) & grammars.tokenizer().eos_ids
+
+
+def test_alternatives_of_the_letters_of_a_special_token_are_none() -> None:
+    assert grammars.accepts(grammars.compiled("regex", "(<|im_end|>)"), ">")
+    assert grammars.accepts(grammars.compiled("json_schema", {"const": "List<int>"}), json.dumps("List<int>"))
