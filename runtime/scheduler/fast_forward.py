@@ -21,8 +21,8 @@ from runtime.scheduler.request_tables import Running
 from runtime.sequence import Sequence
 
 # Of a step's time, for each row that runs: about so long takes the host for one whose tokens are forced. Measured on
-# two cores: 1 and 8 rows gain a tenth to a quarter where a row takes 1 ms or more; where it takes 0.3 ms one row loses a
-# twentieth, and where it takes 0.1 ms 8 and 32 rows lose a quarter.
+# two cores: 1 and 8 rows gain a tenth to a quarter where a row takes 1 ms or more; where it takes 0.3 ms one row loses
+# a twentieth, and where it takes 0.1 ms 8 and 32 rows lose a quarter.
 LEAST_ROW_S = 0.0005
 
 
