@@ -29,7 +29,7 @@ constexpr int WIDE_TILE_ROWS = 6;  // with 4 sums each
 #else
 constexpr int WIDE_TILE_ROWS = 0;  // never
 #endif
-constexpr int64_t BLOCK_ROWS = 256;  // of x, which stay in the cache while all panels pass
+constexpr int64_t BLOCK_ROWS = 240;  // of x, which stay in the cache while all panels pass; whole tiles
 constexpr int64_t WIDE_BLOCK = 128 << 10;  // numbers of x, which leave room in the second cache for two panels
 constexpr int64_t UNIT_DEPTH = UNIT_BYTES / sizeof(BFloat16);  // inputs in a step of a matrix unit
 static_assert(PANEL == UNIT_COLUMNS);
@@ -63,8 +63,9 @@ struct Ahead {
 };
 
 // sums[row] = x[row] . panel, added in order of depth: the number of rows must not change a result.
+// With FETCHES_NEXT it asks for the rows behind its own, which are the next tile's.
 // Never inlined, like all tiles: each number of rows is compiled once, for all kernels of a unit.
-template <class T, int ROWS>
+template <class T, int ROWS, bool FETCHES_NEXT = false>
 [[gnu::noinline]] void multiply_tile(const T* x, int64_t stride, const T* panel, int64_t depth, const Ahead& ahead,
                                      Floats (*result)[2]) {
     Floats sums[ROWS][2];
@@ -78,6 +79,9 @@ template <class T, int ROWS>
         __builtin_prefetch(needed_later, 0, 2);
         __builtin_prefetch(needed_later + LANES * N, 0, 2);
         needed_later += pace;
+        if (FETCHES_NEXT && k % (N * LANES) == 0)
+#pragma GCC unroll 16
+            for (int row = ROWS; row < 2 * ROWS; row++) __builtin_prefetch(x + row * stride + k);
 #pragma GCC unroll 16
         for (int row = 0; row < ROWS; row++) {
             const auto value = fill_lanes(x + row * stride + k);
@@ -100,7 +104,12 @@ template <int ROWS>
     for (int row = 0; row < ROWS; row++) sums[row][0] = sums[row][1] = sums[row][2] = sums[row][3] = Floats{};
     for (int64_t k = 0; k < depth; k++, panel += PANEL) {
         const Floats weights[] = {load(panel), load(panel + LANES), load(panel + second), load(panel + second + LANES)};
-        if constexpr (ROWS > WIDE_TILE_ROWS / 2) fetch(panel + AHEAD, PANEL), fetch(panel + second + AHEAD, PANEL);
+        if constexpr (ROWS > WIDE_TILE_ROWS / 2) {
+            fetch(panel + AHEAD, PANEL), fetch(panel + second + AHEAD, PANEL);
+            if (k % LANES == 0)
+#pragma GCC unroll 16
+                for (int row = ROWS; row < 2 * ROWS; row++) __builtin_prefetch(x + row * stride + k);  // of the next tile
+        }
 #pragma GCC unroll 16
         for (int row = 0; row < ROWS; row++) {
             const Floats value = fill(x[row * stride + k]);
@@ -178,13 +187,14 @@ inline void store_sums(const Floats (&sums)[2], const T* bias, Out* out, int64_t
 }
 
 // The sums of rows row .. row + height - 1 and a panel.
-template <class T, int ROWS = MAX_TILE_ROWS>
+template <class T, int ROWS = MAX_TILE_ROWS, bool FETCHES_NEXT = false>
 inline void multiply_rows(const ProductOperands& o, int64_t row, int64_t height, const Ahead& ahead, int64_t panel,
                           Floats (*sums)[2]) {
     if constexpr (ROWS > 0) {
         if (height != ROWS) return multiply_rows<T, ROWS - 1>(o, row, height, ahead, panel, sums);
         const T* weight = static_cast<const T*>(o.weight) + panel * PANEL * o.in_size;
-        multiply_tile<T, ROWS>(static_cast<const T*>(o.x) + row * o.x_stride, o.x_stride, weight, o.in_size, ahead, sums);
+        const T* x = static_cast<const T*>(o.x) + row * o.x_stride;
+        multiply_tile<T, ROWS, FETCHES_NEXT>(x, o.x_stride, weight, o.in_size, ahead, sums);
     }
 }
 
@@ -305,9 +315,16 @@ inline Ahead ahead_of(int64_t first, int64_t row, int64_t height, int64_t end, i
 // Calls put(row, panel, sums) for rows first .. end - 1 and a panel.
 template <class T, class Put>
 inline void multiply_panel(const ProductOperands& o, int64_t first, int64_t end, int64_t panel, const Put& put) {
+    // Lines that are a multiple of this apart share so few sets of the first cache that two tiles' rows have no room there.
+    constexpr int64_t CROWDED_BYTES = 2048;
+    const bool fetches_next = o.x_stride * int64_t(sizeof(T)) % CROWDED_BYTES != 0;
     in_tiles<MAX_TILE_ROWS>(first, end, [&](int64_t row, int64_t height) {
         Floats sums[MAX_TILE_ROWS][2];
-        multiply_rows<T>(o, row, height, ahead_of<T>(first, row, height, end, o.in_size), panel, sums);
+        const Ahead ahead = ahead_of<T>(first, row, height, end, o.in_size);
+        if (fetches_next && height == MAX_TILE_ROWS && row + height < end)
+            multiply_rows<T, MAX_TILE_ROWS, true>(o, row, height, ahead, panel, sums);
+        else
+            multiply_rows<T>(o, row, height, ahead, panel, sums);
         put_tile(put, row, height, panel, sums, 1);
     });
 }
@@ -325,7 +342,7 @@ template <class Put>
 inline void multiply_wide(const ProductOperands& o, ThreadGroup& threads, int64_t rows, const Put& put) {
     const int64_t panels = (o.out_size + PANEL - 1) / PANEL, pairs = (panels + 1) / 2;
     const int64_t fitting = std::clamp<int64_t>(WIDE_BLOCK / o.in_size, 7 * MAX_TILE_ROWS, BLOCK_ROWS);
-    const int64_t block = fitting / MAX_TILE_ROWS * MAX_TILE_ROWS;
+    const int64_t blocks = (rows + fitting - 1) / fitting, block = round_up((rows + blocks - 1) / blocks, WIDE_TILE_ROWS);
     threads.share((rows + block - 1) / block * pairs, [&](int64_t task) {
         const int64_t first = task / pairs * block, end = std::min(first + block, rows), panel = task % pairs * 2;
         if (panel + 1 == panels) return multiply_panel<float>(o, first, end, panel, put);
@@ -337,10 +354,10 @@ inline void multiply_wide(const ProductOperands& o, ThreadGroup& threads, int64_
     });
 }
 
-// Whether that gives every thread enough tasks.
+// Whether two panels leave room in the second cache for x, and give every thread enough tasks.
 inline bool are_wide(const ProductOperands& o, const ThreadGroup& threads, int64_t rows) {
     constexpr int64_t TASKS = 8;  // of a thread, at least
-    return rows / BLOCK_ROWS * (o.out_size / (2 * PANEL)) >= TASKS * threads.size;
+    return 2 * PANEL * o.in_size <= WIDE_BLOCK && rows / BLOCK_ROWS * (o.out_size / (2 * PANEL)) >= TASKS * threads.size;
 }
 
 // Calls put(row, panel, sums) for all rows and panels.
