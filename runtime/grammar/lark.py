@@ -73,6 +73,12 @@ def quoted(text: str) -> str:
     return json.dumps(text).replace("\x7f", "\\u007f")
 
 
+def without_tokens(source: str) -> str:
+    """What a grammar that `check_lark` has written says in texts: without comments and the tokens that it names."""
+    tokens = _TOKEN.finditer(source)
+    return "".join(token[0] for token in tokens if token.lastgroup != "skip" and not token[0].startswith("<"))
+
+
 def _with_json(source: str, at: int, keyword: str, rule: str, write_schema: WriteSchema) -> tuple[int, str]:
     """(where the value behind a keyword ends, both as they are written)"""
     begin = _BLANKS.match(source, at).end()  # pyright: ignore[reportOptionalMemberAccess]

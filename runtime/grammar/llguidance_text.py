@@ -7,7 +7,7 @@ from typing import Any
 
 from runtime.grammar import json_schema, json_text, patterns
 from runtime.grammar.ebnf import ebnf_to_lark
-from runtime.grammar.lark import check_lark, quoted
+from runtime.grammar.lark import check_lark, quoted, without_tokens
 from runtime.grammar.references import Unsupported
 from runtime.grammar.unique_items import UniqueArrays
 from runtime.grammar_spec import WHITESPACE, Grammar, InvalidGrammar, check_whitespace
@@ -35,6 +35,12 @@ def for_llguidance(
             return _top(json_schema=_schema(True, options))
         return _top(json_schema=_schema(json_text.parse(grammar.source), options, unique))
     return _top(lark_grammar=_lark(grammar, options))
+
+
+def texts_of(text: str) -> str:
+    """The part of a grammar for the library that its outputs' text comes from: without the tokens that it names."""
+    [grammar] = json.loads(text)["grammars"]
+    return without_tokens(grammar["lark_grammar"]) if "lark_grammar" in grammar else text
 
 
 def part_for_llguidance(schema: Any, at: str, whitespace: str | None = None) -> str:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from runtime.constraint import allow, forbid, only_tokens, places_of, rows_that_allow
 from runtime.grammar.added_tokens import NONE, AddedTokens, added_tokens, marks_in
 from runtime.grammar.backend import Matcher
-from runtime.grammar.llguidance_text import for_llguidance, part_for_llguidance, schemas_in
+from runtime.grammar.llguidance_text import for_llguidance, part_for_llguidance, schemas_in, texts_of
 from runtime.grammar.refusals import placed
 from runtime.grammar.unique_items import UniqueArrays
 from runtime.grammar.unique_texts import QuotingTokens, UniqueTexts
@@ -194,9 +194,9 @@ class LLGuidanceBackend:
     def compile(self, grammar: Grammar) -> LLGuidanceMatcher:
         unique: UniqueArrays = {}
         text = for_llguidance(grammar, self._whitespace, unique)
-        marks = marks_in(text)
+        marks = marks_in(texts_of(text))
         special = next((mark for mark in marks if mark in self._added.special), None)
-        if special is not None and grammar.kind != "lark":  # where it may be meant as a token
+        if special is not None:
             raise InvalidGrammar(
                 f"{special} is a special token of this model, which no text of an output holds"
             )

@@ -85,11 +85,18 @@ def test_added_tokens_are_not_allowed_elsewhere() -> None:
         ("json_schema", {"type": "string", "pattern": r"<\|im_end\|>"}),
         ("json_schema", {"properties": {END: True}}),
         ("structural_tag", {"structures": [{"begin": "a", "end": END}], "triggers": ["a"]}),
+        ("lark", f'start: <think> %json {{"const": "{END}"}}'),
+        ("lark", f'start: "a" "{END}"'),
     ],
 )
 def test_a_special_token_is_no_text(kind: str, source: Any) -> None:
     with pytest.raises(InvalidGrammar, match=r"<\|im_end\|> is a special token"):
         grammars.compiled(kind, source)
+
+
+def test_a_special_token_is_named_in_lark() -> None:
+    matcher = grammars.compiled("lark", 'start: "a" <|im_start|> "b"  // not "<|im_end|>"')
+    assert written(matcher) == "a<|im_start|>b"
 
 
 @pytest.mark.parametrize("source", [r"<\|im_(end|end)\|>x", r"[<]\|im_end\|>x"])
