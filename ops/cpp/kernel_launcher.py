@@ -24,6 +24,7 @@ from ops.cpp.library import TYPES, KernelDescription, Library
 from ops.cpp.structures import Attend, Gate, GraphNode, Rotate, RotateStore, Step, Store
 
 CACHE_LINE = 64
+LARGE_PAGE = 2 << 20
 BLOCK_BYTES = 64 << 20  # of weights, at least
 
 
@@ -305,9 +306,13 @@ class Arena:
 
 
 def _aligned(nbytes: int) -> np.ndarray:
-    """So many bytes that begin at a cache line."""
-    memory = np.empty(nbytes + CACHE_LINE, np.uint8)
-    first = -memory.ctypes.data % CACHE_LINE
+    """So many bytes that begin at a cache line, or fill large pages where they are as many as one has."""
+    if nbytes < LARGE_PAGE:
+        memory, grain = np.empty(nbytes + CACHE_LINE, np.uint8), CACHE_LINE
+    else:
+        whole_pages = -(-nbytes // LARGE_PAGE) * LARGE_PAGE
+        memory, grain = np.frombuffer(_large_pages(whole_pages + LARGE_PAGE), np.uint8), LARGE_PAGE
+    first = -memory.ctypes.data % grain
     return memory[first : first + nbytes]
 
 

@@ -15,7 +15,7 @@ import torch
 from cpp_kernels import DTYPES, drawn, launcher, library
 from ops.attention import AttentionMetadata
 from ops.attention.with_cpp import step_in
-from ops.cpp.kernel_launcher import BLOCK_BYTES, Arena, KernelLauncher, NotCapturable
+from ops.cpp.kernel_launcher import BLOCK_BYTES, LARGE_PAGE, Arena, KernelLauncher, NotCapturable
 from ops.cpp.library import Library
 from ops.cpp.structures import Step
 from ops.kv import with_cpp as kv
@@ -122,6 +122,7 @@ def test_memory_is_used_again_only_when_nobody_holds_a_view_of_it() -> None:
     assert arena.empty((4, 8), torch.float32).data_ptr() == address
     assert arena.nbytes == 2 * 4 * 8 * 4
     assert arena.empty((100, 8), torch.bfloat16).data_ptr() % 64 == 0
+    assert arena.empty((LARGE_PAGE + 1,), torch.uint8).data_ptr() % LARGE_PAGE == 0
 
 
 def test_weights_begin_at_cache_lines_and_share_nothing() -> None:
