@@ -264,8 +264,10 @@ void embed(const void* operands, const Step& step, ThreadGroup& threads) {
 template <class T>
 void embed_placed(const void* operands, const Step& step, ThreadGroup& threads) {
     const auto& o = *static_cast<const EmbedOperands*>(operands);
+    const auto word_of = [&](int64_t token) { return static_cast<const T*>(o.weight) + step.token_ids[token] * o.size; };
     threads.share(step.num_tokens, [&](int64_t token) {
-        const T* word = static_cast<const T*>(o.weight) + step.token_ids[token] * o.size;
+        if (token + TOKENS_AHEAD < step.num_tokens) fetch(word_of(token + TOKENS_AHEAD), o.size);
+        const T* word = word_of(token);
         const T* place = o.places ? static_cast<const T*>(o.places) + step.positions[token] * o.size : nullptr;
         const T* type = static_cast<const T*>(o.type);
         T* to = static_cast<T*>(o.out) + token * o.size;
