@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from itertools import combinations, permutations
 from typing import Any
 
+from runtime.grammar.few_texts import few_texts
 from runtime.grammar.references import REFERENCES, Unsupported
 
 MAX_UNIQUE = 7  # values that are written out; of more than MAX_ARRANGED in the order of the schema alone
@@ -21,6 +22,8 @@ MAX_PLACES = 50_000  # of a schema, each under so many names as lead to it
 _SAME = ("anyOf", "oneOf", "allOf", "not", "if", "then", "else", "dependentSchemas", "dependencies")
 _ANY_NAME = ("patternProperties", "additionalProperties", "unevaluatedProperties")
 _ITEMS = ("items", "prefixItems", "additionalItems", "unevaluatedItems", "contains")
+
+_BESIDE_PATTERNS = frozenset({"minLength", "maxLength", "format", "allOf", "anyOf", "oneOf", "not", "if"})
 
 Schema = Any
 Peek = Callable[[Any], Any]  # follows references
@@ -64,7 +67,9 @@ def texts(items: Schema, peek: Peek, depth: int = 0) -> tuple[str, ...] | None:
     if isinstance(listed, list):
         return tuple(dict.fromkeys(listed)) if all(isinstance(each, str) for each in listed) else None
     if items.get("type") == "string":
-        return ()
+        pattern = items.get("pattern")
+        is_all = not items.keys() & _BESIDE_PATTERNS and isinstance(pattern, str)
+        return few_texts(pattern, MAX_LISTED) if is_all else ()
     for keyword in ("anyOf", "oneOf"):
         options = items.get(keyword)
         if isinstance(options, list) and options:

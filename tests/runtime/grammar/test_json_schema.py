@@ -16,6 +16,7 @@ from jsonschema.validators import validator_for
 from pydantic import BaseModel, Field
 
 import grammars
+from runtime.grammar.few_texts import few_texts
 from runtime.grammar.json_schema import UNSUPPORTED, Unsupported, for_backend
 from runtime.grammar_spec import InvalidGrammar
 
@@ -445,6 +446,7 @@ def test_what_pydantic_writes_works() -> None:
 UNIQUE: list[Any] = [
     {"type": "string", "maxLength": 1},
     {"type": "string", "pattern": "^[a-z]{1,2}$"},
+    {"type": "string", "pattern": "^([ab]|c{2,3})$"},  # fewer than the array may hold
     {"enum": ["ab", "abc", "a", "b", "", 'q"', "é", "\n"]},
     {"anyOf": [{"enum": ["p", "q"]}, {"type": "string", "maxLength": 1}]},
 ]
@@ -473,6 +475,42 @@ def test_arrays_of_texts_repeat_none_whatever_is_drawn(items: Any) -> None:
     assert len(ended) >= 10
     assert all(validator.is_valid(value) for value in ended)
     assert not grammars.accepts(matcher, '{"free":["x","x"],"all":[["a","b","a"],["a","b","ab"]]}')
+
+
+def test_arrays_want_no_more_texts_than_a_pattern_has() -> None:
+    schema = {"type": "array", "uniqueItems": True, "items": {"type": "string", "pattern": "^[A-C]$"}}
+    matcher = grammars.compiled("json_schema", schema)
+    assert grammars.accepts(matcher, '["B","A","C"]')
+    assert not grammars.accepts(matcher, '["B","A","C",')
+    texts = [grammars.random_output(matcher, seed, max_tokens=60) for seed in range(20)]
+    assert None not in texts
+    with pytest.raises(InvalidGrammar, match="no value satisfies"):
+        grammars.compiled("json_schema", {**schema, "minItems": 4})
+
+
+@pytest.mark.parametrize(
+    ("pattern", "texts"),
+    [
+        ("^[a-c]$", "a b c"),
+        ("^(yes|no)?$", " no yes"),
+        ("^a{0,2}b$", "aab ab b"),
+        ("^(a|a|[ab])$", "a b"),
+        ("^a|b$", ""),
+        ("[ab]", ""),
+        ("^a*$", ""),
+        ("^[a-z]{2}$", ""),
+        (r"^\w$", None),
+        ("^(((){255}){255}){255}$", " "),
+        ("^((((a{0,200}){0,200}){0,200}){0,200}){0,200}$", ""),
+        ("^(", ""),
+    ],
+)
+def test_patterns_of_few_texts(pattern: str, texts: str | None) -> None:
+    found = few_texts(pattern, 256)
+    if texts is None:
+        assert len(found) == 63
+    else:
+        assert list(found) == (sorted(texts.split(" ")) if texts.strip() else [""] if texts else [])
 
 
 OBJECTS: list[Any] = [
