@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import islice
 
+import numpy as np
 from torch import Tensor
 
 from runtime.batch import Batch, StepOutput
@@ -63,11 +64,12 @@ def _output(
         prompt_logprobs = prompts.read(list(islice(copies, len(prompts.tensors()))))
     if batch.embedding_rows is not None:
         embeddings = [None for _ in range(num_rows)]
-        vectors = next(copies)
-        finite = vectors.isfinite().all(-1).tolist()
-        for row, vector, is_finite in zip(
-            batch.embedding_rows.tolist(), vectors.tolist(), finite, strict=True
-        ):
+        vectors = next(
+            copies
+        ).numpy()  # torch gives Python's lock away for each of these, and waits to have it back
+        finite: np.ndarray = np.isfinite(vectors).all(axis=-1)
+        rows = batch.embedding_rows.tolist()
+        for row, vector, is_finite in zip(rows, vectors.tolist(), finite, strict=True):
             if is_finite:
                 embeddings[row] = vector
             else:
