@@ -64,10 +64,9 @@ def _output(
         prompt_logprobs = prompts.read(list(islice(copies, len(prompts.tensors()))))
     if batch.embedding_rows is not None:
         embeddings = [None for _ in range(num_rows)]
-        vectors = next(
-            copies
-        ).numpy()  # torch gives Python's lock away for each of these, and waits to have it back
-        finite: np.ndarray = np.isfinite(vectors).all(axis=-1)
+        # By NumPy: torch gives Python's lock away for each of these, and waits to have it back.
+        vectors = next(copies).numpy()
+        finite = np.logical_and.reduce(np.isfinite(vectors), axis=-1)
         rows = batch.embedding_rows.tolist()
         for row, vector, is_finite in zip(rows, vectors.tolist(), finite, strict=True):
             if is_finite:
