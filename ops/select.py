@@ -34,7 +34,7 @@ OPERATIONS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "embedding": (("embed", "embed_placed", "reads", "as_logits"), ("native", "with_cpp", "with_triton")),
     "encoder_attention": (("attend_texts",), ("native", "with_cpp")),
     "kv": (("store", "copy_pages"), ("native", "with_cpp", "with_triton")),
-    "latent": (("prepare_heads", "absorb", "expand", "join"), ("native", "with_cpp")),
+    "latent": (("prepare_heads", "join", "attend_latent"), ("native", "with_cpp")),
     "matmul": (
         ("prepare", "prepare_grouped", "linear", "logits"),
         ("native", "int8", "with_cpp", "with_onednn", "with_triton"),
@@ -82,9 +82,8 @@ class Kernels:
     prepare_experts: Callable[..., Mixture]
     prepare_grouped_experts: Callable[..., Mixture]
     prepare_heads: Callable[[Tensor], Tensor]
-    absorb: Callable[[Tensor, Tensor, Tensor], Tensor]
-    expand: Callable[[Tensor, Tensor, int], Tensor]
     join: Callable[[Tensor, Tensor], Tensor]
+    attend_latent: Callable[..., Tensor]
     convolve: Callable[..., Tensor]
     delta_rule: Callable[..., Tensor]
     scan: Callable[..., Tensor]

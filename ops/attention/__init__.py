@@ -91,7 +91,8 @@ class AttentionOptions(NamedTuple):
     positions are divided into chunks of `window`. Scores are q.k * scale, then soft_cap * tanh(score / soft_cap) where
     a soft cap is given. With slopes a score loses slope times its key's distance (ALiBi, arXiv 2108.12409); they come
     without a soft cap. A sink takes part in the softmax of its head, neither scaled nor capped (attention sinks,
-    arXiv 2309.17453, as learned numbers). Keys and values are what the pools hold times k_scale and v_scale.
+    arXiv 2309.17453, as learned numbers). Keys and values are what the pools hold times k_scale and v_scale. With
+    `below` the results of rows of that many tokens or more are not wanted; a backend may compute them nevertheless.
     """
 
     scale: float
@@ -102,6 +103,7 @@ class AttentionOptions(NamedTuple):
     slopes: Tensor | None = None  # float32 [H], what a head's scores lose for each position of distance
     k_scale: float = 1.0
     v_scale: float = 1.0
+    below: int | None = None
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, AttentionMetadata, AttentionOptions], Tensor]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
@@ -32,7 +33,10 @@ def hybrid(decode: Attend, prefill: Attend) -> Attend:
         if not any(count == 1 for count in counts):
             return prefill(q, k_pool, v_pool, metadata, options)
         if __name__ not in metadata.plan_cache:
-            metadata.plan_cache[__name__] = (_part(metadata, single=True), _part(metadata, single=False))
+            metadata.plan_cache[__name__] = tuple(
+                part_of(metadata, [row for row, count in enumerate(counts) if (count == 1) == single])
+                for single in (True, False)
+            )
         out = torch.empty_like(q)
         for backend, part in zip((decode, prefill), metadata.plan_cache[__name__], strict=True):
             found = backend(q.index_select(0, part.tokens), k_pool, v_pool, part.metadata, options)
@@ -42,8 +46,8 @@ def hybrid(decode: Attend, prefill: Attend) -> Attend:
     return attend
 
 
-def _part(metadata: AttentionMetadata, *, single: bool) -> Part:
-    rows = [row for row, count in enumerate(metadata.counts_host) if (count == 1) == single]
+def part_of(metadata: AttentionMetadata, rows: Sequence[int]) -> Part:
+    """These rows of a step, in order."""
     first_tokens = [0, *accumulate(metadata.counts_host)]
     counts = [metadata.counts_host[row] for row in rows]
     tokens = [first_tokens[row] + i for row, count in zip(rows, counts) for i in range(count)]

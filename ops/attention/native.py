@@ -6,6 +6,7 @@ in blocks of queries, so that no mask and no score matrix grows with the square 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -92,7 +93,7 @@ def attend(
         out.index_copy_(0, group.tokens, found)
     first = 0
     for row, count in enumerate(metadata.counts_host):
-        if count > 1:
+        if 1 < count < (options.below or sys.maxsize):
             tokens = slice(first, first + count)
             out[tokens] = _attend_row(q[tokens], k_pool, v_pool, metadata, row, sight, scoring)
         first += count
@@ -147,17 +148,28 @@ def _attend_row(
     base = first_page * metadata.page_size  # the position of the first gathered key
     pages = metadata.page_table[row, first_page : -(-end // metadata.page_size)].long()
     # [K, S, D]
-    keys, values = (_gather_row(pool, pages, q.dtype)[:, : end - base] for pool in (k_pool, v_pool))
+    keys, values = (gather_row(pool, pages, q.dtype)[:, : end - base] for pool in (k_pool, v_pool))
     keys, values = keys.unsqueeze(0), values.unsqueeze(0)
     # The query group takes the place of the batch: keys and values are shared along it.
     queries = q.view(count, num_kv_heads, -1, head_dim).permute(2, 1, 0, 3)  # [G, K, N, D]
-    if start == 0 and scoring.is_plain and (sight is None or sight.window >= end):
-        keys, values = (x.expand(len(queries), -1, -1, -1) for x in (keys, values))
-        result = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scoring.scale)
-        return result.permute(2, 1, 0, 3).reshape(count, num_heads, head_dim)
     sinks = scoring.sinks.T[:, :, None, None] if scoring.sinks is not None else None
     scoring = scoring._replace(sinks=sinks)
-    elements = MAX_MASK_ELEMENTS if scoring.is_plain else MAX_SCORE_ELEMENTS // num_heads
+    result = attend_gathered_row(queries, keys, values, start, base, sight, scoring)
+    return result.permute(2, 1, 0, 3).reshape(count, num_heads, head_dim)
+
+
+def attend_gathered_row(
+    q: Tensor, keys: Tensor, values: Tensor, start: int, base: int, sight: Sight | None, scoring: Scoring
+) -> Tensor:
+    """[G, K, N, D] queries from position `start` on, over one row's [1, K, S, D] keys and values from `base` on.
+
+    The sinks in `scoring` broadcast against [G, K, N, 1].
+    """
+    count, end = q.shape[2], start + q.shape[2]
+    if start == 0 and scoring.is_plain and (sight is None or sight.window >= end):
+        keys, values = (x.expand(len(q), -1, -1, -1) for x in (keys, values))
+        return F.scaled_dot_product_attention(q, keys, values, is_causal=True, scale=scoring.scale)
+    elements = MAX_MASK_ELEMENTS if scoring.is_plain else MAX_SCORE_ELEMENTS // (q.shape[0] * q.shape[1])
     block = max(16, elements // (end - base))
     results = []
     for low in range(0, count, block):
@@ -168,8 +180,8 @@ def _attend_row(
         if scoring.slopes is not None:
             distance = _distances(start + low, start + high, first_key, q.device)
             scoring = scoring._replace(bias=scoring.slopes.T[:, :, None, None] * distance)
-        results.append(dense(queries[:, :, low:high], keys[:, :, span], values[:, :, span], mask, scoring))
-    return torch.cat(results, dim=2).permute(2, 1, 0, 3).reshape(count, num_heads, head_dim)
+        results.append(dense(q[:, :, low:high], keys[:, :, span], values[:, :, span], mask, scoring))
+    return torch.cat(results, dim=2)
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
@@ -209,7 +221,7 @@ def _unfold(x: Tensor, num_sharing: int) -> Tensor:
     return x.unflatten(2, (num_sharing, -1)).transpose(1, 2).flatten(0, 1)
 
 
-def _gather_row(pool: Tensor, pages: Tensor, dtype: torch.dtype) -> Tensor:
+def gather_row(pool: Tensor, pages: Tensor, dtype: torch.dtype) -> Tensor:
     """[K, len(pages) * page, D] of one row's pages."""
     return _take(pool, pages, dtype).transpose(0, 1).flatten(1, 2)
 

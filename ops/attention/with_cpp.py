@@ -29,7 +29,7 @@ def make_attend(launcher: KernelLauncher) -> Attend:
         options: AttentionOptions,
     ) -> Tensor:
         """Attention of every row over its pages."""
-        if not computes(q, k_pool):
+        if not computes(q.dtype, q.shape[2], k_pool):
             return native.attend(q, k_pool, v_pool, metadata, options)
         q = in_line(q)
         out = launcher.empty(q.shape, q.dtype)
@@ -52,6 +52,7 @@ def make_attend(launcher: KernelLauncher) -> Attend:
             num_parts=NUM_PARTS,
             type=cache_type(k_pool, q.dtype),
             v_scale=options.v_scale,
+            below=options.below or 0,
         )
         launcher.launch("attend", q.dtype, operands, step_in(metadata))
         return out
@@ -59,10 +60,10 @@ def make_attend(launcher: KernelLauncher) -> Attend:
     return attend
 
 
-def computes(q: Tensor, k_pool: Tensor) -> bool:
-    """Whether the C++ kernel takes queries [T, H, D] and pools like these."""
-    known = q.dtype in TYPES and cache_type(k_pool, q.dtype) is not None
-    return known and q.shape[2] % HEAD_DIM_MULTIPLE == 0
+def computes(dtype: torch.dtype, head_dim: int, k_pool: Tensor) -> bool:
+    """Whether the C++ kernel takes queries of this dtype and head dimension, and pools like this one."""
+    known = dtype in TYPES and cache_type(k_pool, dtype) is not None
+    return known and head_dim % HEAD_DIM_MULTIPLE == 0
 
 
 def step_in(metadata: AttentionMetadata) -> structures.Step:

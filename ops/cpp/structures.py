@@ -144,6 +144,7 @@ class Attend(Structure):
         ("page_table", c_void_p),
         ("type", c_int64),
         ("v_scale", c_float),
+        ("below", c_int64),
     )
 
 
@@ -364,6 +365,7 @@ class ProductHeads(Structure):
         ("x_head", c_int64),
         ("out_stride", c_int64),
         ("out_head", c_int64),
+        ("below", c_int64),
     )
 
 
@@ -421,9 +423,32 @@ class PoolTexts(Structure):
     )
 
 
+class AttendExpanded(Structure):
+    _fields_ = (
+        ("plain", c_void_p),
+        ("turned", c_void_p),
+        ("plain_stride", c_int64),
+        ("plain_head", c_int64),
+        ("turned_stride", c_int64),
+        ("turned_head", c_int64),
+        ("pool", c_void_p),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("out", c_void_p),
+        ("num_heads", c_int64),
+        ("rank", c_int64),
+        ("plain_dim", c_int64),
+        ("turned_dim", c_int64),
+        ("value_dim", c_int64),
+        ("scale", c_float),
+        ("type", c_int64),
+        ("expand_from", c_int64),
+    )
+
+
 # In the order of STRUCTURE_SIZES in `library.cpp`.
 STRUCTURES = (
     Step, GraphNode, Embed, Norm, Rotate, Store, Gate, Attend, Pack, Product, Pack8, Product8, Begin, Last, Choose,
     RotateStore, Add, Product4, Pack4, Route, PairTable, Dispatch, Experts, Combine, AttendTexts, Convolve, Recur,
-    ProductHeads, CopyHeads, EmbedGroups, Mask, Draw, PoolTexts,
+    ProductHeads, CopyHeads, EmbedGroups, Mask, Draw, PoolTexts, AttendExpanded,
 )  # fmt: skip

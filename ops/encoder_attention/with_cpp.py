@@ -29,7 +29,7 @@ def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
         bias: native.Bias | None = None,
     ) -> Tensor:
         """Attention of each row to itself. What has a bias, or `computes` says no to, goes to `native`."""
-        if bias is not None or not computes(q, k):
+        if bias is not None or not computes(q.dtype, q.shape[2], k):
             return native.attend_texts(q, k, v, metadata, scale=scale, reach=reach, bias=bias)
         q, k, v = in_line(q), in_line(k), in_line(v)
         out = launcher.empty(q.shape, q.dtype)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ops.attention import AttentionMetadata, AttentionOptions
+from ops.latent import LatentWeights
 from ops.select import Kernels
 from runtime.kv_cache.kinds import PAGED
 from runtime.layers.forward_batch import ForwardBatch, KVSpec
@@ -63,6 +64,19 @@ class PagedKVCache(NamedTuple):
         if used := self._used(scales):
             options = options._replace(**used)
         return kernels.attend(q, self.k, self.v, self._metadata(batch), options)
+
+    def attend_latent(
+        self,
+        kernels: Kernels,
+        plain: Tensor,
+        turned: Tensor,
+        weights: LatentWeights,
+        batch: ForwardBatch,
+        options: AttentionOptions,
+    ) -> Tensor:
+        """Attention [T, H * V] of the queries [T, H, N] and [T, H, P] over the latent vectors in their rows' pages."""
+        metadata = self._metadata(batch)
+        return kernels.attend_latent(plain, turned, self.k, weights, metadata, options, kernels.attend)
 
     def _metadata(self, batch: ForwardBatch) -> AttentionMetadata:
         return batch.attention if self.kind == PAGED else batch.kinds[self.kind].attention

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from ops.attention import AttentionMetadata, AttentionOptions
+from ops.latent import LatentWeights
 from ops.select import Kernels
 from runtime.layers.sharding import shard_range
 
@@ -56,7 +57,7 @@ class KVSpec:
 class LayerCache(Protocol):
     """What one layer has cached of all sequences. A layer never knows of which kind it is.
 
-    Both methods take the kernels of the layer and the scales that its checkpoint has for a cache of 8 bits.
+    All methods take the kernels of the layer and the scales that its checkpoint has for a cache of 8 bits.
     """
 
     def store(
@@ -74,6 +75,18 @@ class LayerCache(Protocol):
         options: AttentionOptions,
     ) -> Tensor:
         """Attention [T, H, D] of the queries [T, H, D]."""
+        ...
+
+    def attend_latent(
+        self,
+        kernels: Kernels,
+        plain: Tensor,
+        turned: Tensor,
+        weights: LatentWeights,
+        batch: ForwardBatch,
+        options: AttentionOptions,
+    ) -> Tensor:
+        """Attention [T, H * V] of the queries [T, H, N] and [T, H, P] over latent vectors (see `ops.latent`)."""
         ...
 
     @property

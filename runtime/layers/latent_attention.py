@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from ops.attention import AttentionOptions
+from ops.latent import LatentWeights, fewest_to_expand
 from runtime.layers.build import Build
 from runtime.layers.forward_batch import ForwardBatch, KVSpec
 from runtime.layers.linear import Linear, from_heads
@@ -19,15 +20,18 @@ NORM_EPS = 1e-6  # of the norms of latent vectors, whatever that of the others i
 
 
 class LatentAttention(Weighted):
-    """Multi-head latent attention in its absorbed form: what makes keys and values of a latent vector is applied to
-    queries and outputs instead, so that the cache holds one vector a token for all heads, and a key that is rotated.
+    """Multi-head latent attention: the cache holds one vector a token for all heads, and a key that is rotated.
+
+    Single tokens and short rows are absorbed: what makes keys and values of a latent vector is applied to queries and
+    outputs instead. Rows of `expand_from` tokens or more have keys and values expanded for the while (`ops.latent`).
 
     `index` is the layer's number in the model. Of a head's query `plain_dim` dimensions meet the latent vector and
     `rope_dim` the rotated key. `query_rank` is the size of the queries' own latent vector; None: they have none.
     """
 
-    keys: nn.Parameter
+    absorbing: nn.Parameter
     values: nn.Parameter
+    expanding: nn.Parameter
 
     def __init__(
         self,
@@ -54,6 +58,9 @@ class LatentAttention(Weighted):
         self.rope = rope
         self.scale = scale
         self.kernels = build.kernels
+        # On a GPU all rows are absorbed: where expanding pays there has not been measured.
+        on_cpu = build.device.type == "cpu"
+        self.expand_from = fewest_to_expand(rank, plain_dim, value_dim) if on_cpu else None
         self.qk_dim = plain_dim + rope_dim
         latents = [SubLayer(f"{name}.kv_a_proj_with_mqa", rank + rope_dim)]
         query = SubLayer(f"{name}.q_proj", num_heads * self.qk_dim, "heads", self.qk_dim)
@@ -92,8 +99,9 @@ class LatentAttention(Weighted):
     def prepare(self) -> None:
         heads = self.expansion.view(self.num_heads, -1, self.rank)
         prepare = self.kernels.prepare_heads
-        self.keys = frozen(prepare(heads[:, : self.plain_dim].transpose(1, 2)))  # of [H, R, N]
-        self.values = frozen(prepare(heads[:, self.plain_dim :]))  # of [H, V, R]
+        keys, values = heads.split((self.plain_dim, self.value_dim), dim=1)  # [H, N, R], [H, V, R]
+        self.absorbing, self.values = frozen(prepare(keys.transpose(1, 2))), frozen(prepare(values))
+        self.expanding = frozen(prepare(keys) if self.expand_from is not None else keys.new_empty(0))
         self.expansion = frozen(self.expansion.new_empty(0, self.rank))
 
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
@@ -107,7 +115,6 @@ class LatentAttention(Weighted):
         kernels, cache = self.kernels, batch.cache[self.index]
         key = kernels.join(self.norm(latent), rotated.squeeze(1))  # [T, 1, R + rope_dim]
         cache.store(kernels, key, key, batch, {})
-        query = kernels.absorb(plain, turned, self.keys)
-        # [T, H, R + rope_dim], of which the first R are values
-        read = cache.attend(kernels, query, batch, {}, AttentionOptions(self.scale))
-        return self.out(kernels.expand(read, self.values, self.value_dim), batch)
+        weights = LatentWeights(self.absorbing, self.values, self.value_dim, self.expanding, self.expand_from)
+        options = AttentionOptions(self.scale)
+        return self.out(cache.attend_latent(kernels, plain, turned, weights, batch, options), batch)

@@ -35,7 +35,9 @@ def tiny(name: str) -> Family:
     )
 
 
-@pytest.mark.parametrize(("name", "millions", "active"), [("M", 426, 150), ("G", 268, 268), ("H", 152, 152)])
+@pytest.mark.parametrize(
+    ("name", "millions", "active"), [("M", 426, 150), ("D", 637, 304), ("G", 268, 268), ("H", 152, 152)]
+)
 def test_named_families_have_the_size_that_they_say(name: str, millions: int, active: int) -> None:
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -46,9 +48,8 @@ def test_named_families_have_the_size_that_they_say(name: str, millions: int, ac
         model: Any = AutoModelForCausalLM.from_config(kinds[family.model_type](**family.values, **END))
     sizes = {key: weight.numel() for key, weight in model.named_parameters()}
     experts = sum(size for key, size in sizes.items() if ".experts." in key)
-    idle = experts - experts * family.values.get("num_experts_per_tok", 0) // family.values.get(
-        "num_experts", 1
-    )
+    of_all = family.values.get("num_experts") or family.values.get("n_routed_experts") or 1
+    idle = experts - experts * family.values.get("num_experts_per_tok", 0) // of_all
     assert round(sum(sizes.values()) / 1e6) == millions
     assert round((sum(sizes.values()) - idle) / 1e6) == active
 

@@ -139,6 +139,8 @@ def rotated_as_llama(model: Decoder) -> None:
 
 LATENT = {
     "neighbours": halves,
+    "keys of short rows": each("attention", lambda attention: attention.absorbing.zero_()),
+    "keys of long rows": each("attention", lambda attention: attention.expanding.zero_()),
     "norm of latent vectors": each("attention.norm", lambda norm: norm.weight.fill_(1)),
     "norm of queries": each("attention.query_norm", lambda norm: norm.weight.fill_(1)),
     "shared experts": unshared,

@@ -27,6 +27,7 @@ struct AttendOperands {
     const int32_t* page_table;  // of a pool with pages of its own, as wide as the step's; null: the step's
     CacheType type;         // of both pools; the keys' scale is a part of `scale`
     float v_scale;          // of the values that the pool holds
+    int64_t below;          // tokens: rows of as many or more are left out; 0: none are
 };
 
 constexpr int64_t TILE_ROWS = 256;  // that share packed keys, at most

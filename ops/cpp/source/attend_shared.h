@@ -35,7 +35,7 @@ public:
         used_ = 0;
         if (given.window || given.slopes) return;  // what slopes take off differs by row
         for (int64_t row = 0; row < step.num_rows; row++)
-            if (step.counts[row] > 0 && step.starts[row] >= KEY_BLOCK)
+            if (step.counts[row] > 0 && step.starts[row] >= KEY_BLOCK && !is_left_out(step, row, given.below))
                 waiting_.push_back({row, step.page_table[row * step.table_width]});
         if (waiting_.size() < 2) return;
         members_.assign(step.num_rows, Member{});

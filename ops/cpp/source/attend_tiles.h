@@ -24,7 +24,10 @@ class Tiles {
 public:
     Tiles(const AttendOperands& given, const Step& step, const SharedPrefixes& shared, int64_t num_threads)
         : given_(given), step_(step), shared_(shared), group_(given.num_heads / given.num_kv_heads) {
-        const int64_t fair = step.num_tokens * given.num_kv_heads / (6 * num_threads);
+        int64_t tokens = 0;
+        for (int64_t row = 0; row < step.num_rows; row++)
+            if (!is_left_out(step, row, given.below)) tokens += step.counts[row];
+        const int64_t fair = tokens * given.num_kv_heads / (6 * num_threads);
         tokens_ = std::clamp(fair, (32 + group_ - 1) / group_, std::max<int64_t>(1, TILE_ROWS / group_));
         int64_t cost = 0;
         each_undivided([&](const Tile& tile) { cost += cost_of_keys(tile); });
@@ -81,6 +84,7 @@ private:
     template <class Visit>
     void each_undivided(Visit visit) const {
         for (int64_t row = 0; row < step_.num_rows; row++) {
+            if (is_left_out(step_, row, given_.below)) continue;
             const int64_t start = step_.starts[row], count = step_.counts[row], shared = shared_.num_blocks(row);
             for (int64_t first = (count - 1) / tokens_ * tokens_; first >= 0 && count > 0; first -= tokens_) {
                 const int64_t tokens = std::min(tokens_, count - first);

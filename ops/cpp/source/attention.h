@@ -59,7 +59,7 @@ struct Workspace {
         few_queries = take(UNIT_FEW * words);
     }
 
-private:
+    // This thread's memory of at least so many words; it is kept for the next kernel.
     static uint32_t* space(int64_t size) {
         struct Space {
             uint32_t* begin = nullptr;

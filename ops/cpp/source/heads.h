@@ -13,6 +13,7 @@ struct ProductHeadsOperands {
     int64_t x_head;           // elements from one head to the next
     int64_t out_stride;       // from one token to the next
     int64_t out_head;
+    int64_t below;            // tokens: those in rows of as many or more are left out; 0: none are
 };
 
 template <class T>
@@ -27,7 +28,11 @@ void product_heads(const void* operands, const Step& step, ThreadGroup& threads)
         own.weight = static_cast<const T*>(own.weight) + head * panels * PANEL * own.in_size;
         T* const out = static_cast<T*>(own.out) + head * o.out_head;
         multiply_over<T>(
-            own, [&](const auto& work) { work(first, std::min(first + BLOCK_ROWS, rows), task % panels); },
+            own,
+            [&](const auto& work) {
+                each_run(step, o.below, first, std::min(first + BLOCK_ROWS, rows),
+                         [&](int64_t begin, int64_t end) { work(begin, end, task % panels); });
+            },
             [&](int64_t row, int64_t panel, const Floats (&sums)[2]) {
                 store_sums<T, T>(sums, nullptr, out + row * o.out_stride, panel * PANEL, own.out_size);
             });

@@ -3,6 +3,7 @@
 // Nothing in the library knows of Python or torch, so it compiles in a few seconds; ops/cpp/structures.py describes the
 // same operands with ctypes, which lets go of Python's lock for the whole of a call.
 
+#include "attend_expanded.h"
 #include "attend_texts.h"
 #include "attention.h"
 #include "experts.h"
@@ -32,6 +33,7 @@ const int64_t STRUCTURE_SIZES[] = {
     sizeof(CombineOperands), sizeof(AttendTextsOperands),
     sizeof(ConvolveOperands), sizeof(RecurOperands), sizeof(ProductHeadsOperands), sizeof(CopyHeadsOperands),
     sizeof(EmbedGroupsOperands), sizeof(MaskOperands), sizeof(DrawOperands), sizeof(PoolTextsOperands),
+    sizeof(AttendExpandedOperands),
 };
 
 int64_t panel_width() { return PANEL; }

@@ -95,7 +95,7 @@ class KernelArgs:
     disable_chunked_prefix_cache: bool = always(
         False,
         "For MLA models: read a cached prefix in one piece instead of chunk by chunk.",
-        reason="it is read in one piece, as latent vectors",
+        reason="it is read as latent vectors, or expanded on the way for a long prompt, in the same attention",
         sglang="off: prompts after a long cached prefix read it chunk by chunk",
     )
     enable_double_sparsity: bool = planned(

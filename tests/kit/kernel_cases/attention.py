@@ -125,7 +125,7 @@ def expected(case: Case) -> list[Tensor]:
 
 def dense(given: Step, options: AttentionOptions) -> Tensor:
     """One softmax per token and head over the positions it may see."""
-    scale, window, chunked, soft_cap, sinks, slopes, k_scale, v_scale = options
+    scale, window, chunked, soft_cap, sinks, slopes, k_scale, v_scale, _ = options
     outs: list[Tensor] = []
     group, size = given.q.shape[1] // given.k_pool.shape[1], given.inputs.page_size
     k_pool, v_pool = given.k_pool.float() * k_scale, given.v_pool.float() * v_scale
