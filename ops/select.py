@@ -50,7 +50,7 @@ OPERATIONS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "recurrence": (("convolve", "delta_rule", "scan"), ("native", "with_cpp")),
     "rope": (("rotate",), ("native", "with_cpp", "with_triton")),
     "sampling": (
-        ("choose", "penalize", "apply_bitmask", "score"),
+        ("choose", "penalize", "score"),
         ("with_cpp", *(backend.file for backend in SAMPLING.values())),
     ),
 }
@@ -93,7 +93,6 @@ class Kernels:
     logits: Callable[[Tensor, Tensor], Tensor]
     choose: Callable[..., tuple[Tensor, Tensor]]
     penalize: Callable[..., None]
-    apply_bitmask: Callable[..., None]
     score: Callable[..., Scores]
     backends: Mapping[str, str]  # operation -> backend file of what was chosen; also "prefill_attention"
     launcher: KernelLauncher | None = None  # of those in C++, where there are some

@@ -387,17 +387,6 @@ class EmbedGroups(Structure):
     _fields_ = (("weight", Product4), ("out", c_void_p), ("scale", c_float))
 
 
-class Mask(Structure):
-    _fields_ = (
-        ("logits", c_void_p),
-        ("rows", c_void_p),
-        ("bits", c_void_p),
-        ("num_masks", c_int64),
-        ("vocab_size", c_int64),
-        ("words", c_int64),
-    )
-
-
 class Draw(Structure):
     _fields_ = (
         ("logits", c_void_p),
@@ -408,6 +397,9 @@ class Draw(Structure):
         ("uniform", c_void_p),
         ("ids", c_void_p),
         ("sound", c_void_p),
+        ("mask_of", c_void_p),
+        ("masks", c_void_p),
+        ("words", c_int64),
         ("rows", c_int64),
         ("vocab_size", c_int64),
     )
@@ -450,5 +442,5 @@ class AttendExpanded(Structure):
 STRUCTURES = (
     Step, GraphNode, Embed, Norm, Rotate, Store, Gate, Attend, Pack, Product, Pack8, Product8, Begin, Last, Choose,
     RotateStore, Add, Product4, Pack4, Route, PairTable, Dispatch, Experts, Combine, AttendTexts, Convolve, Recur,
-    ProductHeads, CopyHeads, EmbedGroups, Mask, Draw, PoolTexts, AttendExpanded,
+    ProductHeads, CopyHeads, EmbedGroups, Draw, PoolTexts, AttendExpanded,
 )  # fmt: skip

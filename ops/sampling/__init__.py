@@ -1,10 +1,9 @@
 """Choosing tokens from logits: the contract.
 
-Four operations, each with a plain-torch implementation in `native`:
+Three operations, each with a plain-torch implementation in `native`:
 
-- `choose` picks one token per row.
+- `choose` picks one token per row, of those that a grammar allows.
 - `penalize` changes logits of tokens that were seen before.
-- `apply_bitmask` forbids the tokens that a grammar does not allow.
 - `score` returns log-probabilities of given and of the best tokens.
 
 What every implementation promises:
@@ -20,11 +19,14 @@ What every implementation promises:
 Letters: R rows, V vocabulary, Q penalised or masked rows, C sequences whose tokens are counted, N best tokens, M
 requested token ids.
 
-choose(logits, arrays, host=None) -> (ids, sound)
-    Pick one token for each row of `logits` (float32 [R, V], unchanged).
+choose(logits, arrays, host=None, masks=None) -> (ids, sound)
+    Pick one token for each row of `logits` (float32 [R, V]; with `masks` changed in place, else unchanged).
 
     `arrays` lie where the logits do. Where that is a device, `host` holds `greedy`, `top_k` and `top_p` of
     the same values on the host, to plan the work without waiting.
+
+    `masks` (`Masks`) give -inf to the tokens that some rows must not choose, before everything else. A row without
+    any allowed token is not sound.
 
     Returns the ids (int64 [R]) and whether each row was sound (bool [R]). One that is not gets id 0.
 
@@ -41,13 +43,6 @@ penalize(logits, rows, counted, counts, in_prompt, frequency, presence, repetiti
     penalties float32 [Q]. Subtracts frequency * count, then presence where the count is not zero; then
     divides positive and multiplies other logits by repetition where the token was generated or is in the
     prompt.
-
-apply_bitmask(logits, rows, bitmask) -> None
-    Give -inf to the tokens that some rows must not choose; `logits` (float32 [R, V]) in place.
-
-    `rows` is int64 [Q] and distinct, `bitmask` int32 [Q, at least ceil(V / 32)]: bit i % 32, counted from the
-    lowest, of word i // 32 is 1 where token i is allowed. What lies beyond the vocabulary is not looked at.
-    A row without any allowed token is not sound (see `choose`).
 
 score(logits, temperature, chosen_ids, num_top, requested_ids) -> Scores
     Log-softmax of `logits` (float32 [R, V], unchanged) / `temperature` (float32 [R]) at some tokens.
@@ -72,6 +67,17 @@ class SamplingArrays(NamedTuple):
     top_p: Tensor  # float32 [R], in (0, 1]; 1 is off
     min_p: Tensor  # float32 [R], in [0, 1]; 0 is off
     uniform: Tensor  # float32 [R], in [0, 1), a multiple of 2**-24, of which it is the lower end
+
+
+class Masks(NamedTuple):
+    """Which tokens Q of the rows may choose, where the logits lie.
+
+    Bit i % 32, counted from the lowest, of word i // 32 is 1 where token i is allowed. What lies beyond the vocabulary
+    is not looked at.
+    """
+
+    rows: Tensor  # int64 [Q], distinct
+    bitmask: Tensor  # int32 [Q, at least ceil(V / 32)]
 
 
 class Scores(NamedTuple):

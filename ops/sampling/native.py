@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ops.sampling import SamplingArrays, Scores
+from ops.sampling import Masks, SamplingArrays, Scores
 
 # A row that keeps few tokens is served from its best ones and needs no sort of the whole vocabulary.
 MAX_BEST = 1024
@@ -35,9 +35,14 @@ class Rows(NamedTuple):
 
 
 def choose(
-    logits: Tensor, arrays: SamplingArrays, host: SamplingArrays | None = None
+    logits: Tensor,
+    arrays: SamplingArrays,
+    host: SamplingArrays | None = None,
+    masks: Masks | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Pick one token for each row; see `ops.sampling`."""
+    if masks is not None:
+        apply_bitmask(logits, *masks)
     vocab_size, on_host = logits.shape[-1], _is_host(logits)
     host = arrays if host is None else host
     if bool(host.greedy.any()):
@@ -113,7 +118,7 @@ def penalize(
 
 
 def apply_bitmask(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
-    """Forbid what a grammar does not allow, in place; see `ops.sampling`."""
+    """Forbid what a grammar does not allow, in place; see `Masks`."""
     vocab_size = logits.shape[1]
     if _is_host(logits):  # numpy unpacks bits a hundred times faster
         lines, allowed, places = logits.numpy(), bitmask.contiguous().numpy().view(np.uint8), rows.numpy()

@@ -1,5 +1,8 @@
 """Choosing tokens in C++ (`ops/cpp/source/sampling.h`): greedily, or by temperature and min_p from all tokens.
 
+Masks are applied by the same kernel, row by row: a masked row is in the core's cache then, and where its mask allows no
+token of 256 nothing is worked out.
+
 Rows limited by top_k or top_p, penalties and log-probabilities are torch's.
 """
 
@@ -14,27 +17,43 @@ from torch import Tensor
 
 from ops.cpp.kernel_launcher import KernelLauncher
 from ops.cpp.library import address
-from ops.cpp.structures import Draw, Mask
-from ops.sampling import SamplingArrays, native
+from ops.cpp.structures import Draw
+from ops.sampling import Masks, SamplingArrays, native
 
 
 def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
     """All of `ops.sampling`, for logits on the host."""
 
     def choose(
-        logits: Tensor, arrays: SamplingArrays, host: SamplingArrays | None = None
+        logits: Tensor,
+        arrays: SamplingArrays,
+        host: SamplingArrays | None = None,
+        masks: Masks | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Which kernel a row goes to depends on that row alone, as its result does."""
         num_rows, vocab_size = logits.shape
         greedy, top_k, top_p = (field.numpy() for field in (arrays.greedy, arrays.top_k, arrays.top_p))
         limited = ((top_k < vocab_size) | (top_p < 1)) & ~greedy
         if not logits.is_contiguous() or bool(limited.all()):
-            return native.choose(logits, arrays, host)
+            return native.choose(logits, arrays, host, masks)
         ids, sound = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows, dtype=torch.bool)
         given = [arrays.greedy, arrays.temperature, arrays.min_p, arrays.uniform]
         given = [tensor.contiguous() for tensor in given]
         addresses = (address(tensor) for tensor in (*given, ids, sound))
-        operands = Draw(address(logits), limited.ctypes.data, *addresses, num_rows, vocab_size)
+        mask_of, bits, words = None, None, 0
+        if masks is not None:
+            mask_of, bits = np.full(num_rows, -1), masks.bitmask.contiguous()
+            mask_of[masks.rows.numpy()], words = np.arange(len(bits)), bits.shape[1]
+        operands = Draw(
+            address(logits),
+            limited.ctypes.data,
+            *addresses,
+            None if mask_of is None else mask_of.ctypes.data,
+            None if bits is None else address(bits),
+            words,
+            num_rows,
+            vocab_size,
+        )
         launcher.launch("draw", torch.float32, operands)
         if limited.any():
             rows = torch.from_numpy(np.flatnonzero(limited))
@@ -42,16 +61,4 @@ def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
             ids[rows], sound[rows] = native.choose(logits[rows], taken)
         return ids, sound
 
-    def apply_bitmask(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
-        if not (logits.is_contiguous() and bitmask.is_contiguous()):
-            native.apply_bitmask(logits, rows, bitmask)
-            return
-        addresses = (address(logits), address(rows), address(bitmask))
-        launcher.launch("mask", torch.float32, Mask(*addresses, len(rows), logits.shape[1], bitmask.shape[1]))
-
-    return {
-        "choose": choose,
-        "penalize": native.penalize,
-        "apply_bitmask": apply_bitmask,
-        "score": native.score,
-    }
+    return {"choose": choose, "penalize": native.penalize, "score": native.score}

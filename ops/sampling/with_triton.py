@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ops.sampling import SamplingArrays, Scores
+from ops.sampling import Masks, SamplingArrays, Scores
 from ops.sampling.native import HALF_STEP, best, fraction_bits
 
 BLOCK = 4096  # logits that a program looks at together
@@ -27,9 +27,14 @@ MIDDLE = tl.constexpr(HALF_STEP)
 
 
 def choose(
-    logits: Tensor, arrays: SamplingArrays, host: SamplingArrays | None = None
+    logits: Tensor,
+    arrays: SamplingArrays,
+    host: SamplingArrays | None = None,
+    masks: Masks | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Pick one token for each row; see `ops.sampling`."""
+    if masks is not None:
+        apply_bitmask(logits, *masks)
     num_rows, vocab_size = logits.shape
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
@@ -78,7 +83,7 @@ def penalize(
 
 
 def apply_bitmask(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
-    """Forbid what a grammar does not allow, in place; see `ops.sampling`."""
+    """Forbid what a grammar does not allow, in place; see `Masks`."""
     vocab_size = logits.shape[1]
     block = _block(vocab_size)
     _bitmask_kernel[(len(rows), triton.cdiv(vocab_size, block))](

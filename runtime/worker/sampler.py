@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ops.sampling import SamplingArrays, Scores, native
+from ops.sampling import Masks, SamplingArrays, Scores, native
 from runtime.batch import Batch, Penalties, PromptLogprobs, Sampling
 from runtime.request import Logprobs
 from runtime.sampling_params import ROW_ARRAYS
@@ -116,7 +116,6 @@ class Sampler:
         *,
         choose: Callable[..., tuple[Tensor, Tensor]] = native.choose,
         penalize: Callable[..., None] = native.penalize,
-        apply_bitmask: Callable[..., None] = native.apply_bitmask,
         score: Callable[..., Scores] = native.score,
         raw_logprobs: bool = False,
         dump: LogitsDump | None = None,
@@ -126,7 +125,6 @@ class Sampler:
         self._seen = SeenTokens(vocab_size, num_sequences, device.torch_device)
         self._gate = HostDataGate(device, vocab_size)
         self._choose, self._penalize, self._score = choose, penalize, score
-        self._apply_bitmask = apply_bitmask
         self._raw_logprobs = raw_logprobs
         self._dump = dump
 
@@ -169,10 +167,9 @@ class Sampler:
         if "bias_rows" in there:
             logits.index_put_((there["bias_rows"], there["bias_ids"]), there["bias_values"], accumulate=True)
         failed = [row for row, process in arrived.processes.items() if not _process(process, logits[row])]
-        if "masked_rows" in there:
-            self._apply_bitmask(logits, there["masked_rows"], there["bitmasks"])
+        masks = Masks(there["masked_rows"], there["bitmasks"]) if "masked_rows" in there else None
         plan = None if self._is_host else SamplingArrays(*(torch.from_numpy(host[name]) for name in FIELDS))
-        ids, sound = self._choose(logits, sampling_arrays(there), plan)
+        ids, sound = self._choose(logits, sampling_arrays(there), plan, masks)
         if "penalised_rows" in there:
             self._seen.add(there["counted"], ids[there["penalised_rows"]])
         if failed:

@@ -258,7 +258,6 @@ class ModelWorker:
             device,
             choose=self.kernels.choose,
             penalize=self.kernels.penalize,
-            apply_bitmask=self.kernels.apply_bitmask,
             score=self.kernels.score,
             raw_logprobs=self._raw_logprobs,
             dump=dump,

@@ -145,7 +145,6 @@ def _runner(
         open_device(torch.device(device)),
         choose=kernels.choose,
         penalize=kernels.penalize,
-        apply_bitmask=kernels.apply_bitmask,
         score=kernels.score,
     )
     graph = None

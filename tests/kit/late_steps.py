@@ -16,7 +16,7 @@ import fake_runner
 import paged_forward
 import tiny_checkpoints
 from ops.attention import AttentionMetadata, AttentionOptions, native
-from ops.sampling import SamplingArrays
+from ops.sampling import Masks, SamplingArrays
 from ops.sampling import native as sampling
 from ops.select import Kernels, select
 from runtime.batch import Batch, StepOutput
@@ -56,9 +56,14 @@ def attend(
 
 
 def choose(
-    logits: Tensor, arrays: SamplingArrays, host: SamplingArrays | None = None
+    logits: Tensor,
+    arrays: SamplingArrays,
+    host: SamplingArrays | None = None,
+    masks: Masks | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Reads nothing of the rows on the host, as a graph needs it."""
+    if masks is not None:
+        sampling.apply_bitmask(logits, *masks)
     peak, likeliest = logits.max(-1)
     drawn, _ = sampling._draw_ranked(logits, peak, arrays, VOCAB_SIZE)
     return torch.where(arrays.greedy, likeliest, drawn), peak.isfinite()

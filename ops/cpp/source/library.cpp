@@ -32,7 +32,7 @@ const int64_t STRUCTURE_SIZES[] = {
     sizeof(RouteOperands), sizeof(PairTable), sizeof(DispatchOperands), sizeof(ExpertsOperands),
     sizeof(CombineOperands), sizeof(AttendTextsOperands),
     sizeof(ConvolveOperands), sizeof(RecurOperands), sizeof(ProductHeadsOperands), sizeof(CopyHeadsOperands),
-    sizeof(EmbedGroupsOperands), sizeof(MaskOperands), sizeof(DrawOperands), sizeof(PoolTextsOperands),
+    sizeof(EmbedGroupsOperands), sizeof(DrawOperands), sizeof(PoolTextsOperands),
     sizeof(AttendExpandedOperands),
 };
 

@@ -12,39 +12,27 @@ namespace penstock {
 
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
 
-struct MaskOperands {
-    float* logits;         // [R, V], in place
-    const int64_t* rows;   // [Q], distinct
-    const uint32_t* bits;  // [Q, words]
-    int64_t num_masks;     // Q
-    int64_t vocab_size;    // V
-    int64_t words;         // at least V / 32
-};
+constexpr int BITS = 32;  // of a word of a mask
 
 // The first `count` logits of a word whose bit is 0.
 inline void forbid(float* logits, uint32_t word, int count) {
     if (word == ~uint32_t{}) return;
-    if (count == 32) {  // as vectors
-        for (int i = 0; i < 32; i++) logits[i] = word >> i & 1 ? logits[i] : NEVER;
+    if (count == BITS) {  // as vectors
+        for (int i = 0; i < BITS; i++) logits[i] = word >> i & 1 ? logits[i] : NEVER;
         return;
     }
     for (int i = 0; i < count; i++)
         if (!(word >> i & 1)) logits[i] = NEVER;
 }
 
-template <class T>
-void mask(const void* operands, const Step&, ThreadGroup& threads) {
-    const auto& o = *static_cast<const MaskOperands*>(operands);
-    threads.share(o.num_masks, [&](int64_t index) {
-        float* line = o.logits + o.rows[index] * o.vocab_size;
-        const uint32_t* bits = o.bits + index * o.words;
-        for (int64_t first = 0; first < o.vocab_size; first += 32)
-            forbid(line + first, bits[first / 32], int(std::min<int64_t>(32, o.vocab_size - first)));
-    });
+// Those of a whole row.
+inline void forbid(float* logits, const uint32_t* mask, int64_t size) {
+    for (int64_t first = 0; first < size; first += BITS)
+        forbid(logits + first, mask[first / BITS], int(std::min<int64_t>(BITS, size - first)));
 }
 
 struct DrawOperands {
-    const float* logits;       // [R, V]
+    float* logits;             // [R, V], changed where a mask says so
     const bool* skip;          // [R], rows that somebody else chooses for
     const bool* greedy;        // [R]
     const float* temperature;  // [R]
@@ -52,6 +40,9 @@ struct DrawOperands {
     const float* uniform;      // [R]
     int64_t* ids;              // [R]
     bool* sound;               // [R]
+    const int64_t* mask_of;    // [R], an index into `masks`, or -1 for rows that have none; null: no row has one
+    const uint32_t* masks;     // [Q, words]
+    int64_t words;             // at least V / 32
     int64_t rows;              // R
     int64_t vocab_size;        // V
 };
@@ -132,14 +123,25 @@ inline void to_fixed(Floats weights, const Weighing& how, int64_t* to) {
     return total;
 }
 
+// Whether a mask, if there is one, allows none of these tokens: their weights are 0.
+inline bool allows_none(const uint32_t* mask, int64_t first, int64_t count) {
+    if (mask == nullptr) return false;
+    uint32_t any = 0;
+    for (int64_t word = first / BITS; word * BITS < first + count; word++) any |= mask[word];
+    return any == 0;
+}
+
 // The first token up to which the mass exceeds the uniform number's share of all.
-inline int64_t draw_one(const float* logits, int64_t size, const Weighing& how, float uniform) {
+inline int64_t draw_one(
+    const float* logits, const uint32_t* mask, int64_t size, const Weighing& how, float uniform) {
     int64_t weights[WEIGHTS + LANES], masses[MAX_PARTS] = {};
     const int64_t blocks = (size + WEIGHTS - 1) / WEIGHTS;
     const int64_t part = (blocks + MAX_PARTS - 1) / MAX_PARTS * WEIGHTS;  // tokens
     int64_t mass = 0;
     for (int64_t first = 0; first < size; first += WEIGHTS) {
-        const int64_t sum = weigh(logits + first, std::min(WEIGHTS, size - first), how, weights);
+        const int64_t count = std::min(WEIGHTS, size - first);
+        if (allows_none(mask, first, count)) continue;
+        const int64_t sum = weigh(logits + first, count, how, weights);
         masses[first / part] += sum;
         mass += sum;
     }
@@ -149,7 +151,7 @@ inline int64_t draw_one(const float* logits, int64_t size, const Weighing& how, 
     for (const int64_t* sum = masses; before + *sum <= share; first += part) before += *sum++;
     while (true) {
         const int64_t count = std::min(WEIGHTS, size - first);
-        const int64_t sum = weigh(logits + first, count, how, weights);
+        const int64_t sum = allows_none(mask, first, count) ? 0 : weigh(logits + first, count, how, weights);
         if (before + sum > share) break;
         before += sum;
         first += count;
@@ -166,8 +168,13 @@ void draw(const void* operands, const Step&, ThreadGroup& threads) {
     while ((int64_t{1} << bits) < o.vocab_size) bits++;
     const float one = std::ldexp(1.0f, 62 - bits);
     threads.share(o.rows, [&](int64_t row) {
+        float* logits = o.logits + row * o.vocab_size;
+        const uint32_t* mask = nullptr;
+        if (o.mask_of != nullptr && o.mask_of[row] >= 0) {
+            mask = o.masks + o.mask_of[row] * o.words;
+            forbid(logits, mask, o.vocab_size);
+        }
         if (o.skip[row]) return;
-        const float* logits = o.logits + row * o.vocab_size;
         const float peak = peak_of(logits, o.vocab_size);
         o.sound[row] = std::isfinite(peak);
         o.ids[row] = 0;
@@ -177,7 +184,7 @@ void draw(const void* operands, const Step&, ThreadGroup& threads) {
             return;
         }
         const double scale = std::min(1.4426950408889634 / double(o.temperature[row]), 1e30);
-        o.ids[row] = draw_one(logits, o.vocab_size, {peak, float(scale), o.min_p[row], one}, o.uniform[row]);
+        o.ids[row] = draw_one(logits, mask, o.vocab_size, {peak, float(scale), o.min_p[row], one}, o.uniform[row]);
     });
 }
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ops.sampling import SamplingArrays
+from ops.sampling import Masks, SamplingArrays
 
 OFF = 2**30
 ROWS = 4
@@ -93,7 +93,7 @@ def masked(backend: ModuleType, vocab_size: int = 100, spare_words: int = 0) -> 
     x, words = torch.randn(ROWS, vocab_size, generator=generator), -(-vocab_size // 32) + spare_words
     bitmask = torch.randint(-(2**31), 2**31, (2, words), generator=generator).to(torch.int32)
     bitmask[0, :2] = torch.tensor([-1, 0])
-    backend.apply_bitmask(x, torch.tensor([2, 0]), bitmask)
+    backend.choose(x, arrays(Case(), UNIFORMS[0]), None, Masks(torch.tensor([2, 0]), bitmask))
     return x
 
 

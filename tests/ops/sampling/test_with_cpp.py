@@ -9,7 +9,7 @@ import torch
 
 from cpp_kernels import LESSER, THREADS, backend
 from kernel_cases.sampling import CASES, masked, outputs
-from ops.sampling import SamplingArrays, native
+from ops.sampling import Masks, SamplingArrays, native
 
 
 def rows(vocab_size: int, count: int = 24) -> tuple[torch.Tensor, SamplingArrays]:
@@ -70,6 +70,27 @@ def test_an_unsound_row_is_reported_and_harms_no_neighbour(bad: float, place: in
 def test_the_kernel_masks_like_native(vocab_size: int, spare_words: int) -> None:
     found, wanted = (masked(each, vocab_size, spare_words) for each in (backend("sampling", 2), native))
     assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("vocab_size", [15, 256, 300, 4097, 131_073])
+@pytest.mark.parametrize("num_threads", THREADS)
+def test_masked_rows_choose_the_tokens_of_native(vocab_size: int, num_threads: int) -> None:
+    """By masks that allow nothing, everything, or few tokens far from each other, among rows without one."""
+    x, given = rows(vocab_size)
+    masked_rows = torch.tensor([23, 0, 5, 6, 11, 2, 17, 18, 9, 14])
+    bitmask = torch.zeros(len(masked_rows), -(-vocab_size // 32) + 1, dtype=torch.int32)
+    bitmask[1] = -1
+    for mask, token_ids in zip(bitmask[2:], torch.randint(vocab_size, (len(masked_rows), 5)).tolist()):
+        for token_id in token_ids:
+            mask[token_id // 32] |= torch.tensor(1 << token_id % 32).to(torch.int32)
+    found, wanted = x.clone(), x.clone()
+    ids, sound = backend("sampling", num_threads).choose(found, given, None, Masks(masked_rows, bitmask))
+    expected, sound_too = native.choose(wanted, given, None, Masks(masked_rows, bitmask))
+    assert (ids.tolist(), sound.tolist()) == (expected.tolist(), sound_too.tolist())
+    assert torch.equal(found, wanted)
+    assert sound.tolist().index(False) == 23
+    kept = [bool(wanted[row, token_id].isfinite()) for row, token_id in enumerate(ids.tolist()[:23])]
+    assert all(kept)
 
 
 @pytest.mark.slow
