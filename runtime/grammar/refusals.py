@@ -38,6 +38,11 @@ REASONS = (
         "pattern",
         "what patterns, formats and lengths leave of a text takes too long to find",
     ),
+    Reason(
+        "min/maxProperties",
+        "minProperties or maxProperties",
+        "properties are counted only where none is optional, or where the count stands beside them",
+    ),
     Reason("nsatisfiable", "schema", NO_VALUE),
     Reason("no text matches", "schema", NO_VALUE),
     Reason("stack level", "allOf", "too many schemas hold at once"),

@@ -13,6 +13,10 @@ from runtime.grammar.references import Unsupported
 
 NOTHING = {"allOf": [{"type": "string"}, {"type": "integer"}]}
 MANY_WORDS = {"type": "string", "pattern": "^([a-z][0-9])+$", "minLength": 10_000}
+COUNTED_APART = {
+    "properties": {"a": {}, "b": {}, "c": {}},
+    "allOf": [{"maxProperties": 2}, {"properties": {"d": {}}}],
+}
 
 
 def nested(part: Any) -> dict[str, Any]:
@@ -34,6 +38,7 @@ def needed(part: Any) -> dict[str, Any]:
         ({"allOf": [{"$ref": "#/definitions/n"}], "definitions": {"n": NOTHING}}, "schema", "/definitions/n"),
         (nested(MANY_WORDS), "pattern", "/$defs/d/properties/x/pattern"),
         (MANY_WORDS, "pattern", "/pattern"),
+        (needed(COUNTED_APART), "minProperties or maxProperties", "/properties/a/items"),
     ],
 )
 def test_it_is_named_by_keyword_and_place(schema: Any, keyword: str, pointer: str) -> None:
