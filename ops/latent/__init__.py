@@ -24,6 +24,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+FEWEST = 128  # tokens of rows that are expanded, however cheap that is: shorter ones keep the bits of single tokens
+
 
 class LatentWeights(NamedTuple):
     """What makes keys and values of latent vectors, each as `prepare_heads` gives it."""
@@ -41,8 +43,8 @@ def fewest_to_expand(rank: int, plain_dim: int, value_dim: int) -> int | None:
     Multiplications of a head for C tokens that follow S cached ones, of which each sees S + C / 2: absorbed they are
     C (S + C / 2) (2 R + P), and C R (N + V) before and behind that; expanded C (S + C / 2) (N + P + V), and
     (S + C) R (N + V) for the keys and values. Behind much context the second is less from C = R (N + V) / (2 R - N - V)
-    on: 171 tokens in DeepSeek V2 and V3, 86 in MiniCPM 3, 399 in GLM-4.7-Flash. The times of the kernels in C++ meet
-    there too or before (docs/benchmarks.md). Behind little context fewer would do, but what such rows save is little.
+    on: 171 tokens in DeepSeek V2 and V3, 399 in GLM-4.7-Flash. The times of the kernels in C++ meet there too or before
+    (docs/benchmarks.md). Behind little context fewer would do, but what such rows save is little.
     """
     saved = 2 * rank - plain_dim - value_dim
-    return -(-rank * (plain_dim + value_dim) // saved) if saved > 0 else None
+    return max(FEWEST, -(-rank * (plain_dim + value_dim) // saved)) if saved > 0 else None

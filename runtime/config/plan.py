@@ -41,6 +41,7 @@ class ModelPlan(Section):
     any_dtype: bool = False  # tensors may differ in their dtypes: all are converted
     delete_after_loading: bool = False  # the checkpoint
     state_dtype: str = "float32"  # of the states of recurrent layers
+    always_absorbed: bool = False  # latent attention of prompts too
     # How weights are rounded when they are loaded; None: they stay as they are.
     quantization: str | None = None
     kv_scales: str | None = None  # a file with those of an 8-bit cache

@@ -22,6 +22,7 @@ class Build:
     quantization: QuantizationMethod = field(default_factory=Unquantized)
     ropes: dict[RopeParameters, Rope] = field(default_factory=dict)
     state_dtype: str = "float32"  # of recurrent layers
+    always_absorbed: bool = False  # latent attention, that of long rows too
 
     def rope(self, parameters: RopeParameters) -> Rope:
         if parameters not in self.ropes:

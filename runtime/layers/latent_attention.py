@@ -59,8 +59,8 @@ class LatentAttention(Weighted):
         self.scale = scale
         self.kernels = build.kernels
         # On a GPU all rows are absorbed: where expanding pays there has not been measured.
-        on_cpu = build.device.type == "cpu"
-        self.expand_from = fewest_to_expand(rank, plain_dim, value_dim) if on_cpu else None
+        expands = build.device.type == "cpu" and not build.always_absorbed
+        self.expand_from = fewest_to_expand(rank, plain_dim, value_dim) if expands else None
         self.qk_dim = plain_dim + rope_dim
         latents = [SubLayer(f"{name}.kv_a_proj_with_mqa", rank + rope_dim)]
         query = SubLayer(f"{name}.q_proj", num_heads * self.qk_dim, "heads", self.qk_dim)

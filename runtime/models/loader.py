@@ -123,7 +123,12 @@ def build_model(
     """The model, or a rank's share of it, as shapes without memory. Raises CheckpointError unless `tensors` fill it."""
     device, config = torch.device(plan.device), Config(facts.config)
     build = Build(
-        kernels, plan.context_length, device, _method(plan, kernels, tensors), state_dtype=plan.state_dtype
+        kernels,
+        plan.context_length,
+        device,
+        _method(plan, kernels, tensors),
+        state_dtype=plan.state_dtype,
+        always_absorbed=plan.always_absorbed,
     )
     family = entry(config.architecture).decoder()
     with torch.device("meta"):

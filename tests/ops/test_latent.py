@@ -222,7 +222,7 @@ def test_agrees_on_lesser_processors(processor: str, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("rank", "plain_dim", "value_dim", "wanted"),
-    [(512, 128, 128, 171), (256, 64, 64, 86), (512, 192, 256, 399), (64, 64, 64, None)],
+    [(512, 128, 128, 171), (256, 64, 64, 128), (32, 8, 8, 128), (512, 192, 256, 399), (64, 64, 64, None)],
 )
 def test_what_is_expanded_follows_from_the_sizes(
     rank: int, plain_dim: int, value_dim: int, wanted: int | None

@@ -7,7 +7,7 @@ from typing import Any
 
 from ops.backends import ATTENTION
 from runtime.config.option_spec import always, inert, option, planned
-from runtime.config.plan import KernelPlan
+from runtime.config.plan import KernelPlan, ModelPlan
 
 _LATENT = "a model with multi-head latent attention, which other backends compute here, and"
 _NOT_BUILT = {
@@ -83,11 +83,11 @@ class KernelArgs:
         "Add up attention in float32.",
         reason="sums are always in float32, and only double sparsity read it where it comes from",
     )
-    flashinfer_mla_disable_ragged: bool = always(
+    flashinfer_mla_disable_ragged: bool = option(
         False,
-        "Compute prompts of MLA models from the paged cache in FlashInfer, not from plain tensors.",
-        reason="every backend computes them from the paged cache",
-        sglang="off: prompts without a cached prefix are computed from plain tensors",
+        "Compute prompts of MLA models absorbed, as single tokens are, not with expanded keys and values. Slower for "
+        "long prompts on a CPU, but then the same bits however a prompt is cut; a GPU always does so.",
+        plan=ModelPlan.always_absorbed,
     )
     enable_flashinfer_mla: bool = planned(
         False, "Old spelling of --attention-backend flashinfer for MLA models.", instead="drop it"

@@ -50,6 +50,7 @@ def model_plan(builder: PlanBuilder, machine: Machine, facts: ModelFacts) -> Mod
         ),
         delete_after_loading=_delete_after_loading(builder),
         state_dtype=builder.follow("mamba_ssm_dtype"),
+        always_absorbed=builder.follow("flashinfer_mla_disable_ragged"),
         quantization=_quantization(builder, chosen_gpu(device.value, machine), facts),
         kv_scales=_kv_scales(builder, facts),
     )

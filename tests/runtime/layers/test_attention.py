@@ -107,7 +107,8 @@ class Remembered:
 
 
 def test_a_layer_never_knows_the_kind_of_its_cache() -> None:
-    made, cache, size = layer(sinks=False), Remembered(3), 3
+    made, size = layer(sinks=False), 3
+    cache: Any = Remembered(size)  # it holds no latent vectors
     x = torch.randn(7, SIZE)
     pools = torch.zeros(2, 2, KV_HEADS, 4, DIM)
     windowed = layer(sinks=False)

@@ -104,16 +104,17 @@ def test_keys_that_are_cheaper_absorbed_are_never_expanded(choices: Any) -> None
     assert (in_steps(model, (40, 20)) - tiny_checkpoints.reference(path, IDS)).abs().max() < THRESHOLD
 
 
-def test_nothing_is_expanded_on_a_gpu() -> None:
-    def made(device: str) -> LatentAttention:
-        build: Any = Build(select(), device=torch.device(device))
+def test_nothing_is_expanded_on_a_gpu_or_where_that_is_asked_for() -> None:
+    def made(device: str, always_absorbed: bool = False) -> LatentAttention:
+        build: Any = Build(select(), device=torch.device(device), always_absorbed=always_absorbed)
         return LatentAttention(
-            "a", 0, 64, 4, build, rank=32, query_rank=None, plain_dim=8, rope_dim=8, value_dim=8,
+            "a", 0, 64, 4, build, rank=512, query_rank=None, plain_dim=128, rope_dim=64, value_dim=128,
             rope=None, scale=1.0, bias=False,  # pyright: ignore[reportArgumentType]
         )  # fmt: skip
 
-    assert made("cpu").expand_from == 11
+    assert made("cpu").expand_from == 171
     assert made("meta").expand_from is None
+    assert made("cpu", always_absorbed=True).expand_from is None
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite"])
@@ -131,3 +132,13 @@ async def test_tokens_are_the_same_alone_in_a_batch_cached_and_in_chunks(
                 assert [answer["output_ids"] for answer in answers] == wanted
             alone = await engine.generate(input_ids=prompts[7], sampling_params=greedy.GREEDY)
             assert alone["output_ids"] == wanted[7]
+
+
+async def test_an_engine_that_is_asked_to_expands_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latent_attention, "fewest_to_expand", lambda *sizes: pytest.fail("expanded"))
+    wanted = greedy.reference("deepseek_v3")
+    options: dict[str, Any] = {"skip_tokenizer_init": True, "dtype": "float32"}
+    path = greedy.model_path("deepseek_v3")
+    async with Engine(path, flashinfer_mla_disable_ragged=True, **options) as engine:
+        answers = await engine.generate(input_ids=greedy.prompts(), sampling_params=greedy.GREEDY)
+    assert [answer["output_ids"] for answer in answers] == wanted
