@@ -125,9 +125,8 @@ class PromptLogprobs(NamedTuple):
 class StepOutput(NamedTuple):
     """What a step produced, on the host. B rows, as in its batch."""
 
-    tokens: list[
-        list[int]
-    ]  # [B], the new ids of each row: none (where host data is late, too), one, or several
+    # [B], the new ids of each row: none (where host data is late, too), one, or several.
+    tokens: list[list[int]]
     failed: list[int]  # rows whose logits were not finite numbers, or whose constraint failed
     logprobs: list[Logprobs | None] | None = None  # [B], of the new ids; None: nobody asked
     prompt_logprobs: list[tuple[int, Logprobs]] = []  # (row, of its wanted prompt positions)  # noqa: RUF012

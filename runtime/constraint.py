@@ -199,9 +199,8 @@ class SequenceConstraint:
         self._choice = choice
         self._num_told = -1  # length of the output for which the constraint was asked last
         self.next = HostData()  # of the token behind that output
-        self._later: dict[
-            int, HostData
-        ] = {}  # of tokens behind longer outputs, of which not all tokens are known
+        # Of tokens behind longer outputs, of which not all tokens are known.
+        self._later: dict[int, HostData] = {}
 
     def data_after(self, num_output: int, ids: list[int], num_prompt: int) -> HostData:
         """For the token behind `num_output` others; `ids` are the prompt and those that are known."""

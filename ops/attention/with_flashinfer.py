@@ -113,9 +113,8 @@ class FlashInfer:
             else self._captured(setting, metadata)
         )
         scales = {"k_scale": options.k_scale, "v_scale": options.v_scale}
-        used = {
-            name: scale for name, scale in scales.items() if scale != 1.0
-        }  # each costs a pass over the result
+        # Each costs a pass over the result.
+        used = {name: scale for name, scale in scales.items() if scale != 1.0}
         return wrapper.run(q, (k_pool, v_pool), **used)
 
     def _planned(self, setting: Setting, metadata: AttentionMetadata) -> Any:

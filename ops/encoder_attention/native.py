@@ -35,9 +35,10 @@ def attend_texts(
     first = 0
     for length, rows in groupby(counts):  # neighbours of one length are one product
         end = first + length * sum(1 for _ in rows)
+        # Each [N, H, L, D].
         queries, keys, values, found = (
             x[first:end].unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v, out)
-        )  # [N, H, L, D]
+        )
         if reach is None or length <= reach + 1:
             added = None if bias is None else bias(length)
             found.copy_(F.scaled_dot_product_attention(queries, keys, values, attn_mask=added, scale=scale))

@@ -14,13 +14,14 @@ from torch import Tensor
 from ops.norm import native
 from ops.norm.native import add
 
+# The first is one kernel of torch's.
 __all__ = [
     "add",
     "add_layer_norm",
     "add_rms_norm",
     "layer_norm",
     "rms_norm",
-]  # the first is one kernel of torch's
+]
 
 TILE = 1024  # elements of a program; short rows (heads) share one
 

@@ -91,9 +91,8 @@ class Timeline(NamedTuple):
 
     label: str
     owner: str
-    times: tuple[
-        float, ...
-    ]  # `time.monotonic` of arrived, tokenized, queued, scheduled, first token, ended; or 0.0
+    # `time.monotonic` of arrived, tokenized, queued, scheduled, first token, ended; or 0.0.
+    times: tuple[float, ...]
     prompt: int  # tokens
     cached: int  # of them
     output: int

@@ -81,9 +81,8 @@ class _Frame:
         self.expects_key = is_object
         self.key = key  # the last one of an object; of an array, the one that it stands under
         self.unique = unique
-        self.seen: dict[str | None, set[bytes]] = {
-            each: set() for each in unique
-        }  # texts as they are spelled
+        # Texts as they are spelled.
+        self.seen: dict[str | None, set[bytes]] = {each: set() for each in unique}
 
 
 class UniqueTexts:

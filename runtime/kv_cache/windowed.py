@@ -84,9 +84,8 @@ class WindowedPages(CacheKind):
         self._free = list(range(self.count - 1, -1, -1))
         self._windowed: Ints = np.full(self._num_pages, self.count, np.int32)  # by page; `count`: it has none
         self._users = [0] * self._num_pages  # of each page, the running sequences that may still attend to it
-        self._evictable: dict[
-            int, None
-        ] = {}  # pages of the tree without users that have one, least recent first
+        # Pages of the tree without users that have one, least recent first.
+        self._evictable: dict[int, None] = {}
         self._first: dict[Sequence, int] = {}  # the first index in its page list that a sequence uses
 
     @property

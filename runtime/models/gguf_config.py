@@ -59,10 +59,11 @@ _END_TEXTS = (
     "<|end_of_text|>",
 )
 _CONTROL = 3
+# By kind and number of layers: those whose scores are scaled by another size than the heads'.
 GEMMA_27B = {
     ("gemma2", 46),
     ("gemma3", 62),
-}  # whose scores are scaled by another size than the heads', with so many layers
+}
 
 
 def read_gguf_config(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -35,11 +35,12 @@ VOCABULARIES = (
     "*.spm",
     "*.vocab",
 )
+# Their tokens are bytes or characters.
 WITHOUT_FILES = (
     "ByT5Tokenizer",
     "CanineTokenizer",
     "PerceiverTokenizer",
-)  # their tokens are bytes or characters
+)
 PIECES = ("BaichuanTokenizer",)  # whose code only hands texts to sentencepiece
 # How a GGUF file of byte-level tokens may say that its texts are split: in ways that transformers knows, as in GPT-2,
 # which it takes all others for, and so with each digit apart. Source: llama.cpp's llama-vocab.cpp.

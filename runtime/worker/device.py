@@ -337,9 +337,8 @@ class DeviceThread:
             enqueue, future = item
             try:
                 read = enqueue() if self.around is None else self.around(enqueue)()
-            except (
-                BaseException
-            ) as error:  # crosses the thread border as it is, and is raised where it is awaited
+            except BaseException as error:
+                # It crosses the thread border as it is, and is raised where it is awaited.
                 self._post(future, None, error)
             else:
                 if self._separate:

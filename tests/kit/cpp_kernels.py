@@ -24,6 +24,7 @@ LESSER = {  # what a processor may lack
     "AVX2": ("-march=x86-64-v3",),
     "SSE2": ("-march=x86-64",),
 }
+# Of `ops.select`: everything that a model computes.
 CHOICES: dict[str, str] = dict.fromkeys(
     (
         "activation",
@@ -40,7 +41,7 @@ CHOICES: dict[str, str] = dict.fromkeys(
         "sampling",
     ),
     "with_cpp",
-)  # of `ops.select`: everything that a model computes
+)
 DTYPES = (torch.float32, torch.bfloat16)
 THREADS = (1, 2)
 

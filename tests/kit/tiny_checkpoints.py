@@ -153,6 +153,7 @@ SHAPE = {
     "pad_token_id": 0,
     "sliding_window": None,
 }
+# Their text part is a class of its own.
 SEEING = {
     "llama4_seeing",
     "ministral3_seeing",
@@ -160,7 +161,7 @@ SEEING = {
     "qwen3_seeing",
     "qwen3_5_seeing",
     "qwen3_5_moe_seeing",
-}  # whose text part is a class of its own
+}
 PUBLISHED_AS = {  # which transformers saves by another name, most as Llama
     "baichuan": "BaiChuanForCausalLM",
     "baichuan2": "BaichuanForCausalLM",
@@ -310,10 +311,11 @@ LATENT = {
 }
 OWN["deepseek_v2"] = {**LATENT, "topk_group": 1, "topk_method": "group_limited_greedy"}
 OWN["deepseek_v3"] = LATENT
+# The kernels in C++ take multiples of 16, with what is rotated.
 OWN["glm4_moe_lite"] = {
     **LATENT,
     "kv_lora_rank": 32,
-}  # the kernels in C++ take multiples of 16, with what is rotated
+}
 OWN["gemma3_seeing"] = OWN["gemma3"]
 OWN["ministral3_seeing"] = OWN["ministral3"]
 OWN["llama4_seeing"] = OWN["llama4"]

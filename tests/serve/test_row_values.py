@@ -71,7 +71,8 @@ async def test_rows_with_an_adapter_are_computed_with_it_beside_others(
         answer = await engine.generate(input_ids=prompts()[5], sampling_params=GREEDY)
         assert answer["output_ids"] == reference("llama")[5]
     said = [record.message for record in caplog.records if "operation by operation" in record.message]
+    # None without a compiler.
     assert said in (
         [],
         ["Steps with adapter are computed operation by operation."],
-    )  # none without a compiler
+    )

@@ -90,9 +90,8 @@ class QuantizedTensors:
             self._derived: Derived = form.derive(stored, fields)
         derived = self._derived
         plain = {name: name for name in stored.shapes if name not in derived.used | derived.renamed.keys()}
-        self._plain = plain | {
-            ours: name for name, ours in derived.renamed.items()
-        }  # the model's name -> stored
+        # The model's name -> stored.
+        self._plain = plain | {ours: name for name, ours in derived.renamed.items()}
         self.forms = {name: made.form for name, made in derived.made.items() if made.form is not None}
         self._kept: Mapping[str, GroupForm] = {}
         self.shapes: dict[str, tuple[int, ...]] = {

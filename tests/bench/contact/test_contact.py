@@ -96,9 +96,8 @@ def test_every_test_file_and_every_row_is_a_stage() -> None:
     from bench.gpu.command import ROWS
 
     words = [word for one in stages("cuda") for word in one.words]
-    files = {path.name for path in (command.ROOT / "tests/gpu").glob("test_*.py")} - {
-        "test_bench.py"
-    }  # the rows
+    # All but the rows.
+    files = {path.name for path in (command.ROOT / "tests/gpu").glob("test_*.py")} - {"test_bench.py"}
     assert {Path(word).name for word in words if word.startswith("tests/gpu")} == files
     assert set(ROWS) <= set(words)
     assert [one.name for one in stages("cpu")] == [one.name for one in stages("cuda")]

@@ -136,10 +136,11 @@ def dense(given: Step, options: AttentionOptions) -> Tensor:
                 first = position // window * window
             places = [divmod(p, size) for p in range(first, position + 1)]
             seen = [(int(given.inputs.page_table[row, page]), offset) for page, offset in places]
+            # Each [S, H, D].
             k, v = (
                 torch.stack([pool[page, :, offset] for page, offset in seen]).repeat_interleave(group, dim=1)
                 for pool in (k_pool, v_pool)
-            )  # [S, H, D]
+            )
             scores = (given.q[len(outs)].float() * k).sum(-1) * scale  # [S, H]
             if soft_cap is not None:
                 scores = soft_cap * torch.tanh(scores / soft_cap)

@@ -93,10 +93,11 @@ def test_weights_of_several_forms_have_one_in_common_without_loss() -> None:
         (given[:2], GroupForm(16, 6)),
         (given[2:], GroupForm(32, 5, shifted=False)),
         ([given[0], tabled], GroupForm(32, 8)),
+        # Of these 5 bits have no whole units.
         (
             [weight(8, 64, 16), given[2]],
             GroupForm(16, 6, shifted=False),
-        ),  # of which 5 bits have no whole units
+        ),
     ):
         form = common_form([form_of(each) for each in weights])
         assert form is not None

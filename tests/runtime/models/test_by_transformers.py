@@ -209,9 +209,8 @@ async def test_angles_of_long_texts_do_not_depend_on_the_chunk(tmp_path: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "model_type", [kind for kind in (*MORE, *HELD) if kind in CONFIG_MAPPING]
-)  # by transformers' version
+# Which there are depends on transformers' version.
+@pytest.mark.parametrize("model_type", [kind for kind in (*MORE, *HELD) if kind in CONFIG_MAPPING])
 async def test_tokens_of_many_more_are_those_of_transformers(model_type: str) -> None:
     path = checkpoint(model_type)
     assert await served(path, model_impl="transformers") == greedy(model_type)

@@ -97,6 +97,7 @@ PRECISIONS = [
     ("float32", "w4a16", 1e-4),
     ("bfloat16", "w4a8", None),
 ]
+# The others are in a second pass.
 EACH_PRECISION = (
     "gemma2",
     "gpt_neox",
@@ -104,7 +105,8 @@ EACH_PRECISION = (
     "llama",
     "phi3",
     "qwen3_moe",
-)  # the others in a second pass
+)
+# Their logits are scaled, bounded or biased.
 MORE_THAN_PRODUCTS = {
     "cohere",
     "cohere2",
@@ -113,7 +115,7 @@ MORE_THAN_PRODUCTS = {
     "granitemoe",
     "granitemoehybrid",
     "phi",
-}  # scaled, bounded or biased logits
+}
 
 
 @pytest.mark.parametrize(

@@ -234,10 +234,11 @@ async def test_a_suffix_asks_for_what_stands_before_it(serve: Serve) -> None:
     assert [request.text for request in served.core.submitted] == [
         f"<|fim_prefix|>{prompt}<|fim_suffix|>): pass<|fim_middle|>" for prompt in ask["prompt"]
     ]
+    # Kilobytes that would become 17 MB of prompts.
     too_much = {
         "prompt": ["a"] * 1024,
         "suffix": "b" * 17_000,
-    }  # kilobytes that would become 17 MB of prompts
+    }
     for wrong in ({"prompt": [5, 6]}, {"echo": True}, too_much):
         refused = await served.http.post("/v1/completions", json={**ask, **wrong})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "suffix")
