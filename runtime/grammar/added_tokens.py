@@ -16,9 +16,11 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 _FORMS = (re.compile(r"<[^<>]+>"), re.compile(r"\[[^\[\]\s]+\]"))
-# As `patterns.escape` writes texts, within JSON too.
-_ESCAPED = re.compile(r"\\+x\{([0-9a-f]+)\}")
-_ESCAPED_TEXT = re.compile(r"(?:\\+x\{[0-9a-f]+\}|[0-9A-Za-z])+")
+# A character as `patterns.escape` writes it, within JSON too. Only the first of many backslashes begins one: tried at
+# each of them, a text of nothing else would take the square of its length.
+_CHARACTER = r"(?<!\\)\\+x\{(10[0-9a-f]{4}|[0-9a-f]{1,5})\}"
+_ESCAPED = re.compile(_CHARACTER)
+_ESCAPED_TEXT = re.compile(f"(?:{_CHARACTER}|[0-9A-Za-z])+")
 
 
 class AddedTokens(NamedTuple):
@@ -53,7 +55,7 @@ def added_tokens(vocabulary: LLTokenizer, table: TokenBytes, special_ids: Iterab
 def marks_in(text: str) -> set[str]:
     """What a grammar, as the library reads it, writes of the forms <...> and [...], whether they are tokens or not."""
     written = [text]
-    for each in _ESCAPED_TEXT.findall(text):
-        if "{" in each:
-            written.append(_ESCAPED.sub(lambda found: chr(int(found[1], 16)), each))
+    for found in _ESCAPED_TEXT.finditer(text):
+        if "{" in found[0]:
+            written.append(_ESCAPED.sub(lambda character: chr(int(character[1], 16)), found[0]))
     return {mark for each in written for form in _FORMS for mark in form.findall(each)}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from time import thread_time
 from typing import Any
 
 import pytest
 
 import grammars
+from runtime.grammar.added_tokens import marks_in
 from runtime.grammar.with_llguidance import LLGuidanceMatcher
 from runtime.grammar_spec import InvalidGrammar
 
@@ -108,3 +110,16 @@ def test_an_end_that_is_forced_as_text_ends_nothing(source: str) -> None:
 def test_alternatives_of_the_letters_of_a_special_token_are_none() -> None:
     assert grammars.accepts(grammars.compiled("regex", "(<|im_end|>)"), ">")
     assert grammars.accepts(grammars.compiled("json_schema", {"const": "List<int>"}), json.dumps("List<int>"))
+
+
+@pytest.mark.parametrize("source", ["\\" * 500_000, "a" + "\\" * 500_000, "<a" * 250_000, r"\x{" * 150_000])
+def test_what_a_grammar_writes_is_found_in_one_pass(source: str) -> None:
+    began_s = thread_time()
+    assert marks_in(source + r" \\x{3c}a\\x{3e} <b>") == {"<a>", "<b>"}
+    assert thread_time() - began_s < 2  # of 500,000 backslashes that are tried one by one it would be minutes
+
+
+def test_a_character_beyond_all_is_none() -> None:
+    assert marks_in(r"\x{110000} \x{ffffffffffff} \x{10ffff}<b>") == {"<b>"}
+    with pytest.raises(InvalidGrammar, match="invalid regex"):
+        grammars.compiled("lark", r"start: /\x{ffffffffffff}/")
