@@ -3,10 +3,12 @@
 States lie in pools, one line each; `Segments` says which tokens go on from which line and where the state behind them
 is put. Line 0 of every pool is zeros, never written: what a sequence begins with. A backend file holds
 
-    convolve(x [T, C], weight [K, C], bias [C] | None, pool [N, K - 1, C], segments) -> [T, C]
+    convolve(x [T, C], weight [K, C], bias [C] | None, pool [N, K - 1, C], segments, *,
+             gates (before [T, C], behind [T, C]) | None = None) -> [T, C]
 
 silu of the causal convolution of each channel over the last K tokens of its own sequence. A state is the last K - 1
-lines of x.
+lines of x. With `gates` there is no silu: the convolution is of before * x, of which the states are too, and is
+multiplied with behind, all in float32 and rounded once.
 
     delta_rule(q [T, G, D], k [T, G, D], v [T, H, E], a [T, H], b [T, H], rate [H], shift [H], pool [N, H, D, E],
                segments) -> [T, H, E]

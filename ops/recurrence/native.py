@@ -12,17 +12,33 @@ CHUNK = 64  # tokens whose updates become one product
 EPS = 1e-6  # under the root of lengths
 
 
-def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, pool: Tensor, segments: Segments) -> Tensor:
-    """silu of a causal convolution of each channel (see `ops.recurrence`)."""
+def convolve(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    pool: Tensor,
+    segments: Segments,
+    *,
+    gates: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """A causal convolution of each channel, through silu or between gates (see `ops.recurrence`)."""
     out, keep = torch.empty(x.shape, dtype=x.dtype, device=x.device), pool.shape[1]
+    if gates is not None:
+        x = gates[0].float() * x.float()
+
+    def passed(summed: Tensor, tokens: Tensor | slice) -> Tensor:
+        return (F.silu(summed) if gates is None else gates[1][tokens].float() * summed).to(out.dtype)
+
     for wave in segments.waves:
         if len(wave.tokens):
             seen = torch.cat([pool[wave.reads].to(x.dtype), x[wave.tokens].unsqueeze(1)], dim=1)  # [S, K, C]
             pool[wave.writes] = seen[:, 1:].to(pool.dtype)
             summed = (seen.float() * weight.float()).sum(1)
-            out[wave.tokens] = F.silu(summed if bias is None else summed + bias.float()).to(x.dtype)
+            summed = summed if bias is None else summed + bias.float()
+            out[wave.tokens] = passed(summed, wave.tokens)
         for read, write, start, count in wave.spans:
-            seen = torch.cat([pool[read].to(x.dtype), x[start : start + count]])  # [K - 1 + count, C]
+            tokens = slice(start, start + count)
+            seen = torch.cat([pool[read].to(x.dtype), x[tokens]])  # [K - 1 + count, C]
             pool[write] = seen[-keep:].to(pool.dtype)
             summed = F.conv1d(
                 seen.float().t().unsqueeze(0),
@@ -30,7 +46,7 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, pool: Tensor, segme
                 None if bias is None else bias.float(),
                 groups=weight.shape[1],
             )
-            out[start : start + count] = F.silu(summed[0].t()).to(x.dtype)
+            out[tokens] = passed(summed[0].t(), tokens)
     return out
 
 

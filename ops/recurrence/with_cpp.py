@@ -24,22 +24,34 @@ def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
 
 
 def convolve(
-    launcher: KernelLauncher, x: Tensor, weight: Tensor, bias: Tensor | None, pool: Tensor, segments: Segments
+    launcher: KernelLauncher,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    pool: Tensor,
+    segments: Segments,
+    *,
+    gates: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """silu of a causal convolution of each channel."""
+    """A causal convolution of each channel, through silu or between gates."""
     if x.dtype not in TYPES or pool.dtype != torch.float32 or weight.dtype != x.dtype:
-        return native.convolve(x, weight, bias, pool, segments)
+        return native.convolve(x, weight, bias, pool, segments, gates=gates)
     x = in_line(x)
+    before, behind = (None, None) if gates is None else map(in_line, gates)
     out = launcher.empty(x.shape, x.dtype)
     operands = Convolve(
         x=address(x),
         weight=address(weight),
         bias=address(bias),
+        before=address(before),
+        behind=address(behind),
         pool=address(pool),
         out=address(out),
         spans=address(segments.spans),
         tokens=launcher.tokens(x),
         x_stride=x.stride(0),
+        before_stride=0 if before is None else before.stride(0),
+        behind_stride=0 if behind is None else behind.stride(0),
         channels=x.shape[1],
         kernel=len(weight),
     )

@@ -29,11 +29,13 @@ struct ConvolveOperands {
     const void* x;       // [T, C], tokens x_stride elements apart
     const void* weight;  // [K, C]
     const void* bias;    // [C], or null
+    const void* before;  // [T, C], or null: x is multiplied with it
+    const void* behind;  // [T, C], or null: the convolution is multiplied with it, else passes through silu
     float* pool;         // [N, K - 1, C]
     void* out;           // [T, C], contiguous
     const Span* spans;
     int64_t tokens;      // 0: those of the step
-    int64_t x_stride, channels, kernel;
+    int64_t x_stride, before_stride, behind_stride, channels, kernel;
 };
 
 // Some channels of one span.
@@ -42,10 +44,16 @@ void convolve_span(const ConvolveOperands& o, const Span& span, int64_t first, i
     const int64_t kept = o.kernel - 1, channels = o.channels;
     const T* const x = static_cast<const T*>(o.x) + span.start * o.x_stride + first;
     const T *const weight = static_cast<const T*>(o.weight) + first, *const bias = static_cast<const T*>(o.bias);
-    const float* const before = o.pool + span.read * kept * channels + first;
-    float* const behind = o.pool + span.write * kept * channels + first;
+    const auto gate = [&](const void* of, int64_t stride) {  // the span's part, or null
+        return of ? static_cast<const T*>(of) + span.start * stride + first : nullptr;
+    };
+    const T *const before = gate(o.before, o.before_stride), *const behind = gate(o.behind, o.behind_stride);
+    const float* const read = o.pool + span.read * kept * channels + first;
+    float* const written = o.pool + span.write * kept * channels + first;
     const auto input = [&](int64_t i, int64_t k, int64_t count) {  // token i's, also of those before the span
-        return i < 0 ? load(before + (kept + i) * channels + k, count) : load(x + i * o.x_stride + k, count);
+        if (i < 0) return load(read + (kept + i) * channels + k, count);
+        const Floats value = load(x + i * o.x_stride + k, count);
+        return before ? load(before + i * o.before_stride + k, count) * value : value;
     };
     T* out = static_cast<T*>(o.out) + span.start * channels + first;
     for (int64_t i = 0; i < span.count; i++, out += channels)
@@ -53,11 +61,12 @@ void convolve_span(const ConvolveOperands& o, const Span& span, int64_t first, i
             Floats sum = bias ? load(bias + first + k, count) : Floats{};
             for (int64_t tap = 0; tap <= kept; tap++)
                 sum += input(i + tap - kept, k, count) * load(weight + tap * channels + k, count);
-            store(out + k, through_sigmoid(sum, sum), count);
+            const Floats passed = behind ? load(behind + i * o.behind_stride + k, count) * sum : through_sigmoid(sum, sum);
+            store(out + k, passed, count);
         });
     for (int64_t line = 0; line < kept; line++)  // upwards, as both may be the same memory
         in_vectors(size, [&](int64_t k, int64_t count) {
-            store(behind + line * channels + k, input(span.count + line - kept, k, count), count);
+            store(written + line * channels + k, input(span.count + line - kept, k, count), count);
         });
 }
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from transformers.models.granitemoehybrid import modeling_granitemoehybrid as mamba
+from transformers.models.lfm2 import modeling_lfm2 as lfm2
 from transformers.models.qwen3_next import modeling_qwen3_next as delta
 
 from cpp_kernels import backend
@@ -140,6 +141,32 @@ def test_convolution(cuts: tuple[int, ...], biased: bool, kernels: Any) -> None:
     for ours, x in zip(found, inputs[0], strict=True):
         theirs = delta.causal_conv1d_fn(x.t().unsqueeze(0), weight, bias, activation="silu")[0].t()
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("cuts", CUTS)
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_convolution_between_gates(
+    cuts: tuple[int, ...], biased: bool, dtype: torch.dtype, kernels: Any
+) -> None:
+    torch.manual_seed(0)
+    size, kernel = 150, 3
+    weight, bias = torch.randn(size, kernel).to(dtype), torch.randn(size).to(dtype) if biased else None
+    pool, inputs = torch.zeros(len(LENGTHS) + 1, kernel - 1, size), [drawn(3 * size, dtype=dtype)]
+
+    def operation(each: list[torch.Tensor], segments: Segments) -> torch.Tensor:
+        before, behind, x = each[0].chunk(3, dim=-1)
+        return kernels.convolve(x, weight.t().contiguous(), bias, pool, segments, gates=(before, behind))
+
+    found = run(operation, inputs, pool, cuts)
+    atol, rtol = (1e-5, 1e-4) if dtype == torch.float32 else (1e-2, 1e-2)
+    for row, (ours, given) in enumerate(zip(found, inputs[0], strict=True)):
+        before, behind, x = given.float().chunk(3, dim=-1)
+        wide = None if bias is None else bias.float()
+        convolved = lfm2.causal_conv1d_fn((before * x).t().unsqueeze(0), weight.float(), wide)[0].t()
+        torch.testing.assert_close(ours.float(), behind * convolved, atol=atol, rtol=rtol)
+        if len(x) >= kernel:
+            assert torch.equal(pool[row + 1], (before * x)[1 - kernel :])
 
 
 def test_segments_wait_for_what_they_read_and_for_those_who_read_what_they_overwrite() -> None:
