@@ -309,6 +309,38 @@ class Mamba2(Weighted):
         return self.kernels.rms_norm(x.unflatten(-1, (self.groups, -1)), weight, self.eps).flatten(1)
 
 
+class ShortConvolution(Weighted):
+    """A convolution between two gates (LFM2): project to both and x, gate, convolve, gate, project.
+
+    `index` is the layer's number in the model. What it keeps of a sequence are its last inputs alone.
+    """
+
+    def __init__(
+        self, name: str, index: int, size: int, kernel: int, build: Build, *, bias: bool = False
+    ) -> None:
+        super().__init__()
+        self.index = index
+        self.kernels = build.kernels
+        channels = SubLayer("", size, "heads")
+        self.projections = Linear(size, in_one_tensor(f"{name}.in_proj", [channels] * 3), build, bias=bias)
+        self.convolution = Convolution(f"{name}.conv", [channels], kernel, bias=bias)
+        self.out = from_heads(f"{name}.out_proj", size, 1, size, build, bias=bias)
+        self.cache_spec = StateSpec((kernel - 1, size), (0,), build.state_dtype, size)
+
+    def split(self, group: TensorParallelGroup) -> None:
+        """Keep this rank's channels of the states; the sub-layers are cut by themselves."""
+        self.cache_spec = self.cache_spec.local(group.rank, group.size)
+
+    def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """x [T, E] -> [T, E]; the states behind the tokens are in the cache then."""
+        before, behind, x = self.projections(x, batch).chunk(3, dim=-1)
+        weights, cache = self.convolution, state_cache(batch, self.index)
+        out = self.kernels.convolve(
+            x, weights.weight, weights.bias, cache.inputs, segments_in(batch), gates=(before, behind)
+        )
+        return self.out(out, batch)
+
+
 def evenly(count: int, group: TensorParallelGroup) -> ShardRange:
     """This rank's part of so many heads or groups. Raises CheckpointError where ranks would have different numbers."""
     if count % group.size:

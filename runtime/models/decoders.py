@@ -147,6 +147,29 @@ _TEXT_PART: dict[str, str | None] = {  # of a model that also sees
     r"language_model\.lm_head\.": "lm_head.",
 }
 
+_LFM2: dict[str, Any] = {
+    "conv_L_cache": 3,
+    "max_position_embeddings": 128000,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
+}
+
+_LFM2_RENAMED = {"norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings"}
+
+_LFM2_TENSORS: dict[str, str | None] = {
+    r"(model\.)embedding_norm\.": r"\1norm.",
+    r"(model\.layers\.\d+\.)operator_norm\.": r"\1input_layernorm.",
+    r"(model\.layers\.\d+\.)ffn_norm\.": r"\1post_attention_layernorm.",
+    r"(model\.layers\.\d+\.self_attn\.)out_proj\.": r"\1o_proj.",
+    r"(model\.layers\.\d+\.self_attn\.[qk]_)layernorm\.": r"\1norm.",
+    r"(model\.layers\.\d+\.)feed_forward\.(experts\.\d+\.)?w1\.": r"\1mlp.\2gate_proj.",
+    r"(model\.layers\.\d+\.)feed_forward\.(experts\.\d+\.)?w2\.": r"\1mlp.\2down_proj.",
+    r"(model\.layers\.\d+\.)feed_forward\.(experts\.\d+\.)?w3\.": r"\1mlp.\2up_proj.",
+    r"(model\.layers\.\d+\.)feed_forward\.": r"\1mlp.",
+}
+
 _LINEAR_OR_FULL = ("linear_attention", "full_attention")
 
 _LAYER_NORM = {"layer_norm_eps": "rms_norm_eps"}
@@ -414,6 +437,36 @@ ARCHITECTURES: Mapping[str, Entry] = {
         "llama",
         {"head_dim": 128, "max_position_embeddings": 32768, "num_key_value_heads": 2, "rms_norm_eps": 1e-5},
         renamed={"qkv_bias": "attention_bias", "bias": "mlp_bias"},
+    ),
+    "Lfm2ForCausalLM": Entry(
+        "lfm2:lfm2",
+        {
+            **_LFM2,
+            "block_auto_adjust_ff_dim": True,
+            "block_ffn_dim_multiplier": 1.0,
+            "block_multiple_of": 256,
+        },
+        layer_types=_LINEAR_OR_FULL,
+        renamed={**_LFM2_RENAMED, "block_ff_dim": "intermediate_size"},
+        tensors=_LFM2_TENSORS,
+        spelling="lfm2",
+    ),
+    "Lfm2MoeForCausalLM": Entry(
+        "lfm2:lfm2_moe",
+        {
+            **_LFM2,
+            "moe_intermediate_size": 1792,
+            "norm_topk_prob": True,
+            "num_dense_layers": 2,
+            "num_experts": 32,
+            "num_experts_per_tok": 4,
+            "routed_scaling_factor": 1.0,
+            "use_expert_bias": True,
+        },
+        layer_types=_LINEAR_OR_FULL,
+        renamed=_LFM2_RENAMED,
+        tensors=_LFM2_TENSORS,
+        spelling="lfm2",
     ),
     "Llama4ForCausalLM": Entry("llama4", _LLAMA_4, tensors=_TEXT_PART, spelling="llama4"),
     "Llama4ForConditionalGeneration": Entry("llama4", _LLAMA_4, tensors=_TEXT_PART, spelling="llama4"),

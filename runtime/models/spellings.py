@@ -181,6 +181,21 @@ def granitemoehybrid(values: Mapping[str, Any]) -> dict[str, Any]:
     return read
 
 
+def lfm2(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The kinds of layers by the usual names. The first files list those with attention; without a list all have it."""
+    read = dict(values)
+    kinds, count = read.get("layer_types"), read.get("num_hidden_layers")
+    if kinds is None and isinstance(count, int):
+        attends = read.get("full_attn_idxs")
+        attends = range(count) if attends is None else attends
+        if not isinstance(attends, list | range):
+            raise CheckpointError(f"config.json: full_attn_idxs must list layers, not {attends!r}.")
+        kinds = [FULL if index in attends else "conv" for index in range(count)]
+    if isinstance(kinds, list):
+        read["layer_types"] = ["linear_attention" if each == "conv" else each for each in kinds]
+    return read
+
+
 def latent(values: Mapping[str, Any]) -> dict[str, Any]:
     """Latent attention, as the cache and its kernels see it: one head of keys, which hold the values too."""
     read = {**values, "num_key_value_heads": 1}

@@ -12,7 +12,8 @@ import tiny_checkpoints
 
 FAMILIES = tiny_checkpoints.FAMILIES
 RECURRENT = (
-    "granitemoehybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_seeing", "qwen3_5_seeing", "qwen3_next",
+    "granitemoehybrid", "lfm2", "lfm2_moe", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_seeing", "qwen3_5_seeing",
+    "qwen3_next",
 )  # fmt: skip
 # The same within the trained context and beyond, which transformers tells by the step.
 FACTORS = [1.0, 1.2, 1.7, 2.5]

@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from runtime.layers.attention import Attention
-from runtime.layers.recurrent import GatedDeltaNet, Mamba2
+from runtime.layers.recurrent import GatedDeltaNet, Mamba2, ShortConvolution
 from runtime.layers.rope import Rope
 from runtime.layers.rope_parameters import RopeParameters
 from runtime.models.decoder import Decoder
@@ -135,6 +136,33 @@ def rotated_as_llama(model: Decoder) -> None:
         if isinstance(attention, Attention):
             parameters = RopeParameters(theta=10000.0, dim=attention.head_dim, max_position=256)
             attention.rope = Rope(parameters, 256, attention.kernels, torch.device("cpu"))
+
+
+def short(change: Callable[[Any], object]) -> Mutate:
+    """Apply a change to every short convolution."""
+    return lambda model: [change(each) for each in model.modules() if isinstance(each, ShortConvolution)]
+
+
+def unnormed_heads(model: Decoder) -> None:
+    """Queries and keys stay as they are, in the layers that have them."""
+    for each in model.modules():
+        if isinstance(each, Attention):
+            each.q_norm = each.k_norm = None
+
+
+def without_gates(number: int) -> Mutate:
+    """Of the two gates of every short convolution one lets everything through."""
+
+    def change(layer: ShortConvolution) -> None:
+        convolve = layer.kernels.convolve
+
+        def changed(x: Tensor, *operands: Any, gates: tuple[Tensor, Tensor]) -> Tensor:
+            left = tuple(torch.ones_like(gate) if at == number else gate for at, gate in enumerate(gates))
+            return convolve(x, *operands, gates=left)
+
+        layer.kernels = replace(layer.kernels, convolve=changed)
+
+    return short(change)
 
 
 LATENT = {

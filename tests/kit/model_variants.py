@@ -26,9 +26,12 @@ from model_mutations import (
     rotated_as_llama,
     route,
     same_rope,
+    short,
     turned_head,
     uncorrected,
+    unnormed_heads,
     unshared,
+    without_gates,
 )
 from runtime.models.decoder import Decoder
 
@@ -344,6 +347,52 @@ VARIANTS = {
             "mamba_n_groups": 1,
         },
         {"rotation": put("attention", rope=None)},
+    ),
+    "lfm2": Variant(
+        "lfm2",
+        mutations={
+            "qk norm": unnormed_heads,
+            "eps": no_eps,
+            "gate before the convolution": without_gates(0),
+            "gate behind the convolution": without_gates(1),
+            "convolution": short(lambda layer: layer.convolution.weight[:-1].zero_()),
+            "bias of the convolution": short(lambda layer: layer.convolution.bias.zero_()),
+            "bias of projections": short(lambda layer: layer.projections.bias.zero_()),
+            "bias behind": short(lambda layer: layer.out.bias.zero_()),
+            "tie": turned_head,
+        },
+        overrides={"rotation": rope("default")},
+    ),
+    # As the first files: which layers attend by their numbers, and more inputs of the convolution.
+    "lfm2-first": Variant(
+        "lfm2",
+        {
+            "layer_types": None,
+            "full_attn_idxs": [2],
+            "conv_L_cache": 5,
+            "conv_bias": False,
+            "tie_word_embeddings": False,
+            **rope("default", rope_theta=500.0),
+        },
+        overrides={"rotation": rope("default")},
+    ),
+    "lfm2-as-it-says": Variant(
+        "lfm2", {"block_auto_adjust_ff_dim": False, "layer_types": None}, {"qk norm": unnormed_heads}
+    ),
+    "lfm2_moe": Variant(
+        "lfm2_moe",
+        mutations={
+            "correction": uncorrected,
+            "second expert": route(top_k=1),
+            "renormalisation": route(renormalise=False),
+            "scale of experts": route(scale=1.0),
+            "sigmoid": route(scoring="softmax"),
+        },
+    ),
+    "lfm2_moe-uncorrected": Variant(
+        "lfm2_moe",
+        {"use_expert_bias": False, "norm_topk_prob": False, "num_dense_layers": 0},
+        {"renormalisation": route(renormalise=True)},
     ),
     "gpt_oss": Variant(
         "gpt_oss",

@@ -130,11 +130,11 @@ FAMILIES = (
     "arcee", "baichuan", "baichuan2", "bloom", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "ernie4_5",
     "ernie4_5_moe", "exaone4", "falcon", "falcon_rw", "gemma", "gemma2", "gemma3", "gemma3_seeing", "glm", "glm4",
     "glm4_moe", "glm4_moe_lite", "gpt_neox", "gpt_oss", "granite", "granitemoe", "granitemoehybrid",
-    "hunyuan_v1_dense", "internlm2", "internlm3", "iquestcoder", "llama", "llama4", "llama4_seeing", "ministral",
-    "ministral3", "ministral3_seeing", "mistral", "mistral_seeing", "mixtral", "mpt", "mpt_before", "nemotron",
-    "olmo", "olmo2", "olmo3", "olmoe", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe",
-    "qwen3_5_moe_seeing", "qwen3_5_seeing", "qwen3_moe", "qwen3_next", "qwen3_seeing", "seed_oss", "smollm3",
-    "stablelm", "starcoder2",
+    "hunyuan_v1_dense", "internlm2", "internlm3", "iquestcoder", "lfm2", "lfm2_moe", "llama", "llama4",
+    "llama4_seeing", "ministral", "ministral3", "ministral3_seeing", "mistral", "mistral_seeing", "mixtral", "mpt",
+    "mpt_before", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3",
+    "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_seeing", "qwen3_5_seeing", "qwen3_moe", "qwen3_next", "qwen3_seeing",
+    "seed_oss", "smollm3", "stablelm", "starcoder2",
 )  # fmt: skip
 CONFIGS: dict[str, Any] = {
     family: NAMED_OTHERWISE.get(family) or CONFIG_MAPPING[family] for family in FAMILIES
@@ -300,6 +300,9 @@ OWN["granitemoehybrid"] = {
     "mamba_n_heads": 4,
     "shared_intermediate_size": 24,
 }
+LFM2 = {"norm_eps": 1e-3, "layer_types": ["conv", FULL, "conv"], "conv_bias": True}
+OWN["lfm2"] = {**LFM2, "intermediate_size": 70, "block_ffn_dim_multiplier": 1.3, "block_multiple_of": 8}
+OWN["lfm2_moe"] = {**LFM2, **EXPERTS, "num_dense_layers": 1, "routed_scaling_factor": 1.5}
 LATENT = {
     **OWN["glm4_moe"],
     "kv_lora_rank": 24,
@@ -439,7 +442,7 @@ def redraw(model: PreTrainedModel, seed: int) -> None:
             else:
                 parameter.copy_(norm + 0.3 * noise)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
 
 

@@ -82,7 +82,7 @@ class CacheArgs:
     )
     mamba_ssm_dtype: str = option(
         "float32",
-        "Precision of the states of recurrent layers.",
+        "Precision of the states of recurrent layers; the last inputs of their convolutions are kept in float32.",
         choices=("float32", "bfloat16"),
         plan=ModelPlan.state_dtype,
     )

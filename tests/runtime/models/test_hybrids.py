@@ -27,7 +27,9 @@ async def served_twice(family: str, **options: Any) -> list[int]:
     return [answer["meta_info"]["cached_tokens"] for answer in answers]
 
 
-@pytest.mark.parametrize("family", [pytest.param("granitemoehybrid", marks=pytest.mark.slow), "qwen3_next"])
+@pytest.mark.parametrize(
+    "family", [pytest.param("granitemoehybrid", marks=pytest.mark.slow), "lfm2", "qwen3_next"]
+)
 async def test_a_prefix_is_gone_on_from_where_a_state_was_kept(family: str) -> None:
     cached = await served_twice(family, **SMALL, max_mamba_cache_size=900)
     assert cached == [(len(prompt) - 1) // 4 * 4 for prompt in greedy.prompts()]

@@ -235,3 +235,19 @@ def test_of_baichuan_the_sizes_and_generations_are_told_apart() -> None:
     assert entry("BaiChuanForCausalLM").values(first)["max_position_embeddings"] == 4096
     larger = known.values({**published, "max_position_embeddings": None, "model_max_length": 4096})
     assert (larger["alibi"], larger["max_position_embeddings"]) == (True, 4096)
+
+
+def test_the_first_files_of_lfm2_say_the_same_in_other_words(tmp_path: Path) -> None:
+    published = tiny_checkpoints.cached("lfm2")
+    shutil.copytree(published, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "config.json"
+    values = json.loads(file.read_text())
+    first = {"full_attn_idxs": [1], "block_ff_dim": values["intermediate_size"], "tie_embedding": True}
+    silent = ("layer_types", "tie_word_embeddings", "rope_parameters")
+    values = {name: value for name, value in values.items() if name not in silent}
+    file.write_text(json.dumps({**values, **first, "intermediate_size": 999}))
+    found = logits(str(tmp_path))
+    torch.testing.assert_close(found, tiny_checkpoints.reference(str(tmp_path), IDS), atol=1e-4, rtol=0)
+    assert torch.equal(found, logits(published))
+    with pytest.raises(CheckpointError, match="full_attn_idxs"):
+        paged_forward.load(str(tmp_path), {"full_attn_idxs": 1})
