@@ -7,10 +7,12 @@ from functools import lru_cache
 from runtime.grammar.automata import TooComplexError, characters
 from runtime.grammar.patterns import MAX_SEEN, Either, Node, PatternError, Repeat, Row, Text, rows
 
+MAX_CHARACTERS = 256  # of a text: repetitions within each other write any length shortly
+
 
 @lru_cache(256)
 def few_texts(pattern: str, most: int) -> tuple[str, ...]:
-    """Sorted; nothing where it matches more than `most`, or that is not plain to see."""
+    """Sorted; nothing where it matches more than `most` or longer ones, or that is not plain to see."""
     found: set[str] = set()
     try:
         if len(pattern) > MAX_SEEN:
@@ -25,7 +27,7 @@ def few_texts(pattern: str, most: int) -> tuple[str, ...]:
 
 
 def _of_row(row: Row, most: int) -> set[str]:
-    """Raises `TooComplexError` beyond `most`."""
+    """Raises `TooComplexError` beyond `most` texts or `MAX_CHARACTERS`."""
     found = {""}
     for node in row:
         found = _followed(found, _of_node(node, most), most)
@@ -53,6 +55,7 @@ def _of_node(node: Node, most: int) -> set[str]:
 
 
 def _followed(texts: set[str], others: set[str], most: int) -> set[str]:
-    if len(texts) * len(others) > most:
+    longest = sum(max(map(len, each), default=0) for each in (texts, others))
+    if len(texts) * len(others) > most or longest > MAX_CHARACTERS:
         raise TooComplexError
     return {text + other for text in texts for other in others}
