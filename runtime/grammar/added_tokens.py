@@ -21,6 +21,7 @@ _FORMS = (re.compile(r"<[^<>]+>"), re.compile(r"\[[^\[\]\s]+\]"))
 _CHARACTER = r"(?<!\\)\\+x\{(10[0-9a-f]{4}|[0-9a-f]{1,5})\}"
 _ESCAPED = re.compile(_CHARACTER)
 _ESCAPED_TEXT = re.compile(f"(?:{_CHARACTER}|[0-9A-Za-z])+")
+_BY_NUMBER = re.compile(r"(?<!\\)\\+u([0-9a-f]{4})")  # as JSON is written
 
 
 class AddedTokens(NamedTuple):
@@ -54,8 +55,12 @@ def added_tokens(vocabulary: LLTokenizer, table: TokenBytes, special_ids: Iterab
 
 def marks_in(text: str) -> set[str]:
     """What a grammar, as the library reads it, writes of the forms <...> and [...], whether they are tokens or not."""
-    written = [text]
+    written = [_BY_NUMBER.sub(_character, text)]
     for found in _ESCAPED_TEXT.finditer(text):
         if "{" in found[0]:
-            written.append(_ESCAPED.sub(lambda character: chr(int(character[1], 16)), found[0]))
+            written.append(_ESCAPED.sub(_character, found[0]))
     return {mark for each in written for form in _FORMS for mark in form.findall(each)}
+
+
+def _character(found: re.Match[str]) -> str:
+    return chr(int(found[1], 16))

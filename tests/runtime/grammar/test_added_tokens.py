@@ -10,8 +10,9 @@ import pytest
 
 import grammars
 from runtime.grammar.added_tokens import marks_in
+from runtime.grammar.llguidance_text import for_llguidance, texts_of
 from runtime.grammar.with_llguidance import LLGuidanceMatcher
-from runtime.grammar_spec import InvalidGrammar
+from runtime.grammar_spec import Grammar, InvalidGrammar
 
 THINK, END = "<think>", "<|im_end|>"
 
@@ -112,11 +113,33 @@ def test_alternatives_of_the_letters_of_a_special_token_are_none() -> None:
     assert grammars.accepts(grammars.compiled("json_schema", {"const": "List<int>"}), json.dumps("List<int>"))
 
 
-@pytest.mark.parametrize("source", ["\\" * 500_000, "a" + "\\" * 500_000, "<a" * 250_000, r"\x{" * 150_000])
+@pytest.mark.parametrize(
+    "source", ["\\" * 500_000, "a" + "\\" * 500_000, "<a" * 250_000, r"\x{" * 150_000, r"\u" * 250_000]
+)
 def test_what_a_grammar_writes_is_found_in_one_pass(source: str) -> None:
     began_s = thread_time()
     assert marks_in(source + r" \\x{3c}a\\x{3e} <b>") == {"<a>", "<b>"}
     assert thread_time() - began_s < 2  # of 500,000 backslashes that are tried one by one it would be minutes
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        ("regex", "<｜begin▁call｜>"),
+        ("ebnf", 'root ::= "<｜begin▁call｜>"'),
+        ("lark", 'start: "<｜begin▁call｜>"'),
+        ("lark", 'start: %json {"const": "<｜begin▁call｜>"}'),
+        ("choice", '["<｜begin▁call｜>"]'),
+        ("json_schema", '{"enum": ["<｜begin▁call｜>"]}'),
+        ("json_schema", '{"type": "string", "pattern": "^<｜begin▁call｜>$"}'),
+        (
+            "structural_tag",
+            '{"structures": [{"begin": "<｜begin▁call｜>"}], "triggers": ["<｜begin▁call｜>"]}',
+        ),
+    ],
+)
+def test_marks_beyond_ascii_are_found_in_every_kind_of_grammar(kind: Any, source: str) -> None:
+    assert "<｜begin▁call｜>" in marks_in(texts_of(for_llguidance(Grammar(kind, source))))
 
 
 def test_a_character_beyond_all_is_none() -> None:
