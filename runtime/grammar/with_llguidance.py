@@ -264,8 +264,11 @@ class LLGuidanceBackend:
             if matcher.unique is not None:
                 matcher.unique.restrict(masks[row])
                 _forbid_dead_ends(matcher.inner, matcher.unique, masks[row])
-        for row in rows_that_allow(masks[: len(ours)], self._special):
-            _forbid_special_text(ours[row].inner, masks[row : row + 1])
+        rows = [*rows_that_allow(masks[: len(ours)], self._special)]
+        for index, token_id in only_tokens(masks[rows]).items():
+            if _is_special_text(ours[rows[index]].inner, token_id):
+                logger.warning("A grammar wants the text of a special token.")
+                masks[rows[index]] = 0  # not even an end is allowed
 
     def _compute(self, rows: list[tuple[LLMatcher, int]], masks: NDArray[np.int32]) -> None:
         num_bytes = masks.shape[1] * masks.itemsize
@@ -285,12 +288,9 @@ class LLGuidanceBackend:
             masks[row] = 0
 
 
-def _forbid_special_text(inner: LLMatcher, masks: NDArray[np.int32]) -> None:
-    """A special token that is forced as text, in one row: nothing is allowed then, not even an end."""
-    for token_id in only_tokens(masks).values():
-        if not inner.is_stopped() and inner.validate_tokens([token_id]) == 0:
-            logger.warning("A grammar wants the text of a special token.")
-            masks[:] = 0
+def _is_special_text(inner: LLMatcher, token_id: int) -> bool:
+    """Whether this token, the only one that is allowed, is forced as text: the grammar does not take it as a token."""
+    return not inner.is_stopped() and inner.validate_tokens([token_id]) == 0
 
 
 def _forbid_dead_ends(inner: LLMatcher, unique: UniqueTexts, mask: NDArray[np.int32]) -> None:
