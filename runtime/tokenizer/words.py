@@ -10,8 +10,9 @@ from tokenizers.models import WordPiece
 from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
 
-MAX_CHARS = 8192  # of texts put together here, for which Python's lock is kept some 100 us
-MAX_WORDS = 32_768  # kept, some MB
+# Of texts put together here, for which Python's lock is kept some 100 us; some milliseconds where all words are new.
+MAX_CHARS = 8192
+MAX_WORDS = 32_768  # kept: 5 MB of letters, 35 of Chinese characters
 MAX_WORD_CHARS = 32  # of a word that is kept
 
 
