@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +51,16 @@ LIMITS: dict[str, Any] = {
 }
 
 
+class CompiledGrammar(NamedTuple):
+    """What all matchers of a grammar have in common."""
+
+    make: Callable[[], LLMatcher]  # one at the beginning of an output, with a lexer of its own
+    num_bytes: int
+    token_bytes: Mapping[int, bytes]
+    added: AddedTokens
+    marks: tuple[int, ...]  # added tokens whose texts the grammar writes
+
+
 class LLGuidanceMatcher:
     """See `Matcher`.
 
@@ -59,40 +69,25 @@ class LLGuidanceMatcher:
     only what fails then too is its own failure; and after some copies the next ones get a new lexer.
     """
 
-    __slots__ = (
-        "_added",
-        "_consumed",
-        "_is_lost",
-        "_make",
-        "_num_copies",
-        "_token_bytes",
-        "inner",
-        "marks",
-        "num_bytes",
-        "unique",
-    )
+    __slots__ = ("_consumed", "_is_lost", "_num_copies", "grammar", "inner", "unique")
 
     def __init__(
         self,
         inner: LLMatcher,
-        make: Callable[[], LLMatcher],
-        token_bytes: Mapping[int, bytes],
-        num_bytes: int,
+        grammar: CompiledGrammar,
         unique: UniqueTexts | None = None,
-        added: AddedTokens = NONE,
-        marks: tuple[int, ...] = (),
         consumed: Iterable[int] = (),
     ) -> None:
         self.inner = inner
-        self.num_bytes = num_bytes
+        self.grammar = grammar
         self.unique = unique  # what the library cannot enforce
-        self.marks = marks  # added tokens whose texts the grammar writes
-        self._added = added
-        self._make = make
-        self._token_bytes = token_bytes
         self._consumed = list(consumed)
         self._num_copies = 0
         self._is_lost = False  # whether tokens came that the grammar does not allow
+
+    @property
+    def num_bytes(self) -> int:
+        return self.grammar.num_bytes
 
     @property
     def error(self) -> str:
@@ -100,19 +95,19 @@ class LLGuidanceMatcher:
 
     def consume(self, token_ids: list[int]) -> bool:
         if self.unique is not None:
-            self.unique.feed(map(self._token_bytes.__getitem__, token_ids))
-        if self._added.spelled.keys().isdisjoint(token_ids):
+            self.unique.feed(map(self.grammar.token_bytes.__getitem__, token_ids))
+        if self.grammar.added.spelled.keys().isdisjoint(token_ids):
             return self._consume(token_ids)
         return all(self._consume(self._as_text(token_id)) for token_id in token_ids)
 
     def spells(self, token_id: int) -> bool:
         """Whether the text of this added token may be written here."""
-        spelled = self._added.spelled[token_id]
+        spelled = self.grammar.added.spelled[token_id]
         return self.inner.validate_tokens(spelled) == len(spelled)
 
     def _as_text(self, token_id: int) -> list[int]:
         """An added token as the library understands it here: itself, or the tokens of its text."""
-        spelled = self._added.spelled.get(token_id)
+        spelled = self.grammar.added.spelled.get(token_id)
         return [token_id] if spelled is None or self.inner.validate_tokens([token_id]) == 1 else spelled
 
     def _consume(self, token_ids: list[int]) -> bool:
@@ -129,22 +124,13 @@ class LLGuidanceMatcher:
         if self.inner.is_error() or self._num_copies % COPIES_OF_A_LEXER == 0:
             self.renew()
         unique = None if self.unique is None else self.unique.copy()
-        return LLGuidanceMatcher(
-            self.inner.deep_copy(),
-            self._make,
-            self._token_bytes,
-            self.num_bytes,
-            unique,
-            self._added,
-            self.marks,
-            self._consumed,
-        )
+        return LLGuidanceMatcher(self.inner.deep_copy(), self.grammar, unique, self._consumed)
 
     def renew(self) -> bool:
         """Come to the same place with a lexer of its own; False where that fails."""
         if self._is_lost:
             return False
-        inner = self._make()
+        inner = self.grammar.make()
         if inner.is_error() or not inner.consume_tokens(self._consumed):
             return False
         self.inner = inner
@@ -246,9 +232,8 @@ class LLGuidanceBackend:
         if time.perf_counter() - began_s > MAX_FIRST_MASK_S:
             raise InvalidGrammar("its first token takes too long to find")
         num_bytes = BASE_BYTES + BYTES_PER_CHARACTER * len(text)
-        return LLGuidanceMatcher(
-            matcher, make, self._token_bytes, num_bytes, unique, added=self._added, marks=marks
-        )
+        compiled = CompiledGrammar(make, num_bytes, self._token_bytes, self._added, marks)
+        return LLGuidanceMatcher(matcher, compiled, unique)
 
     def close(self) -> None:
         self._background.shutdown()
@@ -259,8 +244,8 @@ class LLGuidanceBackend:
         for row, matcher in enumerate(ours):
             if matcher.inner.is_error():
                 self._compute_anew(matcher, row, masks)
-            if matcher.marks:
-                allow(masks[row], filter(matcher.spells, matcher.marks))
+            if matcher.grammar.marks:
+                allow(masks[row], filter(matcher.spells, matcher.grammar.marks))
             if matcher.unique is not None:
                 matcher.unique.restrict(masks[row])
                 _forbid_dead_ends(matcher.inner, matcher.unique, masks[row])
