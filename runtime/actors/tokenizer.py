@@ -49,7 +49,7 @@ class TokenizerActor:
         self._scheduler = scheduler
         self._grammars = grammars
         self._num_threads = num_threads  # that encode long texts
-        # With each request whether the constraint that it asks for has been found.
+        # With each request whether its constraint has been found, or it asks for none.
         self._inbox: Mailbox[tuple[LiveRequest, bool]] = Mailbox()
         self._num_waiting = 0  # choices of requests that are not handed on yet
         self._waiting_bytes = 0
@@ -74,8 +74,8 @@ class TokenizerActor:
         """Take a request of which the text or the ids are known."""
         self._num_waiting += live.request.sampling.n
         self._waiting_bytes += num_bytes_held(live.request)
-        has_constraint = live.request.grammar is None and live.request.thinking is None
-        self._inbox.put((live, has_constraint))
+        is_ready = live.request.grammar is None and live.request.thinking is None
+        self._inbox.put((live, is_ready))
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -83,8 +83,8 @@ class TokenizerActor:
         async with anyio.create_task_group() as tasks:
             while True:
                 short: list[LiveRequest] = []
-                for live, has_constraint in await self._inbox.take_all():
-                    if not has_constraint:
+                for live, is_ready in await self._inbox.take_all():
+                    if not is_ready:
                         tasks.start_soon(self._compile, live)
                     elif live.request.ids is not None:
                         self._hand_on(live, live.request.ids)
