@@ -52,8 +52,8 @@ def part_of(metadata: AttentionMetadata, rows: Sequence[int]) -> Part:
     counts = [metadata.counts_host[row] for row in rows]
     tokens = [first_tokens[row] + i for row, count in zip(rows, counts) for i in range(count)]
     device = metadata.page_table.device
-    row_index = to_device(torch.tensor(rows), device)
-    token_index = to_device(torch.tensor(tokens), device)
+    row_index = to_device(torch.tensor(rows, dtype=torch.int64), device)
+    token_index = to_device(torch.tensor(tokens, dtype=torch.int64), device)
     query_starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
     return Part(
         token_index,

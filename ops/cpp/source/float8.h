@@ -15,7 +15,7 @@ inline Floats widen_halves(Shorts halves) {
     return cast<Floats>(_mm512_cvtph_ps(cast<__m256i>(halves)));
 #else
     const Words bits = __builtin_convertvector(halves, Words), magnitude = bits & 0x7fffu;
-    const Words infinite = (0u - (magnitude + 0x400u >> 15)) & 0x7f800000u;  // or no number
+    const Words infinite = (0u - ((magnitude + 0x400u) >> 15)) & 0x7f800000u;  // or no number
     const Words finite = cast<Words>(cast<Floats>(magnitude << 13) * 0x1p112f);
     return cast<Floats>(finite | infinite | ((bits & 0x8000u) << 16));
 #endif
