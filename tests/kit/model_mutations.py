@@ -37,6 +37,12 @@ no_eps = put("mlp_norm", eps=0.0)
 halves = put("attention.rope", interleaved=False)
 
 
+def no_keys_of_long_rows(model: Decoder) -> None:
+    """With all rows of a step expanded that have several tokens."""
+    put("attention", expand_from=2)(model)
+    each("attention", lambda attention: attention.expanding.zero_())(model)
+
+
 def route(**values: Any) -> Mutate:
     """Change how the experts of every layer that has some are chosen."""
 
@@ -168,7 +174,7 @@ def without_gates(number: int) -> Mutate:
 LATENT = {
     "neighbours": halves,
     "keys of short rows": each("attention", lambda attention: attention.absorbing.zero_()),
-    "keys of long rows": each("attention", lambda attention: attention.expanding.zero_()),
+    "keys of long rows": no_keys_of_long_rows,
     "norm of latent vectors": each("attention.norm", lambda norm: norm.weight.fill_(1)),
     "norm of queries": each("attention.query_norm", lambda norm: norm.weight.fill_(1)),
     "shared experts": unshared,

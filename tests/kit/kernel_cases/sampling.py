@@ -93,7 +93,7 @@ def masked(backend: ModuleType, vocab_size: int = 100, spare_words: int = 0) -> 
     x, words = torch.randn(ROWS, vocab_size, generator=generator), -(-vocab_size // 32) + spare_words
     bitmask = torch.randint(-(2**31), 2**31, (2, words), generator=generator).to(torch.int32)
     bitmask[0, :2] = torch.tensor([-1, 0])
-    backend.choose(x, arrays(Case(), UNIFORMS[0]), None, Masks(torch.tensor([2, 0]), bitmask))
+    backend.choose(x, arrays(Case(), UNIFORMS[0]), masks=Masks(torch.tensor([2, 0]), bitmask))
     return x
 
 

@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from time import monotonic, sleep
 
 import pytest
 
@@ -205,8 +206,19 @@ def test_a_compiler_that_takes_too_long_is_ended(
     monkeypatch.setattr(building, "TIMEOUT_S", 0.1)
     with pytest.raises(BuildError, match="timed out"):
         build(fake(f'sleep 60 & echo $! > "{tmp_path}/started"; wait'), [])
-    state = Path(f"/proc/{(tmp_path / 'started').read_text().strip()}/stat")
-    assert not state.exists() or ") Z " in state.read_text()  # what it started has ended with it
+    started = Path(f"/proc/{(tmp_path / 'started').read_text().strip()}/stat")
+    until = monotonic() + 10
+    while is_running(started) and monotonic() < until:  # what is killed ends a moment later
+        sleep(0.01)
+    assert not is_running(started)  # what it started has ended with it
+
+
+def is_running(state: Path) -> bool:
+    """Whether the process with this file of its state does."""
+    try:
+        return ") Z " not in state.read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def test_a_compiler_that_writes_nothing_is_told(fake: Fake) -> None:
