@@ -159,9 +159,8 @@ class Output(NamedTuple):
     num_prompt: int
     num_before: int  # output tokens at the call before; 0: the output begins, perhaps anew
     num_output: int
-    wants_forced: bool = (
-        True  # whether tokens that are known to be forced will be appended; else none need be found
-    )
+    # Whether tokens that are known to be forced will be appended; else none need be found.
+    wants_forced: bool = True
 
     @property
     def new_ids(self) -> list[int]:
