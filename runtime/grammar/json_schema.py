@@ -8,7 +8,6 @@ validator. References are resolved here and lead nowhere but into the schema its
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -533,9 +532,6 @@ _WRITERS: Mapping[str, Writer] = {
     **dict.fromkeys(REFERENCES, _Writer.ref),
     **dict.fromkeys(CONDITIONS, _Writer.condition),
 }
-_UNWRITTEN = re.compile(
-    r"[\x00-\x07\x0b\x0e-\x1f\x7f]"
-)  # by number only (see `llguidance_text`), or left out
 _NO_NUMBER: Schema = {"type": ["null", "boolean", "string", "array", "object"]}
 
 
@@ -544,7 +540,7 @@ def _check_text(text: str, pointer: str) -> None:
         text.encode()
     except UnicodeEncodeError:
         raise Unsupported("text", pointer, "half a surrogate pair is no text") from None
-    if _UNWRITTEN.search(text):
+    if not patterns.UNWRITTEN.isdisjoint(text):
         raise Unsupported("text", pointer, "outputs hold no control character that JSON has no letter for")
 
 

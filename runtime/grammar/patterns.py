@@ -33,8 +33,9 @@ _WIDE = {"d": r"\p{Nd}", "w": r"\p{L}\p{N}_", "s": _SPACES + r"\x1c-\x1f\x85\x{f
 # The same without properties of characters: all beyond ASCII.
 _WIDEST = {"d": r"0-9\x{80}-\x{10ffff}", "w": r"0-9A-Za-z_\x{80}-\x{10ffff}", "s": _WIDE["s"]}
 _PLAIN = re.compile(r"[0-9A-Za-z]|\\x\{([0-9a-f]+)\}")  # one character, as `_literal` writes it
-# What no string of JSON can hold as the library writes it. Standing alone they would be left out of the text.
-_UNWRITTEN = frozenset(map(chr, (*range(0x08), 0x0B, *range(0x0E, 0x20), 0x7F)))
+# What no string of JSON can hold as the library writes it: by number only (see `llguidance_text`), or, standing alone,
+# left out of the text.
+UNWRITTEN = frozenset(map(chr, (*range(0x08), 0x0B, *range(0x0E, 0x20), 0x7F)))
 _NOTHING = r"[\x{0}\x{1}]"  # in strings of JSON
 _CONTROLS = {"t": "\t", "n": "\n", "r": "\r", "f": "\f", "v": "\v"}
 
@@ -389,7 +390,7 @@ class _Parser:
         return self._single(self._escaped_character(character))
 
     def _single(self, character: str) -> str:
-        return _NOTHING if self.in_json and character in _UNWRITTEN else _literal(character)
+        return _NOTHING if self.in_json and character in UNWRITTEN else _literal(character)
 
     def _property(self, character: str) -> str:
         end = self.pattern.find("}", self.at, self.at + 40)
@@ -454,7 +455,7 @@ class _Parser:
                 parts.append(f"{first[0]}-{last[0]}")
             else:
                 parts.append(first[0])
-            if self.in_json and not negated and first == last and first[1] in _UNWRITTEN:
+            if self.in_json and not negated and first == last and first[1] in UNWRITTEN:
                 parts.pop()
             if first[1] is not None and last[1] is not None:
                 covered |= {each for each in '"\\' if first[1] <= each <= last[1]}
