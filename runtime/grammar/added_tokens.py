@@ -32,9 +32,6 @@ class AddedTokens(NamedTuple):
     special: Mapping[str, int]  # those that end outputs, or are not shown in them
 
 
-NONE = AddedTokens({}, {}, {})
-
-
 def added_tokens(vocabulary: LLTokenizer, table: TokenBytes, special_ids: Iterable[int]) -> AddedTokens:
     """Of the vocabulary that the library holds; `table`: the tokens' bytes as outputs show them."""
     special_ids = frozenset(special_ids)

@@ -28,8 +28,12 @@ SLICES = [
 ]
 
 
-def load_vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int]) -> LLTokenizer:
-    """For a model with `vocab_size` tokens. Holds Python's lock, for up to a second with 150,000 tokens.
+def load_vocabulary(
+    tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int]
+) -> tuple[LLTokenizer, TokenBytes]:
+    """The tokens of a model with `vocab_size` of them as the library holds them, and their bytes.
+
+    Holds Python's lock, for up to a second with 150,000 tokens.
 
     Raises `InvalidGrammar` where outputs of this tokenizer cannot be constrained.
     """
@@ -45,9 +49,9 @@ def load_vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int
         except ValueError:  # a kind of tokenizer that the library does not read itself
             found = None
         if found is not None and _agrees(found, tokenizer, table):
-            return found
+            return found, table
     tokens: Any = _Tokens(tokenizer, table, size, ends)
-    return LLTokenizer(tokens, n_vocab=size, eos_token=ends, slices=SLICES)
+    return LLTokenizer(tokens, n_vocab=size, eos_token=ends, slices=SLICES), table
 
 
 def text_tokens(

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.constraint import allow, forbid, only_tokens, places_of, rows_that_allow
-from runtime.grammar.added_tokens import NONE, AddedTokens, added_tokens, marks_in
+from runtime.grammar.added_tokens import AddedTokens, added_tokens, marks_in
 from runtime.grammar.backend import Matcher
 from runtime.grammar.llguidance_text import for_llguidance, part_for_llguidance, schemas_in, texts_of
 from runtime.grammar.refusals import placed
@@ -147,7 +147,7 @@ class LLGuidanceBackend:
         vocabulary: LLTokenizer,
         whitespace: str | None,
         token_bytes: Mapping[int, bytes],
-        added: AddedTokens = NONE,
+        added: AddedTokens,
     ) -> None:
         from llguidance import LLExecutor, LLParserLimits
 
@@ -171,9 +171,7 @@ class LLGuidanceBackend:
     ) -> LLGuidanceBackend:
         """Raises `InvalidGrammar` where outputs of this tokenizer cannot be constrained."""
         eos_ids = [*eos_ids]
-        vocabulary, table = load_vocabulary(tokenizer, vocab_size, eos_ids), tokenizer.bytes_of
-        if table is None:
-            return cls(vocabulary, whitespace, {})
+        vocabulary, table = load_vocabulary(tokenizer, vocab_size, eos_ids)
         added = added_tokens(vocabulary, table, tokenizer.special_ids | {*eos_ids})
         return cls(vocabulary, whitespace, table.rest, added)
 

@@ -22,7 +22,7 @@ NUM_TOKENS = 40
 def vocabularies() -> tuple[LLTokenizer, LLTokenizer]:
     """As the backend has it, and without any class."""
     tokenizer = grammars.tokenizer()
-    ours = load_vocabulary(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
+    ours, _ = load_vocabulary(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
     return ours, ours.with_slices([])
 
 
