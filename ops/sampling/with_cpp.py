@@ -40,17 +40,18 @@ def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
         given = [arrays.greedy, arrays.temperature, arrays.min_p, arrays.uniform]
         given = [tensor.contiguous() for tensor in given]
         addresses = (address(tensor) for tensor in (*given, ids, sound))
-        mask_of, bits, words = None, None, 0
+        mask_of = bits = None
         if masks is not None:
-            mask_of, bits = np.full(num_rows, -1), masks.bitmask.contiguous()
-            mask_of[masks.rows.numpy()], words = np.arange(len(bits)), bits.shape[1]
+            bits = masks.bitmask.contiguous()
+            mask_of = np.full(num_rows, -1)
+            mask_of[masks.rows.numpy()] = np.arange(len(bits))
         operands = Draw(
             address(logits),
             limited.ctypes.data,
             *addresses,
             None if mask_of is None else mask_of.ctypes.data,
-            None if bits is None else address(bits),
-            words,
+            address(bits),
+            0 if bits is None else bits.shape[1],
             num_rows,
             vocab_size,
         )
